@@ -1,0 +1,157 @@
+"""A batch of trajectories as a handful of flat arrays plus offsets: ragged, never padded.
+
+Stages add what they compute (`old_logprobs`, `reference_logprobs`, `values`, `advantages`, `returns`), one number per
+token, aligned with `tokens`. `pack` fills micro-batches up to a hard cap of distinct tokens; nothing has to divide anything.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from corral.data.trajectory import BoolArray, FloatArray, IntArray, Trajectory
+from corral.data.tree import TokenTree, common_prefix, lexicographic_order
+
+
+@dataclass
+class Batch:
+    tokens: IntArray
+    generated: BoolArray
+    logprobs: FloatArray
+    """As sampled, by the engine."""
+    versions: IntArray
+    token_rewards: FloatArray
+    """A turn's reward, on the turn's last generated token."""
+    offsets: IntArray
+    """[trajectories + 1]"""
+    groups: IntArray
+    """[trajectories], the prompt's ordinal."""
+    columns: dict[str, FloatArray] = field(default_factory=dict)
+    """What the stages add, [tokens] each."""
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> "Batch":
+        assert trajectories, "a batch needs a trajectory"
+        offsets = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
+        token_rewards = np.zeros(offsets[-1], np.float32)
+        for start, trajectory in zip(offsets, trajectories, strict=False):
+            for index, reward in trajectory.turn_rewards:
+                token_rewards[start + index] += reward
+        return cls(
+            tokens=np.concatenate([t.tokens for t in trajectories]),
+            generated=np.concatenate([t.generated for t in trajectories]),
+            logprobs=np.concatenate([t.logprobs for t in trajectories]),
+            versions=np.concatenate([t.versions for t in trajectories]),
+            token_rewards=token_rewards,
+            offsets=offsets,
+            groups=np.array([t.ordinal for t in trajectories]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def num_generated(self) -> int:
+        return int(self.generated.sum())
+
+    def sequence(self, row: int) -> IntArray:
+        return self.tokens[self.offsets[row] : self.offsets[row + 1]]
+
+    def positions_of(self, rows: Sequence[int]) -> IntArray:
+        """Indices into the flat arrays of the tokens of these trajectories."""
+        return np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
+
+    def split(self, parts: int) -> list[list[int]]:
+        """Trajectories dealt into `parts` shares of about equal work, groups kept together where that is possible.
+
+        Work is counted in distinct tokens. Longest first onto the lightest share; a share is empty only when there are
+        fewer trajectories than shares.
+        """
+        units = [np.flatnonzero(self.groups == group).tolist() for group in dict.fromkeys(self.groups.tolist())]
+        if len(units) < parts:
+            units = [[row] for row in range(len(self))]
+        work = [distinct_tokens([self.sequence(row) for row in unit]) for unit in units]
+        shares: list[list[int]] = [[] for _ in range(parts)]
+        load = [0] * parts
+        for i in sorted(range(len(units)), key=lambda i: -work[i]):
+            lightest = load.index(min(load))
+            shares[lightest] += units[i]
+            load[lightest] += work[i]
+        return [sorted(share) for share in shares]
+
+    def pack(self, max_tokens: int, rows: Sequence[int] | None = None) -> list["Pack"]:
+        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens.
+
+        Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
+        what it adds to the micro-batch is its length without that shared beginning.
+        """
+        return [Pack(self, tuple(packed)) for packed in self._packed_rows(max_tokens, rows)]
+
+    def _packed_rows(self, max_tokens: int, rows: Sequence[int] | None) -> Iterator[list[int]]:
+        chosen = list(range(len(self))) if rows is None else list(rows)
+        sequences = [self.sequence(row) for row in chosen]
+        packed: list[int] = []
+        used, previous = 0, None
+        for i in lexicographic_order(sequences):
+            sequence = sequences[i]
+            if len(sequence) > max_tokens:
+                raise ValueError(f"a trajectory of {len(sequence)} tokens does not fit into {max_tokens}")
+            added = len(sequence) - (0 if previous is None else common_prefix(previous, sequence))
+            if packed and used + added > max_tokens:
+                yield packed
+                packed, used, added = [], 0, len(sequence)
+            packed.append(chosen[i])
+            used, previous = used + added, sequence
+        if packed:
+            yield packed
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some trajectories of a batch, laid out for one forward and backward pass."""
+
+    batch: Batch
+    rows: tuple[int, ...]
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        return TokenTree.build([self.batch.sequence(row) for row in self.rows])
+
+    @cached_property
+    def flat(self) -> IntArray:
+        """Indices into the batch's flat arrays, trajectory by trajectory."""
+        return self.batch.positions_of(self.rows)
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        lengths = [self.batch.offsets[row + 1] - self.batch.offsets[row] for row in self.rows]
+        return np.cumsum([0, *lengths])
+
+    @cached_property
+    def generated(self) -> BoolArray:
+        return self.batch.generated[self.flat]
+
+    @cached_property
+    def targets(self) -> IntArray:
+        """Indices into this pack's tokens of those to predict: generated, and not the first of a trajectory."""
+        wanted = self.generated.copy()
+        wanted[self.offsets[:-1]] = False
+        return np.flatnonzero(wanted)
+
+    @cached_property
+    def nodes(self) -> IntArray:
+        """[tokens of the pack]: the tree's node of each token."""
+        return np.concatenate(self.tree.paths)
+
+    def column(self, name: str) -> FloatArray:
+        return self.batch.columns[name][self.flat]
+
+
+def distinct_tokens(sequences: Sequence[IntArray]) -> int:
+    """Tokens that have to be computed when beginnings are shared."""
+    total, previous = 0, np.empty(0, np.int64)
+    for i in lexicographic_order(sequences):
+        total += len(sequences[i]) - common_prefix(previous, sequences[i])
+        previous = sequences[i]
+    return total

@@ -1,0 +1,23 @@
+"""A question, answered in one step and scored by the reward function."""
+
+from corral.data.rows import Message, Row
+from corral.envs.base import StepResult
+from corral.rewards.pool import ScorerPool
+
+
+class QuestionEnv:
+    def __init__(self, pool: ScorerPool) -> None:
+        self._pool = pool
+        self._row: Row | None = None
+
+    async def reset(self, row: Row, seed: int) -> list[Message]:
+        self._row = row
+        return row.prompt
+
+    async def step(self, reply: str) -> StepResult:
+        assert self._row is not None, "step before reset"
+        score = await self._pool.score(reply, self._row)
+        return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+
+    async def close(self) -> None:
+        self._row = None

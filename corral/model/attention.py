@@ -1,0 +1,121 @@
+"""The one attention function behind everything Corral computes, registered with transformers under the name `corral`.
+
+A model loaded with `attn_implementation="corral"` hands its queries, keys and values to the `AttentionContext` that the
+caller passes along with the tokens (`forward_hidden`): a `TreeAttention` for training, scoring and prefill, or the
+engine's cache for decoding. The model's own code never learns the difference, and no model code is ours.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corral.data.tree import Chunk, TokenTree
+
+ATTENTION_NAME = "corral"
+
+
+class AttentionContext(Protocol):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width] -> [1, heads, tokens, width]"""
+        ...
+
+
+def corral_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    corral: AttentionContext,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """The signature that transformers calls."""
+    output = corral.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
+    return output.transpose(1, 2), None
+
+
+def register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, corral_attention)
+
+
+def forward_hidden(model: Any, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    """Last hidden states [tokens, width] of a flat list of tokens; who sees whom is the context's business."""
+    output = model.get_decoder()(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        use_cache=False,
+        corral=context,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+class TreeAttention:
+    """Every token sees its own history in a `TokenTree`.
+
+    A small tree is one attention call with a mask; in a large one each chunk attends to its own path, so that the
+    work is that of the sequences and not the square of the tree. Which is cheaper is estimated tree by tree.
+    """
+
+    CALL_COST = 2200
+    """What one more attention call costs, in query-key pairs: 0.5 ms against 0.23 us a pair, measured on two CPU cores."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self.blocks: list[_Block] = []
+        for chunks in tree.trees:
+            size = chunks[-1].end - chunks[0].start
+            by_chunk = sum(self.CALL_COST + (chunk.end - chunk.start) * len(chunk.path) for chunk in chunks)
+            if self.CALL_COST + size * size <= by_chunk:
+                self.blocks.append(_dense_block(chunks, device))
+            else:
+                self.blocks += [_chunk_block(chunk, device) for chunk in chunks]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        outputs = [block.attend(query, key, value, scale) for block in self.blocks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+class _Block:
+    """Queries `start:end` against the keys at `path`."""
+
+    def __init__(self, start: int, end: int, path: Tensor | slice, mask: Tensor | None) -> None:
+        self.start, self.end, self.path, self.mask = start, end, path, mask
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query[:, :, self.start : self.end],
+            key[:, :, self.path],
+            value[:, :, self.path],
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+def _dense_block(chunks: tuple[Chunk, ...], device: torch.device) -> _Block:
+    start, end = chunks[0].start, chunks[-1].end
+    if len(chunks) == 1:
+        return _Block(start, end, slice(start, end), None)
+    visible = np.zeros((end - start, end - start), np.bool_)
+    for chunk in chunks:
+        size = chunk.end - chunk.start
+        rows = slice(chunk.start - start, chunk.end - start)
+        visible[rows, chunk.path[:-size] - start] = True
+        visible[rows, rows] = np.tri(size, dtype=np.bool_)
+    return _Block(start, end, slice(start, end), torch.from_numpy(visible).to(device))
+
+
+def _chunk_block(chunk: Chunk, device: torch.device) -> _Block:
+    size, length = chunk.end - chunk.start, len(chunk.path)
+    if size == length:
+        return _Block(chunk.start, chunk.end, slice(chunk.start, chunk.end), None)
+    mask = torch.ones(size, length, dtype=torch.bool, device=device).tril(length - size)
+    return _Block(chunk.start, chunk.end, torch.from_numpy(chunk.path).to(device), mask)

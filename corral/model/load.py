@@ -1,0 +1,107 @@
+"""Models and tokenizers: from a folder, a hub name, or the one real model that a Python package carries."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corral.model.attention import ATTENTION_NAME, register
+from corral.model.smollm2 import SMOLLM2, smollm2_folder
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Model
+
+UNSUPPORTED = {
+    "final_logit_softcapping": "soft-capped logits",
+    "attn_logit_softcapping": "soft-capped attention",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "embedding_multiplier": "scaled embeddings",
+}
+"""What the native engine's and trainer's arithmetic does not have yet, by the configuration key that asks for it."""
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on a GPU and on a CPU that multiplies it in hardware, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def model_source(path: str) -> str:
+    """A folder or a hub name that transformers understands. Converts the built-in model on first use."""
+    if path.lower() == SMOLLM2:
+        return str(smollm2_folder())
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model.path: {folder} is a folder without config.json, so not a model in Hugging Face layout")
+        return str(folder)
+    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"model.path: {path} is not a folder")
+    return path
+
+
+def load_model(model: Model, device: torch.device) -> Any:
+    """A transformers causal model that computes through `corral.model.attention`, ready to be played and trained."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    source = model_source(model.path)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        check_supported(config, model.path)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=resolve_dtype(model.dtype, device),
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
+    loaded.config.use_cache = False
+    return loaded.to(device).eval()
+
+
+def load_tokenizer(model: Model) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_source(model.path), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: no tokenizer could be loaded from {model.path}: {first_line(error)}") from error
+    if model.chat_template is not None:
+        file = Path(model.chat_template)
+        is_file = len(model.chat_template) < 4096 and "{" not in model.chat_template
+        if is_file and not file.is_file():
+            raise UserError(f"model.chat_template: {file} is neither a file nor a template")
+        tokenizer.chat_template = file.read_text() if is_file else model.chat_template
+    return tokenizer
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens with which the model ends its turn: the generation config's and the tokenizer's."""
+    configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+    tokens = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None)
+
+
+def check_supported(config: Any, path: str) -> None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key, what in UNSUPPORTED.items():
+        if getattr(text, key, None) not in (None, 1, 1.0):
+            raise UserError(f"model.path: {path} uses {what} ({key}), which Corral does not compute yet")
+    window = getattr(text, "sliding_window", None)
+    if window and getattr(text, "use_sliding_window", True) and window < text.max_position_embeddings:
+        raise UserError(f"model.path: {path} uses a sliding attention window, which Corral does not compute yet")
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,236 @@
+"""What a person sees while a run goes on.
+
+On a terminal: a progress bar over the steps, and under it what is being done right now. Elsewhere (a pipe, a log file,
+a batch job): plain lines, and a sign of life every ten seconds or so. Colours, widths and NO_COLOR are left to rich.
+Warnings of the program come through `logging` (see `log.py`), not from here.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from rich.cells import cell_len
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from corral.observe.lines import STEP_FIELDS, cut, duration, score_text, step_line, validation_line, visible
+from corral.observe.stream import LastingStream
+
+PLAIN_WIDTH = 120
+LINE_EVERY_S = 10.0
+STEPS_FOR_ETA = 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer of the model, to be shown."""
+
+    prompt: str
+    response: str
+    answer: str
+    reward: float
+
+
+class Console:
+    """Also a `Tracker`: it logs a step as a line."""
+
+    def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        stream = stream or sys.stdout
+        is_terminal = stream.isatty()
+        self._rich = RichConsole(
+            file=cast(IO[str], LastingStream(stream)),
+            width=None if is_terminal else PLAIN_WIDTH,
+            highlight=False,
+            emoji=False,
+        )
+        self._is_live = is_terminal and self._rich.is_interactive
+        self._clock = clock
+        self._last_line_at = clock()
+        self._total: int | None = None
+        self._columns: set[str] = set()
+        self._ends: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_ETA + 1)
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+
+    # The start
+
+    def banner(self, run: str, folder: Path, model: str, plan: Sequence[str], resumed_at: int | None = None) -> None:
+        self._rows(
+            {
+                "run": run if resumed_at is None else f"{run}, goes on after step {resumed_at}",
+                "folder": str(folder),
+                "model": model,
+                "plan": "\n".join(plan),
+            }
+        )
+        self._print("")
+
+    # The steps
+
+    def begin(self, total: int, done: int = 0) -> None:
+        """Training starts: `done` of `total` steps were made before (by the run that is resumed)."""
+        self._total = total
+        self._ends.append((done, self._clock()))
+        if self._is_live:
+            self._bar = self._live().add_task("training", total=total, completed=done, note=f"{done}/{total}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row without any number of a step, such as that of a validation, has no line."""
+        if not any(field.key in metrics for field in STEP_FIELDS):
+            return
+        self._ends.append((step, self._clock()))
+        eta_s = self._eta_s()
+        shown = {**metrics, **({} if eta_s is None else {"eta_s": eta_s})}
+        self._print(step_line(step, self._total, shown, self._columns, self._rich.width if self._is_live else None))
+        self._columns |= shown.keys()
+        if self._progress is not None and self._bar is not None:
+            eta = "" if eta_s is None else f"  eta {duration(eta_s)}"
+            self._progress.update(self._bar, completed=step, note=f"{step}/{self._total}{eta}")
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+    def _eta_s(self) -> float | None:
+        """By the clock, over the last steps: what is done between them (validation, checkpoints) counts too."""
+        (first, start), (last, end) = self._ends[0], self._ends[-1]
+        if self._total is None or last <= first:
+            return None
+        return (self._total - last) * (end - start) / (last - first)
+
+    # Long work
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator["Stage"]:
+        """Shows that `name` ("loading model", "playing") is being done, until the block ends."""
+        stage = Stage(self, name, total)
+        if self._is_live:
+            stage.task = self._live().add_task(name, total=total, note="")
+        elif self._total is None:
+            self._print(f"{name} ...")  # within a step that would be a line too many
+        try:
+            yield stage
+        finally:
+            if self._progress is not None and stage.task is not None:
+                self._progress.remove_task(stage.task)
+                self._stop_if_idle()
+
+    def _show(self, stage: "Stage") -> None:
+        if self._progress is not None and stage.task is not None:
+            self._progress.update(stage.task, completed=stage.done, total=stage.total, note=stage.count)
+        elif self._clock() - self._last_line_at >= LINE_EVERY_S:
+            self._print(f"{stage.name} {stage.count}")
+
+    def _live(self) -> Progress:
+        if self._progress is None:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+                console=self._rich,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._progress.start()
+        return self._progress
+
+    def _stop_if_idle(self) -> None:
+        if self._progress is not None and not self._progress.tasks:
+            self._progress.stop()
+            self._progress = None
+
+    # Results
+
+    def validation(self, when: str, metrics: Mapping[str, float], num_questions: int | None = None) -> None:
+        """`when`: "before training", "after step 20"."""
+        self._print(Text(validation_line(when, metrics, num_questions), "bold"))
+
+    def samples(self, samples: Sequence[Sample], title: str = "") -> None:
+        """Of a long prompt the end is shown, of a long response both ends: there the question and the answer are."""
+        if not samples:
+            return
+        rewards = [f"{sample.reward:g}" for sample in samples]
+        answers = [cut(visible(sample.answer), 16, "start") for sample in samples]
+        fixed = max(6, *map(len, rewards)) + max(6, *map(cell_len, answers))
+        room = max(self._rich.width - fixed - 6, 16)
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for name in ("prompt", "response", "answer"):
+            table.add_column(name, no_wrap=True)
+        table.add_column("reward", justify="right", no_wrap=True)
+        for sample, answer, reward in zip(samples, answers, rewards, strict=True):
+            prompt = cut(visible(sample.prompt), 2 * room // 5, "end")
+            response = cut(visible(sample.response), room - 2 * room // 5, "both")
+            table.add_row(Text(prompt, "dim"), Text(response), Text(answer), Text(reward))
+        if title:
+            self._print(Text(title, "bold"))
+        self._print(table)
+
+    def warn(self, message: str) -> None:
+        self._print(Text.assemble(("warning: ", "bold yellow"), (message, "yellow")))
+
+    def summary(
+        self,
+        folder: Path,
+        before: Mapping[str, float] | None = None,
+        after: Mapping[str, float] | None = None,
+        curve: Path | None = None,
+        commands: Mapping[str, str] | None = None,
+    ) -> None:
+        """The end. `commands`: what to do next and how, such as {"evaluate": "corral evaluate ..."}."""
+        scores = [score_text(metrics) for metrics in (before, after) if metrics is not None]
+        self._print("")
+        self._rows(
+            {
+                "held-out": " -> ".join(scores),
+                "folder": str(folder),
+                "curve": "" if curve is None else str(curve),
+                **(commands or {}),
+            }
+        )
+
+    def close(self) -> None:
+        """Takes the progress bar away; lines can still be printed."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._bar = None
+
+    def _rows(self, rows: Mapping[str, str]) -> None:
+        """`name  text`, aligned; an empty text leaves its row out."""
+        rows = {name: text for name, text in rows.items() if text}
+        width = max(map(len, rows), default=0)
+        for name, text in rows.items():
+            for number, line in enumerate(text.splitlines()):
+                self._print(Text.assemble((("" if number else name).ljust(width), "bold cyan"), "  ", line))
+
+    def _print(self, line: str | Text | Table) -> None:
+        self._last_line_at = self._clock()
+        self._rich.print(line, soft_wrap=not isinstance(line, Table), markup=False)
+
+
+@dataclass
+class Stage:
+    """Work in progress; made by `Console.stage`."""
+
+    console: Console
+    name: str
+    total: int | None
+    done: int = 0
+    task: TaskID | None = None
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self.done = done
+        self.total = total or self.total
+        self.console._show(self)
+
+    @property
+    def count(self) -> str:
+        return f"{self.done}/{self.total}" if self.total else f"{self.done}"

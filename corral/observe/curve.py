@@ -1,0 +1,105 @@
+"""The learning curve of a run as a picture, drawn from the rows of `metrics.jsonl`."""
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from corral.observe.files import replacing
+from corral.observe.lines import held_out_score, score_text
+
+TRAIN, HELD_OUT, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
+SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
+FEW_POINTS = 40
+
+
+def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Training reward and held-out score above; entropy, KL and response length below, those that were measured."""
+    from matplotlib.figure import Figure
+
+    small = {name: label for name, label in SMALL_PANELS.items() if points(rows, name)[0]}
+    figure = Figure(figsize=(9, 6.2 if small else 4.5), dpi=150, layout="constrained")
+    grid = figure.add_gridspec(2 if small else 1, max(len(small), 1), height_ratios=[2.6, 1] if small else None)
+    large = figure.add_subplot(grid[0, :])
+    _draw_scores(large, rows, title)
+    for column, (name, label) in enumerate(small.items()):
+        axes = figure.add_subplot(grid[1, column], sharex=large)
+        _draw_line(axes, *points(rows, name), QUIET, width=1.6)
+        axes.set_title(label, loc="left", fontsize=10)
+        _tidy(axes)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    with replacing(path) as file:
+        file.write(picture.getvalue())
+
+
+def points(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric. A step that was logged again counts once; null (no finite number) is left out."""
+    by_step = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+    return sorted(by_step), [by_step[step] for step in sorted(by_step)]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """The mean over a window around each value, which does not lag behind as a running mean would."""
+    reach = max(len(values) // 16, 2)
+    windows = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    steps, rewards = points(rows, "reward/mean")
+    if steps:
+        _draw_line(axes, steps, rewards, TRAIN, width=2.2, label="training reward")
+    held_out = {row["step"]: row for row in rows if held_out_score(row) is not None}
+    if held_out:
+        _draw_held_out(axes, [held_out[step] for step in sorted(held_out)])
+    scores = [held_out_score(row) for row in held_out.values()]
+    if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(bottom, -0.02), min(top, 1.02))
+    axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=13, fontweight="bold", pad=10)
+    axes.set_ylabel("reward")
+    _tidy(axes)
+    if steps or held_out:
+        axes.legend(frameon=False, loc="best")
+
+
+def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    intervals = [row.get("validation/ci95") or 0.0 for row in rows]
+    axes.errorbar(
+        [row["step"] for row in rows],
+        [held_out_score(row) for row in rows],
+        yerr=intervals,
+        color=HELD_OUT,
+        linewidth=1.4,
+        marker="o",
+        markersize=6,
+        capsize=4,
+        label="held-out score, 95 % interval" if any(intervals) else "held-out score",
+        zorder=3,
+    )
+    if len(rows) > 1:
+        change = " → ".join(score_text({**row, "validation/ci95": None}) for row in (rows[0], rows[-1]))
+        axes.set_title(f"held-out {change}", loc="right", color=HELD_OUT, fontsize=11, fontweight="bold", pad=10)
+
+
+def _draw_line(
+    axes: Any, steps: Sequence[int], values: Sequence[float], color: str, width: float, label: str | None = None
+) -> None:
+    """Each value in a light line, and the smoothed one over it."""
+    marker = "." if len(steps) < FEW_POINTS else ""
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=width / 2, marker=marker, label=label)
+    axes.plot(steps, smooth(values), color=color, linewidth=width, label=label and f"{label}, smoothed")
+
+
+def _tidy(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,198 @@
+"""The folder of a run: one place for everything it leaves behind.
+
+    runs/<name>/
+        recipe.yaml         as it was run; recipe.2.yaml, ... when it was resumed with another one
+        plan.txt
+        metrics.jsonl
+        curve.png
+        trajectories/       step_000012.jsonl.gz
+        checkpoints/
+        logs/               main.log, and what trackers keep locally
+        failures/
+
+A run is never overwritten, and never written by two processes at once. Which checkpoint to go on from, and what is in
+one, is the loop's business.
+"""
+
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Self
+
+from corral.observe.files import write_atomically
+from corral.recipe.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+SUBFOLDERS = ("trajectories", "checkpoints", "logs", "failures")
+NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class InUse(UserError):
+    """Another process writes this run."""
+
+
+class RunFolder:
+    """A run's folder, locked for this process until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes the folder as it is, or makes it. Use `open`, which chooses a path by the rules of `resume`."""
+        _make(path)
+        self.path = path
+        self._lock: int | None = _lock(path / LOCK)
+        os.register_at_fork(after_in_child=self._leave_lock_to_parent)
+        self.holds_run = _holds_run(path)
+        for name in SUBFOLDERS:
+            _make(path / name)
+
+    @classmethod
+    def open(cls, runs: Path, name: str, resume: str) -> Self:
+        """`auto` goes on in the folder of that name; `never` takes a new one beside it (`<name>-2`, ...) if it is used.
+
+        A checkpoint's path as `resume` goes on in the folder when the checkpoint is of this run, else it is `never`.
+        """
+        _check_name(name)
+        if resume == "auto" or (resume != "never" and _is_inside(Path(resume), runs / name)):
+            return cls(runs / name)
+        return cls._open_new(runs, name)
+
+    @classmethod
+    def _open_new(cls, runs: Path, name: str) -> Self:
+        for number in itertools.count(1):
+            path = runs / (name if number == 1 else f"{name}-{number}")
+            if _is_used(path):
+                continue
+            try:
+                folder = cls(path)
+            except InUse:
+                continue  # another process was faster
+            if not _is_used(path):
+                return folder
+            folder.close()
+        raise AssertionError("unreachable")
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.txt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures"
+
+    def write_recipe(self, text: str) -> Path:
+        """Keeps every recipe the run was started with; the one with the highest number is the last that was used."""
+        latest = None
+        for number in itertools.count(1):
+            path = self.recipe if number == 1 else self.path / f"recipe.{number}.yaml"
+            if not path.exists():
+                break
+            latest = path
+        if latest is not None and latest.read_text(encoding="utf-8") == text:
+            return latest
+        write_atomically(path, text)
+        return path
+
+    def write_plan(self, text: str) -> Path:
+        write_atomically(self.plan, text)
+        return self.plan
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # A forked worker that outlives this process would otherwise hold the lock of a run that nobody writes.
+    _leave_lock_to_parent = close
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"\w[\w.+=, -]*", name):
+        raise UserError(f"`name: {name}` cannot be the name of a run folder; use letters, digits, `-`, `_` and `.`")
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the run folder {path}: {error.strerror}. `logging.runs` says where run folders are made"
+        ) from error
+
+
+def _lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {path.parent}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise InUse(
+            f"the run folder {path.parent} is in use by {owner}; stop that one, or give this run another `name`"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS_HERE:
+            os.close(descriptor)
+            raise
+        logger.warning(
+            "%s cannot be locked (%s): see to it that no other process writes it", path.parent, error.strerror
+        )
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return descriptor
+
+
+def _holds_run(path: Path) -> bool:
+    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def _is_used(path: Path) -> bool:
+    """Whether there is any file in it, ours or not."""
+    return any(file.name != LOCK for file in path.rglob("*") if not file.is_dir())
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())

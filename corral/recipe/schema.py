@@ -1,0 +1,338 @@
+"""The recipe: every key a user may write, with its type, default and meaning.
+
+Strict: a key that is not here is an error. This module only describes; reading YAML and overrides is
+`load.py`, checks across keys are `rules.py`, and what follows from a recipe is `plan.py`.
+A field left at None means "decided elsewhere": by the algorithm's preset, by the model, or not used at all.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NaturalInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NaturalFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AdvantageName = Literal[
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+]
+LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "gpg", "dro", "dppo_tv", "dppo_kl"]
+AlgorithmName = Literal[
+    "grpo",
+    "ppo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "dro",
+    "dppo_tv",
+    "dppo_kl",
+]
+AggregationName = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+
+
+class Section(BaseModel):
+    """A part of the recipe: no unknown keys, nothing changed after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Model(Section):
+    path: str
+    """A folder in Hugging Face layout, a hub name, or the built-in `smollm2-135m-instruct`."""
+    dtype: DtypeName = "auto"
+    """Of the weights while playing and scoring. auto: bfloat16 where the device is fast at it, else float32."""
+    chat_template: str | None = None
+    """A Jinja template, or the path of a file with one, instead of the tokenizer's own."""
+    trust_remote_code: bool = False
+
+
+class Source(Section):
+    """Rows: files (parquet, jsonl; globs allowed), a data set on a hub, a generated task, or a Python function."""
+
+    path: str | list[str]
+    """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`, or `module:function`."""
+    split: str | None = None
+    """Of a hub data set."""
+    subset: str | None = None
+    """Of a hub data set (its configuration name)."""
+    options: dict[str, Any] = {}
+    """Arguments of a generated task or of the function."""
+    size: PositiveInt | None = None
+    """Rows to generate (generated tasks only)."""
+    seed: NaturalInt = 0
+    """Of a generated task."""
+    max_rows: PositiveInt | None = None
+    """Use at most so many rows of the source, from its beginning."""
+
+
+class Data(Section):
+    train: Source
+    validation: Source | None = None
+    prompt_key: str = "prompt"
+    """Column with the question: text, or a list of chat messages."""
+    answer_key: str | None = None
+    """Column with the reference answer. None: `answer`, else verl's `reward_model.ground_truth`."""
+    system: str | None = None
+    """System message put before every prompt."""
+    template: str | None = None
+    """Text with `{prompt}` in it, put around the last user message."""
+    chat: bool = True
+    """Render with the chat template. False: the prompt's text is tokenised as it is."""
+    max_prompt_tokens: PositiveInt = 1024
+    overlong: Literal["error", "filter", "truncate_left", "truncate_right"] = "error"
+    """What happens to a prompt with more tokens than that. Counted and reported, whichever."""
+    shuffle: bool = True
+
+
+class Reward(Section):
+    name: str = "exact"
+    """exact, regex, number, gsm8k, math, reasoning_gym, or `module:function` / `file.py:function`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments for the function."""
+    timeout_s: PositiveFloat = 10.0
+    """A call that takes longer is killed and the sample gets `on_error`."""
+    workers: PositiveInt = 2
+    """Processes that run the function."""
+    on_error: float = 0.0
+    """Reward of a sample whose reward function raised or hung."""
+
+
+class Environment(Section):
+    name: str = "question"
+    """question, or `module:Class`."""
+    options: dict[str, Any] = {}
+    reward: Reward = Reward()
+    timeout_s: PositiveFloat = 60.0
+    """For one reset or step."""
+
+
+class Rollout(Section):
+    engine: Literal["native"] = "native"
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    top_k: NaturalInt = 0
+    """0: all tokens."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_response_tokens: PositiveInt = 256
+    max_turns: PositiveInt = 1
+    stop: list[str] = []
+    """Strings that end a turn when generated."""
+    stop_token_ids: list[NaturalInt] = []
+    """Besides the model's own end-of-turn tokens."""
+    max_sequences: PositiveInt = 64
+    """Sequences decoded at the same time; bounds the KV cache."""
+    max_prefill_tokens: PositiveInt = 4096
+    """Prompt tokens computed in one pass."""
+
+
+class Batch(Section):
+    prompts_per_step: PositiveInt = 8
+    samples_per_prompt: PositiveInt = 8
+    updates_per_step: PositiveInt = 1
+    """Optimiser steps per pass over a batch."""
+    passes: PositiveInt = 1
+    """Passes over a batch (PPO's epochs)."""
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    """Hard cap; tokens with the same history count once."""
+
+
+class KL(Section):
+    where: Literal["loss", "reward"] | None = None
+    """None: no KL (unless the algorithm's preset has one)."""
+    estimator: KLEstimator | None = None
+    coefficient: PositiveFloat | None = None
+    controller: Literal["fixed", "adaptive"] | None = None
+    target: PositiveFloat | None = None
+    """Adaptive controller only."""
+    horizon: PositiveInt | None = None
+    """Adaptive controller only."""
+
+
+class Correction(Section):
+    """For tokens played by another policy than the one that is trained (other engine, older weights)."""
+
+    name: Literal["none", "token_tis", "sequence_tis", "icepop", "rejection"] = "none"
+    cap: PositiveFloat | None = None
+    """Upper bound of the weight (TIS), of the band (IcePop), or of the accepted ratio (rejection)."""
+    floor: PositiveFloat | None = None
+    """Lower bound of the band (IcePop, rejection)."""
+    level: Literal["token", "sequence"] | None = None
+    """Of rejection."""
+
+
+class DynamicSampling(Section):
+    """Drop groups whose rewards are all equal, and play other prompts instead (DAPO)."""
+
+    enabled: bool | None = None
+    max_rounds: PositiveInt | None = None
+    """Rounds of refilling in one step before it goes on with what it has."""
+
+
+class Overlong(Section):
+    """Soft penalty for responses that come close to the limit (DAPO)."""
+
+    buffer_tokens: PositiveInt | None = None
+    penalty: PositiveFloat | None = None
+
+
+class Algorithm(Section):
+    name: AlgorithmName = "grpo"
+    """A preset: it decides advantage, loss, KL, clipping and aggregation where they are not given here."""
+    advantage: AdvantageName | None = None
+    loss: LossName | None = None
+    aggregation: AggregationName | None = None
+    aggregation_norm: PositiveFloat | None = None
+    """The constant of seq_mean_token_sum_norm. None: rollout.max_response_tokens."""
+    clip_low: NaturalFloat | None = None
+    clip_high: NaturalFloat | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    gamma: Fraction | None = None
+    lam: Fraction | None = None
+    """GAE's lambda."""
+    sapo_tau_positive: PositiveFloat | None = None
+    sapo_tau_negative: PositiveFloat | None = None
+    dro_beta: PositiveFloat | None = None
+    dppo_threshold: PositiveFloat | None = None
+    entropy_coefficient: NaturalFloat = 0.0
+    llds_coefficient: NaturalFloat = 0.0
+    """Lazy likelihood displacement regulariser: penalises a falling likelihood of good samples."""
+    old_logprobs: Literal["engine", "recompute"] = "engine"
+    """engine: those the samples were drawn with (one pass less). recompute: by the trainer, before the first update."""
+    kl: KL = KL()
+    correction: Correction = Correction()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    overlong: Overlong = Overlong()
+
+
+class Optimiser(Section):
+    learning_rate: PositiveFloat = 1e-6
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NaturalFloat = 0.0
+    max_gradient_norm: PositiveFloat = 1.0
+    warmup_steps: NaturalInt = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Critic(Section):
+    path: str | None = None
+    """None: starts as a copy of the model, with a new value head."""
+    optimiser: Optimiser = Optimiser(learning_rate=1e-5)
+    value_clip: PositiveFloat | None = 0.5
+    warmup_steps: NaturalInt = 0
+    """Steps in which only the critic learns."""
+
+
+class Reference(Section):
+    path: str | None = None
+    """None: the model as it was before training."""
+
+
+class Train(Section):
+    backend: Literal["fsdp"] = "fsdp"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the computation. auto: model.dtype. float16 scales the loss."""
+    recompute: Literal["none", "full"] = "none"
+    """full: activations are computed again in the backward pass (less memory, a third more work)."""
+    logits_chunk: PositiveInt = 256
+    """Tokens whose logits exist at the same time."""
+    threads: PositiveInt | None = None
+    """CPU threads. None: all cores."""
+
+
+class Schedule(Section):
+    steps: PositiveInt | None = None
+    epochs: PositiveFloat | None = None
+    """Passes over the data; either this or steps."""
+    max_staleness: Annotated[int, Field(ge=0, le=0)] = 0
+    """Weight versions that playing may run ahead of training. 0: on-policy."""
+
+
+class Validation(Section):
+    before_training: bool = True
+    after_training: bool = True
+    every: NaturalInt = 0
+    """Steps between validations. 0: none in between."""
+    samples_per_prompt: PositiveInt = 1
+    """k of mean@k and pass@k."""
+    temperature: NaturalFloat = 0.0
+    """0: greedy."""
+    top_p: Fraction = 1.0
+    max_prompts: PositiveInt | None = None
+    pass_threshold: float = 1.0
+    """A reward of at least this counts as solved in pass@k."""
+
+
+class Checkpoint(Section):
+    every: NaturalInt = 0
+    """Steps between checkpoints. 0: only at the end and on Ctrl-C."""
+    keep: PositiveInt = 2
+    at_end: bool = True
+    resume: str = "auto"
+    """auto: go on where this run stopped. never: refuse a run folder that is not empty. Or a checkpoint's path."""
+
+
+class Logging(Section):
+    runs: str = "runs"
+    """Folder in which the run's folder is made."""
+    trackers: list[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["console"]
+    """metrics.jsonl is always written."""
+    project: str = "corral"
+    samples: NaturalInt = 2
+    """Answers printed after each validation."""
+    trajectories: bool = True
+    """Write every trajectory to the run folder."""
+
+
+class Cluster(Section):
+    nodes: PositiveInt = 1
+    devices_per_node: PositiveInt = 1
+    placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic": "all"}
+    """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
+
+
+class Recipe(Section):
+    name: str
+    """Of the run folder."""
+    seed: NaturalInt = 0
+    model: Model
+    data: Data
+    environment: Environment = Environment()
+    rollout: Rollout = Rollout()
+    batch: Batch = Batch()
+    algorithm: Algorithm = Algorithm()
+    optimiser: Optimiser = Optimiser()
+    critic: Critic = Critic()
+    reference: Reference = Reference()
+    train: Train = Train()
+    schedule: Schedule = Schedule()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    cluster: Cluster = Cluster()

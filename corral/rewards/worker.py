@@ -1,0 +1,58 @@
+"""The process that runs a reward function: reads a request, calls the function, replies, until its socket closes.
+
+It holds no state that matters and may be killed at any moment. Whatever the function prints goes to the run's stderr.
+"""
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from typing import Any
+
+from corral.data.plugins import error_line
+from corral.recipe.errors import UserError
+from corral.rewards.calling import call, load_function
+from corral.rewards.messages import receive_message, send_message
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int) -> None:
+    """Serve the pool at the other end of the socket `descriptor`."""
+    _die_with_parent()
+    os.set_inheritable(descriptor, False)  # not for programs that the function starts
+    connection = socket.socket(fileno=descriptor)
+    try:
+        name, options = pickle.loads(receive_message(connection))
+        try:
+            function = load_function(name, options)
+        except (UserError, SystemExit) as error:
+            _reply(connection, {"unusable": str(error)})
+            return
+        _reply(connection, {"ready": True})
+        while True:
+            _reply(connection, _score(function, receive_message(connection), options))
+    except (EOFError, ConnectionError):
+        return  # the pool is closed, or its process is gone
+
+
+def _score(function: Any, request: bytes, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        response, row = pickle.loads(request)
+        result = call(function, response, row, options)
+    except BaseException as error:  # also SystemExit: the sample failed, the worker is well
+        return {"error": error_line(error)}
+    return {"score": result.score, "metrics": result.metrics}
+
+
+def _reply(connection: socket.socket, message: dict[str, Any]) -> None:
+    send_message(connection, json.dumps(message).encode())
+
+
+def _die_with_parent() -> None:
+    """Without this, a function that never returns would outlive a killed run: it does not see its socket close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,278 @@
+"""The native engine: continuous batching over any transformers causal model, on the trainer's own weights.
+
+Requests ride on branches. A branch is one distinct history: the samples of a prompt start on one branch, which forks
+when they draw different tokens. So a prompt is computed once however many samples it has, and so is every beginning
+that samples have in common; what a sample draws does not change by it, since each has its own seed.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corral.data.tree import TokenTree
+from corral.data.trajectory import IntArray
+from corral.model.attention import forward_hidden
+from corral.rollout.cache import Decode, Prefill, SlotCache
+from corral.rollout.engine import Completion, Finish, Sampling
+from corral.rollout.sampling import draw, scale_logits, truncate, uniform
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class Request:
+    prompt: IntArray
+    sampling: Sampling
+    seed: int
+    future: "asyncio.Future[Completion]"
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def family(self) -> tuple[bytes, Sampling]:
+        """Requests of one family have the same next-token distribution at the start."""
+        return self.prompt.tobytes(), self.sampling
+
+
+@dataclass(eq=False)
+class Branch:
+    requests: list[Request]
+    length: int
+    """Tokens in the cache."""
+    hidden: Tensor
+    """[width], the last token's: what the next token is drawn from."""
+    slot: int
+
+
+@dataclass
+class StoredPrompt:
+    """A prompt whose samples do not all fit yet: kept so that the later ones need no prefill."""
+
+    cache: list[tuple[Tensor, Tensor]]
+    hidden: Tensor
+
+
+@dataclass
+class EngineStats:
+    """Since the engine was made. `computed` against `prompt + generated` is what sharing saves."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    decode_steps: int = 0
+
+
+class NativeEngine:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, max_sequences: int, max_prefill_tokens: int, max_length: int
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.max_sequences, self.max_prefill_tokens, self.max_length = max_sequences, max_prefill_tokens, max_length
+        self.device = next(model.parameters()).device
+        self.head = model.get_output_embeddings()
+        self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_sequences)
+        self.version = 0
+        self.stats = EngineStats()
+        self.waiting: list[Request] = []
+        self.branches: list[Branch] = []
+        self.stored: dict[tuple[bytes, Sampling], StoredPrompt] = {}
+        self.pump: asyncio.Task[None] | None = None
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-engine")
+
+    # --- the seam
+
+    async def generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        if not tokens:
+            raise ValueError("a prompt needs at least one token")
+        if len(tokens) + sampling.max_tokens > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and up to {sampling.max_tokens} new ones pass the limit of {self.max_length}"
+            )
+        loop = asyncio.get_running_loop()
+        request = Request(np.array(tokens, np.int64), sampling, seed, loop.create_future())
+        self.waiting.append(request)
+        if self.pump is None or self.pump.done():
+            self.pump = loop.create_task(self._pump())
+        return await request.future
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        assert not self.branches, "weights change only between steps"
+        self.stored.clear()
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights:
+                own[name].copy_(tensor)
+        self.version = version
+
+    def pause(self) -> None:
+        assert not self.branches and not self.waiting, "requests are in flight"
+        self.cache.release()
+
+    def resume(self) -> None:
+        """The cache is taken again as sequences need it."""
+
+    # --- what happens between
+
+    async def _pump(self) -> None:
+        """Consumes waiting requests, produces completions. Waits for nothing but the model; ends when none is left."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self.waiting or self.branches:
+                for request in await loop.run_in_executor(self.thread, self.step):
+                    assert request.finish is not None
+                    if not request.future.done():
+                        done = Completion(request.tokens, request.logprobs, request.finish, request.versions)
+                        request.future.set_result(done)
+        except Exception as error:
+            requests = self.waiting + [request for branch in self.branches for request in branch.requests]
+            self.waiting, self.branches = [], []
+            for request in requests:
+                if not request.future.done():
+                    request.future.set_exception(error)
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One token for every running request. Returns those that are finished."""
+        self._admit()
+        finished = self._draw()
+        self._decode()
+        return finished
+
+    def _admit(self) -> None:
+        """Moves waiting requests, in order, onto branches while there are slots and room in one prefill."""
+        free = self.max_sequences - sum(len(branch.requests) for branch in self.branches)
+        families: dict[tuple[bytes, Sampling], list[Request]] = {}
+        prefill_tokens = 0
+        for request in self.waiting[:free]:
+            if request.family not in families:
+                if request.family not in self.stored:
+                    prefill_tokens += len(request.prompt)
+                if families and prefill_tokens > self.max_prefill_tokens:
+                    break
+                families[request.family] = []
+            families[request.family].append(request)
+        admitted = sum(len(requests) for requests in families.values())
+        self.waiting = self.waiting[admitted:]
+        self.stats.prompt_tokens += sum(len(r.prompt) for requests in families.values() for r in requests)
+        self._prefill([requests for family, requests in families.items() if family not in self.stored])
+        for family, requests in families.items():
+            if (stored := self.stored.get(family)) is not None:
+                self._start(requests, stored)
+        left = {request.family for request in self.waiting}
+        self.stored = {family: stored for family, stored in self.stored.items() if family in left}
+
+    def _prefill(self, families: list[list[Request]]) -> None:
+        if not families:
+            return
+        prompts = [requests[0].prompt for requests in families]
+        tree = TokenTree.build(prompts)
+        slots = range(len(self.branches), len(self.branches) + len(prompts))
+        self.cache.reserve(max(len(prompt) for prompt in prompts))
+        hidden = forward_hidden(
+            self.model,
+            torch.from_numpy(tree.tokens).to(self.device),
+            torch.from_numpy(tree.positions).to(self.device),
+            Prefill(self.cache, tree, slots, self.device),
+        )
+        self.stats.computed_tokens += tree.num_nodes
+        left = {request.family for request in self.waiting}
+        for slot, requests, path in zip(slots, families, tree.paths, strict=True):
+            branch = Branch(requests, len(path), hidden[path[-1]], slot)
+            self.branches.append(branch)
+            if requests[0].family in left:
+                self.stored[requests[0].family] = StoredPrompt(self.cache.read(slot, len(path)), branch.hidden)
+
+    def _start(self, requests: list[Request], stored: StoredPrompt) -> None:
+        if any(requests[0] in branch.requests for branch in self.branches):
+            return  # prefilled just now; stored for those that still wait
+        slot, length = len(self.branches), len(requests[0].prompt)
+        self.cache.reserve(length)
+        self.cache.write(slot, stored.cache)
+        self.branches.append(Branch(requests, length, stored.hidden, slot))
+
+    def _draw(self) -> list[Request]:
+        """Draws a token for every request, ends those that are done, forks branches whose requests drew differently."""
+        hidden = torch.stack([branch.hidden for branch in self.branches])
+        sampling = [branch.requests[0].sampling for branch in self.branches]
+        logits = scale_logits(self.head(hidden).float(), self._tensor([s.temperature for s in sampling]))
+        requests = [(row, request) for row, branch in enumerate(self.branches) for request in branch.requests]
+        rows = self._tensor([row for row, _ in requests])
+        seeds = self._tensor([request.seed for _, request in requests])
+        counters = self._tensor([len(request.tokens) for _, request in requests])
+        allowed = logits
+        if any(s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p) for s in sampling):
+            columns = ([s.top_k for s in sampling], [s.top_p for s in sampling], [s.min_p for s in sampling])
+            allowed = truncate(logits, *(self._tensor(column) for column in columns))
+        greedy = self._tensor([s.temperature == 0 for s in sampling])
+        tokens = draw(allowed, rows, uniform(seeds, counters), greedy)
+        logprobs = logits[rows, tokens] - logits.logsumexp(-1)[rows]
+        self.stats.generated_tokens += len(requests)
+        for (_, request), token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            self._append(request, token, logprob)
+        self._fork()
+        return [request for _, request in requests if request.finish is not None]
+
+    def _append(self, request: Request, token: int, logprob: float) -> None:
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        request.versions.append(self.version)
+        sampling = request.sampling
+        if token in sampling.stop_tokens:
+            request.finish = Finish.STOP_TOKEN
+        elif sampling.stop and self._ends_with_stop(request):
+            request.finish = Finish.STOP_STRING
+        elif len(request.tokens) >= sampling.max_tokens:
+            request.finish = Finish.LENGTH
+
+    def _ends_with_stop(self, request: Request) -> bool:
+        longest = max(len(stop) for stop in request.sampling.stop)
+        tail = self.tokenizer.decode(request.tokens[-(longest + 8) :], skip_special_tokens=False)
+        return any(stop in tail for stop in request.sampling.stop)
+
+    def _fork(self) -> None:
+        """Regroups the unfinished requests by what they drew, and gives every group one of the first slots."""
+        groups: list[tuple[Branch, list[Request]]] = []
+        for branch in self.branches:
+            by_token: dict[int, list[Request]] = {}
+            for request in branch.requests:
+                if request.finish is None:
+                    by_token.setdefault(request.tokens[-1], []).append(request)
+            groups += [(branch, requests) for requests in by_token.values()]
+        kept: dict[int, tuple[Branch, list[Request]]] = {}
+        moved: list[tuple[Branch, list[Request]]] = []
+        for branch, requests in groups:
+            if branch.slot < len(groups) and branch.slot not in kept:
+                kept[branch.slot] = (branch, requests)
+            else:
+                moved.append((branch, requests))
+        free = [slot for slot in range(len(groups)) if slot not in kept]
+        length = max((branch.length for branch, _ in moved), default=0)
+        self.cache.copy([branch.slot for branch, _ in moved], free, length)
+        placed = {**kept, **dict(zip(free, moved, strict=True))}
+        self.branches = [
+            Branch(requests, branch.length, branch.hidden, slot)
+            for slot, (branch, requests) in sorted(placed.items(), key=lambda item: item[0])
+        ]
+
+    def _decode(self) -> None:
+        if not self.branches:
+            return
+        lengths = self._tensor([branch.length for branch in self.branches])
+        self.cache.reserve(max(branch.length for branch in self.branches) + 1)
+        tokens = self._tensor([branch.requests[0].tokens[-1] for branch in self.branches])
+        hidden = forward_hidden(self.model, tokens, lengths, Decode(self.cache, lengths))
+        self.stats.computed_tokens += len(self.branches)
+        self.stats.decode_steps += 1
+        for branch, row in zip(self.branches, hidden, strict=True):
+            branch.hidden = row
+            branch.length += 1
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self.device)

@@ -1,0 +1,61 @@
+"""Drawing tokens: seeded by request, on the device, with the log-probability of what was drawn."""
+
+import torch
+from torch import Tensor
+
+_GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's constants
+
+
+def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, counter), by splitmix64: the same wherever and whenever it is asked for."""
+    z = _mix(_mix(seeds) + (counters + 1) * _GOLDEN)
+    return _shift(z, 41).to(torch.float32) * 2.0**-23
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Greedy rows (temperature 0) are left at temperature 1, for their log-probabilities."""
+    return logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Tokens outside top-k, top-p or min-p (each per row; 0, 1 and 0 switch them off) get -inf.
+
+    top-p keeps the smallest set of most likely tokens whose probability reaches p, and always the most likely one.
+    """
+    ordered, _ = logits.sort(-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    keep = (rank < torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]) & (before < top_p[:, None])
+    keep &= probability >= min_p[:, None] * probability[:, :1]
+    keep[:, 0] = True
+    smallest = torch.where(keep, ordered, torch.inf).min(-1, keepdim=True).values
+    return logits.masked_fill(logits < smallest, -torch.inf)
+
+
+def draw(logits: Tensor, rows: Tensor, uniforms: Tensor, greedy: Tensor) -> Tensor:
+    """One token for each request: from row `rows[i]` of the logits, by inverse CDF, or the likeliest where greedy[row].
+
+    Requests on the same row share its CDF. (On a CPU this is many times faster than torch.multinomial.)
+    """
+    cdf = logits.softmax(-1).cumsum(-1)
+    order = torch.argsort(rows, stable=True)
+    counts = torch.bincount(rows, minlength=len(logits))
+    column = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows[order]]
+    points = uniforms.new_zeros(len(logits), int(counts.max()))
+    points[rows[order], column] = uniforms[order]
+    drawn = torch.searchsorted(cdf, points * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.empty_like(rows)
+    tokens[order] = drawn[rows[order], column]
+    return torch.where(greedy[rows], logits.argmax(-1)[rows], tokens)

@@ -1,0 +1,248 @@
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ragged_lists import Ragged, Rows, assert_rows, mean, numbers, quick, ragged
+
+from corral.algorithms.advantages import (
+    ADVANTAGES,
+    NEEDS_CRITIC,
+    NEEDS_GREEDY_BASELINE,
+    NEEDS_GROUPS,
+    RewardedBatch,
+    gae,
+    remax,
+)
+
+WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+
+Reference = Callable[[Ragged, float, float], tuple[Rows, Rows]]
+
+
+def group_baseline(advantage: Callable[[list[float], list[int], int], float]) -> Reference:
+    """From "the group's rewards, their lengths and my place among them" to rows of advantages."""
+
+    def reference(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+        rewards = batch.generated(batch.columns[0])
+        rows = []
+        for i, row in enumerate(rewards):
+            members = [j for j, group in enumerate(batch.groups) if group == batch.groups[i] and rewards[j]]
+            if i in members:
+                totals, lengths = [sum(rewards[j]) for j in members], [len(rewards[j]) for j in members]
+                rows.append([advantage(totals, lengths, members.index(i))] * len(row))
+            else:
+                rows.append([])
+        return rows, rows
+
+    return reference
+
+
+def std(values: Sequence[float]) -> float:
+    return math.sqrt(sum((x - mean(values)) ** 2 for x in values) / max(len(values) - 1, 1))
+
+
+def best_only(totals: list[float], lengths: list[int], i: int) -> float:
+    if len(totals) < 2 or totals.index(max(totals)) != i:
+        return 0.0
+    best, second = sorted(totals, reverse=True)[:2]
+    return (best - second) / (std(totals) + 1e-6)
+
+
+def leave_one_out(totals: list[float], lengths: list[int], i: int) -> float:
+    return totals[i] - mean(totals[:i] + totals[i + 1 :]) if len(totals) > 1 else 0.0
+
+
+def returns_to_go(rewards: Rows, gamma: float) -> Rows:
+    return [[sum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+
+
+def whitened(rows: Rows) -> Rows:
+    tokens = [x for row in rows for x in row]
+    variance = sum((x - mean(tokens)) ** 2 for x in tokens) / (len(tokens) - 1)
+    return [[(x - mean(tokens)) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
+
+
+def slow_gae(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    """The recursion as it is written down: over all tokens, carrying everything where a token was not generated."""
+    advantages, returns = [], []
+    for rewards, values, mask in zip(batch.columns[0], batch.columns[1], batch.masks, strict=True):
+        advantage, next_value, row = 0.0, 0.0, []
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * advantage
+                next_value = values[t]
+                row.insert(0, (advantage, advantage + values[t]))
+        advantages.append([a for a, _ in row])
+        returns.append([r for _, r in row])
+    return whitened(advantages), returns
+
+
+def slow_reinforce(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    returns = returns_to_go(batch.generated(batch.columns[0]), gamma)
+    return returns, returns
+
+
+def slow_reinforce_plus_plus(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    returns = returns_to_go(batch.generated(batch.columns[0]), gamma)
+    return whitened(returns), returns
+
+
+def slow_reinforce_plus_plus_baseline(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    rows = whitened(REFERENCES["dr_grpo"](batch, gamma, lam)[0])
+    return rows, rows
+
+
+def slow_remax(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    returns = returns_to_go(batch.generated(batch.columns[0]), 1.0)
+    return [[x - greedy_reward(i) for x in row] for i, row in enumerate(returns)], returns
+
+
+def slow_gpg(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    rewards = batch.generated(batch.columns[0])
+    totals = {i: sum(row) for i, row in enumerate(rewards) if row}
+    useful = [i for i in totals if any(totals[i] != totals[j] for j in totals if batch.groups[j] == batch.groups[i])]
+    alpha = len(totals) / max(len(useful), 1)
+    rows = [[alpha * x for x in row] for row in REFERENCES["dr_grpo"](batch, gamma, lam)[0]]
+    return rows, rows
+
+
+def greedy_reward(i: int) -> float:
+    return 0.25 * i
+
+
+REFERENCES: dict[str, Reference] = {
+    "gae": slow_gae,
+    "grpo": group_baseline(lambda totals, lengths, i: (totals[i] - mean(totals)) / (std(totals) + 1e-6)),
+    "dr_grpo": group_baseline(lambda totals, lengths, i: totals[i] - mean(totals)),
+    "rloo": group_baseline(leave_one_out),
+    "reinforce": slow_reinforce,
+    "reinforce_plus_plus": slow_reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": slow_reinforce_plus_plus_baseline,
+    "remax": slow_remax,
+    "opo": group_baseline(
+        lambda totals, lengths, i: totals[i] - sum(map(float.__mul__, totals, map(float, lengths))) / sum(lengths)
+    ),
+    "gpg": slow_gpg,
+    "grpo_passk": group_baseline(best_only),
+}
+
+rewarded = ragged(lambda random: random.choice([0.0, 0.0, 0.5, 1.0, -0.25]), numbers)
+"""Rewards that are often equal, and values."""
+
+
+def rewarded_batch(batch: Ragged, columns: list[torch.Tensor]) -> RewardedBatch:
+    rewards, values = columns
+    baselines = torch.tensor([greedy_reward(i) for i in range(len(batch.masks))], dtype=torch.float64)
+    return RewardedBatch(rewards, batch.mask, batch.offsets, torch.tensor(batch.groups), values, baselines)
+
+
+def outcome_batch(rewards: list[float], groups: list[int] | None = None) -> RewardedBatch:
+    """One token per trajectory."""
+    num = len(rewards)
+    return RewardedBatch(
+        token_rewards=torch.tensor(rewards, dtype=torch.float64),
+        mask=torch.ones(num, dtype=torch.bool),
+        offsets=torch.arange(num + 1),
+        groups=torch.tensor(groups or [0] * num),
+    )
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@quick
+@given(batch=rewarded, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95]))
+def test_estimators_match_lists_whatever_stands_on_other_tokens(
+    name: str, batch: Ragged, gamma: float, lam: float
+) -> None:
+    assume(name not in WHITENED or batch.num_generated >= 2)
+    result = ADVANTAGES[name](rewarded_batch(batch, batch.poisoned()), gamma=gamma, lam=lam)
+    advantages, returns = REFERENCES[name](batch, gamma, lam)
+    assert_rows(result.advantages, batch.spread(advantages), 1e-7)
+    assert_rows(result.returns, batch.spread(returns), 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [1.5 / (1 + 2e-6), -0.5 / (1 + 2e-6), -0.5 / (1 + 2e-6), -0.5 / (1 + 2e-6)]),
+        ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
+        ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        ("grpo_passk", [2 / (1 + 2e-6), 0.0, 0.0, 0.0]),
+        ("opo", [0.75, -0.25, -0.25, -0.25]),
+        ("gpg", [0.75, -0.25, -0.25, -0.25]),
+        ("reinforce", [1.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_one_success_in_four(name: str, expected: list[float]) -> None:
+    assert ADVANTAGES[name](outcome_batch([1, 0, 0, 0])).advantages.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_gae_skips_a_token_that_was_not_generated() -> None:
+    batch = RewardedBatch(
+        token_rewards=torch.tensor([0.0, 0.0, 1.0]),
+        mask=torch.tensor([True, False, True]),
+        offsets=torch.tensor([0, 3]),
+        groups=torch.tensor([0]),
+        values=torch.tensor([0.5, 0.4, 0.3]),
+    )
+    result = gae(batch)
+    assert result.returns.tolist() == pytest.approx([0.5 + 0.5, 0.0, 0.7 + 0.3])
+    assert result.advantages.tolist() == pytest.approx([-math.sqrt(0.5), 0.0, math.sqrt(0.5)], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_GROUPS - {"reinforce_plus_plus_baseline"}))
+def test_a_sample_alone_in_its_group_teaches_nothing(name: str) -> None:
+    advantages = ADVANTAGES[name](outcome_batch([1.0, 1.0, 0.0], [5, 7, 7])).advantages
+    assert advantages[0] == 0
+    assert advantages[1] > 0
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_GROUPS - {"reinforce_plus_plus_baseline"}))
+def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
+    batch = outcome_batch([0.1] * 7)
+    batch = replace(batch, token_rewards=batch.token_rewards.float())
+    assert ADVANTAGES[name](batch).advantages.abs().max() == 0
+
+
+def test_gpg_counts_only_samples_of_groups_that_differ() -> None:
+    advantages = ADVANTAGES["gpg"](outcome_batch([1, 0, 1, 1], [0, 0, 1, 1])).advantages
+    assert advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_whitening_a_single_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 generated tokens"):
+        ADVANTAGES["reinforce_plus_plus"](outcome_batch([1.0]))
+
+
+def test_what_an_estimator_needs_is_asked_for() -> None:
+    batch = outcome_batch([1.0, 0.0])
+    with pytest.raises(ValueError, match="critic"):
+        gae(batch)
+    with pytest.raises(ValueError, match="greedy"):
+        remax(batch)
+
+
+def test_the_tables_of_needs_name_estimators() -> None:
+    assert ADVANTAGES.keys() >= NEEDS_GROUPS | NEEDS_CRITIC | NEEDS_GREEDY_BASELINE
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_results_have_the_dtype_of_the_rewards(name: str) -> None:
+    batch = outcome_batch([1.0, 0.0, 0.5])
+    rewards = batch.token_rewards.float()
+    batch = replace(batch, token_rewards=rewards, values=rewards, baselines=rewards)
+    assert ADVANTAGES[name](batch).advantages.dtype == torch.float32
+
+
+def test_gae_is_fast_on_a_large_batch() -> None:
+    lengths = torch.randint(512, 1025, (512,), generator=torch.Generator().manual_seed(0))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    tokens = torch.rand(int(offsets[-1]), generator=torch.Generator().manual_seed(1))
+    batch = RewardedBatch(tokens, tokens > 0.2, offsets, torch.arange(512) // 8, values=tokens)
+    start = time.perf_counter()
+    gae(batch, gamma=0.99, lam=0.95)
+    assert time.perf_counter() - start < 2.0  # Takes 0.05 s; the rest is for a busy machine.

@@ -1,0 +1,119 @@
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ragged_lists import Ragged, assert_rows, logprobs, mean, quick, ragged
+
+from corral.algorithms.corrections import DEFAULT_BOUNDS, Correction, correction_weights
+
+FLOOR, CAP = 0.6, 1.7
+CASES = [(name, level) for name in DEFAULT_BOUNDS for level in ("token", "sequence")]
+
+scored = ragged(logprobs, logprobs)
+
+
+def correct(batch: Ragged, columns: list[torch.Tensor], name: str, level: str) -> Correction:
+    return correction_weights(*columns, batch.mask, batch.offsets, name, cap=CAP, floor=FLOOR, level=level)
+
+
+def slow(x: list[float], t: int, name: str, level: str) -> tuple[float, bool]:
+    """Weight of a sequence's t-th generated token, and whether it is kept."""
+    token, sequence = math.exp(x[t]), math.exp(min(max(sum(x), -20), 20))
+    judged = sequence if level == "sequence" else token
+    return {
+        "none": (1.0, True),
+        "token_tis": (min(token, CAP), True),
+        "sequence_tis": (min(sequence, CAP), True),
+        "icepop": (token, True) if FLOOR <= token <= CAP else (0.0, False),
+        "rejection": (1.0, True) if FLOOR <= judged <= CAP else (0.0, False),
+    }[name]
+
+
+@pytest.mark.parametrize(("name", "level"), CASES)
+@quick
+@given(batch=scored)
+def test_weights_and_metrics_match_lists(name: str, level: str, batch: Ragged) -> None:
+    result = correct(batch, batch.poisoned(), name, level)
+    train, engine = (batch.generated(rows) for rows in batch.columns)
+    rows = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(train, engine, strict=True)]
+    expected = [[slow(x, t, name, level) for t in range(len(x))] for x in rows]
+    assert_rows(result.weights, batch.spread([[weight for weight, _ in row] for row in expected]))
+    assert_rows(result.keep.double(), batch.spread([[float(keep) for _, keep in row] for row in expected]))
+
+    x = [d for row in rows for d in row]
+    weights = [weight for row in expected for weight, _ in row]
+    squares = mean([w * w for w in weights])
+    assert {key: float(value) for key, value in result.metrics.items()} == pytest.approx(
+        {
+            "ratio_mean": mean([math.exp(d) for d in x]),
+            "kl_k1": mean([-d for d in x]),
+            "kl_k3": mean([math.exp(d) - 1 - d for d in x]),
+            "ess": mean(weights) ** 2 / squares if squares else 0.0,
+            "dropped_fraction": mean([float(not keep) for row in expected for _, keep in row]),
+        },
+        abs=1e-6,
+    )
+
+
+def test_truncation_of_a_known_ratio() -> None:
+    result = correction_weights(
+        torch.tensor([0.0]), torch.tensor([-1.0]), torch.tensor([True]), torch.tensor([0, 1]), "token_tis", cap=2.0
+    )
+    assert result.weights.tolist() == [2.0]
+
+
+@quick
+@given(ratio=st.floats(0.2, 4.0))
+def test_bounds_are_on_train_over_engine(ratio: float) -> None:
+    """With a band that is not symmetric, the inverse ratio would be judged differently."""
+    assume(min(abs(ratio - 0.9), abs(ratio - 3.0)) > 1e-9)
+    result = correction_weights(
+        torch.tensor([math.log(ratio)], dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([True]),
+        torch.tensor([0, 1]),
+        "rejection",
+        cap=3.0,
+        floor=0.9,
+        level="token",
+    )
+    assert bool(result.keep) == (0.9 <= ratio <= 3.0)
+
+
+def test_rejecting_a_sequence_leaves_the_others_alone() -> None:
+    result = correction_weights(
+        torch.tensor([1.0, 1.0, 0.1]),
+        torch.zeros(3),
+        torch.ones(3, dtype=torch.bool),
+        torch.tensor([0, 2, 3]),
+        "rejection",
+        cap=5.0,
+        level="sequence",
+    )
+    assert result.keep.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(("name", "level"), CASES)
+def test_policies_that_agree_need_no_correction(name: str, level: str) -> None:
+    same = torch.tensor([-1.0, -2.0, -3.0])
+    result = correction_weights(same, same, torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3]), name, level=level)
+    assert result.weights.tolist() == [1.0, 1.0, 1.0]
+    assert result.keep.all()
+    assert result.metrics["ess"] == 1
+
+
+def test_weights_carry_no_gradient() -> None:
+    train = torch.tensor([-1.0], requires_grad=True)
+    result = correction_weights(train, torch.zeros(1), torch.tensor([True]), torch.tensor([0, 1]), "token_tis")
+    assert not result.weights.requires_grad
+    assert not any(value.requires_grad for value in result.metrics.values())
+
+
+def test_unknown_names_and_levels_are_errors() -> None:
+    arguments = torch.zeros(1), torch.zeros(1), torch.tensor([True]), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="not a correction"):
+        correction_weights(*arguments, "tis")
+    with pytest.raises(ValueError, match="not a level"):
+        correction_weights(*arguments, "rejection", level="batch")

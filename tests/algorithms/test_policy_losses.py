@@ -1,0 +1,254 @@
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_lists import Ragged, Rows, assert_rows, flat, logprobs, mean, numbers, quick, ragged
+
+from corral.algorithms.aggregate import GlobalCounts, aggregate, count
+from corral.algorithms.losses import FORCED_AGGREGATION, LOSSES, LossOptions, PolicyTerms, TokenLoss
+
+OPTIONS = LossOptions(clip_low=0.2, clip_high=0.3, dro_beta=0.4, dppo_cap=3.0)
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+# Slow references. Token losses: of (log pi, log pi_old, A) -> loss, its derivative by log pi, whether it was clipped.
+
+
+def slow_ppo(new: float, old: float, advantage: float) -> tuple[float, float, bool]:
+    ratio = math.exp(new - old)
+    if advantage < 0 and ratio > 3.0:
+        return -advantage * 3.0, 0.0, True
+    if (advantage > 0 and ratio > 1.3) or (advantage < 0 and ratio < 0.8):
+        return -advantage * clip(ratio, 0.8, 1.3), 0.0, True
+    return -advantage * ratio, -advantage * ratio, False
+
+
+def slow_cispo(new: float, old: float, advantage: float) -> tuple[float, float, bool]:
+    ratio = math.exp(new - old)
+    weight = clip(ratio, 0.8, 1.3)
+    return -weight * advantage * new, -weight * advantage, weight != ratio
+
+
+def slow_sapo(new: float, old: float, advantage: float) -> tuple[float, float, bool]:
+    ratio, tau = math.exp(new - old), 1.0 if advantage > 0 else 1.05
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage, False
+
+
+def slow_gpg(new: float, old: float, advantage: float) -> tuple[float, float, bool]:
+    return -advantage * new, -advantage, False
+
+
+def slow_dro(new: float, old: float, advantage: float) -> tuple[float, float, bool]:
+    return -(advantage * new - 0.2 * (new - old) ** 2), -advantage + 0.4 * (new - old), False
+
+
+def slow_dppo(divergence: Callable[[float, float], float], threshold: float):  # type: ignore[no-untyped-def]
+    def slow(new: float, old: float, advantage: float) -> tuple[float, float, bool]:
+        away = (advantage > 0 and new > old) or (advantage < 0 and new < old)
+        ratio = math.exp(new - old)
+        weight = 0.0 if away and divergence(math.exp(new), math.exp(old)) > threshold else min(ratio, 3.0)
+        return -advantage * weight * new, -advantage * weight, weight != ratio
+
+    return slow
+
+
+def total_variation(p: float, p_old: float) -> float:
+    """Of two distributions over "this token, another"."""
+    return (abs(p - p_old) + abs((1 - p) - (1 - p_old))) / 2
+
+
+def binary_kl(p: float, p_old: float) -> float:
+    return p_old * math.log(p_old / p) + (1 - p_old) * math.log((1 - p_old) / (1 - p))
+
+
+TOKEN_LOSSES = {
+    "ppo": slow_ppo,
+    "cispo": slow_cispo,
+    "sapo": slow_sapo,
+    "gpg": slow_gpg,
+    "dro": slow_dro,
+    "dppo_tv": slow_dppo(total_variation, 0.15),
+    "dppo_kl": slow_dppo(binary_kl, 0.05),
+}
+
+
+# Sequence losses: of the generated tokens' x and the sequence's A -> the sequence's loss, as in the papers.
+
+
+def slow_gspo(x: list[float], advantage: float) -> float:
+    ratio = math.exp(mean(x))
+    return max(-advantage * ratio, -advantage * clip(ratio, 0.8, 1.3))
+
+
+def slow_gmpo(x: list[float], advantage: float) -> float:
+    product = math.prod(math.exp(max(d, -0.2) if advantage < 0 else min(d, 0.3)) for d in x)
+    return -advantage * product ** (1 / len(x))
+
+
+SEQUENCE_LOSSES = {"gspo": slow_gspo, "gmpo": slow_gmpo}
+
+policy_batches = ragged(logprobs, logprobs, numbers)
+
+
+def run(name: str, batch: Ragged, columns: list[torch.Tensor]) -> tuple[TokenLoss, torch.Tensor]:
+    """The loss, and the gradient of its plain sum."""
+    new, old, advantages = columns
+    new = new.clone().requires_grad_()
+    result = LOSSES[name](PolicyTerms(new, old, advantages, batch.mask, batch.offsets), OPTIONS)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), new)
+    return result, gradient
+
+
+def per_sequence(batch: Ragged) -> Ragged:
+    """The same batch with one advantage per trajectory, as group baselines give."""
+    advantages = [[0.5 * (i % 4) - 0.75] * len(row) for i, row in enumerate(batch.masks)]
+    return replace(batch, columns=[*batch.columns[:2], advantages])
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+@quick
+@given(batch=policy_batches)
+def test_token_losses_and_gradients_match_lists(name: str, batch: Ragged) -> None:
+    result, gradient = run(name, batch, batch.tensors())
+    terms = zip(*(batch.generated(rows) for rows in batch.columns), strict=True)
+    expected = [[TOKEN_LOSSES[name](*token) for token in zip(*rows, strict=True)] for rows in terms]
+    assert_rows(result.loss, batch.spread([[loss for loss, _, _ in row] for row in expected]))
+    assert_rows(gradient, batch.spread([[slope for _, slope, _ in row] for row in expected]))
+    assert result.sums["clipped"] == sum(clipped for row in expected for _, _, clipped in row)
+
+
+@pytest.mark.parametrize("name", SEQUENCE_LOSSES)
+@quick
+@given(batch=policy_batches.map(per_sequence))
+def test_sequence_losses_and_gradients_match_the_papers_formula(name: str, batch: Ragged) -> None:
+    new, old, advantages = (batch.generated(rows) for rows in batch.columns)
+
+    def slow(new: Rows) -> float:
+        losses = [
+            SEQUENCE_LOSSES[name]([a - b for a, b in zip(row, old_row, strict=True)], row_advantages[0])
+            for row, old_row, row_advantages in zip(new, old, advantages, strict=True)
+            if row
+        ]
+        return mean(losses)
+
+    def slope(i: int, t: int, step: float = 1e-6) -> float:
+        up, down = ([list(row) for row in new] for _ in range(2))
+        up[i][t] += step
+        down[i][t] -= step
+        return (slow(up) - slow(down)) / (2 * step)
+
+    tensors = batch.tensors()
+    tensors[0].requires_grad_()
+    terms = PolicyTerms(*tensors, batch.mask, batch.offsets)
+    loss = aggregate(
+        LOSSES[name](terms, OPTIONS).loss,
+        batch.mask,
+        batch.offsets,
+        FORCED_AGGREGATION[name],
+        count(batch.mask, batch.offsets),
+    )
+    assert float(loss.detach()) == pytest.approx(slow(new), abs=1e-9)
+    (gradient,) = torch.autograd.grad(loss, tensors[0])
+    slopes = [[slope(i, t) for t in range(len(row))] for i, row in enumerate(new)]
+    assert_rows(gradient, batch.spread(slopes), 1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@given(batch=policy_batches)
+def test_nothing_on_other_tokens_changes_loss_gradient_or_metrics(name: str, batch: Ragged) -> None:
+    clean, clean_gradient = run(name, batch, batch.tensors())
+    poisoned, gradient = run(name, batch, batch.poisoned())
+    assert torch.equal(poisoned.loss, clean.loss)
+    assert torch.equal(gradient, clean_gradient)
+    assert poisoned.sums == clean.sums
+    assert poisoned.maxima == clean.maxima
+    assert poisoned.loss[~batch.mask].abs().sum() == 0
+    assert gradient[~batch.mask].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@given(batch=policy_batches, cut=st.integers(0, 6))
+def test_splitting_between_sequences_changes_neither_loss_nor_metrics(name: str, batch: Ragged, cut: int) -> None:
+    whole, _ = run(name, batch, batch.tensors())
+    parts = [
+        Ragged(batch.masks[s], batch.groups[s], [rows[s] for rows in batch.columns])
+        for s in (slice(None, cut), slice(cut, None))
+    ]
+    results = [run(name, part, part.tensors())[0] for part in parts]
+    torch.testing.assert_close(torch.cat([result.loss for result in results]), whole.loss)
+    for key, value in whole.sums.items():
+        torch.testing.assert_close(results[0].sums[key] + results[1].sums[key], value)
+    for key, value in whole.maxima.items():
+        torch.testing.assert_close(torch.maximum(results[0].maxima[key], results[1].maxima[key]), value)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"gspo", "gmpo"}))
+@quick
+@given(batch=policy_batches)
+def test_ratio_and_kl_metrics_match_lists(name: str, batch: Ragged) -> None:
+    sums, maxima = run(name, batch, batch.tensors())[0].sums, run(name, batch, batch.tensors())[0].maxima
+    new, old = (flat(batch.generated(rows)).tolist() for rows in batch.columns[:2])
+    ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+    assert float(sums["ratio"]) == pytest.approx(sum(ratios))
+    assert float(sums["approx_kl"]) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
+    assert float(maxima["ratio_deviation"]) == pytest.approx(max((abs(r - 1) for r in ratios), default=0.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_before_the_first_update_every_gradient_is_the_policy_gradient(name: str) -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.1], requires_grad=True)
+    advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
+    terms = PolicyTerms(
+        logprobs, logprobs.detach(), advantages, torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4])
+    )
+    result = LOSSES[name](terms, LossOptions())
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    torch.testing.assert_close(gradient, -advantages)
+    assert result.maxima["ratio_deviation"] == 0
+    assert result.sums["approx_kl"] == 0
+    assert result.sums["clipped"] == 0
+
+
+def one_token(log_ratio: float, advantage: float, options: LossOptions) -> float:
+    column = torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage])
+    return float(LOSSES["ppo"](PolicyTerms(*column, torch.tensor([True]), torch.tensor([0, 1])), options).loss)
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
+    assert one_token(math.log(5), -1.0, LossOptions(dual_clip=3.0)) == pytest.approx(3.0)
+    assert one_token(math.log(5), -1.0, LossOptions(dual_clip=None)) == pytest.approx(5.0)
+
+
+def test_extreme_log_ratios_stay_finite() -> None:
+    for name in LOSSES:
+        new = torch.tensor([-1e-9, -500.0], requires_grad=True)
+        terms = PolicyTerms(
+            new,
+            torch.tensor([-500.0, 0.0]),
+            torch.tensor([-1.0, 1.0]),
+            torch.tensor([True, True]),
+            torch.tensor([0, 1, 2]),
+        )
+        result = LOSSES[name](terms, LossOptions())
+        (gradient,) = torch.autograd.grad(result.loss.sum(), new)
+        assert torch.isfinite(result.loss).all(), name
+        assert torch.isfinite(gradient).all(), name
+
+
+def test_gmpo_is_normalised_by_the_whole_update() -> None:
+    terms = PolicyTerms(
+        torch.tensor([0.1, 0.1]), torch.zeros(2), torch.ones(2), torch.tensor([True, True]), torch.tensor([0, 2])
+    )
+    loss = LOSSES["gmpo"](terms, LossOptions()).loss
+    share = aggregate(loss, terms.mask, terms.offsets, "seq_mean_token_mean", GlobalCounts(10, 4))
+    assert float(share) == pytest.approx(-math.exp(0.1) / 4)
