@@ -41,13 +41,19 @@ class ArithmeticOptions(BaseModel):
     def _check(self) -> "ArithmeticOptions":
         if self.digits is not None and (self.min is not None or self.max is not None):
             raise ValueError("give either digits, or min and max")
-        if not self.terms():
+        if self.num_choices < 1:
             raise ValueError("min must not be larger than max")
         return self
 
-    def terms(self) -> range:
+    @property
+    def smallest(self) -> int:
+        return self.min or 0
+
+    @property
+    def num_choices(self) -> int:
+        """Numbers that a term can be."""
         largest = 10 ** (self.digits or 2) - 1 if self.max is None else self.max
-        return range(self.min or 0, largest + 1)
+        return largest + 1 - self.smallest
 
 
 def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
@@ -76,15 +82,14 @@ def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
 
 def _problems(operators: list[str], options: ArithmeticOptions, source: Source) -> Iterator[tuple[str, list[int]]]:
     """All problems once, in random order. Each is a number, whose digits are the operator and the terms."""
-    terms = options.terms()
-    num_problems = len(operators) * len(terms) ** options.num_terms
+    num_problems = len(operators) * options.num_choices**options.num_terms
     for code in _shuffled(num_problems, random.Random(source.seed)):
         rest, which = divmod(code, len(operators))
-        chosen = []
+        terms = []
         for _ in range(options.num_terms):
-            rest, index = divmod(rest, len(terms))
-            chosen.append(terms[index])
-        yield operators[which], chosen
+            rest, choice = divmod(rest, options.num_choices)
+            terms.append(options.smallest + choice)
+        yield operators[which], terms
 
 
 def _shuffled(n: int, rng: random.Random) -> Iterator[int]:

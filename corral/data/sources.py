@@ -66,7 +66,10 @@ def read_files(patterns: list[str]) -> Iterator[Located]:
         reader = READERS.get(path.suffix)
         if reader is None:
             raise UserError(f"{path}: unknown extension `{path.suffix}`; Corral reads {', '.join(READERS)}")
-        yield from reader(path)
+        try:
+            yield from reader(path)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text") from error
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -100,7 +103,7 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _object(parse_json(line, where), where)
+                yield where, _object(parse_json(line.strip(), where), where)
 
 
 def _read_json(path: Path) -> Iterator[Located]:

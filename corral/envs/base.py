@@ -23,6 +23,8 @@ class StepResult:
 
 
 class Env(Protocol):
+    """A class attribute `bounds_itself = True` says that no deadline from outside is needed."""
+
     async def reset(self, row: Row, seed: int) -> list[Message]:
         """Begin; returns the first messages the model sees."""
         ...

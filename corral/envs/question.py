@@ -6,6 +6,9 @@ from corral.rewards.pool import ScorerPool
 
 
 class QuestionEnv:
+    bounds_itself = True
+    """Each call of the reward function has its own deadline in the pool; waiting for a free worker has none."""
+
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool
         self._row: Row | None = None

@@ -9,8 +9,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from corral.observe.trackers import Tracker
@@ -79,8 +82,11 @@ class MLflow:
     MAX_PARAM_CHARACTERS = 500
 
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+        import mlflow
         from mlflow.tracking import MlflowClient
 
+        if not mlflow.is_tracking_uri_set() and find_spec("sqlalchemy") is None:
+            raise UserError("MLFLOW_TRACKING_URI names no server; for a local database, `pip install mlflow`")
         self._client = MlflowClient()
         if saved:
             self._run_id = saved["run_id"]

@@ -61,9 +61,9 @@ class Field:
 STEP_FIELDS = (
     Field("reward/mean", "reward", 6, "{:.3f}".format, 9),
     Field("score/mean", "score", 5, "{:.2f}".format, 6),
-    Field("kl/mean", "kl", 7, small_number, 5),
+    Field("kl/mean", "kl", 8, small_number, 5),
     Field("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
-    Field("length/mean", "length", 6, "{:.1f}".format, 3),
+    Field("length/mean", "length", 7, "{:.1f}".format, 3),
     Field("speed/tokens_per_s", "", 6, "{:.0f}".format, 2, " tok/s"),
     Field("time/play_s", "play", 6, short_duration, 0),
     Field("time/learn_s", "learn", 6, short_duration, 1),

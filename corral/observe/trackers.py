@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from corral.observe.adapters import ADAPTERS
@@ -98,14 +99,12 @@ def make_trackers(
             if console is not None:
                 trackers[name] = console
             continue
+        if find_spec(name) is None:
+            raise UserError(f"`logging.trackers` names {name}, which is not installed: pip install 'corral[{name}]'")
         saved = saved_state.get(name, {})
         start = partial(ADAPTERS[name], folder.logs, recipe.project, run_name, config or {}, saved)
         try:
             trackers[name] = TrackerThread(name, start, failures)
-        except ImportError as error:
-            raise UserError(
-                f"`logging.trackers` names {name}, which is not installed ({error}): pip install 'corral[{name}]'"
-            ) from error
         except Exception as error:
             if not saved:
                 raise UserError(

@@ -1,5 +1,15 @@
-"""Errors that a user can fix."""
+"""What a user can fix. The command line shows these as they are, without a traceback, and exits with code 2."""
+
+from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user can fix: shown as one line, without a traceback; the exit code is 2."""
+    """Something the user can fix; shown as one line, exit code 2."""
+
+
+class RecipeError(UserError):
+    """All that is wrong with a recipe, one line per problem."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))

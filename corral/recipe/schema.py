@@ -51,14 +51,16 @@ AlgorithmName = Literal[
     "dppo_tv",
     "dppo_kl",
 ]
-AggregationName = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+AggregationName = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 
 class Section(BaseModel):
     """A part of the recipe: no unknown keys, nothing changed after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -75,7 +77,8 @@ class Source(Section):
     """Rows: files (parquet, jsonl; globs allowed), a data set on a hub, a generated task, or a Python function."""
 
     path: str | list[str]
-    """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`, or `module:function`."""
+    """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`, or
+    `module:function`."""
     split: str | None = None
     """Of a hub data set."""
     subset: str | None = None
@@ -163,7 +166,7 @@ class Batch(Section):
 
 class KL(Section):
     where: Literal["loss", "reward"] | None = None
-    """None: no KL (unless the algorithm's preset has one)."""
+    """Not written: as the algorithm's preset has it. null: no KL."""
     estimator: KLEstimator | None = None
     coefficient: PositiveFloat | None = None
     controller: Literal["fixed", "adaptive"] | None = None
@@ -240,10 +243,14 @@ class Optimiser(Section):
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+class CriticOptimiser(Optimiser):
+    learning_rate: PositiveFloat = 1e-5
+
+
 class Critic(Section):
     path: str | None = None
     """None: starts as a copy of the model, with a new value head."""
-    optimiser: Optimiser = Optimiser(learning_rate=1e-5)
+    optimiser: CriticOptimiser = CriticOptimiser()
     value_clip: PositiveFloat | None = 0.5
     warmup_steps: NaturalInt = 0
     """Steps in which only the critic learns."""

@@ -112,8 +112,9 @@ class ScorerPool:
         with self._lock:
             for worker in self._workers:
                 worker.kill()
-        for thread in self._threads:
+        for _ in self._threads:
             self._jobs.put(None)
+        for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:

@@ -1,5 +1,6 @@
 """The `math` scorer: mathematical equality of the final answer, by math-verify."""
 
+import logging
 from typing import Any
 
 from corral.data.answers import after_hashes, last_boxed
@@ -10,6 +11,10 @@ try:
 except ImportError as error:
     raise UserError("the `math` reward needs math-verify: pip install 'corral[math]'") from error
 
+# It warns about every call without a timeout. It needs none, since this process is killed at its deadline; and its own
+# are signals, which only work in the main thread.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
 
 def math(response: str, answer: Any, *, format_score: float = 0.0) -> float:
     r"""1 if the final answer (`\boxed{}`, or the last expression) equals the reference; `format_score` if boxed."""
@@ -19,7 +24,6 @@ def math(response: str, answer: Any, *, format_score: float = 0.0) -> float:
     # Words, such as \text{Monday}, are no expressions: those are right when they are the same.
     if boxed is not None and "".join(boxed.split()) == "".join(reference.split()):
         return 1.0
-    # No timeouts of its own (they are signals): we run in a process that is killed at its deadline.
     gold = math_verify.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
     said = math_verify.parse(response, parsing_timeout=None)
     if math_verify.verify(gold, said, timeout_seconds=None):

@@ -118,6 +118,9 @@ class NativeEngine:
     def resume(self) -> None:
         """The cache is taken again as sequences need it."""
 
+    def close(self) -> None:
+        self.thread.shutdown(wait=True)
+
     # --- what happens between
 
     async def _pump(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=40, deadline=None)
 
 Rows = list[list[float]]
 Element = Callable[[Random], float]

@@ -9,16 +9,16 @@ from ragged_lists import Ragged, assert_rows, logprobs, mean, quick, ragged
 from corral.algorithms.corrections import DEFAULT_BOUNDS, Correction, correction_weights
 
 FLOOR, CAP = 0.6, 1.7
-CASES = [(name, level) for name in DEFAULT_BOUNDS for level in ("token", "sequence")]
+CASES = [*((name, None) for name in DEFAULT_BOUNDS), ("rejection", "token"), ("rejection", "sequence")]
 
 scored = ragged(logprobs, logprobs)
 
 
-def correct(batch: Ragged, columns: list[torch.Tensor], name: str, level: str) -> Correction:
+def correct(batch: Ragged, columns: list[torch.Tensor], name: str, level: str | None) -> Correction:
     return correction_weights(*columns, batch.mask, batch.offsets, name, cap=CAP, floor=FLOOR, level=level)
 
 
-def slow(x: list[float], t: int, name: str, level: str) -> tuple[float, bool]:
+def slow(x: list[float], t: int, name: str, level: str | None) -> tuple[float, bool]:
     """Weight of a sequence's t-th generated token, and whether it is kept."""
     token, sequence = math.exp(x[t]), math.exp(min(max(sum(x), -20), 20))
     judged = sequence if level == "sequence" else token
@@ -34,7 +34,7 @@ def slow(x: list[float], t: int, name: str, level: str) -> tuple[float, bool]:
 @pytest.mark.parametrize(("name", "level"), CASES)
 @quick
 @given(batch=scored)
-def test_weights_and_metrics_match_lists(name: str, level: str, batch: Ragged) -> None:
+def test_weights_and_metrics_match_lists(name: str, level: str | None, batch: Ragged) -> None:
     result = correct(batch, batch.poisoned(), name, level)
     train, engine = (batch.generated(rows) for rows in batch.columns)
     rows = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(train, engine, strict=True)]
@@ -96,7 +96,7 @@ def test_rejecting_a_sequence_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize(("name", "level"), CASES)
-def test_policies_that_agree_need_no_correction(name: str, level: str) -> None:
+def test_policies_that_agree_need_no_correction(name: str, level: str | None) -> None:
     same = torch.tensor([-1.0, -2.0, -3.0])
     result = correction_weights(same, same, torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3]), name, level=level)
     assert result.weights.tolist() == [1.0, 1.0, 1.0]

@@ -196,12 +196,12 @@ def test_splitting_between_sequences_changes_neither_loss_nor_metrics(name: str,
 @quick
 @given(batch=policy_batches)
 def test_ratio_and_kl_metrics_match_lists(name: str, batch: Ragged) -> None:
-    sums, maxima = run(name, batch, batch.tensors())[0].sums, run(name, batch, batch.tensors())[0].maxima
+    result, _ = run(name, batch, batch.tensors())
     new, old = (flat(batch.generated(rows)).tolist() for rows in batch.columns[:2])
     ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
-    assert float(sums["ratio"]) == pytest.approx(sum(ratios))
-    assert float(sums["approx_kl"]) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
-    assert float(maxima["ratio_deviation"]) == pytest.approx(max((abs(r - 1) for r in ratios), default=0.0))
+    assert float(result.sums["ratio"]) == pytest.approx(sum(ratios))
+    assert float(result.sums["approx_kl"]) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
+    assert float(result.maxima["ratio_deviation"]) == pytest.approx(max((abs(r - 1) for r in ratios), default=0.0))
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -14,12 +14,13 @@ from corral.observe.trackers import make_trackers
 from corral.recipe.schema import Logging
 
 CONFIG = {"name": "run", "cluster": {"placement": {"actor,rollout": "all"}}, "data": {"system": None}}
-ROW = {"reward/mean": 0.5, "validation/mean@1": 0.25}
 
 
-def track(name: str, runs: Path, steps: range, saved: dict[str, dict[str, str]] | None = None) -> dict[str, dict[str, str]]:
+def track(
+    name: str, runs: Path, steps: range, saved: dict[str, dict[str, str]] | None = None
+) -> dict[str, dict[str, str]]:
     with RunFolder.open(runs, "run", "auto") as folder:
-        trackers = make_trackers(Logging(trackers=[name]), folder, "run", saved, CONFIG)
+        trackers = make_trackers(Logging.model_validate({"trackers": [name]}), folder, "run", saved, CONFIG)
         for step in steps:
             trackers.log(step, {"reward/mean": step / 10, "validation/mean@1": float("nan") if step == 1 else 0.25})
         state = trackers.state()
@@ -111,7 +112,9 @@ second.log(2, {"reward/mean": 0.6})
 second.close()
 """
     # Its folder is fixed when it is imported.
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "TRACKIO_DIR": str(tmp_path)})
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "TRACKIO_DIR": str(tmp_path)}
+    )
     with sqlite3.connect(tmp_path / "project.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
     assert [(name, step) for name, step, _ in rows] == [("run", 1), ("run", 2)]

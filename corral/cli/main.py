@@ -1,0 +1,138 @@
+"""The command line: parses, calls, prints. What a verb does is elsewhere."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from corral.recipe.errors import UserError
+
+app = typer.Typer(
+    name="corral",
+    help="Reinforcement learning for language models and agents, from a laptop to a cluster, with one recipe file.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimiser.learning_rate=1e-5", show_default=False),
+]
+
+
+@app.command()
+def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Train as the recipe says. The same command again goes on where a stopped run was."""
+    from corral.cli.planning import planned
+    from corral.loop.train import train as run_training
+    from corral.observe.console import Console
+
+    loaded, plan = planned(recipe, overrides or [])
+    console = Console()
+    for warning in plan.warnings:
+        console.warn(warning)
+    run_training(loaded, plan.text(), plan.headlines(), console)
+
+
+@app.command()
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
+    from corral.cli.planning import planned
+
+    _, made = planned(recipe, overrides or [])
+    print(json.dumps(made.as_dict(), indent=2) if as_json else made.text())
+
+
+@app.command()
+def evaluate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint or any other model, instead of the recipe's.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Score a model on the recipe's held-out questions, in the same environment."""
+    from corral.cli.planning import planned
+    from corral.loop.evaluate import evaluate as run_evaluation
+    from corral.observe.console import Console
+
+    loaded, _ = planned(recipe, overrides or [])
+    console = Console(sys.stderr if as_json else None)
+    metrics = run_evaluation(loaded, model, console)
+    if as_json:
+        print(json.dumps(metrics, indent=2))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
+) -> None:
+    """Write a checkpoint's model and tokenizer, without optimiser state, for transformers, vLLM and others."""
+    from corral.train.export import export_model
+
+    export_model(checkpoint, out, dtype)
+    print(f"wrote {out}")
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(help="gsm8k, math", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
+    local: Annotated[
+        Path | None, typer.Option(help="A folder with a copy of the set, instead of the hub.", show_default=False)
+    ] = None,
+) -> None:
+    """Prepare a public data set: parquet files that recipes can name."""
+    from corral.data.prepare import prepare
+
+    for path in prepare(name, out, local):
+        print(f"wrote {path}")
+
+
+@app.command()
+def version() -> None:
+    """Print Corral's version and those of what it stands on."""
+    from importlib.metadata import version as version_of
+
+    for package in ("corral", "torch", "transformers"):
+        print(f"{package} {version_of(package)}")
+
+
+def main() -> None:
+    """Errors that a user can fix, and ends that a run can explain, are one line each; the rest is a bug and shows where."""
+    logging.basicConfig(level=logging.ERROR)
+    try:
+        app()
+    except UserError as error:
+        sys.exit(fail(str(error), 2))
+    except KeyboardInterrupt:
+        sys.exit(fail("stopped at once; the last checkpoint is as it was", 130))
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        sys.exit(fail(f"{error.strerror or error}{where}", 1))
+    except Exception as error:
+        if type(error).__name__ != "RunError":
+            raise
+        sys.exit(fail(str(error), 1))
+
+
+def fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What is written down of a step: its numbers, its trajectories, and a batch that could not be learnt from."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corral.data.batch import Batch
+from corral.data.trajectory import StopReason, Trajectory
+from corral.loop.stages import Played
+
+
+def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[str, float]:
+    rewards = np.array([trajectory.reward for trajectory in played.trajectories])
+    lengths = np.array([trajectory.num_generated for trajectory in played.trajectories])
+    by_group = [rewards[batch.groups == group] for group in np.unique(batch.groups)]
+    equal = [float(np.ptp(group) == 0) for group in by_group]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/best": float(np.mean([group.max() for group in by_group])),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "samples/trajectories": float(len(rewards)),
+        "samples/equal_groups": float(np.mean(equal)) if samples_per_prompt > 1 else 0.0,
+        "samples/errors": float(sum(trajectory.error is not None for trajectory in played.trajectories)),
+        "samples/failed": float(played.num_failed),
+    }
+    if played.rounds > 1 or played.num_dull_groups:
+        metrics |= {"samples/dropped_groups": float(played.num_dull_groups), "samples/rounds": float(played.rounds)}
+    for reason in StopReason:
+        share = np.mean([trajectory.stop is reason for trajectory in played.trajectories])
+        if share:
+            metrics[f"stop/{reason}"] = float(share)
+    names = sorted({name for trajectory in played.trajectories for name in trajectory.metrics})
+    for name in names:
+        values = [t.metrics[name] for t in played.trajectories if name in t.metrics]
+        metrics[f"environment/{name}"] = float(np.mean(values))
+    return metrics
+
+
+def trajectory_records(
+    trajectories: Sequence[Trajectory], tokenizer: Any, batch: Batch | None = None
+) -> Iterator[dict[str, Any]]:
+    for i, trajectory in enumerate(trajectories):
+        start = trajectory.prompt_length
+        record = {
+            "ordinal": trajectory.ordinal,
+            "sample": trajectory.sample,
+            "row": trajectory.row,
+            "reward": trajectory.reward,
+            "stop": str(trajectory.stop),
+            "error": trajectory.error,
+            "prompt": tokenizer.decode(trajectory.tokens[:start]),
+            "response": tokenizer.decode(trajectory.tokens[start:]),
+            "metrics": trajectory.metrics,
+            "prompt_tokens": trajectory.tokens[:start].tolist(),
+            "response_tokens": trajectory.tokens[start:].tolist(),
+            "generated": trajectory.generated[start:].astype(int).tolist(),
+            "logprobs": [round(float(value), 6) for value in trajectory.logprobs[start:]],
+            "versions": trajectory.versions[start:].tolist(),
+        }
+        if batch is not None:
+            span = slice(int(batch.offsets[i]) + start, int(batch.offsets[i + 1]))
+            record["advantages"] = [round(float(value), 6) for value in batch.columns["advantages"][span]]
+        yield record
+
+
+def save_failed_batch(batch: Batch, path: Path) -> None:
+    """Everything the update saw, for a post-mortem: `numpy.load(path)`."""
+    np.savez_compressed(
+        path,
+        tokens=batch.tokens,
+        generated=batch.generated,
+        logprobs=batch.logprobs,
+        token_rewards=batch.token_rewards,
+        offsets=batch.offsets,
+        groups=batch.groups,
+        **batch.columns,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,352 @@
+"""The stages of a step: play, score, advantages, learn. Each takes what the one before it made."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from corral.algorithms.advantages import ADVANTAGES, RewardedBatch
+from corral.algorithms.aggregate import GlobalCounts, aggregate
+from corral.algorithms.corrections import correction_weights
+from corral.algorithms.kl import kl_penalty
+from corral.algorithms.losses import LOSSES, LossOptions, PolicyTerms, TokenLoss
+from corral.algorithms.ragged import segment_mean
+from corral.algorithms.regularisers import llds, num_preserved
+from corral.algorithms.shaping import informative_groups, overlong_penalty
+from corral.algorithms.values import value_loss
+from corral.data.batch import Batch, Pack
+from corral.data.trajectory import FloatArray, Trajectory
+from corral.loop.parts import Parts
+from corral.observe.console import Stage
+from corral.rollout.driver import Prompt
+
+
+@dataclass
+class Played:
+    """What a step has to learn from."""
+
+    trajectories: list[Trajectory]
+    baselines: dict[int, float] = field(default_factory=dict)
+    """Greedy reward of each prompt, where the algorithm compares with it."""
+    num_failed: int = 0
+    """Trajectories left out because their environment failed before the model said anything."""
+    num_dull_groups: int = 0
+    """Groups left out because all their rewards were equal (dynamic sampling)."""
+    num_surplus_groups: int = 0
+    """Groups left out because others had filled the step."""
+    rounds: int = 1
+
+
+def play(parts: Parts, progress: Stage) -> Played:
+    """Draws prompts and plays them; with dynamic sampling, draws others for those that have nothing to teach."""
+    wanted, algorithm = parts.recipe.batch.prompts_per_step, parts.algorithm
+    played = play_round(parts, wanted, progress)
+    if not algorithm.dynamic_sampling:
+        return played
+    keep_informative(played)
+    while (missing := wanted - num_groups(played)) > 0 and played.rounds < algorithm.max_rounds:
+        more = play_round(parts, missing, progress)
+        keep_informative(more)
+        played.trajectories += more.trajectories
+        played.baselines |= more.baselines
+        played.num_failed += more.num_failed
+        played.num_dull_groups += more.num_dull_groups
+        played.rounds += 1
+    return played
+
+
+def play_round(parts: Parts, num_prompts: int, progress: Stage) -> Played:
+    prompts = [
+        Prompt(draw.ordinal, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)
+        for draw in parts.sampler.draw(num_prompts)
+    ]
+    samples = parts.recipe.batch.samples_per_prompt
+    progress.update(0, num_prompts * samples)
+
+    async def both() -> tuple[list[Trajectory], list[Trajectory]]:
+        sampled = await parts.driver.play(
+            prompts, samples, parts.sampling(), on_finished=lambda: progress.update(progress.done + 1)
+        )
+        greedy = []
+        if parts.algorithm.needs_greedy_baseline:
+            greedy = await parts.driver.play(prompts, 1, parts.sampling(greedy=True), purpose="baseline")
+        return sampled, greedy
+
+    sampled, greedy = parts.runner.run(both())
+    answered = [trajectory for trajectory in sampled if trajectory.num_generated]
+    return Played(
+        trajectories=answered,
+        baselines={trajectory.ordinal: trajectory.reward for trajectory in greedy},
+        num_failed=len(sampled) - len(answered),
+    )
+
+
+def keep_informative(played: Played) -> None:
+    if not played.trajectories:
+        return
+    rewards = torch.tensor([trajectory.reward for trajectory in played.trajectories])
+    groups = torch.tensor([trajectory.ordinal for trajectory in played.trajectories])
+    informative = informative_groups(rewards, groups)
+    played.num_dull_groups = len(groups[~informative].unique())
+    played.trajectories = [t for t, keep in zip(played.trajectories, informative.tolist(), strict=True) if keep]
+
+
+def num_groups(played: Played) -> int:
+    return len({trajectory.ordinal for trajectory in played.trajectories})
+
+
+def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
+    """Trajectories of each update of one pass: groups in the order drawn, cut into parts that differ by one at most."""
+    order = np.argsort(batch.groups, kind="stable")
+    return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
+
+
+def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
+    """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
+
+    Computed in the very packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit,
+    as the one of the first update's forward pass.
+    """
+    packs = [pack for rows in updates for pack in pack_rows(parts, batch, rows)]
+    batch.columns["old_logprobs"] = batch.logprobs
+    if parts.algorithm.old_logprobs == "recompute":
+        batch.columns["old_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.actor.logprobs(packs)))
+    if parts.reference is not None:
+        batch.columns["reference_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.reference.logprobs(packs)))
+    if parts.critic is not None:
+        batch.columns["values"] = gather(batch, packs, parts.critic.values(packs))
+
+
+def pack_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[Pack]:
+    return batch.pack(parts.recipe.batch.max_tokens_per_micro_batch, rows)
+
+
+def gather(batch: Batch, packs: Sequence[Pack], results: Iterable[Tensor]) -> FloatArray:
+    column = np.zeros(len(batch.tokens), np.float32)
+    for pack, result in zip(packs, results, strict=True):
+        column[pack.flat] = result.float().cpu().numpy()
+    return column
+
+
+def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
+    """Adds `advantages`, `returns` and, where asked for, `correction`; shapes the rewards first."""
+    algorithm, metrics = parts.algorithm, dict[str, float]()
+    mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
+    rewards = torch.from_numpy(batch.token_rewards.copy())
+    old = torch.from_numpy(batch.columns["old_logprobs"])
+    if algorithm.overlong_buffer is not None:
+        lengths = torch.tensor([trajectory.num_generated for trajectory in played.trajectories])
+        limit = parts.recipe.rollout.max_response_tokens
+        penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
+        rewards[last_generated(batch)] += penalties
+        metrics["reward/overlong_penalty"] = float(penalties.mean())
+    if parts.kl is not None:
+        reference = torch.from_numpy(batch.columns["reference_logprobs"])
+        penalty = kl_penalty(old, reference, algorithm.kl_estimator)
+        kl = float(segment_mean(penalty, mask, offsets).mean())
+        metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
+        if algorithm.kl_where == "reward":
+            rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
+        parts.kl.update(kl, len(batch))
+    if algorithm.correction_name != "none":
+        correction = correction_weights(
+            old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
+            algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_level,
+        )  # fmt: skip
+        batch.columns["correction"] = correction.weights.numpy()
+        metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
+    values = batch.columns.get("values")
+    baselines = [played.baselines.get(int(group), 0.0) for group in batch.groups]
+    result = ADVANTAGES[algorithm.advantage](
+        RewardedBatch(
+            token_rewards=rewards,
+            mask=mask,
+            offsets=offsets,
+            groups=torch.from_numpy(batch.groups),
+            values=None if values is None else torch.from_numpy(values),
+            baselines=torch.tensor(baselines),
+        ),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+    )
+    batch.columns["advantages"] = result.advantages.float().numpy()
+    batch.columns["returns"] = result.returns.float().numpy()
+    return metrics
+
+
+def last_generated(batch: Batch) -> Tensor:
+    """Index of each trajectory's last generated token."""
+    ends = [
+        start + int(np.flatnonzero(batch.generated[start:end])[-1])
+        for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    ]
+    return torch.tensor(ends)
+
+
+class Learnt:
+    """Sums over a step's updates, and what became of each update."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.maxima: dict[str, float] = {}
+        self.num_tokens = 0
+        self.losses: list[float] = []
+        self.value_losses: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.learning_rate = 0.0
+        self.num_updates = 0
+        self.num_empty = 0
+        """Updates without any trajectory that could change the weights."""
+        self.skipped: list[str] = []
+        """One line for each update that was not made because something was not finite."""
+        self.num_overflows = 0
+
+    def add(self, name: str, token_loss: TokenLoss) -> None:
+        for key, value in token_loss.sums.items():
+            self.sums[f"{name}/{key}"] = self.sums.get(f"{name}/{key}", 0.0) + float(value)
+        for key, value in token_loss.maxima.items():
+            self.maxima[f"{name}/{key}"] = max(self.maxima.get(f"{name}/{key}", 0.0), float(value))
+
+    def metrics(self) -> dict[str, float]:
+        mean = {name: value / max(self.num_tokens, 1) for name, value in self.sums.items()}
+        finite = [norm for norm in self.gradient_norms if np.isfinite(norm)]
+        result = {
+            **mean,
+            **self.maxima,
+            "policy/loss": float(np.mean(self.losses)) if self.losses else 0.0,
+            "policy/gradient_norm": float(np.mean(finite)) if finite else 0.0,
+            "policy/learning_rate": self.learning_rate,
+            "updates/made": float(self.num_updates),
+            "updates/skipped": float(len(self.skipped)),
+            "updates/empty": float(self.num_empty),
+        }
+        if self.num_overflows:
+            result["updates/overflowed"] = float(self.num_overflows)
+        if self.value_losses:
+            result["value/loss"] = float(np.mean(self.value_losses))
+        return result
+
+
+def learn(parts: Parts, batch: Batch, updates: list[list[int]], step: int) -> Learnt:
+    """`passes` times over the batch, one optimiser step for each update."""
+    learnt = Learnt()
+    only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
+    for _ in range(parts.recipe.batch.passes):
+        for rows in updates:
+            if parts.critic is not None:
+                update_critic(parts, batch, rows, learnt)
+            if not only_critic:
+                update_policy(parts, batch, rows, learnt)
+    return learnt
+
+
+def update_policy(parts: Parts, batch: Batch, rows: Sequence[int], learnt: Learnt) -> None:
+    counts, preserved = counts_of(batch, rows)
+    packs = pack_rows(parts, batch, trainable_rows(parts, batch, rows))
+    if not packs:
+        learnt.num_empty += 1
+        return
+    loss = 0.0
+    for pack in packs:
+        share = PolicyShare(parts, pack, counts, preserved, learnt)
+        loss += parts.actor.forward_backward(pack, share)
+    result = parts.actor.step()
+    learnt.losses.append(loss)
+    learnt.gradient_norms.append(result.gradient_norm)
+    learnt.learning_rate = result.learning_rate
+    learnt.num_updates += not result.skipped
+    if result.overflow:
+        learnt.num_overflows += 1
+    elif result.skipped:
+        learnt.skipped.append(f"policy loss {loss:g}, gradient norm {result.gradient_norm:g}")
+
+
+def counts_of(batch: Batch, rows: Sequence[int]) -> tuple[GlobalCounts, int]:
+    """What losses are divided by: the tokens and trajectories of the whole update, whatever is left out or split off."""
+    flat = batch.positions_of(rows)
+    offsets = np.cumsum([0, *(batch.offsets[row + 1] - batch.offsets[row] for row in rows)])
+    mask = torch.from_numpy(batch.generated[flat])
+    preserved = num_preserved(torch.from_numpy(batch.columns["advantages"][flat]), mask, torch.from_numpy(offsets))
+    return GlobalCounts(int(mask.sum()), len(rows)), preserved
+
+
+def trainable_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[int]:
+    """Trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not computed,
+    unless another term of the loss looks at it, or its log-probs have been recomputed in packs that must stay as they are."""
+    algorithm = parts.algorithm
+    others = algorithm.kl_where == "loss" or algorithm.entropy_coefficient or algorithm.llds_coefficient
+    if others or algorithm.loss == "dro" or algorithm.old_logprobs == "recompute":
+        return list(rows)
+    moves = batch.columns["advantages"] != 0
+    return [row for row in rows if moves[batch.offsets[row] : batch.offsets[row + 1]].any()]
+
+
+@dataclass
+class PolicyShare:
+    """A pack's share of the policy loss, as a function of its log-probs and entropy."""
+
+    parts: Parts
+    pack: Pack
+    counts: GlobalCounts
+    preserved: int
+    learnt: Learnt
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        parts, algorithm, device = self.parts, self.parts.algorithm, logprobs.device
+        mask, offsets = (torch.from_numpy(array).to(device) for array in (self.pack.generated, self.pack.offsets))
+        column = {name: torch.from_numpy(self.pack.column(name)).to(device) for name in self.pack.batch.columns}
+        terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets)
+        token_loss = LOSSES[algorithm.loss](terms, loss_options(parts))
+        entropy_sum = (entropy.detach() * mask).sum()
+        self.learnt.add("policy", TokenLoss(token_loss.loss, {**token_loss.sums, "entropy": entropy_sum}, token_loss.maxima))
+        self.learnt.num_tokens += int(mask.sum())
+        loss = token_loss.loss
+        if "correction" in column:
+            loss = loss * column["correction"]
+        if parts.kl is not None and algorithm.kl_where == "loss":
+            penalty = kl_penalty(logprobs, column["reference_logprobs"], algorithm.kl_estimator)
+            loss = loss + parts.kl.coefficient * penalty
+        if algorithm.entropy_coefficient:
+            loss = loss - algorithm.entropy_coefficient * entropy
+        share = aggregate(loss, mask, offsets, algorithm.aggregation, self.counts, algorithm.aggregation_norm)
+        if algorithm.llds_coefficient:
+            fallen = llds(logprobs, terms.old_logprobs, terms.advantages, mask, offsets)
+            counts = GlobalCounts(self.counts.num_tokens, self.preserved)
+            share = share + algorithm.llds_coefficient * aggregate(fallen, mask, offsets, "seq_mean_token_mean", counts)
+        return share
+
+
+def loss_options(parts: Parts) -> LossOptions:
+    algorithm = parts.algorithm
+    return LossOptions(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        sapo_tau_positive=algorithm.sapo_tau_positive,
+        sapo_tau_negative=algorithm.sapo_tau_negative,
+        dro_beta=algorithm.dro_beta,
+        dppo_threshold=algorithm.dppo_threshold,
+    )
+
+
+def update_critic(parts: Parts, batch: Batch, rows: Sequence[int], learnt: Learnt) -> None:
+    assert parts.critic is not None
+    critic, clip = parts.critic, parts.recipe.critic.value_clip
+    counts, _ = counts_of(batch, rows)
+    total = 0.0
+    for pack in pack_rows(parts, batch, rows):
+
+        def share(values: Tensor, pack: Pack = pack) -> Tensor:
+            device = values.device
+            mask, offsets = (torch.from_numpy(array).to(device) for array in (pack.generated, pack.offsets))
+            old, returns = (torch.from_numpy(pack.column(name)).to(device) for name in ("values", "returns"))
+            token_loss = value_loss(values, old, returns, mask, clip)
+            return aggregate(token_loss.loss, mask, offsets, "token_mean", counts)
+
+        total += critic.forward_backward(pack, share)
+    result = critic.step()
+    learnt.value_losses.append(total)
+    if result.skipped and not result.overflow:
+        learnt.skipped.append(f"value loss {total:g}, gradient norm {result.gradient_norm:g}")

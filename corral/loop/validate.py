@@ -1,0 +1,74 @@
+"""The held-out score: a fixed set of prompts, played greedily unless the recipe says otherwise."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from corral.data.trajectory import Trajectory
+from corral.loop.parts import Player
+from corral.observe.console import Console, Sample
+from corral.rollout.driver import Prompt
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    metrics: dict[str, float]
+    trajectories: list[Trajectory]
+    num_prompts: int
+
+
+def validate(player: Player, console: Console) -> ValidationResult:
+    """Seeds depend on the prompt alone: the same model gives the same score at every step and in every run."""
+    settings = player.recipe.validation
+    sampling = replace(
+        player.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0
+    )
+    prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(player.validation)]
+    total = len(prompts) * settings.samples_per_prompt
+    with console.stage("validating", total) as progress:
+        trajectories = player.runner.run(
+            player.driver.play(
+                prompts,
+                settings.samples_per_prompt,
+                sampling,
+                purpose="validation",
+                on_finished=lambda: progress.update(progress.done + 1),
+            )
+        )
+    return ValidationResult(summarise(trajectories, settings.pass_threshold), trajectories, len(prompts))
+
+
+def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str, float]:
+    """mean@k with its 95 % interval over prompts (normal approximation), pass@k, lengths and stop reasons."""
+    rewards = defaultdict(list)
+    for trajectory in trajectories:
+        rewards[trajectory.ordinal].append(trajectory.reward)
+    k = max(len(samples) for samples in rewards.values())
+    means = np.array([np.mean(samples) for samples in rewards.values()])
+    spread = float(means.std(ddof=1)) if len(means) > 1 else 0.0
+    metrics = {
+        f"validation/mean@{k}": float(means.mean()),
+        "validation/ci95": 1.96 * spread / math.sqrt(len(means)),
+        "validation/length": float(np.mean([trajectory.num_generated for trajectory in trajectories])),
+        "validation/cut_off": float(np.mean([trajectory.stop == "length" for trajectory in trajectories])),
+        "validation/errors": float(sum(trajectory.error is not None for trajectory in trajectories)),
+    }
+    if k > 1:
+        metrics[f"validation/pass@{k}"] = float(np.mean([max(samples) >= pass_threshold for samples in rewards.values()]))
+    return metrics
+
+
+def show_samples(player: Player, result: ValidationResult, console: Console, title: str = "") -> None:
+    """A few answers, spread over the set."""
+    wanted = player.recipe.logging.samples
+    if not wanted:
+        return
+    every = max(1, len(result.trajectories) // wanted)
+    samples = []
+    for trajectory in result.trajectories[::every][:wanted]:
+        row = player.validation[trajectory.row].row
+        response = player.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
+        samples.append(Sample(row.prompt[-1]["content"], response, str(row.answer), trajectory.reward))
+    console.samples(samples, title)

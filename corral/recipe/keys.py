@@ -1,0 +1,199 @@
+"""Questions about the schema: which keys there are, what each one expects, and which one was probably meant."""
+
+import json
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from corral.recipe.schema import Recipe, Section
+
+KeyPath = tuple[str, ...]
+
+PLACEMENT: KeyPath = ("cluster", "placement")
+
+HABITS = {
+    "lr": "optimiser.learning_rate",
+    "n": "batch.samples_per_prompt",
+    "num_generations": "batch.samples_per_prompt",
+    "group_size": "batch.samples_per_prompt",
+    "batch_size": "batch.prompts_per_step",
+    "train_batch_size": "batch.prompts_per_step",
+    "max_tokens": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "beta": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "clip_ratio": "algorithm.clip_low",
+    "grad_clip": "optimiser.max_gradient_norm",
+    "total_steps": "schedule.steps",
+    "total_epochs": "schedule.epochs",
+    "save_freq": "checkpoint.every",
+    "test_freq": "validation.every",
+}
+"""What other frameworks call our keys, where the spelling alone would not lead there."""
+
+
+@dataclass(frozen=True)
+class Key:
+    path: KeyPath
+    annotation: Any
+    """With `Annotated` and its limits kept."""
+    section: type[Section] | None
+    """What is below this key, if it is a section."""
+    field: FieldInfo
+
+    @property
+    def required(self) -> bool:
+        return self.field.is_required()
+
+    @property
+    def default(self) -> Any:
+        """As it would be written in YAML."""
+        assert not self.required
+        value = self.field.get_default(call_default_factory=False)
+        return {} if isinstance(value, Section) else json.loads(json.dumps(value))
+
+    @property
+    def free_form(self) -> bool:
+        """Below it the user's own keys, not ours."""
+        return get_origin(self.annotation) is dict
+
+    @property
+    def value_annotation(self) -> Any:
+        """Of what is below a free-form key."""
+        return get_args(self.annotation)[1]
+
+    @property
+    def optional(self) -> bool:
+        return type(None) in get_args(self.annotation)
+
+    @property
+    def takes_text(self) -> bool:
+        return str in (get_args(self.annotation) or [self.annotation])
+
+    @property
+    def text_only(self) -> bool:
+        return set(get_args(self.annotation) or [self.annotation]) <= {str, type(None)}
+
+
+@cache
+def all_keys() -> dict[KeyPath, Key]:
+    return {key.path: key for key in _keys_of(Recipe, ())}
+
+
+def dotted(path: Iterable[str]) -> str:
+    return ".".join(path)
+
+
+def expand(prefix: KeyPath, written: str) -> KeyPath:
+    """`a.b` below `prefix`. In the placement a key is a list of roles and stays whole."""
+    path = prefix
+    parts = written.split(".")
+    for index, part in enumerate(parts):
+        if path == PLACEMENT:
+            return (*path, ".".join(parts[index:]))
+        path = (*path, part)
+    return path
+
+
+def in_free_form(path: KeyPath) -> bool:
+    """Whether keys right below this path are the user's own."""
+    return any((key := all_keys().get(path[:end])) is not None and key.free_form for end in range(len(path) + 1))
+
+
+def required_below(path: KeyPath) -> list[KeyPath]:
+    """The keys that have to be written when `path` is left out."""
+    key = all_keys()[path]
+    if key.section is None:
+        return [path]
+    below = [other for other in all_keys().values() if other.path[:-1] == path and other.required]
+    return [leaf for other in below for leaf in required_below(other.path)]
+
+
+def nearest_key(path: KeyPath) -> str | None:
+    """The key that was probably meant: same name in another section, a habit, or a similar spelling anywhere."""
+    best = max(all_keys(), key=lambda known: _likeness(path, known))
+    if _likeness(path, best) >= 1:
+        return dotted(best)
+    if path[-1] in HABITS:
+        return HABITS[path[-1]]
+    return dotted(best) if _likeness(path, best) >= 0.75 else None
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    matches = get_close_matches(word.lower(), list(choices), n=1)
+    return matches[0] if matches else None
+
+
+def did_you_mean(suggestion: str | None) -> str:
+    return f"; did you mean `{suggestion}`?" if suggestion else ""
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """The names among which a key chooses, wherever in the annotation they are."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in choices_of(part)]
+
+
+def describe(annotation: Any) -> str:
+    """What a key expects, in words that follow `should be`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe_limited(parts[0], parts[1])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(describe, parts))
+    if origin is list:
+        return f"a list (each item {describe(parts[0])})"
+    if origin is tuple:
+        return f"a list of {len(parts)} (each {describe(parts[0])})"
+    if origin is dict or issubclass(annotation, Section):
+        return "a section, with its keys indented below it"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[
+        annotation
+    ]
+
+
+def _describe_limited(kind: Any, field: FieldInfo) -> str:
+    limits = {name: value for limit in field.metadata for name, value in _limits_of(limit).items()}
+    if limits.get("ge") is not None and limits.get("ge") == limits.get("le"):
+        return f"{limits['ge']}"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return f"{describe(kind)}, {' and '.join(f'{words[name]} {value}' for name, value in limits.items())}"
+
+
+def _limits_of(limit: Any) -> dict[str, Any]:
+    """{"ge": 1} of an annotated_types.Ge(1)"""
+    return {name: getattr(limit, name) for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
+
+
+def _keys_of(section: type[Section], prefix: KeyPath) -> Iterator[Key]:
+    annotations = get_type_hints(section, include_extras=True)
+    for name, field in section.model_fields.items():
+        below = _section_of(annotations[name])
+        yield Key((*prefix, name), annotations[name], below, field)
+        if below is not None:
+            yield from _keys_of(below, (*prefix, name))
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    for part in get_args(annotation) or (annotation,):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def _likeness(path: KeyPath, known: KeyPath) -> float:
+    """1 and more for the same last name, then by how alike the names and, less so, the whole paths are."""
+    whole = SequenceMatcher(None, dotted(path), dotted(known)).ratio()
+    if path[-1] == known[-1]:
+        return 1 + whole
+    last = SequenceMatcher(None, path[-1], known[-1]).ratio()
+    same_section = path[:-1] == known[:-1]
+    return 0.9 * last + 0.1 * whole if not same_section else min(0.99, last + 0.05)

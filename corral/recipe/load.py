@@ -1,0 +1,139 @@
+"""From a YAML file and overrides to a `Recipe`, and back. All problems are reported, each with its place."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from corral.recipe.document import Document, plain_scalar, read_document
+from corral.recipe.keys import (
+    Key,
+    KeyPath,
+    all_keys,
+    choices_of,
+    describe,
+    did_you_mean,
+    dotted,
+    nearest,
+    nearest_key,
+    required_below,
+)
+from corral.recipe.overrides import apply_override
+from corral.recipe.references import escape_references, resolve_references
+from corral.recipe.schema import Recipe
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Raises a RecipeError with one line per problem. Rules across keys are checked by `rules.check`."""
+    document = read_document(Path(path))
+    for override in overrides:
+        apply_override(document, override)
+    resolve_references(document)
+    return validate(document)
+
+
+def dump_recipe(recipe: Recipe, full: bool = False) -> str:
+    """YAML that `load_recipe` reads back: the keys that were set. full: every key with its value, for people."""
+    values = recipe.model_dump(mode="json", exclude_unset=not full)
+    ordered = {"name": recipe.name} | values
+    return yaml.dump(
+        escape_references(ordered), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, indent=2
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that would not be read back as text, and writes several lines as several lines."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = None if isinstance(plain_scalar(text), str) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def validate(document: Document) -> Recipe:
+    drop_empty_sections(document.values, ())
+    recipe = None
+    try:
+        # Through JSON, because there pydantic can be strict about types and still take a list for a tuple.
+        recipe = Recipe.model_validate_json(json.dumps(document.values), strict=True)
+    except ValidationError as error:
+        for path, message in problems_of(error, document.values):
+            if not any(path[:end] in document.broken for end in range(len(path) + 1)):
+                document.report(document.where(path), message)
+    document.raise_problems()
+    assert recipe is not None
+    return recipe
+
+
+def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
+    """`batch:` with all its keys commented out is not a mistake."""
+    for name in list(values):
+        key = all_keys().get((*path, name))
+        if key is None or key.section is None:
+            continue
+        if values[name] is None and not key.optional:
+            del values[name]
+        elif isinstance(values[name], dict):
+            drop_empty_sections(values[name], key.path)
+
+
+def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """pydantic's errors, in the words of the recipe. (A key with alternatives gives one error for each: told once.)"""
+    told = set()
+    for detail in error.errors(include_url=False):
+        location = tuple(map(str, detail["loc"]))
+        if detail["type"] == "extra_forbidden":
+            problems = [unknown_key(path) for path in leaves(location, detail["input"])]
+        elif detail["type"] == "missing":
+            problems = [(path, f"`{dotted(path)}` is missing") for path in required_below(location)]
+        else:
+            problems = [wrong_value(location, detail["input"], values)]
+        for path, message in problems:
+            if path not in told:
+                told.add(path)
+                yield path, message
+
+
+def unknown_key(path: KeyPath) -> tuple[KeyPath, str]:
+    return path, f"`{dotted(path)}` is not a key{did_you_mean(nearest_key(path))}"
+
+
+def leaves(path: KeyPath, value: Any) -> list[KeyPath]:
+    """The keys that were written below an unknown one."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [leaf for name, item in value.items() for leaf in leaves((*path, name), item)]
+
+
+def wrong_value(location: KeyPath, given: Any, values: dict[str, Any]) -> tuple[KeyPath, str]:
+    key, path = key_at(location)
+    choices = choices_of(key.annotation)
+    if choices and isinstance(given, str):
+        near = did_you_mean(nearest(given, choices))
+        return path, f"`{dotted(path)}: {show(given)}` is not one of {', '.join(choices)}{near}"
+    value: Any = values
+    for name in path:
+        value = value[name]
+    expected = describe(key.annotation if path == key.path else key.value_annotation)
+    hint = "" if isinstance(value, str) or expected != "text" else "; put it in quotes"
+    return path, f"`{dotted(path)}: {show(value)}` should be {expected}{hint}"
+
+
+def key_at(location: KeyPath) -> tuple[Key, KeyPath]:
+    """The key that a pydantic location is in; in a free-form mapping, also the user's own key."""
+    end = max(end for end in range(len(location) + 1) if location[:end] in all_keys())
+    key = all_keys()[location[:end]]
+    return key, location[: end + 1] if key.free_form else key.path
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in YAML, on one line."""
+    text = value if isinstance(value, str) and plain_scalar(value) == value else json.dumps(value, ensure_ascii=False)
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."

@@ -1,0 +1,207 @@
+"""Which role uses which devices: the grammar of `cluster.placement`, its rules, and a picture of it.
+
+Devices are numbered through all nodes, from 0. Written as `all`, `0-19` (inclusive), `0,2,5`, mixes of the two, `[0, 1]`
+or `list(range(0, 4))`, which is recognised and never evaluated. Two roles share all of their devices or none.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from corral.recipe.errors import RecipeError
+from corral.recipe.keys import did_you_mean, nearest
+from corral.recipe.presets import ResolvedAlgorithm
+from corral.recipe.schema import Recipe
+
+ROLES = ("actor", "rollout", "reference", "critic")
+INITIALS = {"actor": "A", "rollout": "R", "reference": "F", "critic": "C"}
+"""For a picture with little room."""
+PICTURE_WIDTH = 100
+
+Devices = str | int | Sequence[int]
+"""What a user may write."""
+
+RANGE_CALL = re.compile(r"(?:list\s*\(\s*range|range)\s*\(([^()]*)\)(?P<close>\s*\))?")
+SPAN = re.compile(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?")
+BOUND = re.compile(r"-?[0-9]{1,9}")
+
+
+def resolve_placement(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple["Placement", list[str]]:
+    """The roles that this recipe needs, on their devices, and warnings. Raises a RecipeError with all problems."""
+    cluster = recipe.cluster
+    placement = parse_placement(cluster.placement, cluster.nodes * cluster.devices_per_node)
+    needed = ["actor", "rollout"]
+    needed += ["reference"] * algorithm.needs_reference + ["critic"] * algorithm.needs_critic
+    missing = [role for role in needed if role not in placement.roles]
+    if missing:
+        why = f"the recipe ({recipe.algorithm.name}) needs"
+        raise RecipeError(f"`cluster.placement` has no devices for {role}, which {why}" for role in missing)
+    warnings = [
+        f"`cluster.placement`: nothing uses `{line}`, because the recipe ({recipe.algorithm.name}) has no such role"
+        for line in cluster.placement
+        if not set(split_roles(line)) & set(needed)
+    ]
+    return placement.only(needed), warnings
+
+
+@dataclass(frozen=True)
+class Placement:
+    num_devices: int
+    roles: Mapping[str, tuple[int, ...]]
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        used = {device for devices in self.roles.values() for device in devices}
+        return tuple(device for device in range(self.num_devices) if device not in used)
+
+    def users(self, device: int) -> tuple[str, ...]:
+        return tuple(role for role in ROLES if device in self.roles.get(role, ()))
+
+    def groups(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Devices by who uses them, in the order of their first device; idle ones left out."""
+        groups: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for device in range(self.num_devices):
+            if users := self.users(device):
+                groups[users] = (*groups.get(users, ()), device)
+        return groups
+
+    def only(self, roles: Iterable[str]) -> "Placement":
+        return Placement(self.num_devices, {role: self.roles[role] for role in ROLES if role in set(roles)})
+
+    def picture(self, nodes: int, devices_per_node: int) -> str:
+        """One row per node, one cell per device: its number and who uses it."""
+        assert nodes * devices_per_node == self.num_devices
+        for word, idle in ((str, "idle"), (INITIALS.__getitem__, ".")):
+            labels = ["+".join(map(word, self.users(device))) or idle for device in range(self.num_devices)]
+            width = max(map(len, labels))
+            cells = [
+                f"{device:>{len(str(self.num_devices - 1))}} {label:<{width}}" for device, label in enumerate(labels)
+            ]
+            rows = [
+                f"node {node:<{len(str(nodes - 1))}} | "
+                + " | ".join(cells[node * devices_per_node : (node + 1) * devices_per_node])
+                + " |"
+                for node in range(nodes)
+            ]
+            if len(rows[0]) <= PICTURE_WIDTH:
+                break
+        legend = [] if idle == "idle" else [self._legend()]
+        return "\n".join([*rows, *legend])
+
+    def _legend(self) -> str:
+        return ", ".join([f"{INITIALS[role]} {role}" for role in self.roles] + [". idle"] * bool(self.idle))
+
+
+def parse_placement(written: Mapping[str, Devices], num_devices: int) -> Placement:
+    """Raises a RecipeError with all that is wrong."""
+    problems: list[str] = []
+    roles: dict[str, tuple[int, ...]] = {}
+    for line, devices in written.items():
+        try:
+            parsed = parse_devices(devices, num_devices)
+        except RecipeError as error:
+            problems += [f"`cluster.placement`, `{line}: {devices}`: {problem}" for problem in error.problems]
+            continue
+        for role in split_roles(line):
+            if role not in ROLES:
+                hint = did_you_mean(nearest(role, ROLES)) or f"; the roles are {', '.join(ROLES)}"
+                problems.append(f"`cluster.placement`, `{line}`: `{role}` is not a role{hint}")
+            elif role in roles:
+                problems.append(f"`cluster.placement`, `{line}`: {role} has been placed before")
+            else:
+                roles[role] = parsed
+    problems += overlaps(roles)
+    if problems:
+        raise RecipeError(problems)
+    return Placement(num_devices, {role: roles[role] for role in ROLES if role in roles})
+
+
+def split_roles(line: str) -> list[str]:
+    return [role.strip() for role in line.split(",")]
+
+
+def overlaps(roles: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [
+        f"`cluster.placement`: {one} ({format_devices(roles[one])}) and {other} ({format_devices(roles[other])}) share "
+        f"device {format_devices(shared)} but not all; two roles share all of their devices or none"
+        for one, other in combinations(roles, 2)
+        if roles[one] != roles[other] and (shared := sorted(set(roles[one]) & set(roles[other])))
+    ]
+
+
+def parse_devices(written: Devices, num_devices: int) -> tuple[int, ...]:
+    """Sorted device numbers. Raises a RecipeError that says what cannot be read or does not exist."""
+    if isinstance(written, bool) or not isinstance(written, str | int | list | tuple):
+        raise RecipeError(f"{written!r} is not a set of devices; {EXPECTED}")
+    if isinstance(written, str):
+        spans = parse_spans(written.strip(), num_devices)
+    else:
+        spans = [range(number, number + 1) for number in ([written] if isinstance(written, int) else written)]
+    devices: set[int] = set()
+    for span in spans:
+        check_exists(span, num_devices)
+        if twice := devices.intersection(span):
+            raise RecipeError(f"device {min(twice)} is listed twice")
+        devices.update(span)
+    if not devices:
+        raise RecipeError(f"there is no device in it; {EXPECTED}")
+    return tuple(sorted(devices))
+
+
+EXPECTED = "write `all`, `0-3`, `0,2,5`, `[0, 1]` or `list(range(0, 4))`"
+
+
+def parse_spans(text: str, num_devices: int) -> list[range]:
+    if text == "all":
+        return [range(num_devices)]
+    if match := RANGE_CALL.fullmatch(text):
+        if text.startswith("list") == (match["close"] is not None):
+            return [parse_range(match[1], text)]
+        raise RecipeError(f"`{text}` has unbalanced parentheses")
+    bracketed = re.fullmatch(r"\[(.*)\]", text)
+    return [parse_span(part.strip()) for part in (bracketed[1] if bracketed else text).split(",")]
+
+
+def parse_range(arguments: str, text: str) -> range:
+    """Half-open, as in Python."""
+    bounds = [part.strip() for part in arguments.split(",")]
+    if len(bounds) > 3 or not all(BOUND.fullmatch(bound) for bound in bounds):
+        raise RecipeError(f"`{text}` is not a range; write `list(range(0, 4))` or `list(range(0, 8, 2))`")
+    numbers = [int(bound) for bound in bounds]
+    if len(numbers) == 3 and numbers[2] == 0:
+        raise RecipeError(f"`{text}` has a step of 0")
+    return range(*numbers)
+
+
+def parse_span(part: str) -> range:
+    """`5`, or `0-19` with both ends."""
+    match = SPAN.fullmatch(part)
+    if match is None:
+        raise RecipeError(f"`{part}` is not a device or a span of devices; {EXPECTED}")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise RecipeError(f"`{part}` runs backwards; write `{last}-{first}`")
+    return range(first, last + 1)
+
+
+def check_exists(span: range, num_devices: int) -> None:
+    """Before the span is spelled out: it may be far longer than memory."""
+    for device in (span[0], span[-1]) if span else ():
+        if not 0 <= device < num_devices:
+            first = device if device < 0 else next(number for number in (max(span[0], num_devices), device))
+            there = "only device 0" if num_devices == 1 else f"devices 0-{num_devices - 1}"
+            raise RecipeError(
+                f"device {first} does not exist; `cluster.nodes` x `cluster.devices_per_node` gives {there}"
+            )
+
+
+def format_devices(devices: Iterable[int]) -> str:
+    """The shortest way to write a set of devices: `0-3,8`. `parse_devices` reads it back."""
+    spans: list[list[int]] = []
+    for device in sorted(set(devices)):
+        if spans and device == spans[-1][-1] + 1:
+            spans[-1].append(device)
+        else:
+            spans.append([device])
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

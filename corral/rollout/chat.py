@@ -1,0 +1,44 @@
+"""Between messages and tokens: a conversation is rendered once and then only extended, never tokenised again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from corral.data.rows import Message, Row
+from corral.data.sources import render_prompt
+from corral.recipe.errors import UserError
+
+
+class Chat:
+    def __init__(self, tokenizer: Any, chat: bool) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+
+    def opening(self, messages: list[Message]) -> list[int]:
+        return render_prompt(self.tokenizer, Row(messages, None, "", {}), self.chat)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """A reply as the environment reads it: without the end-of-turn token."""
+        decoded: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return decoded
+
+    def continuation(self, messages: list[Message], ended: bool) -> list[int]:
+        """What follows the model's turn: its end (unless generated: `ended`), the messages, the next turn's opening.
+
+        Taken from how the template renders a stand-in conversation, behind the end of the stand-in reply.
+        """
+        if not self.chat:
+            text = "\n".join(["", *(message["content"] for message in messages), ""])
+            tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+            return tokens
+        before = [Message(role="user", content="question"), Message(role="assistant", content="reply")]
+        start = self._render(before, opening=False)
+        whole = self._render([*before, *messages], opening=True)
+        if whole[: len(start)] != start or self.tokenizer.eos_token_id not in start:
+            raise UserError(
+                "the model's chat template changes earlier turns when a new one is added, so a conversation cannot be "
+                "extended token by token: give a prefix-stable one as `model.chat_template`"
+            )
+        end = len(start) - 1 - start[::-1].index(self.tokenizer.eos_token_id)
+        return whole[end + 1 if ended else end :]
+
+    def _render(self, messages: list[Message], opening: bool) -> list[int]:
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=opening, return_dict=False))

@@ -1,0 +1,214 @@
+"""On a real terminal (a pty) and without one."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from corral.observe.console import Console, Sample
+
+ROW = {"reward/mean": 0.5, "time/step_s": 4.0}
+RUN = """
+from pathlib import Path
+from corral.observe.console import Console, Sample
+console = Console()
+console.banner("addition", Path("runs/addition"), "tiny", ["4 prompts x 2 samples = 8 trajectories"])
+with console.stage("loading model"):
+    pass
+console.begin(3)
+for step in (1, 2, 3):
+    with console.stage("playing", 8) as stage:
+        stage.update(4)
+    console.log(step, {"reward/mean": 0.5, "kl/mean": 0.001, "policy/entropy": 1.0, "length/mean": 9.0})
+console.warn("watch out")
+console.validation("after training", {"validation/mean@1": 0.31, "validation/ci95": 0.041}, 200)
+console.samples([Sample("What is 1 + 1?" * 9, "It is\\n\\x1b[31m" * 9 + "2", "2", 1.0)])
+console.close()
+console.summary(Path("runs/addition"))
+"""
+
+
+def on_terminal(program: str, width: int, **environment: str) -> str:
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+    clean = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-c", program]
+    environment = {**clean, "TERM": "xterm-256color", **environment}
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment) as process:
+        os.close(child)
+        output = b""
+        while chunk := _read(parent):
+            output += chunk
+        os.close(parent)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # how Linux says that the other end is closed
+        return b""
+
+
+def off_terminal(program: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, env={**os.environ, **environment}, timeout=30, check=True
+    )
+    return result.stdout.decode()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def console(stream: io.StringIO, clock: Clock) -> Console:
+    return Console(stream, clock)
+
+
+def test_without_a_terminal_there_are_only_plain_lines() -> None:
+    output = off_terminal(RUN)
+    assert "\x1b" not in output
+    assert "\r" not in output
+    assert len(re.findall(r"^step \d/3  reward", output, re.MULTILINE)) == 3
+
+
+def test_without_a_terminal_forced_colours_bring_no_progress_bar() -> None:
+    output = off_terminal(RUN, FORCE_COLOR="1")
+    assert "\x1b[" in output
+    assert "\x1b[?25l" not in output  # hides the cursor, as a live display does
+
+
+def test_on_a_terminal_there_is_a_progress_bar_with_the_stage_under_it() -> None:
+    output = on_terminal(RUN, 120)
+    assert "training" in output
+    assert "playing" in output
+    assert "\x1b[?25h" in output  # the cursor is shown again
+
+
+def test_no_color_is_respected_on_a_terminal() -> None:
+    colours = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert colours.search(on_terminal(RUN, 120))
+    assert not colours.search(on_terminal(RUN, 120, NO_COLOR="1"))
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    assert "\x1b" not in on_terminal(RUN, 120, TERM="dumb")
+
+
+def test_step_lines_fit_a_narrow_terminal() -> None:
+    output = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(RUN, 40))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", output) if line.startswith("step ")]
+    assert len(lines) == 3
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_signs_that_the_terminal_cannot_show_are_replaced() -> None:
+    assert "31.0 % ? 4.1" in off_terminal(RUN, PYTHONIOENCODING="ascii")
+
+
+def test_a_run_outlives_the_reader_of_its_pipe(tmp_path: Path) -> None:
+    program = RUN + f"\nPath({str(tmp_path / 'end')!r}).touch()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert (tmp_path / "end").exists()
+
+
+def test_the_banner_says_what_runs_where(console: Console, stream: io.StringIO) -> None:
+    console.banner("addition", Path("runs/addition"), "tiny", ["first line", "  second line"], resumed_at=30)
+    assert stream.getvalue() == (
+        "run     addition, goes on after step 30\n"
+        "folder  runs/addition\n"
+        "model   tiny\n"
+        "plan    first line\n"
+        "          second line\n\n"
+    )
+
+
+def test_the_time_left_follows_the_clock(console: Console, stream: io.StringIO, clock: Clock) -> None:
+    console.begin(60, done=50)
+    clock.now_s = 20
+    console.log(51, ROW)
+    assert stream.getvalue().strip().endswith("eta  3m00s")
+
+
+def test_a_row_of_a_validation_has_no_step_line(console: Console, stream: io.StringIO) -> None:
+    console.log(0, {"validation/mean@1": 0.3})
+    assert stream.getvalue() == ""
+
+
+def test_a_stage_before_training_is_announced(console: Console, stream: io.StringIO) -> None:
+    with console.stage("loading model"):
+        assert stream.getvalue() == "loading model ...\n"
+
+
+def test_a_long_stage_gives_a_sign_of_life_every_ten_seconds(
+    console: Console, stream: io.StringIO, clock: Clock
+) -> None:
+    console.begin(60)
+    with console.stage("playing", 128) as stage:
+        for done in range(26):
+            clock.now_s += 1
+            stage.update(done)
+    assert stream.getvalue() == "playing 9/128\nplaying 19/128\n"
+
+
+def test_samples_show_line_breaks_and_neither_markup_nor_control_codes(console: Console, stream: io.StringIO) -> None:
+    console.samples([Sample("[red]1 + 1[/red]?", "It is\n\x1b[31m2", "2", 1.0)], "after step 3")
+    title, header, row = stream.getvalue().splitlines()
+    assert title == "after step 3"
+    assert header.split() == ["prompt", "response", "answer", "reward"]
+    assert re.split(r"\s{2,}", row.strip()) == ["[red]1 + 1[/red]?", "It is⏎\\x1b[31m2", "2", "1"]
+
+
+def test_long_samples_are_cut_to_the_width(console: Console, stream: io.StringIO) -> None:
+    console.samples([Sample("question " * 99 + "end?", "begin " + "so " * 999 + "done", "42" * 99, -0.25)])
+    row = stream.getvalue().splitlines()[-1]
+    assert len(row) <= 120
+    assert "end?" in row
+    assert "begin" in row
+    assert "done" in row
+
+
+def test_warnings_are_printed_as_they_are(console: Console, stream: io.StringIO) -> None:
+    console.warn("[bold]odd[/bold] " + "word " * 50)
+    assert stream.getvalue().startswith("warning: [bold]odd[/bold] word")
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_the_summary_has_the_change_and_what_to_do_next(console: Console, stream: io.StringIO) -> None:
+    before, after = {"validation/mean@1": 0.31}, {"validation/mean@1": 0.585, "validation/ci95": 0.04}
+    commands = {"evaluate": "corral evaluate runs/addition"}
+    console.summary(Path("runs/addition"), before, after, Path("runs/addition/curve.png"), commands)
+    assert stream.getvalue() == (
+        "\n"
+        "held-out  31.0 % -> 58.5 % ± 4.0\n"
+        "folder    runs/addition\n"
+        "curve     runs/addition/curve.png\n"
+        "evaluate  corral evaluate runs/addition\n"
+    )

@@ -1,0 +1,63 @@
+"""Reward functions that misbehave, for test_pool.py; loaded as a file in the workers."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+async def slow_length(response: str) -> dict[str, float]:
+    await asyncio.sleep(0.01)
+    return {"score": float(len(response)), "words": len(response.split())}
+
+
+def process_id(response: str) -> int:
+    return os.getpid()
+
+
+def imported(response: str) -> dict[str, Any]:
+    return {"score": 0, **{name: name in sys.modules for name in ("torch", "transformers", "numpy", "pydantic")}}
+
+
+def act(response: str, answer: Any) -> float:
+    """Do what the response says."""
+    if response == "raise":
+        raise RuntimeError("something\nbroke")
+    if response == "exit":
+        sys.exit(3)
+    if response == "die":
+        os._exit(7)
+    if response == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "sleep":
+        time.sleep(1000)
+    if response == "hang in C":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+        ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock
+    if response == "spin":
+        while True:
+            pass
+    if response == "print":
+        print("x" * 100_000, flush=True)
+        os.write(1, b"raw bytes\n")
+        sys.stdout.close()
+    if response == "close everything":
+        os.closerange(3, 100)
+    return 1.0
+
+
+def start_a_child_and_hang(response: str, answer: Any) -> float:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    with open(answer, "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    time.sleep(1000)
+    return 0.0
