@@ -84,9 +84,8 @@ def gspo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
     same gradient in their mean. Bounds are of a different size than PPO's; the paper has 3e-4 and 4e-4.
     """
     terms = _generated(terms)
-    sequence = ragged.segment_mean(_log_ratio(terms).detach(), terms.mask, terms.offsets)
-    log_ratio = ragged.expand(sequence, terms.offsets) + terms.logprobs - terms.logprobs.detach()
-    ratio = log_ratio.clamp(max=10).exp()
+    sequence = _per_token_mean(_log_ratio(terms).detach(), terms)
+    ratio = (sequence + (terms.logprobs - terms.logprobs.detach())).clamp(max=10).exp()
     loss, clipped = _clipped_objective(ratio, terms.advantages, options)
     return _report(loss, ratio, clipped, terms)
 
@@ -129,7 +128,7 @@ def gmpo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
         advantages < 0, log_ratio.clamp(min=-options.clip_low), log_ratio.clamp(max=options.clip_high)
     )
     sequence = _per_token_mean(bounded.detach(), terms)
-    ratio = (sequence + bounded - bounded.detach()).exp()
+    ratio = (sequence + (bounded - bounded.detach())).exp()
     return _report(ragged.only(-advantages * ratio, terms.mask), ratio, bounded != log_ratio, terms)
 
 

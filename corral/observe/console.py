@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Self, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -39,7 +39,7 @@ class Sample:
 
 
 class Console:
-    """Also a `Tracker`: it logs a step as a line."""
+    """Also a `Tracker`: it logs a step as a line. To be closed, whatever happens: a live display hides the cursor."""
 
     def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         stream = stream or sys.stdout
@@ -202,6 +202,12 @@ class Console:
             self._progress.stop()
             self._progress = None
             self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _rows(self, rows: Mapping[str, str]) -> None:
         """`name  text`, aligned; an empty text leaves its row out."""

@@ -1,7 +1,7 @@
 """Which role uses which devices: the grammar of `cluster.placement`, its rules, and a picture of it.
 
-Devices are numbered through all nodes, from 0. Written as `all`, `0-19` (inclusive), `0,2,5`, mixes of the two, `[0, 1]`
-or `list(range(0, 4))`, which is recognised and never evaluated. Two roles share all of their devices or none.
+Devices are numbered through all nodes, from 0. They are written as `all`, `0-19` (inclusive), `0,2,5`, mixes of these,
+`[0, 1]` or `list(range(0, 4))`, which is recognised and never evaluated. Two roles share all of their devices or none.
 """
 
 import re
@@ -70,24 +70,22 @@ class Placement:
         return Placement(self.num_devices, {role: self.roles[role] for role in ROLES if role in set(roles)})
 
     def picture(self, nodes: int, devices_per_node: int) -> str:
-        """One row per node, one cell per device: its number and who uses it."""
+        """One row per node, one cell per device: its number and who uses it; by initials where words do not fit."""
         assert nodes * devices_per_node == self.num_devices
-        for word, idle in ((str, "idle"), (INITIALS.__getitem__, ".")):
-            labels = ["+".join(map(word, self.users(device))) or idle for device in range(self.num_devices)]
-            width = max(map(len, labels))
-            cells = [
-                f"{device:>{len(str(self.num_devices - 1))}} {label:<{width}}" for device, label in enumerate(labels)
-            ]
-            rows = [
-                f"node {node:<{len(str(nodes - 1))}} | "
-                + " | ".join(cells[node * devices_per_node : (node + 1) * devices_per_node])
-                + " |"
-                for node in range(nodes)
-            ]
-            if len(rows[0]) <= PICTURE_WIDTH:
-                break
-        legend = [] if idle == "idle" else [self._legend()]
-        return "\n".join([*rows, *legend])
+        rows = self._rows(nodes, devices_per_node, {role: role for role in ROLES}, "idle")
+        if len(rows[0]) > PICTURE_WIDTH:
+            rows = [*self._rows(nodes, devices_per_node, INITIALS, "."), self._legend()]
+        return "\n".join(rows)
+
+    def _rows(self, nodes: int, devices_per_node: int, names: Mapping[str, str], idle: str) -> list[str]:
+        labels = ["+".join(names[role] for role in self.users(device)) or idle for device in range(self.num_devices)]
+        width, digits = max(map(len, labels)), len(str(self.num_devices - 1))
+        cells = [f"{device:>{digits}} {label:<{width}}" for device, label in enumerate(labels)]
+        starts = range(0, self.num_devices, devices_per_node)
+        return [
+            f"node {node:>{len(str(nodes - 1))}} | {' | '.join(cells[start : start + devices_per_node])} |"
+            for node, start in enumerate(starts)
+        ]
 
     def _legend(self) -> str:
         return ", ".join([f"{INITIALS[role]} {role}" for role in self.roles] + [". idle"] * bool(self.idle))
@@ -132,8 +130,6 @@ def overlaps(roles: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 def parse_devices(written: Devices, num_devices: int) -> tuple[int, ...]:
     """Sorted device numbers. Raises a RecipeError that says what cannot be read or does not exist."""
-    if isinstance(written, bool) or not isinstance(written, str | int | list | tuple):
-        raise RecipeError(f"{written!r} is not a set of devices; {EXPECTED}")
     if isinstance(written, str):
         spans = parse_spans(written.strip(), num_devices)
     else:
@@ -187,13 +183,15 @@ def parse_span(part: str) -> range:
 
 def check_exists(span: range, num_devices: int) -> None:
     """Before the span is spelled out: it may be far longer than memory."""
-    for device in (span[0], span[-1]) if span else ():
-        if not 0 <= device < num_devices:
-            first = device if device < 0 else next(number for number in (max(span[0], num_devices), device))
-            there = "only device 0" if num_devices == 1 else f"devices 0-{num_devices - 1}"
-            raise RecipeError(
-                f"device {first} does not exist; `cluster.nodes` x `cluster.devices_per_node` gives {there}"
-            )
+    if not span:
+        return
+    low, high, step = min(span[0], span[-1]), max(span[0], span[-1]), abs(span.step)
+    if low >= 0 and high < num_devices:
+        return
+    steps_inside = max(0, -(-(num_devices - low) // step))
+    missing = low if low < 0 else low + steps_inside * step
+    there = "device 0 only" if num_devices == 1 else f"devices 0-{num_devices - 1}"
+    raise RecipeError(f"device {missing} does not exist; `cluster.nodes` x `cluster.devices_per_node` gives {there}")
 
 
 def format_devices(devices: Iterable[int]) -> str:

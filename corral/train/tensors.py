@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -175,7 +175,7 @@ def test_nothing_on_other_tokens_changes_loss_gradient_or_metrics(name: str, bat
     assert gradient[~batch.mask].abs().sum() == 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo"])
 @quick
 @given(batch=policy_batches, cut=st.integers(0, 6))
 def test_splitting_between_sequences_changes_neither_loss_nor_metrics(name: str, batch: Ragged, cut: int) -> None:
@@ -192,7 +192,7 @@ def test_splitting_between_sequences_changes_neither_loss_nor_metrics(name: str,
         torch.testing.assert_close(torch.maximum(results[0].maxima[key], results[1].maxima[key]), value)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"gspo", "gmpo"}))
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gpg", "dppo_kl"])
 @quick
 @given(batch=policy_batches)
 def test_ratio_and_kl_metrics_match_lists(name: str, batch: Ragged) -> None:
@@ -252,3 +252,25 @@ def test_gmpo_is_normalised_by_the_whole_update() -> None:
     loss = LOSSES["gmpo"](terms, LossOptions()).loss
     share = aggregate(loss, terms.mask, terms.offsets, "seq_mean_token_mean", GlobalCounts(10, 4))
     assert float(share) == pytest.approx(-math.exp(0.1) / 4)
+
+
+def test_gspo_bounds_the_ratio_of_a_sequence_that_became_far_too_likely() -> None:
+    columns = torch.tensor([0.0, 0.0]), torch.tensor([-15.0, -15.0]), torch.tensor([-1.0, -1.0])
+    result = LOSSES["gspo"](PolicyTerms(*columns, torch.tensor([True, True]), torch.tensor([0, 2])), LossOptions())
+    assert result.loss.tolist() == pytest.approx([math.exp(10), math.exp(10)])
+
+
+def test_dppo_kl_drops_a_token_that_was_certain_and_no_longer_is() -> None:
+    columns = torch.tensor([-3.0]), torch.tensor([0.0]), torch.tensor([-1.0])
+    result = LOSSES["dppo_kl"](PolicyTerms(*columns, torch.tensor([True]), torch.tensor([0, 1])), LossOptions())
+    assert result.sums["clipped"] == 1
+    assert result.loss.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", SEQUENCE_LOSSES)
+def test_tokens_of_a_sequence_share_one_ratio_to_the_last_bit(name: str) -> None:
+    """GSPO's bounds are of the order of 1e-4: rounding next to log-probabilities of -10 would be seen."""
+    old = -torch.linspace(0.1, 12.0, 64)
+    new = old + torch.linspace(-1e-3, 2e-3, 64)
+    terms = PolicyTerms(new, old, torch.ones(64), torch.ones(64, dtype=torch.bool), torch.tensor([0, 64]))
+    assert len(LOSSES[name](terms, LossOptions()).loss.unique()) == 1

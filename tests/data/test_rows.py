@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from corral.data.rows import row_from_mapping
@@ -5,7 +7,7 @@ from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Source
 
 
-def data(**settings: object) -> Data:
+def data(**settings: Any) -> Data:
     return Data(train=Source(path="rows.jsonl"), **settings)
 
 
@@ -92,7 +94,7 @@ def test_the_template_goes_around_the_last_user_message_and_leaves_other_braces_
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_with_its_place(
-    mapping: dict[str, object], settings: dict[str, object], message: str
+    mapping: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=rf"^train\.jsonl:7: .*{message}"):
         row_from_mapping(mapping, data(**settings), "train.jsonl:7")

@@ -23,10 +23,9 @@ import os, sys, time
 from pathlib import Path
 from corral.observe.run_folder import RunFolder
 folder = RunFolder.open(Path(sys.argv[1]), "run", "auto")
-worker = os.fork()
-if worker:
-    print(worker, flush=True)
+if os.fork():
     os._exit(9)
+print(os.getpid(), flush=True)
 time.sleep(60)
 """
 

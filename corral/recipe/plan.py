@@ -1,0 +1,234 @@
+"""What a recipe will do, worked out before any device is touched: batch arithmetic, algorithm, placement, memory."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from corral.recipe.memory import PHASES, DeviceMemory, estimate_memory, human_bytes, human_count
+from corral.recipe.placement import Placement, format_devices, resolve_placement
+from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
+from corral.recipe.rules import check, max_trajectory_tokens
+from corral.recipe.schema import Recipe
+from corral.recipe.shape import ModelShape
+from corral.recipe.words import algorithm_in_words
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    algorithm: ResolvedAlgorithm
+    placement: Placement
+    num_rows: int | None
+    """Of the training data, where known."""
+    num_steps: int | None
+    shape: ModelShape | None
+    weight_bytes: int
+    memory: tuple[DeviceMemory, ...]
+    """Empty where the model's shape is unknown."""
+    warnings: tuple[str, ...]
+
+    def text(self) -> str:
+        cluster = self.recipe.cluster
+        words = algorithm_in_words(self.algorithm)
+        widest = max(map(len, words))
+        sections = {
+            f"{self.recipe.name}: {self.recipe.algorithm.name} on {self.recipe.model.path}": [],
+            "batch": batch_in_words(self),
+            "schedule": schedule_in_words(self),
+            "algorithm": [f"{name:<{widest}}  {line}" for name, line in words.items()],
+            "placement": self.placement.picture(cluster.nodes, cluster.devices_per_node).splitlines(),
+            memory_title(self): memory_in_words(self),
+            "warnings": [f"- {warning}" for warning in self.warnings] or ["none"],
+        }
+        return "\n".join(
+            line for title, lines in sections.items() for line in [title, *(f"  {line}".rstrip() for line in lines)]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: the numbers behind the words."""
+        batch = self.recipe.batch
+        return {
+            "name": self.recipe.name,
+            "model": {
+                "path": self.recipe.model.path,
+                "parameters": None if self.shape is None else self.shape.num_parameters,
+                "weight_bytes": self.weight_bytes,
+            },
+            "batch": {
+                "prompts": batch.prompts_per_step,
+                "samples_per_prompt": batch.samples_per_prompt,
+                "trajectories": num_trajectories(self.recipe),
+                "passes": batch.passes,
+                "update_sizes": update_sizes(num_trajectories(self.recipe), batch.updates_per_step),
+                "trainers": len(self.placement.roles["actor"]),
+                "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
+                "max_trajectory_tokens": max_trajectory_tokens(self.recipe),
+            },
+            "schedule": {"steps": self.num_steps, "rows": self.num_rows},
+            "algorithm": {"name": self.recipe.algorithm.name, **asdict(self.algorithm)},
+            "placement": {
+                **{role: list(devices) for role, devices in self.placement.roles.items()},
+                "idle": list(self.placement.idle),
+            },
+            "memory": [
+                {
+                    "roles": list(group.roles),
+                    "devices": list(group.devices),
+                    "bytes": {item.name: item.bytes_by_phase for item in group.items},
+                    "total": group.totals,
+                }
+                for group in self.memory
+            ],
+            "warnings": list(self.warnings),
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    model_shape: ModelShape | None = None,
+    *,
+    num_rows: int | None = None,
+    device: str = "cpu",
+    dtype_bytes: int | None = None,
+) -> Plan:
+    """Raises a RecipeError with everything that is wrong with the recipe.
+
+    `num_rows`: of the training data, if they have been counted. What `model.dtype: auto` means depends on the device:
+    float32 on a CPU and bfloat16 elsewhere, unless `dtype_bytes` says what it is here.
+    """
+    warnings = check(recipe)
+    algorithm = resolve_algorithm(recipe)
+    placement, _ = resolve_placement(recipe, algorithm)
+    rows = known_rows(recipe, num_rows)
+    weight_bytes = DTYPE_BYTES.get(recipe.model.dtype, dtype_bytes or (4 if device == "cpu" else 2))
+    compute_bytes = DTYPE_BYTES.get(recipe.train.precision, weight_bytes)
+    memory: list[DeviceMemory] = []
+    if model_shape is not None:
+        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes, compute_bytes)
+    return Plan(
+        recipe=recipe,
+        algorithm=algorithm,
+        placement=placement,
+        num_rows=rows,
+        num_steps=count_steps(recipe, rows),
+        shape=model_shape,
+        weight_bytes=weight_bytes,
+        memory=tuple(memory),
+        warnings=tuple(warnings),
+    )
+
+
+def known_rows(recipe: Recipe, counted: int | None) -> int | None:
+    """Rows of the training data: counted, or what the recipe says of them."""
+    source = recipe.data.train
+    rows = source.size if counted is None else counted
+    return rows if rows is None or source.max_rows is None else min(rows, source.max_rows)
+
+
+def count_steps(recipe: Recipe, num_rows: int | None) -> int | None:
+    """None: depends on the number of rows."""
+    if recipe.schedule.steps is not None:
+        return recipe.schedule.steps
+    if recipe.schedule.epochs is None or num_rows is None:
+        return None
+    return math.ceil(recipe.schedule.epochs * num_rows / recipe.batch.prompts_per_step)
+
+
+def num_trajectories(recipe: Recipe) -> int:
+    return recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
+
+
+def update_sizes(trajectories: int, updates: int) -> list[int]:
+    """They differ by one at most, the larger ones first."""
+    size, larger = divmod(trajectories, updates)
+    return [size + 1] * larger + [size] * (updates - larger)
+
+
+def batch_in_words(plan: Plan) -> list[str]:
+    """64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"""
+    recipe, batch = plan.recipe, plan.recipe.batch
+    updates = updates_in_words(update_sizes(num_trajectories(recipe), batch.updates_per_step))
+    if batch.passes > 1:
+        updates = f"{batch.passes} passes of {updates}"
+    lines = [
+        f"{count(batch.prompts_per_step, 'prompt')} x {count(batch.samples_per_prompt, 'sample')} = "
+        f"{count(num_trajectories(recipe), 'trajectory')} -> {updates} on "
+        f"{count(len(plan.placement.roles['actor']), 'trainer')}, up to {batch.max_tokens_per_micro_batch} tokens per "
+        "micro-batch",
+        f"a trajectory: up to {recipe.data.max_prompt_tokens} prompt tokens + {recipe.rollout.max_response_tokens} "
+        f"response tokens = {max_trajectory_tokens(recipe)}",
+    ]
+    if plan.algorithm.needs_greedy_baseline:
+        lines.append(f"and {count(batch.prompts_per_step, 'greedy answer')} to compare with, not trained on")
+    return lines
+
+
+def updates_in_words(sizes: list[int]) -> str:
+    """`4 updates of 128`, or `3 updates of 171, 171 and 170`, or with many `12 updates: 8 of 43 and 4 of 42`"""
+    words = count(len(sizes), "update")
+    if sizes[0] == sizes[-1]:
+        return f"{words} of {sizes[0]}"
+    if len(sizes) <= 4:
+        return f"{words} of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
+    larger = sizes.count(sizes[0])
+    return f"{words} ({larger} of {sizes[0]} and {len(sizes) - larger} of {sizes[-1]})"
+
+
+def schedule_in_words(plan: Plan) -> list[str]:
+    recipe, batch, steps = plan.recipe, plan.recipe.batch, plan.num_steps
+    if steps is None:
+        epochs = recipe.schedule.epochs
+        return [f"{epochs:g} epochs of the training data; how many steps that is depends on its number of rows"]
+    prompts = steps * batch.prompts_per_step
+    line = (
+        f"{count(steps, 'step')} = {count(prompts, 'prompt')}, "
+        f"{count(prompts * batch.samples_per_prompt, 'trajectory')}, "
+        f"{count(steps * batch.updates_per_step * batch.passes, 'update')}"
+    )
+    if plan.num_rows is not None:
+        line += f"; {prompts / plan.num_rows:.3g} epochs of {count(plan.num_rows, 'row')}"
+    return [line + (" (without the prompts that dynamic sampling replaces)" if plan.algorithm.dynamic_sampling else "")]
+
+
+def memory_title(plan: Plan) -> str:
+    if plan.shape is None:
+        return "memory"
+    return (
+        f"memory per device, estimated: {human_count(plan.shape.num_parameters)} parameters of "
+        f"{plan.weight_bytes} bytes"
+    )
+
+
+def memory_in_words(plan: Plan) -> list[str]:
+    if plan.shape is None:
+        path = plan.recipe.model.path
+        return [
+            f"unknown: {path} is not on this machine, and a plan downloads nothing; with a local folder it would be"
+        ]
+    lines = []
+    if plan.recipe.critic.path or plan.recipe.reference.path:
+        lines.append("(critic and reference are taken to be as large as the model)")
+    for group in plan.memory:
+        if len(plan.memory) > 1:
+            lines.append(f"device {format_devices(group.devices)} ({'+'.join(group.roles)})")
+        lines += memory_table(group)
+    return lines
+
+
+def memory_table(group: DeviceMemory) -> list[str]:
+    rows = [(item.name, item.bytes_by_phase) for item in group.items] + [("total", group.totals)]
+    width = max(len(name) for name, _ in rows)
+    header = f"{'':<{width}}" + "".join(f"{phase:>11}" for phase in PHASES)
+    return [header] + [
+        f"{name:<{width}}"
+        + "".join(f"{human_bytes(sizes[phase]) if sizes.get(phase) else '-':>11}" for phase in PHASES)
+        for name, sizes in rows
+    ]
+
+
+def count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"

@@ -1,0 +1,249 @@
+"""Rules across keys: what a recipe may not say. (What it should think twice about is in `doubts.py`.)
+
+A key that was written but would have no effect is a problem: the user believes in something that will not happen. What
+counts as written is what pydantic saw in the file or the overrides; presets and defaults never offend.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from corral.recipe.doubts import doubts
+from corral.recipe.errors import RecipeError
+from corral.recipe.placement import format_devices, resolve_placement
+from corral.recipe.presets import (
+    CLIPS,
+    DISCOUNTED,
+    FORCED_AGGREGATION,
+    GROUP_BASELINES,
+    ResolvedAlgorithm,
+    resolve_algorithm,
+)
+from corral.recipe.schema import Optimiser, Recipe, Section, Source
+
+Findings = Iterator[str]
+Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
+
+TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
+
+
+def check(recipe: Recipe) -> list[str]:
+    """Warnings. Raises a RecipeError with all problems."""
+    algorithm = resolve_algorithm(recipe)
+    problems = [problem for rule in RULES for problem in rule(recipe, algorithm)]
+    try:
+        placement, unplaced = resolve_placement(recipe, algorithm)
+    except RecipeError as error:
+        raise RecipeError([*problems, *error.problems]) from None
+    if problems:
+        raise RecipeError(problems)
+    if placement.idle:
+        unplaced.append(f"`cluster.placement`: nothing uses device {format_devices(placement.idle)}")
+    return [*doubts(recipe, algorithm), *unplaced]
+
+
+def max_trajectory_tokens(recipe: Recipe) -> int:
+    """A prompt, and all that follows it: `max_response_tokens` bounds the whole of the turns, observations included."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+
+
+def name_is_a_folder(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    name = recipe.name
+    if not name.strip() or name in (".", "..") or name != name.strip() or re.search(r'[/\\:*?"<>|\x00-\x1f]', name):
+        yield f'`name: {name!r}` cannot be the name of a folder, which it will be: leave out / \\ : * ? " < > |'
+    elif len(name.encode()) > 200:
+        yield f"`name` is {len(name.encode())} bytes long; as the name of a folder it may have 200"
+
+
+def data_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    data = recipe.data
+    yield from source_keys(data.train, "data.train")
+    if data.validation is not None:
+        yield from source_keys(data.validation, "data.validation")
+    if data.template is not None and "{prompt}" not in data.template:
+        yield "`data.template` has no `{prompt}` in it, so every question would be the same"
+    if not data.chat:
+        reason = "with `data.chat: false` there is no chat to render"
+        yield from unused(data, "data", ["system"], reason)
+        yield from unused(recipe.model, "model", ["chat_template"], reason)
+
+
+def source_keys(source: Source, where: str) -> Findings:
+    """What `corral.data.sources` will do with the source, and which keys it reads then."""
+    path = source.path if isinstance(source.path, str) else ""
+    kind, found, _ = path.partition(":")
+    if kind == "hf" and found:
+        yield from unused(source, where, ["options", "size", "seed"], "a hub data set is not generated")
+        return
+    yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:...`) have those")
+    if kind in ("arithmetic", "reasoning_gym") and found:
+        return
+    if found:
+        yield from unused(source, where, ["size", "seed"], "a function gets its arguments from `options`")
+    else:
+        yield from unused(source, where, ["options", "size", "seed"], "rows in files are not generated")
+
+
+def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if recipe.environment.name == "question":
+        if recipe.rollout.max_turns > 1:
+            yield f"`rollout.max_turns: {recipe.rollout.max_turns}` has no effect: a question has one turn"
+        reason = "a question only waits for its reward, which has `environment.reward.timeout_s`"
+        yield from unused(recipe.environment, "environment", ["timeout_s"], reason)
+
+
+def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    batch = recipe.batch
+    trajectories = batch.prompts_per_step * batch.samples_per_prompt
+    if batch.updates_per_step > trajectories:
+        yield f"`batch.updates_per_step: {batch.updates_per_step}` is more than a step's {trajectories} trajectories"
+    if batch.max_tokens_per_micro_batch < max_trajectory_tokens(recipe):
+        yield (
+            f"`batch.max_tokens_per_micro_batch: {batch.max_tokens_per_micro_batch}` cannot hold a whole trajectory: "
+            f"`data.max_prompt_tokens` + `rollout.max_response_tokens` = {max_trajectory_tokens(recipe)}"
+        )
+    if batch.samples_per_prompt == 1 and algorithm.advantage in GROUP_BASELINES:
+        yield (
+            f"`batch.samples_per_prompt: 1` with the advantage {algorithm.advantage}, which compares the samples of a "
+            "prompt: all advantages would be zero"
+        )
+    if batch.samples_per_prompt == 1 and algorithm.dynamic_sampling:
+        yield (
+            "`batch.samples_per_prompt: 1` with dynamic sampling, which drops groups whose rewards are all equal: "
+            "every group would be dropped"
+        )
+
+
+def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    written, loss = recipe.algorithm, algorithm.loss
+    by_loss = f"the loss {loss} does not use it"
+    if loss not in CLIPS:
+        yield from unused(written, "algorithm", ["clip_low", "clip_high"], f"the loss {loss} does not clip")
+    if loss != "ppo":
+        yield from unused(written, "algorithm", ["dual_clip"], by_loss)
+    if loss != "sapo":
+        yield from unused(written, "algorithm", ["sapo_tau_positive", "sapo_tau_negative"], by_loss)
+    if loss != "dro":
+        yield from unused(written, "algorithm", ["dro_beta"], by_loss)
+    if loss not in ("dppo_tv", "dppo_kl"):
+        yield from unused(written, "algorithm", ["dppo_threshold"], by_loss)
+    forced = FORCED_AGGREGATION.get(loss)
+    if forced is not None and written.aggregation not in (None, forced):
+        yield f"`algorithm.aggregation: {written.aggregation}` has no effect: the loss {loss} is always {forced}"
+    if algorithm.aggregation != "seq_mean_token_sum_norm":
+        reason = f"it belongs to `aggregation: seq_mean_token_sum_norm`, and this is {algorithm.aggregation}"
+        yield from unused(written, "algorithm", ["aggregation_norm"], reason)
+
+
+def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    by_advantage = f"the advantage {algorithm.advantage} does not use it"
+    if algorithm.advantage not in DISCOUNTED:
+        yield from unused(recipe.algorithm, "algorithm", ["gamma"], by_advantage)
+    if not algorithm.needs_critic:
+        yield from unused(recipe.algorithm, "algorithm", ["lam"], by_advantage)
+        reason = f"only the advantage gae has a critic, and this is {algorithm.advantage}"
+        yield from unused(recipe.critic, "critic", ["path", "value_clip", "warmup_steps"], reason)
+        yield from unused(recipe.critic.optimiser, "critic.optimiser", Optimiser.model_fields, reason)
+
+
+def kl_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    kl = recipe.algorithm.kl
+    if algorithm.kl_where is None:
+        reason = "there is no KL in this recipe; `algorithm.kl.where` (loss or reward) puts it there"
+        yield from unused(kl, "algorithm.kl", ["estimator", "coefficient", "controller", "target", "horizon"], reason)
+        yield from unused(recipe.reference, "reference", ["path"], reason)
+    elif algorithm.kl_controller == "fixed":
+        reason = "it belongs to `algorithm.kl.controller: adaptive`, and this is fixed"
+        yield from unused(kl, "algorithm.kl", ["target", "horizon"], reason)
+
+
+def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    correction, name = recipe.algorithm.correction, algorithm.correction_name
+    prefix = "algorithm.correction"
+    if name == "none":
+        reason = "there is no correction; `algorithm.correction.name` chooses one"
+        yield from unused(correction, prefix, ["cap", "floor", "level"], reason)
+        return
+    if algorithm.old_logprobs == "engine":
+        yield (
+            f"`{prefix}.name: {name}` has no effect with `algorithm.old_logprobs: engine`: it weighs the trainer's "
+            "log-probs against the engine's, and these are the engine's own; set `algorithm.old_logprobs: recompute`"
+        )
+    if name not in ("icepop", "rejection"):
+        yield from unused(correction, prefix, ["floor"], f"{name} has no lower bound")
+    elif algorithm.correction_floor >= algorithm.correction_cap:
+        yield (
+            f"`{prefix}`: the floor {algorithm.correction_floor:g} is not below the cap {algorithm.correction_cap:g}, "
+            "so every token would be dropped"
+        )
+    if name != "rejection":
+        yield from unused(correction, prefix, ["level"], f"it belongs to rejection, and this is {name}")
+
+
+def shaping_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    written, limit = recipe.algorithm, recipe.rollout.max_response_tokens
+    if not algorithm.dynamic_sampling:
+        reason = "dynamic sampling is off; `algorithm.dynamic_sampling.enabled` turns it on"
+        yield from unused(written.dynamic_sampling, "algorithm.dynamic_sampling", ["max_rounds"], reason)
+    if algorithm.overlong_buffer is None:
+        reason = "there is no `algorithm.overlong.buffer_tokens` in which it would apply"
+        yield from unused(written.overlong, "algorithm.overlong", ["penalty"], reason)
+    elif algorithm.overlong_buffer > limit:
+        yield (
+            f"`algorithm.overlong.buffer_tokens: {algorithm.overlong_buffer}` is more than "
+            f"`rollout.max_response_tokens: {limit}`"
+        )
+
+
+def optimiser_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    for optimiser, where in ((recipe.optimiser, "optimiser"), (recipe.critic.optimiser, "critic.optimiser")):
+        if optimiser.schedule == "constant" and (where == "optimiser" or algorithm.needs_critic):
+            reason = f"`{where}.schedule` is constant; linear and cosine end at that ratio"
+            yield from unused(optimiser, where, ["min_learning_rate_ratio"], reason)
+
+
+def length_of_the_run(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    schedule = recipe.schedule
+    if schedule.steps is None and schedule.epochs is None:
+        yield "the recipe does not say how long to train: set `schedule.steps` or `schedule.epochs`"
+    if schedule.steps is not None and schedule.epochs is not None:
+        yield "`schedule.steps` and `schedule.epochs` are both set; keep one of them"
+
+
+def validation_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    validation = recipe.validation
+    if recipe.data.validation is None:
+        reason = "there is no `data.validation` to validate on"
+        yield from unused(validation, "validation", type(validation).model_fields, reason)
+    elif validation.temperature == 0:
+        reason = "with `validation.temperature: 0` the most likely token is taken"
+        yield from unused(validation, "validation", ["top_p"], reason)
+
+
+def logging_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if not TRACKERS_WITH_PROJECTS.intersection(recipe.logging.trackers):
+        reason = f"none of `logging.trackers` has projects ({', '.join(sorted(TRACKERS_WITH_PROJECTS))} do)"
+        yield from unused(recipe.logging, "logging", ["project"], reason)
+
+
+def unused(section: Section, where: str, keys: Iterable[str], reason: str) -> Findings:
+    """One line for each of the keys that was written, other than as null."""
+    for key in keys:
+        if key in section.model_fields_set and getattr(section, key) is not None:
+            yield f"`{where}.{key}` has no effect: {reason}"
+
+
+RULES: tuple[Rule, ...] = (
+    name_is_a_folder,
+    data_keys,
+    turns_and_timeouts,
+    batch_sizes,
+    loss_keys,
+    advantage_keys,
+    kl_keys,
+    correction_keys,
+    shaping_keys,
+    optimiser_keys,
+    length_of_the_run,
+    validation_keys,
+    logging_keys,
+)

@@ -1,0 +1,152 @@
+"""A model's shape, read from its `config.json` alone: how many parameters it has and what a token costs in memory."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.recipe.errors import UserError
+
+PLAIN_MLP = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "falcon", "bloom", "starcoder2"}
+"""Model types whose feed-forward layer has two matrices; all others have three (gate, up, down)."""
+QKV_BIAS = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi"}
+"""Model types with a bias on queries, keys and values that their configuration does not mention."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Of one expert, where there are experts."""
+    vocab_size: int
+    tie_word_embeddings: bool
+    num_experts: int = 0
+    """0: a dense model."""
+    experts_per_token: int = 0
+    shared_expert_size: int = 0
+    num_dense_layers: int = 0
+    """Layers without experts in a model that has them."""
+    dense_intermediate_size: int = 0
+    mlp_matrices: int = 3
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def find(cls, path: str) -> "ModelShape | None":
+        """Of a folder or the built-in model. None for a hub name: nothing is downloaded for a plan."""
+        if path.lower() == "smollm2-135m-instruct":
+            return SMOLLM2_135M
+        folder = Path(path).expanduser()
+        return cls.from_folder(folder) if folder.is_dir() else None
+
+    @classmethod
+    def from_folder(cls, path: Path | str) -> "ModelShape":
+        file = Path(path) / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{file}: is not valid JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise UserError(f"{file}: is not a model's configuration")
+        return cls.from_config(config, str(file))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
+        keys = _Keys({**config, **(config.get("text_config") or {})}, source)
+        hidden, heads = keys.number("hidden_size", "n_embd", "d_model"), keys.number("num_attention_heads", "n_head")
+        kind = str(keys.config.get("model_type", ""))
+        dense = keys.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+        layers = keys.number("num_hidden_layers", "n_layer")
+        experts = keys.number("num_experts", "num_local_experts", "n_routed_experts", default=0)
+        expert_size = keys.number("moe_intermediate_size", default=dense)
+        shared = keys.number("n_shared_experts", default=0) * expert_size
+        return cls(
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=keys.number("num_key_value_heads", default=heads),
+            head_dim=keys.number("head_dim", default=hidden // heads),
+            intermediate_size=expert_size if experts else dense,
+            vocab_size=keys.number("vocab_size"),
+            tie_word_embeddings=bool(keys.config.get("tie_word_embeddings", kind == "gpt2")),
+            num_experts=experts,
+            experts_per_token=keys.number("num_experts_per_tok", "moe_topk", default=0),
+            shared_expert_size=keys.number("shared_expert_intermediate_size", default=shared),
+            num_dense_layers=min(layers, _num_dense_layers(keys, layers)) if experts else 0,
+            dense_intermediate_size=dense,
+            mlp_matrices=2 if kind in PLAIN_MLP else 3,
+            qkv_bias=bool(keys.config.get("attention_bias")) or kind in QKV_BIAS,
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+        )
+
+    @property
+    def attention_size(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact for the Llama, Qwen and Mixtral families; others within a few per cent."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        attention = self.hidden_size * (self.attention_size + self.num_heads * self.head_dim)
+        attention += self.attention_size * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        norms = 2 * self.hidden_size
+        mlps = self.num_dense_layers * self._mlp(self.dense_intermediate_size)
+        mlps += (self.num_layers - self.num_dense_layers) * self._sparse_mlp()
+        return embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Width of the feed-forward layer that one token passes through."""
+        return self.intermediate_size * max(1, self.experts_per_token) + self.shared_expert_size
+
+    def _sparse_mlp(self) -> int:
+        if not self.num_experts:
+            return self._mlp(self.intermediate_size)
+        router = self.hidden_size * self.num_experts
+        return router + self.num_experts * self._mlp(self.intermediate_size) + self._mlp(self.shared_expert_size)
+
+    def _mlp(self, width: int) -> int:
+        return self.mlp_matrices * self.hidden_size * width
+
+
+SMOLLM2_135M = ModelShape(
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    config: Mapping[str, Any]
+    source: str
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of the names that has a value; families call the same thing differently."""
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise UserError(f"{self.source}: has no {' or '.join(names)}, so the model's shape is unknown")
+        return default
+
+
+def _num_dense_layers(keys: _Keys, layers: int) -> int:
+    """DeepSeek starts with some; Qwen lists them, or makes every n-th layer sparse."""
+    listed = keys.config.get("mlp_only_layers") or []
+    every = keys.number("decoder_sparse_step", default=1)
+    return max(keys.number("first_k_dense_replace", default=0), len(listed), layers - layers // max(1, every))
