@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RunError, UserError
 
 app = typer.Typer(
     name="corral",
@@ -32,12 +32,13 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
     from corral.cli.planning import planned
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
+    from corral.recipe.plan import batch_in_words, schedule_in_words
 
     loaded, plan = planned(recipe, overrides or [])
     console = Console()
     for warning in plan.warnings:
         console.warn(warning)
-    run_training(loaded, plan.text(), plan.headlines(), console)
+    run_training(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console)
 
 
 @app.command()
@@ -123,9 +124,7 @@ def main() -> None:
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         sys.exit(fail(f"{error.strerror or error}{where}", 1))
-    except Exception as error:
-        if type(error).__name__ != "RunError":
-            raise
+    except RunError as error:
         sys.exit(fail(str(error), 1))
 
 

@@ -33,6 +33,8 @@ class ArithmeticOptions(BaseModel):
     max: NaturalInt | None = None
     """Smallest and largest term, instead of digits."""
     num_terms: int = Field(default=2, ge=2)
+    question: str = "What is {expression}?"
+    """How it is asked; `{expression}` becomes `12 + 7`."""
     part: Literal["train", "validation"] | None = None
     """Every question belongs to one of the two by a hash of its terms, whatever the options, size and seed are. A
     source of one part never shares a question with a source of the other. None: from both."""
@@ -43,6 +45,8 @@ class ArithmeticOptions(BaseModel):
             raise ValueError("give either digits, or min and max")
         if self.num_choices < 1:
             raise ValueError("min must not be larger than max")
+        if "{expression}" not in self.question:
+            raise ValueError("question must contain {expression}")
         return self
 
     @property
@@ -71,7 +75,7 @@ def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
     for operator, terms in _problems(operators, options, source):
         if options.part in (None, _part(operator, terms)):
             num_found += 1
-            yield _arithmetic_row(task, operator, terms)
+            yield _arithmetic_row(task, operator, terms, options.question)
         if num_found == (source.size or DEFAULT_SIZE):
             return
     if source.size is not None:
@@ -108,12 +112,12 @@ def _part(operator: str, terms: list[int]) -> str:
     return "validation" if int.from_bytes(digest, "big") % VALIDATION_SHARE == 0 else "train"
 
 
-def _arithmetic_row(task: str, operator: str, terms: list[int]) -> dict[str, Any]:
+def _arithmetic_row(task: str, operator: str, terms: list[int], question: str) -> dict[str, Any]:
     answer = terms[0]
     for term in terms[1:]:
         answer = {"+": answer + term, "-": answer - term, "*": answer * term}[operator]
-    question = f"What is {f' {operator} '.join(map(str, terms))}?"
-    return {"prompt": question, "answer": str(answer), "data_source": f"arithmetic/{task}"}
+    expression = f" {operator} ".join(map(str, terms))
+    return {"prompt": question.replace("{expression}", expression), "answer": str(answer), "data_source": f"arithmetic/{task}"}
 
 
 def reasoning_gym_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from corral.observe.metrics import MetricsFile, read
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import Trackers, make_trackers
 from corral.observe.trajectories import TrajectoryWriter
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RunError, UserError
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Recipe
 from corral.train.checkpoint import find_checkpoint, prune, read_state, step_folder, write_checkpoint
@@ -33,10 +33,6 @@ from corral.train.tensors import load_tensors, save_tensors
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 3
-
-
-class RunError(Exception):
-    """The run cannot go on; the message says why, in one line. What was saved stays usable."""
 
 
 @dataclass

@@ -7,6 +7,10 @@ class UserError(Exception):
     """Something the user can fix; shown as one line, exit code 2."""
 
 
+class RunError(Exception):
+    """A run that cannot go on; the message says why, in one line, exit code 1. What was saved stays usable."""
+
+
 class RecipeError(UserError):
     """All that is wrong with a recipe, one line per problem."""
 

@@ -69,15 +69,15 @@ class Key:
 
     @property
     def optional(self) -> bool:
-        return type(None) in get_args(self.annotation)
+        return type(None) in _alternatives(self.annotation)
 
     @property
     def takes_text(self) -> bool:
-        return str in (get_args(self.annotation) or [self.annotation])
+        return str in _alternatives(self.annotation)
 
     @property
     def text_only(self) -> bool:
-        return set(get_args(self.annotation) or [self.annotation]) <= {str, type(None)}
+        return set(_alternatives(self.annotation)) <= {str, type(None)}
 
 
 @cache
@@ -182,8 +182,12 @@ def _keys_of(section: type[Section], prefix: KeyPath) -> Iterator[Key]:
             yield from _keys_of(below, (*prefix, name))
 
 
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
 def _section_of(annotation: Any) -> type[Section] | None:
-    for part in get_args(annotation) or (annotation,):
+    for part in _alternatives(annotation):
         if isinstance(part, type) and issubclass(part, Section):
             return part
     return None
@@ -195,5 +199,7 @@ def _likeness(path: KeyPath, known: KeyPath) -> float:
     if path[-1] == known[-1]:
         return 1 + whole
     last = SequenceMatcher(None, path[-1], known[-1]).ratio()
+    if len(path[-1]) > 3 and known[-1].startswith(path[-1]):
+        last = max(last, 0.85)
     same_section = path[:-1] == known[:-1]
-    return 0.9 * last + 0.1 * whole if not same_section else min(0.99, last + 0.05)
+    return min(0.99, last + 0.05) if same_section else 0.9 * last + 0.1 * whole

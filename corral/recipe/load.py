@@ -26,6 +26,9 @@ from corral.recipe.references import escape_references, resolve_references
 from corral.recipe.schema import Recipe
 
 
+UNUSUAL_LINE_BREAKS = set("\r\x85\u2028\u2029")
+
+
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Raises a RecipeError with one line per problem. Rules across keys are checked by `rules.check`."""
     document = read_document(Path(path))
@@ -49,8 +52,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = None if isinstance(plain_scalar(text), str) else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else style)
+    style = None
+    if set(text) & UNUSUAL_LINE_BREAKS:
+        style = '"'
+    elif "\n" in text:
+        style = "|"
+    elif not isinstance(plain_scalar(text), str):
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -90,7 +99,7 @@ def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tupl
         location = tuple(map(str, detail["loc"]))
         if detail["type"] == "extra_forbidden":
             problems = [unknown_key(path) for path in leaves(location, detail["input"])]
-        elif detail["type"] == "missing":
+        elif detail["type"] == "missing" and location in all_keys():
             problems = [(path, f"`{dotted(path)}` is missing") for path in required_below(location)]
         else:
             problems = [wrong_value(location, detail["input"], values)]

@@ -20,6 +20,12 @@ PHASES: tuple[Phase, ...] = ("playing", "scoring", "learning")
 FLOAT32 = 4
 
 
+def phases_of(algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
+    """Nothing is scored where all that learning needs is known from playing."""
+    scores = algorithm.needs_reference or algorithm.needs_critic or algorithm.old_logprobs == "recompute"
+    return PHASES if scores else ("playing", "learning")
+
+
 @dataclass(frozen=True)
 class MemoryItem:
     name: str
@@ -33,10 +39,11 @@ class DeviceMemory:
     roles: tuple[str, ...]
     devices: tuple[int, ...]
     items: tuple[MemoryItem, ...]
+    phases: tuple[Phase, ...]
 
     @property
     def totals(self) -> dict[Phase, int]:
-        return {phase: sum(item.bytes_by_phase.get(phase, 0) for item in self.items) for phase in PHASES}
+        return {phase: sum(item.bytes_by_phase.get(phase, 0) for item in self.items) for phase in self.phases}
 
 
 def estimate_memory(
@@ -49,8 +56,9 @@ def estimate_memory(
 ) -> list[DeviceMemory]:
     """compute_bytes: of one activation (`train.precision`)."""
     estimate = _Estimate(recipe, algorithm, placement, shape, weight_bytes, compute_bytes)
+    phases = phases_of(algorithm)
     return [
-        DeviceMemory(roles, devices, tuple(item for item in estimate.items(roles) if any(item.bytes_by_phase.values())))
+        DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
         for roles, devices in placement.groups().items()
     ]
 
@@ -67,12 +75,12 @@ class _Estimate:
     def items(self, roles: tuple[str, ...]) -> Iterator[MemoryItem]:
         for role in ("actor", "critic", "reference"):
             if role in roles:
-                yield MemoryItem(f"{role} weights", always(self.weights(role)))
+                yield MemoryItem(f"{role} weights", self.always(self.weights(role)))
         if "rollout" in roles and ("actor" not in roles or self.num_devices("actor") > 1):
             yield MemoryItem("rollout weights", {"playing": self.shape.num_parameters * self.weight_bytes})
         for role in ("actor", "critic"):
             if role in roles:
-                yield MemoryItem(f"{role} optimiser", always(self.optimiser(role)))
+                yield MemoryItem(f"{role} optimiser", self.always(self.optimiser(role)))
         if "rollout" in roles:
             yield MemoryItem("KV cache", {"playing": self.kv_cache()})
             yield MemoryItem("logits of a decode step", {"playing": self.decode_logits()})
@@ -80,7 +88,11 @@ class _Estimate:
             trained = [role for role in ("actor", "critic") if role in roles]  # one after the other
             yield MemoryItem("gradients", {"learning": max(map(self.gradients, trained))})
         yield MemoryItem("activations", self.activations(roles))
-        yield MemoryItem("logits chunk", self.logits_chunk(roles))
+        if "actor" in roles or "reference" in roles:
+            yield MemoryItem("logits chunk", self.logits_chunk(roles))
+
+    def always(self, size: int) -> dict[Phase, int]:
+        return dict.fromkeys(phases_of(self.algorithm), size)
 
     def num_devices(self, role: str) -> int:
         return len(self.placement.roles[role])
@@ -116,11 +128,12 @@ class _Estimate:
         learning = layer * shape.num_layers
         if self.recipe.train.recompute == "full":
             learning = layer + shape.hidden_size * self.compute_bytes * shape.num_layers
-        return {
+        sizes: dict[Phase, int] = {
             "playing": self.recipe.rollout.max_prefill_tokens * layer * ("rollout" in roles),
             "scoring": micro_batch * layer * self.scores(roles),
             "learning": micro_batch * learning * ("actor" in roles or "critic" in roles),
         }
+        return {phase: size for phase, size in sizes.items() if size}
 
     def layer_activations(self) -> int:
         """Bytes that one layer keeps of one token for its backward pass: norms and residuals (6 x hidden), queries,
@@ -136,15 +149,15 @@ class _Estimate:
         chunk = self.recipe.train.logits_chunk * self.shape.vocab_size * FLOAT32
         head = self.shape.hidden_size * self.shape.vocab_size * FLOAT32
         of_policy = "reference" in roles or ("actor" in roles and self.algorithm.old_logprobs == "recompute")
-        return {"scoring": 3 * chunk * of_policy, "learning": (4 * chunk + head) * ("actor" in roles)}
+        sizes: dict[Phase, int] = {
+            "scoring": 3 * chunk * of_policy,
+            "learning": (4 * chunk + head) * ("actor" in roles),
+        }
+        return {phase: size for phase, size in sizes.items() if size}
 
     def scores(self, roles: tuple[str, ...]) -> bool:
         recomputes = "actor" in roles and self.algorithm.old_logprobs == "recompute"
         return recomputes or "reference" in roles or "critic" in roles
-
-
-def always(size: int) -> dict[Phase, int]:
-    return dict.fromkeys(PHASES, size)
 
 
 def human_bytes(size: float) -> str:

@@ -96,11 +96,11 @@ def parse_placement(written: Mapping[str, Devices], num_devices: int) -> Placeme
     problems: list[str] = []
     roles: dict[str, tuple[int, ...]] = {}
     for line, devices in written.items():
+        parsed: tuple[int, ...] = ()
         try:
             parsed = parse_devices(devices, num_devices)
         except RecipeError as error:
             problems += [f"`cluster.placement`, `{line}: {devices}`: {problem}" for problem in error.problems]
-            continue
         for role in split_roles(line):
             if role not in ROLES:
                 hint = did_you_mean(nearest(role, ROLES)) or f"; the roles are {', '.join(ROLES)}"

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from corral.recipe.memory import PHASES, DeviceMemory, estimate_memory, human_bytes, human_count
+from corral.recipe.memory import DeviceMemory, estimate_memory, human_bytes, human_count
 from corral.recipe.placement import Placement, format_devices, resolve_placement
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.rules import check, max_trajectory_tokens
@@ -220,10 +220,10 @@ def memory_in_words(plan: Plan) -> list[str]:
 def memory_table(group: DeviceMemory) -> list[str]:
     rows = [(item.name, item.bytes_by_phase) for item in group.items] + [("total", group.totals)]
     width = max(len(name) for name, _ in rows)
-    header = f"{'':<{width}}" + "".join(f"{phase:>11}" for phase in PHASES)
+    header = f"{'':<{width}}" + "".join(f"{phase:>11}" for phase in group.phases)
     return [header] + [
         f"{name:<{width}}"
-        + "".join(f"{human_bytes(sizes[phase]) if sizes.get(phase) else '-':>11}" for phase in PHASES)
+        + "".join(f"{human_bytes(sizes[phase]) if sizes.get(phase) else '-':>11}" for phase in group.phases)
         for name, sizes in rows
     ]
 

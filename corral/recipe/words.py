@@ -65,8 +65,8 @@ def algorithm_in_words(algorithm: ResolvedAlgorithm) -> dict[str, str]:
         )
     if algorithm.overlong_buffer is not None:
         lines["overlong"] = (
-            f"up to {algorithm.overlong_penalty:g} off the reward in the last {algorithm.overlong_buffer} tokens before "
-            "the limit"
+            f"up to {algorithm.overlong_penalty:g} off the reward in the last {algorithm.overlong_buffer} tokens "
+            "before the limit"
         )
     return lines
 

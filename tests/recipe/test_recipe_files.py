@@ -1,0 +1,200 @@
+"""Reading a recipe file: what is accepted, and what is said about what is not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_texts import MINIMAL
+
+from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.load import load_recipe
+
+
+def test_a_minimal_recipe_gets_every_default(load):
+    recipe = load()
+    assert recipe.name == "test"
+    assert recipe.batch.prompts_per_step == 8
+    assert recipe.critic.optimiser.learning_rate == 1e-5
+
+
+def test_a_critic_optimiser_keeps_its_own_learning_rate_when_another_key_is_set(load):
+    assert load("critic.optimiser.weight_decay=0.1").critic.optimiser.learning_rate == 1e-5
+
+
+def test_a_path_object_is_accepted(load):
+    load()
+    assert load_recipe(Path("recipe.yaml")).name == "test"
+
+
+def test_importing_the_recipe_package_imports_neither_torch_nor_transformers():
+    modules = "load, plan, rules, presets, placement"
+    code = f"import sys; from corral.recipe import {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
+
+
+# --- values
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "1E-6", "0.000001", ".000001", "1e-06"])
+def test_small_numbers_are_numbers_however_they_are_written(load, text):
+    recipe = load(text=MINIMAL + f"optimiser:\n  learning_rate: {text}\n")
+    assert recipe.optimiser.learning_rate == 1e-6
+
+
+def test_a_whole_number_may_be_written_in_scientific_notation_or_with_underscores(load):
+    recipe = load(text=MINIMAL + "batch: {max_tokens_per_micro_batch: 16_384, prompts_per_step: 1e3}\n")
+    assert recipe.batch.max_tokens_per_micro_batch == 16384
+    assert recipe.batch.prompts_per_step == 1000
+
+
+@pytest.mark.parametrize("word", ["no", "on", "2024-01-01", "1:30", "off"])
+def test_words_that_older_yaml_took_for_something_else_are_words(load, word):
+    assert load(text=MINIMAL.replace("name: test", f"name: {word}")).name == word
+
+
+def test_text_in_quotes_stays_text(load):
+    assert load(text=MINIMAL.replace("name: test", "name: '1e-6'")).name == "1e-6"
+
+
+def test_an_empty_section_is_a_section_of_defaults(load):
+    assert load(text=MINIMAL + "batch:\n").batch.prompts_per_step == 8
+
+
+def test_an_optional_section_may_be_null(load):
+    assert load(text=MINIMAL + "data.validation: null\n").data.validation is None
+
+
+def test_an_empty_mapping_of_options_is_accepted(load):
+    assert load(text=MINIMAL + "environment:\n  options: {}\n").environment.options == {}
+
+
+def test_anchors_and_aliases_work(load):
+    text = MINIMAL + "data.validation: &source\n  path: x.jsonl\nenvironment.options:\n  source: *source\n"
+    assert load(text=text).environment.options == {"source": {"path": "x.jsonl"}}
+
+
+# --- dotted keys
+
+
+def test_a_dotted_key_at_the_top_stands_for_a_nested_one(load):
+    assert load(text=MINIMAL + "batch.prompts_per_step: 3\n").batch.prompts_per_step == 3
+
+
+def test_a_dotted_key_inside_a_section_stands_for_a_nested_one(load):
+    assert load(text=MINIMAL + "algorithm:\n  kl.where: loss\n").algorithm.kl.where == "loss"
+
+
+def test_dotted_and_nested_keys_of_one_section_are_merged(load):
+    recipe = load(text=MINIMAL + "batch.passes: 2\nbatch:\n  updates_per_step: 3\n")
+    assert (recipe.batch.passes, recipe.batch.updates_per_step) == (2, 3)
+
+
+def test_keys_inside_options_are_the_users_own_and_are_not_split(load):
+    recipe = load(text=MINIMAL + "environment:\n  options:\n    a.b: 1\n    c: {d: [1, {e: null}]}\n")
+    assert recipe.environment.options == {"a.b": 1, "c": {"d": [1, {"e": None}]}}
+
+
+def test_a_dotted_key_in_the_placement_is_not_split(load):
+    recipe = load(text=MINIMAL + "cluster:\n  placement:\n    actor.x: 0\n")
+    assert recipe.cluster.placement == {"actor.x": 0}
+
+
+def test_a_key_given_twice_is_an_error_with_both_lines(problems):
+    found = problems(text=MINIMAL + "seed: 1\nseed: 2\n")
+    assert found == ["recipe.yaml:10: `seed` is given twice (first at recipe.yaml:9)"]
+
+
+def test_a_key_given_both_dotted_and_nested_is_given_twice(problems):
+    found = problems(text=MINIMAL + "batch.passes: 1\nbatch:\n  passes: 2\n")
+    assert found == ["recipe.yaml:11: `batch.passes` is given twice (first at recipe.yaml:9)"]
+
+
+def test_a_key_given_twice_inside_a_list_is_an_error(problems):
+    found = problems(text=MINIMAL + "environment.options:\n  list:\n    - {a: 1, a: 2}\n")
+    assert found == ["recipe.yaml:11: a key is given twice in this mapping"]
+
+
+@pytest.mark.parametrize("lines", ["batch: 5\nbatch.passes: 1\n", "batch.passes: 1\nbatch: 5\n"])
+def test_a_section_that_is_also_a_value_is_a_contradiction(problems, lines):
+    found = problems(text=MINIMAL + lines)
+    assert "recipe.yaml:10: " in found[-1]
+    assert "recipe.yaml:9 gives `batch" in found[-1]
+
+
+# --- files that are no recipe
+
+
+def test_a_missing_file_is_one_line_with_the_nearest_name(load):
+    load()
+    with pytest.raises(UserError, match=r"^recipes.yaml: no such file; did you mean recipe.yaml\?$"):
+        load_recipe("recipes.yaml")
+
+
+def test_a_missing_folder_is_one_line(load):
+    with pytest.raises(RecipeError, match=r"^nowhere/recipe.yaml: no such file$"):
+        load_recipe("nowhere/recipe.yaml")
+
+
+def test_a_folder_is_not_a_recipe(tmp_path):
+    with pytest.raises(RecipeError, match="is a folder, not a recipe file"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n"])
+def test_an_empty_file_is_one_line(problems, text):
+    assert problems(text=text) == ["recipe.yaml: the file is empty"]
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "42"])
+def test_a_file_that_is_not_a_mapping_is_one_line(problems, text):
+    (problem,) = problems(text=text)
+    assert problem.startswith("recipe.yaml:1: a recipe is a mapping")
+
+
+def test_a_syntax_error_is_one_line_with_its_place(problems):
+    (problem,) = problems(text="name: test\nmodel: [1, 2\n")
+    assert problem.startswith("recipe.yaml:3: is not valid YAML: expected ',' or ']'")
+
+
+def test_a_tab_is_named_as_the_likely_cause(problems):
+    (problem,) = problems(text="name: test\nmodel:\n\tpath: x\n")
+    assert problem.startswith("recipe.yaml:3: is not valid YAML")
+    assert "spaces, not tabs" in problem
+
+
+def test_an_unquoted_reference_in_braces_is_named_as_the_likely_cause(problems):
+    (problem,) = problems(text="name: test\nmodel: {path: ${name}}\n")
+    assert problem.startswith("recipe.yaml:2: is not valid YAML")
+    assert "put `${...}` in quotes" in problem
+
+
+def test_two_documents_in_one_file_are_an_error(problems):
+    (problem,) = problems(text=MINIMAL + "---\nname: other\n")
+    assert problem.startswith("recipe.yaml:9: is not valid YAML")
+
+
+def test_a_binary_file_is_one_line(load):
+    Path("recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"^recipe.yaml: is not a text file in UTF-8$"):
+        load_recipe("recipe.yaml")
+
+
+def test_control_characters_are_one_line(problems):
+    (problem,) = problems(text="name: \x01\n")
+    assert problem.startswith("recipe.yaml: is not valid YAML")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: !!python/object:os.system x\n", "recipe.yaml:1: YAML tags are not used in recipes"),
+        ("model: &a\n  path: *a\n", "recipe.yaml:1: an anchor contains an alias to itself"),
+        ("model: &a {path: x}\ndata:\n  <<: *a\n", "recipe.yaml:3: merge keys (`<<`) are not used in recipes"),
+        ("? [a, b]\n: c\n", "recipe.yaml:1: a key must be text"),
+    ],
+)
+def test_yaml_that_a_recipe_has_no_use_for_is_refused(problems, text, message):
+    (problem,) = problems(text=text)
+    assert problem.startswith(message)
