@@ -20,7 +20,6 @@ INTEGER = re.compile(r"[-+]?[0-9]{1,300}(_[0-9]{1,300})*|0x[0-9a-fA-F]{1,300}|0o
 REAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
-
 OVERRIDE = float("inf")
 """The line of what was not written in the file."""
 
@@ -68,7 +67,7 @@ class Document:
             self.put(path, plain(node), where)
 
     def add_keys(self, path: KeyPath, node: yaml.MappingNode, where: Where | None = None) -> None:
-        """What is below `path`; each key at its own line unless all are at `where`'s."""
+        """What is below `path`; each key at its own line, or all at the override that they came with."""
         for key_node, value_node in node.value:
             key = key_text(key_node)
             below = (*path, key) if in_free_form(path) else expand(path, key)
@@ -161,6 +160,8 @@ def compose(text: str, source: str) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         raise RecipeError(f"{source}{syntax_problem(error, text)}") from None
+    except RecursionError:
+        raise RecipeError(f"{source}: is nested too deeply") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: is not valid YAML: {str(error).splitlines()[0]}") from None
     if node is not None:

@@ -25,7 +25,6 @@ from corral.recipe.overrides import apply_override
 from corral.recipe.references import escape_references, resolve_references
 from corral.recipe.schema import Recipe
 
-
 UNUSUAL_LINE_BREAKS = set("\r\x85\u2028\u2029")
 
 
@@ -53,10 +52,10 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     style = None
-    if set(text) & UNUSUAL_LINE_BREAKS:
-        style = '"'
-    elif "\n" in text:
+    if "\n" in text.strip() and not set(text) & UNUSUAL_LINE_BREAKS:
         style = "|"
+    elif set(text) & {"\n", *UNUSUAL_LINE_BREAKS}:
+        style = '"'
     elif not isinstance(plain_scalar(text), str):
         style = "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
@@ -97,7 +96,10 @@ def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tupl
     told = set()
     for detail in error.errors(include_url=False):
         location = tuple(map(str, detail["loc"]))
-        if detail["type"] == "extra_forbidden":
+        problems: list[tuple[KeyPath, str]]
+        if not location:
+            problems = [((), "holds text that is not valid Unicode")]
+        elif detail["type"] == "extra_forbidden":
             problems = [unknown_key(path) for path in leaves(location, detail["input"])]
         elif detail["type"] == "missing" and location in all_keys():
             problems = [(path, f"`{dotted(path)}` is missing") for path in required_below(location)]

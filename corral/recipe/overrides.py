@@ -2,7 +2,7 @@
 
 import yaml
 
-from corral.recipe.document import OVERRIDE, Document, Where, compose, plain
+from corral.recipe.document import NULLS, OVERRIDE, Document, Where, compose
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import PLACEMENT, KeyPath, all_keys, dotted, expand
 
@@ -30,8 +30,10 @@ def apply_override(document: Document, text: str) -> None:
 
 
 def read_value(path: KeyPath, text: str) -> yaml.Node:
-    """As YAML; but where a key takes text only, what YAML would make a number, list or mapping is text as it stands."""
+    """As YAML; but a key that takes text only takes it as it stands, unless it is in quotes or null."""
     key = all_keys().get(path)
+    if key is not None and key.text_only and not text.startswith(("'", '"')) and text.strip() not in NULLS:
+        return as_text(text)
     try:
         node = compose(text, "override")
     except RecipeError:
@@ -40,8 +42,6 @@ def read_value(path: KeyPath, text: str) -> yaml.Node:
         raise
     if node is None:
         return yaml.ScalarNode("tag:yaml.org,2002:str", "")
-    if key is not None and key.text_only and not isinstance(plain(node), str | None):
-        return as_text(text)
     if isinstance(node, yaml.MappingNode) and not text.lstrip().startswith("{"):
         return as_text(text)  # `key: value` after an equals sign is a sentence with a colon
     return node

@@ -3,7 +3,9 @@ from recipe_texts import MINIMAL
 
 
 def test_an_override_sets_a_key_with_the_type_that_yaml_gives_it(load):
-    recipe = load("batch.prompts_per_step=64", "optimiser.learning_rate=5e-5", "data.shuffle=false", "rollout.stop=[a, b]")
+    recipe = load(
+        "batch.prompts_per_step=64", "optimiser.learning_rate=5e-5", "data.shuffle=false", "rollout.stop=[a, b]"
+    )
     assert recipe.batch.prompts_per_step == 64
     assert recipe.optimiser.learning_rate == 5e-5
     assert recipe.data.shuffle is False
@@ -24,7 +26,9 @@ def test_a_leading_plus_is_accepted_as_in_hydra(load, plus):
 
 
 def test_a_plus_does_not_make_an_unknown_key_known(problems):
-    assert problems("+batch.pases=2") == ["override +batch.pases=2: `batch.pases` is not a key; did you mean `batch.passes`?"]
+    assert problems("+batch.pases=2") == [
+        "override +batch.pases=2: `batch.pases` is not a key; did you mean `batch.passes`?"
+    ]
 
 
 def test_a_tilde_deletes_a_key(load):
@@ -56,11 +60,15 @@ def test_a_value_that_is_not_yaml_is_one_clear_line(problems):
     "text", ["Answer: {prompt}", "{prompt} Think.", "{prompt}", "[x]", "12", "true", "a # b", "- x", "'"]
 )
 def test_a_key_that_takes_text_takes_any_text(load, text):
-    assert load(f"data.template={text}").data.template == text.split(" #")[0]
+    assert load(f"data.template={text}").data.template == text
 
 
 def test_a_quoted_text_loses_its_quotes(load):
     assert load("data.template='a # b'").data.template == "a # b"
+
+
+def test_a_hash_in_a_text_is_not_a_comment(load):
+    assert load("data.system=answer # 5").data.system == "answer # 5"
 
 
 def test_null_unsets_an_optional_text(load):

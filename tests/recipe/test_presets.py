@@ -19,7 +19,7 @@ def test_grpo_is_a_clipped_loss_on_group_advantages_without_kl(load):
     grpo = resolve_algorithm(load())
     assert (grpo.advantage, grpo.loss, grpo.aggregation) == ("grpo", "ppo", "token_mean")
     assert (grpo.clip_low, grpo.clip_high, grpo.dual_clip) == (0.2, 0.2, None)
-    assert not (grpo.needs_critic or grpo.needs_reference or grpo.needs_greedy_baseline or grpo.dynamic_sampling)
+    assert not any([grpo.needs_critic, grpo.needs_reference, grpo.needs_greedy_baseline, grpo.dynamic_sampling])
 
 
 def test_ppo_has_a_critic_and_a_kl_in_the_reward(load):
@@ -78,7 +78,9 @@ def test_dppo_has_a_threshold_for_each_divergence(load, name, threshold):
     assert resolve_algorithm(load(f"algorithm.name={name}")).dppo_threshold == threshold
 
 
-@pytest.mark.parametrize(("name", "cap"), [("token_tis", 2.0), ("sequence_tis", 2.0), ("icepop", 5.0), ("rejection", 2.0)])
+@pytest.mark.parametrize(
+    ("name", "cap"), [("token_tis", 2.0), ("sequence_tis", 2.0), ("icepop", 5.0), ("rejection", 2.0)]
+)
 def test_every_correction_has_bounds(load, name, cap):
     algorithm = resolve_algorithm(load(f"algorithm.correction.name={name}"))
     assert (algorithm.correction_name, algorithm.correction_cap, algorithm.correction_floor) == (name, cap, 0.5)

@@ -29,7 +29,9 @@ def test_a_path_object_is_accepted(load):
 
 def test_importing_the_recipe_package_imports_neither_torch_nor_transformers():
     modules = "load, plan, rules, presets, placement"
-    code = f"import sys; from corral.recipe import {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = (
+        f"import sys; from corral.recipe import {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
 

@@ -67,7 +67,10 @@ def test_a_wrong_choice_in_a_list_is_the_one_that_is_named(problems):
         ("algorithm.clip_low=x", "`algorithm.clip_low: x` should be a number, at least 0 or null"),
         ("data.shuffle=yes", "`data.shuffle: yes` should be true or false"),
         ("rollout.stop=[1]", "`rollout.stop: [1]` should be a list (each item text)"),
-        ("optimiser.betas=[0.9]", "`optimiser.betas: [0.9]` should be a list of 2 (each a number, at least 0 and below 1)"),
+        (
+            "optimiser.betas=[0.9]",
+            "`optimiser.betas: [0.9]` should be a list of 2 (each a number, at least 0 and below 1)",
+        ),
         ("data.train.path=5", "`data.train.path: 5` should be text or a list (each item text)"),
         ("rollout=5", "`rollout: 5` should be a section, with its keys indented below it"),
         ("schedule.max_staleness=1", "`schedule.max_staleness: 1` should be 0"),
@@ -99,7 +102,9 @@ def test_a_missing_key_of_a_section_is_reported_at_the_section(problems):
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(problems):
-    found = problems("a=1", "broken", text=MINIMAL + "seed: -1\nalgorithm: {name: x, loss: y}\nbatch: {passes: 0}\nz: 1\n")
+    found = problems(
+        "a=1", "broken", text=MINIMAL + "seed: -1\nalgorithm: {name: x, loss: y}\nbatch: {passes: 0}\nz: 1\n"
+    )
     assert [problem.split(": ")[0] for problem in found] == [
         "recipe.yaml:9",
         "recipe.yaml:10",

@@ -75,7 +75,9 @@ def test_a_value_that_refers_to_itself_is_an_error(problems):
 
 
 def test_a_circle_of_references_is_reported_once_at_its_first_line(problems):
-    text = MINIMAL + "data.system: ${data.template}\ndata.template: ${data.answer_key}\ndata.answer_key: ${data.system}\n"
+    text = (
+        MINIMAL + "data.system: ${data.template}\ndata.template: ${data.answer_key}\ndata.answer_key: ${data.system}\n"
+    )
     assert problems(text=text) == [
         "recipe.yaml:9: values refer to each other in a circle: "
         "data.system -> data.template -> data.answer_key -> data.system"

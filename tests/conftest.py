@@ -1,0 +1,25 @@
+"""What many tests need: a tiny random model with a character tokenizer, and a recipe that trains it in seconds."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny import save_tiny_model  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Two threads of a small matrix product are slower than one, and much slower when anything else runs."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in Hugging Face layout; the same weights in every run."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder)
+    return folder

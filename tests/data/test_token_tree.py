@@ -1,0 +1,95 @@
+"""Token trees and batches: nothing lost, nothing computed twice, caps kept."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trajectories import make_trajectory
+
+from corral.data.batch import Batch, distinct_tokens
+from corral.data.tree import TokenTree
+
+token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
+
+
+def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(sequence, np.int64) for sequence in sequences]
+
+
+@given(token_lists)
+def test_every_sequence_can_be_read_back_along_its_path(sequences: list[list[int]]) -> None:
+    tree = TokenTree.build(arrays(sequences))
+    for sequence, path in zip(sequences, tree.paths, strict=True):
+        assert tree.tokens[path].tolist() == sequence
+        assert tree.positions[path].tolist() == list(range(len(sequence)))
+
+
+@given(token_lists)
+def test_a_tree_has_one_node_for_every_distinct_history(sequences: list[list[int]]) -> None:
+    histories = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
+    assert TokenTree.build(arrays(sequences)).num_nodes == len(histories)
+    assert distinct_tokens(arrays(sequences)) == len(histories)
+
+
+@given(token_lists)
+def test_chunks_cover_every_node_once_and_end_their_own_path(sequences: list[list[int]]) -> None:
+    tree = TokenTree.build(arrays(sequences))
+    assert [node for chunk in tree.chunks for node in range(chunk.start, chunk.end)] == list(range(tree.num_nodes))
+    for chunk in tree.chunks:
+        assert chunk.path[-(chunk.end - chunk.start) :].tolist() == list(range(chunk.start, chunk.end))
+
+
+@given(token_lists)
+def test_trees_under_different_roots_share_no_node(sequences: list[list[int]]) -> None:
+    tree = TokenTree.build(arrays(sequences))
+    assert len(tree.trees) == len({sequence[0] for sequence in sequences})
+    for chunks in tree.trees:
+        nodes = range(chunks[0].start, chunks[-1].end)
+        assert all(node in nodes for chunk in chunks for node in chunk.path.tolist())
+
+
+def batch_of(sequences: list[list[int]]) -> Batch:
+    return Batch.of([make_trajectory([7, *s[:1]], [*s, 0], group=i // 3) for i, s in enumerate(sequences)])
+
+
+@settings(deadline=None)
+@given(token_lists, st.integers(12, 40))
+def test_packs_hold_every_trajectory_once_and_stay_under_the_cap(sequences: list[list[int]], cap: int) -> None:
+    batch = batch_of(sequences)
+    packs = batch.pack(cap)
+    assert sorted(row for pack in packs for row in pack.rows) == list(range(len(batch)))
+    assert all(pack.tree.num_nodes <= cap for pack in packs)
+
+
+@settings(deadline=None)
+@given(token_lists, st.integers(1, 5))
+def test_a_split_deals_out_every_trajectory_once(sequences: list[list[int]], parts: int) -> None:
+    batch = batch_of(sequences)
+    shares = batch.split(parts)
+    assert sorted(row for share in shares for row in share) == list(range(len(batch)))
+    assert sum(1 for share in shares if share) == min(parts, len(batch))
+
+
+def test_a_split_balances_work() -> None:
+    batch = Batch.of([make_trajectory([i, 1], [i] * length, group=i) for i, length in enumerate([90, 50, 40, 10, 9, 1])])
+    work = [sum(len(batch.sequence(row)) for row in share) for share in batch.split(2)]
+    assert max(work) - min(work) <= 4
+
+
+def test_a_trajectory_larger_than_the_cap_is_refused() -> None:
+    with pytest.raises(ValueError, match="14 tokens does not fit into 10"):
+        Batch.of([make_trajectory([1] * 4, [2] * 10)]).pack(10)
+
+
+def test_a_batch_puts_each_turns_reward_on_its_last_token() -> None:
+    trajectory = make_trajectory([1, 2], [3, 4, 5])
+    trajectory.turn_rewards = [(2, 0.25), (4, 1.0)]
+    batch = Batch.of([make_trajectory([9], [9], reward=0.5), trajectory])
+    assert batch.token_rewards.tolist() == [0, 0.5, 0, 0, 0.25, 0, 1.0]
+
+
+def test_targets_are_the_generated_tokens_of_each_trajectory() -> None:
+    batch = Batch.of([make_trajectory([1, 2], [3, 4]), make_trajectory([1, 2], [3, 5])])
+    (pack,) = batch.pack(100)
+    assert pack.tree.num_nodes == 5
+    assert pack.targets.tolist() == [2, 3, 6, 7]

@@ -1,0 +1,98 @@
+"""The loop learns, and leaves a run folder in which one finds one's way."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from commands import corral
+from runs import VALIDATION, rows_of, steps_of, train_here, write_recipe
+
+from corral.observe.metrics import read
+from corral.observe.trajectories import read_trajectories
+
+PPO = ("algorithm.name=ppo", "critic.optimiser.learning_rate=0.01")
+
+
+def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return mean(row[name] for row in rows)
+
+
+def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    finished = corral(tmp_path, "train", "recipe.yaml", "logging.trajectories=true", *VALIDATION)
+    assert finished.code == 0, finished.stderr
+    run = tmp_path / "runs" / "tiny"
+    visible = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    folders = {"checkpoints", "trajectories", "logs", "failures"}
+    assert visible == folders | {"recipe.yaml", "plan.txt", "metrics.jsonl", "curve.png"}
+    assert "2 steps = 8 prompts, 32 trajectories" in (run / "plan.txt").read_text()
+    assert [row["step"] for row in rows_of(run)] == [0, 1, 2, 2]
+    assert {file.name for file in (run / "trajectories").iterdir()} == {
+        "step_000000.validation.jsonl.gz",
+        "step_000001.jsonl.gz",
+        "step_000002.jsonl.gz",
+        "step_000002.validation.jsonl.gz",
+    }
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_000002"]
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((run / "failures").iterdir())
+
+
+def test_what_a_run_says_fits_what_it_did(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    finished = corral(tmp_path, "train", "recipe.yaml", *VALIDATION)
+    assert finished.stderr == ""
+    for expected in ("held-out before training", "step 2/2", "held-out after training", "curve.png", "corral export"):
+        assert expected in finished.stdout
+
+
+def test_the_recipe_in_the_folder_repeats_the_run(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    corral(tmp_path, "train", "recipe.yaml", "seed=5", "batch.prompts_per_step=2")
+    corral(tmp_path, "train", "runs/tiny/recipe.yaml", "name=again")
+    assert rows_of(tmp_path / "runs" / "again") == rows_of(tmp_path / "runs" / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [("algorithm.name=grpo",), PPO], ids=["grpo", "ppo"])
+def test_reward_rises(tmp_path: Path, tiny_model: Path, algorithm: tuple[str, ...]) -> None:
+    steps = steps_of(train_here(tmp_path, tiny_model, "schedule.steps=15", *algorithm))
+    assert mean_of(steps[:3], "reward/mean") < 0.1
+    assert mean_of(steps[-3:], "reward/mean") > 0.3
+    assert mean_of(steps[-3:], "policy/entropy") < mean_of(steps[:3], "policy/entropy")
+
+
+def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Path) -> None:
+    steps = steps_of(train_here(tmp_path, tiny_model, "schedule.steps=6", "algorithm.kl.coefficient=0.1", *PPO))
+    assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-5)
+    assert abs(steps[-1]["kl/mean"]) > 1e-3
+    assert all(row["kl/coefficient"] == 0.1 and row["value/loss"] > 0 for row in steps)
+
+
+def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, tiny_model: Path) -> None:
+    steps = steps_of(train_here(tmp_path, tiny_model, "schedule.steps=3", "critic.warmup_steps=2", *PPO))
+    assert [row["updates/made"] for row in steps] == [0, 0, 1]
+    assert [row["value/loss"] > 0 for row in steps] == [True] * 3
+
+
+def test_the_score_on_held_out_questions_rises(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, "schedule.steps=12", *VALIDATION)
+    before, after = [row["validation/mean@1"] for row in rows_of(run) if "validation/mean@1" in row]
+    assert before == 0
+    assert after > 0.5
+
+
+def test_trajectories_hold_what_was_played_and_learnt_from(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, "logging.trajectories=true")
+    records = list(read_trajectories(run / "trajectories" / "step_000002.jsonl.gz"))
+    assert [(record["ordinal"], record["sample"]) for record in records] == [(o, s) for o in range(4, 8) for s in range(4)]
+    for record in records:
+        assert record["prompt"].startswith("<|start|>user\nWhat is ")
+        assert record["reward"] == sum(letter in "aeiou" for letter in record["response"]) / 8
+        assert set(record["versions"]) == {1}
+        length = len(record["response_tokens"])
+        assert all(len(record[name]) == length for name in ("generated", "logprobs", "versions", "advantages"))
+    step = next(row for row in read(run / "metrics.jsonl") if row["step"] == 2)
+    assert step["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))

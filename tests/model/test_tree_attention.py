@@ -1,0 +1,67 @@
+"""The registered attention function against transformers' own, for several model families."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_config
+from transformers import AutoModelForCausalLM
+
+from corral.data.tree import TokenTree
+from corral.model.attention import TreeAttention, forward_hidden, register
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+CPU = torch.device("cpu")
+
+
+def both_models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The same weights behind our attention and behind transformers' eager one."""
+    register()
+    torch.manual_seed(1)
+    theirs = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").eval()
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(tiny_config(family)), attn_implementation="corral").eval()
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def sequences() -> list[np.ndarray]:
+    """Three prompts with a common beginning, four samples each, some of which start alike."""
+    rng = np.random.default_rng(0)
+    prompts = [[5, 6, 7, *rng.integers(3, 90, 6)] for _ in range(3)]
+    return [np.array([*prompt, *rng.integers(3, 6, 1 + i)]) for prompt in prompts for i in range(4)]
+
+
+@pytest.mark.parametrize("call_cost", [0, 10**9], ids=["chunk by chunk", "with one mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_gives_every_sequence_the_hidden_states_it_has_alone(
+    family: str, call_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TreeAttention, "CALL_COST", call_cost)
+    ours, theirs = both_models(family)
+    tree = TokenTree.build(sequences())
+    assert tree.num_nodes < 0.6 * sum(map(len, sequences()))
+    hidden = forward_hidden(
+        ours, torch.from_numpy(tree.tokens), torch.from_numpy(tree.positions), TreeAttention(tree, CPU)
+    )
+    for sequence, path in zip(sequences(), tree.paths, strict=True):
+        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None]).last_hidden_state[0]
+        torch.testing.assert_close(hidden[path], alone, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> None:
+    ours, theirs = both_models(family)
+    tree = TokenTree.build(sequences())
+    hidden = forward_hidden(
+        ours, torch.from_numpy(tree.tokens), torch.from_numpy(tree.positions), TreeAttention(tree, CPU)
+    )
+    weights = [torch.randn(len(s), hidden.shape[1], generator=torch.Generator().manual_seed(i)) for i, s in enumerate(sequences())]
+    sum((hidden[path] * weight).sum() for path, weight in zip(tree.paths, weights, strict=True)).backward()
+    for sequence, weight in zip(sequences(), weights, strict=True):
+        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None]).last_hidden_state[0]
+        (alone * weight).sum().backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[name].grad, atol=2e-4, rtol=1e-3)

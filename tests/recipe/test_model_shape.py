@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from corral.recipe.errors import UserError
+from corral.recipe.shape import SMOLLM2_135M, ModelShape
+
+QWEN25_05B = {
+    "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (QWEN25_05B, 494_032_768),
+        (LLAMA3_8B, 8_030_261_248),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (MIXTRAL, 46_702_792_704),
+    ],
+)
+def test_parameters_are_counted_exactly_for_known_models(config, parameters):
+    assert ModelShape.from_config(config).num_parameters == parameters
+
+
+def test_the_built_in_model_is_known_without_a_file():
+    assert ModelShape.find("SmolLM2-135M-Instruct") == SMOLLM2_135M
+    assert SMOLLM2_135M.num_parameters == 134_515_008
+
+
+def test_gpt2s_names_are_understood():
+    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "vocab_size": 50257}
+    shape = ModelShape.from_config(config)
+    assert (shape.intermediate_size, shape.head_dim, shape.num_kv_heads) == (3072, 64, 12)
+    assert shape.num_parameters == pytest.approx(124_439_808, rel=0.01)
+
+
+def test_the_text_part_of_a_larger_model_is_what_counts():
+    assert ModelShape.from_config({"model_type": "some_vlm", "text_config": LLAMA3_8B}).num_layers == 32
+
+
+def test_a_folder_is_read_from_its_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    assert ModelShape.find(str(tmp_path)) == ModelShape.from_folder(tmp_path) == ModelShape.from_config(LLAMA3_8B)
+
+
+def test_a_hub_name_has_no_known_shape():
+    assert ModelShape.find("Qwen/Qwen2.5-0.5B") is None
+
+
+def test_a_folder_without_a_config_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"config.json: cannot be read: No such file"):
+        ModelShape.from_folder(tmp_path)
+
+
+def test_a_config_that_is_not_json_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json: is not valid JSON"):
+        ModelShape.from_folder(tmp_path)
+
+
+def test_a_missing_number_is_named():
+    with pytest.raises(UserError, match="has no vocab_size, so the model's shape is unknown"):
+        ModelShape.from_config({key: value for key, value in LLAMA3_8B.items() if key != "vocab_size"})

@@ -1,0 +1,217 @@
+import json
+
+import pytest
+
+from corral.recipe.errors import RecipeError
+from corral.recipe.memory import human_bytes, human_count
+from corral.recipe.plan import make_plan, update_sizes
+from corral.recipe.shape import SMOLLM2_135M
+
+BATCH = ["batch.prompts_per_step=64", "batch.samples_per_prompt=8", "batch.max_tokens_per_micro_batch=16384"]
+
+
+def lines_of(recipe, **options):
+    return [line.strip() for line in make_plan(recipe, SMOLLM2_135M, **options).text().splitlines()]
+
+
+def test_the_plan_says_the_batch_in_words(load):
+    assert (
+        "64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"
+        in lines_of(load(*BATCH, "batch.updates_per_step=4"))
+    )
+
+
+def test_the_plan_counts_trainers(load):
+    recipe = load(*BATCH, "cluster.nodes=2", "cluster.devices_per_node=4")
+    assert any("1 update of 512 on 8 trainers" in line for line in lines_of(recipe))
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        (1, "1 update of 512"),
+        (3, "3 updates of 171, 171 and 170"),
+        (5, "5 updates (2 of 103 and 3 of 102)"),
+    ],
+)
+def test_uneven_updates_are_said_as_they_are(load, updates, words):
+    assert any(f"-> {words} on" in line for line in lines_of(load(*BATCH, f"batch.updates_per_step={updates}")))
+
+
+def test_updates_differ_by_one_at_most():
+    assert update_sizes(10, 4) == [3, 3, 2, 2]
+
+
+def test_several_passes_are_said(load):
+    recipe = load(*BATCH, "batch.passes=2", "batch.updates_per_step=4")
+    assert any("-> 2 passes of 4 updates of 128 on" in line for line in lines_of(recipe))
+
+
+def test_one_of_something_is_singular(load):
+    recipe = load("batch.prompts_per_step=1", "batch.samples_per_prompt=1", "algorithm.name=reinforce")
+    assert any("1 prompt x 1 sample = 1 trajectory -> 1 update of 1 on 1 trainer" in line for line in lines_of(recipe))
+
+
+def test_greedy_baselines_are_mentioned(load):
+    assert "and 64 greedy answers to compare with, not trained on" in lines_of(load(*BATCH, "algorithm.name=remax"))
+
+
+def test_the_schedule_is_said_in_steps_and_epochs_where_rows_are_known(load):
+    assert "10 steps = 640 prompts, 5120 trajectories, 10 updates; 2 epochs of 320 rows" in lines_of(
+        load(*BATCH), num_rows=320
+    )
+
+
+def test_the_size_of_a_generated_source_is_known_from_the_recipe(load):
+    recipe = load(*BATCH, "data.train.path=arithmetic:addition", "data.train.size=100", "data.train.max_rows=50")
+    assert make_plan(recipe).num_rows == 50
+
+
+def test_epochs_become_steps_where_rows_are_known(load):
+    recipe = load(*BATCH, "~schedule.steps", "schedule.epochs=1.5")
+    assert make_plan(recipe, num_rows=100).num_steps == 3
+    assert make_plan(recipe).num_steps is None
+    assert any("1.5 epochs of the training data" in line for line in lines_of(recipe))
+
+
+def test_the_algorithm_is_said_in_words(load):
+    text = "\n".join(lines_of(load("algorithm.name=ppo", "algorithm.entropy_coefficient=0.01")))
+    assert "gae: generalised advantage estimation" in text
+    assert "ratio within [0.8, 1.2]" in text
+    assert "in the reward, estimator k1, coefficient 0.001" in text
+    assert "bonus with coefficient 0.01" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("algorithm.name=gspo", "ratio within [0.9997, 1.0004]"),
+        ("algorithm.name=gmpo", "log-ratio within [-0.4, 0.4]"),
+        ("algorithm.name=sapo", "tau 1 and 1.05"),
+        ("algorithm.name=dro", "beta 0.05"),
+        ("algorithm.name=dppo_kl", "threshold 0.05"),
+        ("algorithm.dual_clip=3", "dual clip 3"),
+        ("algorithm.name=dr_grpo", "divided by a constant, mean over trajectories (256)"),
+        ("algorithm.name=dapo", "replaced by other prompts, in up to 10 rounds"),
+        ("algorithm.name=reinforce algorithm.gamma=0.9", "gamma 0.9"),
+        ("algorithm.overlong.buffer_tokens=64", "up to 1 off the reward in the last 64 tokens"),
+        ("algorithm.llds_coefficient=0.2", "penalty with coefficient 0.2"),
+        ("algorithm.kl.where=loss algorithm.kl.controller=adaptive", "adapted to a KL of 0.1 over 10000 trajectories"),
+        ("algorithm.old_logprobs=recompute", "recomputed by the trainer"),
+        ("algorithm.old_logprobs=recompute algorithm.correction.name=icepop", "dropped outside [0.5, 5]"),
+    ],
+)
+def test_what_is_particular_to_an_algorithm_is_said(load, overrides, words):
+    assert words in "\n".join(lines_of(load(*overrides.split())))
+
+
+def test_the_placement_is_drawn(load):
+    assert "node 0 | 0 actor+rollout |" in lines_of(load())
+
+
+def test_warnings_are_part_of_the_plan(load):
+    assert any(line.startswith("- `rollout.top_p: 0.9`") for line in lines_of(load("rollout.top_p=0.9")))
+
+
+def test_a_recipe_with_problems_has_no_plan(load):
+    with pytest.raises(RecipeError, match="both set"):
+        make_plan(load("schedule.epochs=1"))
+
+
+# --- memory
+
+
+def memory_of(recipe, **options):
+    (group,) = make_plan(recipe, SMOLLM2_135M, **options).memory
+    return {item.name: item.bytes_by_phase for item in group.items}, group.totals
+
+
+def test_without_a_local_model_the_memory_is_said_to_be_unknown(load):
+    text = make_plan(load(), None).text()
+    assert "unknown: some/model is not on this machine" in text
+
+
+def test_weights_gradients_and_optimiser_in_float32_take_sixteen_bytes_a_parameter(load):
+    items, _ = memory_of(load())
+    held = [items["actor weights"], items["actor optimiser"], items["gradients"]]
+    assert sum(item["learning"] for item in held) == 16 * SMOLLM2_135M.num_parameters
+
+
+def test_sixteen_bit_weights_have_a_master_copy(load):
+    items, _ = memory_of(load("model.dtype=bfloat16"))
+    assert items["actor weights"]["playing"] == 2 * SMOLLM2_135M.num_parameters
+    assert items["actor optimiser"]["learning"] == 12 * SMOLLM2_135M.num_parameters
+
+
+def test_what_auto_means_depends_on_the_device(load):
+    assert make_plan(load(), SMOLLM2_135M).weight_bytes == 4
+    assert make_plan(load(), SMOLLM2_135M, device="cuda").weight_bytes == 2
+    assert make_plan(load(), SMOLLM2_135M, dtype_bytes=2).weight_bytes == 2
+    assert make_plan(load("model.dtype=float32"), SMOLLM2_135M, dtype_bytes=2).weight_bytes == 4
+
+
+def test_the_kv_cache_is_bounded_by_sequences_and_lengths(load):
+    items, _ = memory_of(load("rollout.max_sequences=3", "data.max_prompt_tokens=10", "rollout.max_response_tokens=6"))
+    assert items["KV cache"] == {"playing": 3 * 16 * 30 * 3 * 64 * 2 * 4}
+
+
+def test_nothing_is_scored_where_nothing_has_to_be(load):
+    assert set(memory_of(load())[1]) == {"playing", "learning"}
+    assert set(memory_of(load("algorithm.kl.where=loss"))[1]) == {"playing", "scoring", "learning"}
+
+
+def test_critic_and_reference_take_their_share(load):
+    items, _ = memory_of(load("algorithm.name=ppo"))
+    assert items["reference weights"]["playing"] == 4 * SMOLLM2_135M.num_parameters
+    assert items["critic optimiser"]["learning"] == 8 * SMOLLM2_135M.num_parameters
+
+
+def test_recomputing_takes_far_less_for_activations(load):
+    kept, _ = memory_of(load())
+    recomputed, _ = memory_of(load("train.recompute=full"))
+    assert recomputed["activations"]["learning"] < kept["activations"]["learning"] / 10
+
+
+def test_trainers_share_the_weights_and_the_engine_has_a_copy(load):
+    items, _ = memory_of(load("cluster.devices_per_node=4"))
+    assert items["actor weights"]["learning"] == SMOLLM2_135M.num_parameters
+    assert items["rollout weights"] == {"playing": 4 * SMOLLM2_135M.num_parameters}
+
+
+def test_totals_are_the_sums_of_their_phase(load):
+    items, totals = memory_of(load("algorithm.name=ppo"))
+    assert totals["learning"] == sum(sizes.get("learning", 0) for sizes in items.values())
+
+
+def test_groups_of_devices_are_told_apart(load):
+    recipe = load("cluster.devices_per_node=3", "cluster.placement={rollout: 0-1, actor: 2}")
+    lines = lines_of(recipe)
+    assert "device 0-1 (rollout)" in lines
+    assert "device 2 (actor)" in lines
+
+
+# --- for programs
+
+
+def test_the_plan_as_a_dictionary_survives_json(load):
+    plan = make_plan(load("algorithm.name=ppo", *BATCH), SMOLLM2_135M, num_rows=100).as_dict()
+    assert json.loads(json.dumps(plan)) == plan
+    assert plan["batch"]["update_sizes"] == [512]
+    assert plan["placement"] == {"actor": [0], "rollout": [0], "reference": [0], "critic": [0], "idle": []}
+    assert plan["algorithm"]["advantage"] == "gae"
+    assert plan["memory"][0]["total"]["learning"] > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (1536, "1.5 KiB"), (5 * 2**30, "5 GiB"), (2**50, "1,024 TiB")],
+)
+def test_bytes_are_said_in_human_units(size, words):
+    assert human_bytes(size) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(12, "12"), (134_515_008, "134.5 million"), (30_532_122_624, "30.53 billion")]
+)
+def test_counts_are_said_in_human_units(number, words):
+    assert human_count(number) == words

@@ -1,0 +1,292 @@
+"""What a recipe may not say. Each problem names its key and the reason."""
+
+from typing import get_args
+
+import pytest
+from recipe_texts import MINIMAL
+
+from corral.recipe.errors import RecipeError
+from corral.recipe.rules import check
+from corral.recipe.schema import AlgorithmName
+
+VALIDATED = "data.validation.path=test.jsonl"
+
+
+def problems_of(recipe) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        check(recipe)
+    return list(caught.value.problems)
+
+
+def test_a_minimal_recipe_has_neither_problems_nor_warnings(load):
+    assert check(load()) == []
+
+
+@pytest.mark.parametrize("name", get_args(AlgorithmName))
+def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it(load, name):
+    assert check(load(f"algorithm.name={name}")) == []
+
+
+# --- keys without effect: (overrides, key, part of the reason)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        ("algorithm.kl.coefficient=0.1", "algorithm.kl.coefficient", "there is no KL in this recipe"),
+        ("algorithm.kl.estimator=k1", "algorithm.kl.estimator", "there is no KL in this recipe"),
+        ("algorithm.kl.controller=fixed", "algorithm.kl.controller", "there is no KL in this recipe"),
+        (
+            "algorithm.kl.where=loss algorithm.kl.target=1",
+            "algorithm.kl.target",
+            "controller: adaptive`, and this is fixed",
+        ),
+        ("algorithm.kl.where=loss algorithm.kl.horizon=1", "algorithm.kl.horizon", "and this is fixed"),
+        ("reference.path=x", "reference.path", "there is no KL in this recipe"),
+        ("critic.path=x", "critic.path", "only the advantage gae has a critic, and this is grpo"),
+        ("critic.value_clip=0.2", "critic.value_clip", "only the advantage gae has a critic"),
+        ("critic.optimiser.learning_rate=1", "critic.optimiser.learning_rate", "only the advantage gae has a critic"),
+        ("algorithm.name=gpg algorithm.clip_low=0.1", "algorithm.clip_low", "the loss gpg does not clip"),
+        ("algorithm.name=sapo algorithm.clip_high=0.1", "algorithm.clip_high", "the loss sapo does not clip"),
+        ("algorithm.name=gspo algorithm.dual_clip=3", "algorithm.dual_clip", "the loss gspo does not use it"),
+        ("algorithm.gamma=0.9", "algorithm.gamma", "the advantage grpo does not use it"),
+        ("algorithm.name=reinforce algorithm.lam=0.9", "algorithm.lam", "the advantage reinforce does not use it"),
+        ("algorithm.sapo_tau_positive=1", "algorithm.sapo_tau_positive", "the loss ppo does not use it"),
+        ("algorithm.sapo_tau_negative=1", "algorithm.sapo_tau_negative", "the loss ppo does not use it"),
+        ("algorithm.dro_beta=1", "algorithm.dro_beta", "the loss ppo does not use it"),
+        ("algorithm.dppo_threshold=1", "algorithm.dppo_threshold", "the loss ppo does not use it"),
+        ("algorithm.aggregation_norm=1", "algorithm.aggregation_norm", "and this is token_mean"),
+        ("algorithm.correction.cap=2", "algorithm.correction.cap", "there is no correction"),
+        ("algorithm.correction.floor=0.1", "algorithm.correction.floor", "there is no correction"),
+        ("algorithm.correction.level=token", "algorithm.correction.level", "there is no correction"),
+        ("algorithm.dynamic_sampling.max_rounds=3", "algorithm.dynamic_sampling.max_rounds", "dynamic sampling is off"),
+        (
+            "algorithm.overlong.penalty=1",
+            "algorithm.overlong.penalty",
+            "there is no `algorithm.overlong.buffer_tokens`",
+        ),
+        ("validation.every=5", "validation.every", "there is no `data.validation`"),
+        ("validation.before_training=false", "validation.before_training", "there is no `data.validation`"),
+        (f"{VALIDATED} validation.top_p=0.9", "validation.top_p", "the most likely token is taken"),
+        ("data.train.size=5", "data.train.size", "rows in files are not generated"),
+        ("data.train.seed=5", "data.train.seed", "rows in files are not generated"),
+        ("data.train.options.x=5", "data.train.options", "rows in files are not generated"),
+        ("data.train.split=test", "data.train.split", "only hub data sets"),
+        ("data.train.subset=main", "data.train.subset", "only hub data sets"),
+        (f"{VALIDATED} data.validation.size=5", "data.validation.size", "rows in files are not generated"),
+        ("data.train.path=hf:a/b data.train.size=5", "data.train.size", "a hub data set is not generated"),
+        ("data.train.path=module:function data.train.size=5", "data.train.size", "a function gets its arguments"),
+        ("data.train.path=arithmetic:addition data.train.split=x", "data.train.split", "only hub data sets"),
+        ("data.chat=false data.system=x", "data.system", "with `data.chat: false` there is no chat"),
+        ("data.chat=false model.chat_template=x", "model.chat_template", "with `data.chat: false` there is no chat"),
+        (
+            "optimiser.min_learning_rate_ratio=0.1",
+            "optimiser.min_learning_rate_ratio",
+            "`optimiser.schedule` is constant",
+        ),
+        (
+            "algorithm.name=ppo critic.optimiser.min_learning_rate_ratio=0.1",
+            "critic.optimiser.min_learning_rate_ratio",
+            "`critic.optimiser.schedule` is constant",
+        ),
+        ("environment.timeout_s=5", "environment.timeout_s", "`environment.reward.timeout_s`"),
+        ("logging.project=x", "logging.project", "none of `logging.trackers` has projects"),
+    ],
+)
+def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overrides, key, reason):
+    (problem,) = problems_of(load(*overrides.split()))
+    assert problem.startswith(f"`{key}` has no effect: ")
+    assert reason in problem
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm.kl.where=loss algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k3 reference.path=x",
+        "algorithm.name=ppo algorithm.kl.coefficient=0.1 critic.path=x algorithm.gamma=0.9 algorithm.lam=0.9",
+        "algorithm.kl.where=loss algorithm.kl.controller=adaptive algorithm.kl.target=1 algorithm.kl.horizon=10",
+        "algorithm.clip_low=0.1 algorithm.clip_high=0.3 algorithm.dual_clip=3",
+        "algorithm.name=gspo algorithm.clip_low=1e-4 algorithm.aggregation=seq_mean_token_mean",
+        "algorithm.name=dr_grpo algorithm.aggregation_norm=100",
+        "algorithm.name=dapo algorithm.dynamic_sampling.max_rounds=3",
+        "algorithm.overlong.buffer_tokens=64 algorithm.overlong.penalty=0.5",
+        "algorithm.correction.name=rejection algorithm.correction.level=sequence algorithm.old_logprobs=recompute",
+        "data.train.path=hf:openai/gsm8k data.train.split=train data.train.subset=main",
+        "data.train.path=reasoning_gym:chain_sum data.train.size=100 data.train.seed=1 data.train.options.x=1",
+        "data.train.path=module:function data.train.options.x=1",
+        f"{VALIDATED} validation.every=5 validation.temperature=1 validation.top_p=0.9",
+        "optimiser.schedule=cosine optimiser.min_learning_rate_ratio=0.1",
+        "environment.name=module:Class environment.timeout_s=5 rollout.max_turns=3",
+        "logging.trackers=[wandb] logging.project=x",
+        "batch.updates_per_step=4 batch.passes=2",
+        "algorithm.clip_low=null reference.path=null algorithm.gamma=null",
+    ],
+)
+def test_a_key_that_has_an_effect_is_no_problem(load, overrides):
+    assert check(load(*overrides.split())) == []
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "gmpo"])
+def test_a_loss_that_is_a_mean_over_sequences_allows_no_other_aggregation(load, loss):
+    assert problems_of(load(f"algorithm.loss={loss}", "algorithm.aggregation=token_mean")) == [
+        f"`algorithm.aggregation: token_mean` has no effect: the loss {loss} is always seq_mean_token_mean"
+    ]
+
+
+def test_a_correction_needs_recomputed_log_probs(load):
+    (problem,) = problems_of(load("algorithm.correction.name=token_tis"))
+    assert problem.startswith(
+        "`algorithm.correction.name: token_tis` has no effect with `algorithm.old_logprobs: engine`"
+    )
+    assert problem.endswith("set `algorithm.old_logprobs: recompute`")
+
+
+@pytest.mark.parametrize(("key", "value"), [("floor", "0.1"), ("level", "token")])
+def test_truncated_importance_sampling_has_a_cap_only(load, key, value):
+    corrected = ["algorithm.correction.name=token_tis", "algorithm.old_logprobs=recompute"]
+    (problem,) = problems_of(load(*corrected, f"algorithm.correction.{key}={value}"))
+    assert problem.startswith(f"`algorithm.correction.{key}` has no effect: ")
+
+
+def test_a_band_whose_floor_is_above_its_cap_is_a_problem(load):
+    corrected = ["algorithm.correction.name=icepop", "algorithm.old_logprobs=recompute"]
+    (problem,) = problems_of(load(*corrected, "algorithm.correction.floor=6"))
+    assert "the floor 6 is not below the cap 5" in problem
+
+
+def test_a_question_has_one_turn(load):
+    assert problems_of(load("rollout.max_turns=3")) == ["`rollout.max_turns: 3` has no effect: a question has one turn"]
+
+
+# --- numbers that do not go together
+
+
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"]
+)
+def test_an_advantage_within_a_group_needs_more_than_one_sample(load, advantage):
+    (problem,) = problems_of(load("batch.samples_per_prompt=1", f"algorithm.advantage={advantage}"))
+    assert problem.startswith("`batch.samples_per_prompt: 1` with the advantage " + advantage)
+    assert problem.endswith("all advantages would be zero")
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce", "reinforce_plus_plus", "remax"])
+def test_other_advantages_are_content_with_one_sample(load, name):
+    assert check(load("batch.samples_per_prompt=1", f"algorithm.name={name}")) == []
+
+
+def test_dynamic_sampling_needs_more_than_one_sample(load):
+    recipe = load("batch.samples_per_prompt=1", "algorithm.name=ppo", "algorithm.dynamic_sampling.enabled=true")
+    (problem,) = problems_of(recipe)
+    assert "with dynamic sampling" in problem
+    assert problem.endswith("every group would be dropped")
+
+
+def test_there_are_no_more_updates_than_trajectories(load):
+    recipe = load("batch.prompts_per_step=2", "batch.samples_per_prompt=4", "batch.updates_per_step=9")
+    assert problems_of(recipe) == ["`batch.updates_per_step: 9` is more than a step's 8 trajectories"]
+
+
+def test_a_micro_batch_holds_a_whole_trajectory(load):
+    sizes = ["data.max_prompt_tokens=100", "rollout.max_response_tokens=50"]
+    assert problems_of(load(*sizes, "batch.max_tokens_per_micro_batch=149")) == [
+        "`batch.max_tokens_per_micro_batch: 149` cannot hold a whole trajectory: "
+        "`data.max_prompt_tokens` + `rollout.max_response_tokens` = 150"
+    ]
+    assert check(load(*sizes, "batch.max_tokens_per_micro_batch=150")) == []
+
+
+def test_the_overlong_buffer_is_part_of_the_response(load):
+    assert problems_of(load("algorithm.overlong.buffer_tokens=257")) == [
+        "`algorithm.overlong.buffer_tokens: 257` is more than `rollout.max_response_tokens: 256`"
+    ]
+
+
+def test_a_template_has_a_place_for_the_prompt(load):
+    (problem,) = problems_of(load("data.template=Think!"))
+    assert problem.startswith("`data.template` has no `{prompt}` in it")
+
+
+def test_a_run_has_a_length(load):
+    (problem,) = problems_of(load("~schedule.steps"))
+    assert problem.endswith("set `schedule.steps` or `schedule.epochs`")
+
+
+def test_a_run_has_one_length(load):
+    assert problems_of(load("schedule.epochs=1")) == [
+        "`schedule.steps` and `schedule.epochs` are both set; keep one of them"
+    ]
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", " ", "a:b", "a\\b", " a", "a?"])
+def test_a_name_that_cannot_be_a_folder_is_a_problem(load, name):
+    (problem,) = problems_of(load(f'name="{name}"'.replace("\\", "\\\\")))
+    assert "cannot be the name of a folder" in problem
+
+
+def test_a_name_that_is_too_long_is_a_problem(load):
+    (problem,) = problems_of(load(f"name={'x' * 300}"))
+    assert problem == "`name` is 300 bytes long; as the name of a folder it may have 200"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "run 1", "运行", "a.b-c_d"])
+def test_other_names_are_fine(load, name):
+    assert check(load(f"name={name}")) == []
+
+
+# --- placement
+
+
+def test_a_needed_role_without_devices_is_a_problem(load):
+    assert problems_of(load("cluster.placement={actor: 0}", "algorithm.name=ppo")) == [
+        f"`cluster.placement` has no devices for {role}, which the recipe (ppo) needs"
+        for role in ("rollout", "reference", "critic")
+    ]
+
+
+def test_problems_of_the_placement_come_with_all_others(load):
+    found = problems_of(load("cluster.placement.actor=7", "schedule.epochs=1"))
+    assert len(found) == 2
+    assert "device 7 does not exist" in found[1]
+
+
+def test_a_role_that_is_placed_alone_and_not_needed_is_a_warning(load):
+    recipe = load("cluster.devices_per_node=2", 'cluster.placement={"actor,rollout": 0, critic: 1}')
+    assert check(recipe) == [
+        "`cluster.placement`: nothing uses `critic`, because the recipe (grpo) has no such role",
+        "`cluster.placement`: nothing uses device 1",
+    ]
+
+
+def test_a_role_that_is_placed_with_others_and_not_needed_is_fine(load):
+    assert check(load('cluster.placement={"actor,rollout,critic": all}')) == []
+
+
+# --- warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        ("rollout.top_p=0.9", "`rollout.top_p: 0.9` draws from a truncated distribution"),
+        ("rollout.top_k=50", "`rollout.top_k: 50` draws from a truncated distribution"),
+        ("rollout.min_p=0.1", "`rollout.min_p: 0.1` draws from a truncated distribution"),
+        ("optimiser.learning_rate=0.01", "`optimiser.learning_rate: 0.01` is unusually high"),
+        ("batch.updates_per_step=6", "64 trajectories do not divide into 6 updates: the last 2 have one less"),
+        ("algorithm.name=gpg batch.passes=2", "the loss gpg has nothing that keeps the later updates"),
+        ("algorithm.name=ppo critic.warmup_steps=10", "`critic.warmup_steps: 10` covers all 10 steps"),
+        ("optimiser.warmup_steps=10", "`optimiser.warmup_steps: 10` covers all 10 updates"),
+        ("checkpoint.every=11", "`checkpoint.every: 11` is more than the 10 steps"),
+        (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
+        (f"{VALIDATED} validation.samples_per_prompt=4", "`validation.samples_per_prompt: 4` with"),
+        ("algorithm.kl.where=loss algorithm.kl.estimator=k1", "`algorithm.kl.estimator: k1` in the loss"),
+    ],
+)
+def test_what_is_allowed_but_doubtful_is_a_warning(load, overrides, warning):
+    (found,) = check(load(*overrides.split()))
+    assert found.startswith(warning)
+
+
+def test_all_problems_are_reported_at_once(load):
+    text = MINIMAL + "algorithm: {gamma: 0.9, dro_beta: 1}\nvalidation: {every: 1}\n"
+    assert len(problems_of(load("schedule.epochs=2", text=text))) == 4

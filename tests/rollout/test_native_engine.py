@@ -1,0 +1,183 @@
+"""The native engine against transformers' own forward pass, and what it promises."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from corral.model.attention import register
+from corral.rollout.engine import Completion, Finish, Sampling
+from corral.rollout.native import NativeEngine
+
+PROMPTS = [[5, 6, 7, 8], [5, 6, 9], [40, 41, 42, 43, 44, 45], [5, 6, 7, 8, 9, 10]]
+
+
+def make_engine(family: str = "llama", max_sequences: int = 64, max_prefill_tokens: int = 4096) -> NativeEngine:
+    register()
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # random weights say nothing much; louder ones have opinions
+    return NativeEngine(
+        model, tiny_tokenizer(), max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_length=256
+    )
+
+
+def generate(engine: NativeEngine, requests: list[tuple[list[int], Sampling, int]]) -> list[Completion]:
+    async def all_at_once() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+
+    return asyncio.run(all_at_once())
+
+
+def reference_logprobs(engine: NativeEngine, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    """By transformers, one sequence at a time, without a cache."""
+    theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval()
+    theirs.load_state_dict(engine.model.state_dict())
+    with torch.no_grad():
+        logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+    engine.model.config._attn_implementation = "corral"  # the configuration is shared, and was changed
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_log_probs_are_those_of_a_plain_forward_pass(family: str) -> None:
+    engine = make_engine(family, max_sequences=5)
+    sampling = Sampling(max_tokens=12, temperature=0.8)
+    requests = [(prompt, sampling, 10 * i + s) for i, prompt in enumerate(PROMPTS) for s in range(4)]
+    for (prompt, _, _), completion in zip(requests, generate(engine, requests), strict=True):
+        expected = reference_logprobs(engine, prompt, completion.tokens, 0.8)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_tokens_are_those_of_transformers() -> None:
+    engine = make_engine()
+    sampling = Sampling(max_tokens=20, temperature=0.0)
+    ours = generate(engine, [(prompt, sampling, 0) for prompt in PROMPTS])
+    for prompt, completion in zip(PROMPTS, ours, strict=True):
+        tokens = list(prompt)
+        theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval()
+        theirs.load_state_dict(engine.model.state_dict())
+        for _ in range(20):
+            tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+        engine.model.config._attn_implementation = "corral"
+        assert completion.tokens == tokens[len(prompt) :]
+
+
+def test_a_sample_does_not_depend_on_what_else_is_in_the_batch() -> None:
+    sampling = Sampling(max_tokens=10)
+    requests = [(prompt, sampling, 100 + i) for i, prompt in enumerate(PROMPTS * 3)]
+    together = generate(make_engine(), requests)
+    cramped = generate(make_engine(max_sequences=3, max_prefill_tokens=6), requests)
+    alone = [generate(make_engine(), [request])[0] for request in requests]
+    assert [c.tokens for c in together] == [c.tokens for c in cramped] == [c.tokens for c in alone]
+
+
+def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_beginning() -> None:
+    engine = make_engine()
+    completions = generate(engine, [(PROMPTS[2], Sampling(max_tokens=6), seed) for seed in range(30)])
+    histories = {tuple(c.tokens[: i + 1]) for c in completions for i in range(len(c.tokens) - 1)}
+    assert engine.stats.computed_tokens == len(PROMPTS[2]) + len(histories)
+    assert engine.stats.generated_tokens == 30 * 6
+
+
+def test_prompts_share_a_common_beginning() -> None:
+    engine = make_engine()
+    generate(engine, [(PROMPTS[0], Sampling(max_tokens=1), 0), (PROMPTS[3], Sampling(max_tokens=1), 0)])
+    assert engine.stats.computed_tokens == 6
+
+
+def test_a_prompt_is_prefilled_once_though_its_samples_start_at_different_times() -> None:
+    engine = make_engine(max_sequences=3)
+    completions = generate(engine, [(PROMPTS[2], Sampling(max_tokens=2), seed) for seed in range(10)])
+    assert engine.stats.computed_tokens <= len(PROMPTS[2]) + 10
+    assert all(len(c.tokens) == 2 for c in completions)
+    assert not engine.stored
+
+
+def test_a_stop_token_ends_a_sequence_and_is_part_of_it() -> None:
+    engine = make_engine()
+    free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=30), 5)])[0]
+    token = free.tokens[4]
+    stopped = generate(engine, [(PROMPTS[0], Sampling(max_tokens=30, stop_tokens=frozenset([token])), 5)])[0]
+    assert stopped.finish is Finish.STOP_TOKEN
+    assert stopped.tokens == free.tokens[: free.tokens.index(token) + 1]
+    assert free.finish is Finish.LENGTH
+
+
+def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it() -> None:
+    engine = make_engine()
+    free = generate(engine, [(PROMPTS[1], Sampling(max_tokens=30), 6)])[0]
+    text = engine.tokenizer.decode(free.tokens)
+    stopped = generate(engine, [(PROMPTS[1], Sampling(max_tokens=30, stop=(text[3:5],)), 6)])[0]
+    assert stopped.finish is Finish.STOP_STRING
+    assert engine.tokenizer.decode(stopped.tokens) == text[: text.index(text[3:5]) + 2]
+
+
+def test_truncated_sampling_draws_only_what_it_may_and_reports_untruncated_log_probs() -> None:
+    engine = make_engine()
+    only_best = Sampling(max_tokens=8, top_k=1)
+    greedy, best = generate(
+        engine, [(PROMPTS[0], Sampling(max_tokens=8, temperature=0.0), 1), (PROMPTS[0], only_best, 2)]
+    )
+    assert best.tokens == greedy.tokens
+    expected = reference_logprobs(engine, PROMPTS[0], best.tokens, 1.0)
+    torch.testing.assert_close(torch.tensor(best.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_every_token_carries_the_version_of_the_weights() -> None:
+    engine = make_engine()
+    engine.load((), version=7)
+    assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=3), 0)])[0].versions == [7, 7, 7]
+
+
+def test_loaded_weights_are_the_ones_that_play() -> None:
+    engine, other = make_engine(), make_engine()
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.add_(0.05)
+    request = (PROMPTS[2], Sampling(max_tokens=20, temperature=0.0), 0)
+    engine.load(other.model.named_parameters(), version=1)
+    assert generate(engine, [request])[0].logprobs == generate(other, [request])[0].logprobs
+
+
+def test_pausing_gives_the_cache_back_and_playing_takes_it_again() -> None:
+    engine = make_engine()
+    before = generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0]
+    engine.pause()
+    assert engine.cache.capacity == 0 and engine.cache.keys[0] is None
+    engine.resume()
+    assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0].tokens == before.tokens
+
+
+def test_the_cache_stays_within_its_bound() -> None:
+    engine = make_engine(max_sequences=4)
+    generate(engine, [(prompt, Sampling(max_tokens=60), i) for i, prompt in enumerate(PROMPTS * 4)])
+    keys = engine.cache.keys[0]
+    assert keys is not None and keys.shape[0] == 4
+    assert keys.shape[2] <= 128
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "message"), [([], 5, "at least one token"), ([1] * 250, 10, "pass the limit of 256")]
+)
+def test_an_impossible_request_is_refused(tokens: list[int], max_tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(make_engine(), [(tokens, Sampling(max_tokens=max_tokens), 0)])
+
+
+def test_a_failing_model_fails_its_requests_instead_of_hanging() -> None:
+    engine = make_engine()
+
+    def broken(*_: object, **__: object) -> Callable[..., None]:
+        raise RuntimeError("out of memory")
+
+    engine.model.get_decoder = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(engine, [(prompt, Sampling(max_tokens=5), 0) for prompt in PROMPTS])
+    del engine.model.get_decoder
+    assert len(generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 0)])[0].tokens) == 5

@@ -1,0 +1,77 @@
+"""Randomness that depends on seed and counter alone, and draws that follow the distribution."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.rollout.sampling import draw, scale_logits, truncate, uniform
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
+    seeds = torch.arange(400)[:, None].expand(400, 250).reshape(-1)
+    counters = torch.arange(250).repeat(400)
+    values = uniform(seeds, counters).double()
+    assert 0 <= values.min() and values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.003
+    histogram = torch.histc(values, 20, 0, 1)
+    assert ((histogram - 5000).abs() < 350).all()
+    by_seed = values.reshape(400, 250)
+    assert torch.corrcoef(by_seed[:2]).abs()[0, 1] < 0.2
+    assert torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1].abs() < 0.01
+
+
+def test_a_number_does_not_depend_on_what_else_is_asked_for() -> None:
+    together = uniform(torch.tensor([3, 4, 5]), torch.tensor([7, 8, 9]))
+    alone = uniform(torch.tensor([4]), torch.tensor([8]))
+    assert together[1] == alone[0]
+
+
+def slow_truncate(row: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Indices that survive."""
+    p = torch.tensor(row, dtype=torch.float64).softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    kept, total = set(), 0.0
+    for rank, i in enumerate(order):
+        if rank == 0 or ((not top_k or rank < top_k) and total < top_p and p[i] >= min_p * p[order[0]]):
+            kept.add(i)
+        else:
+            break
+        total += p[i]
+    return kept
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(-30, 30), min_size=2, max_size=12, unique=True),
+    st.integers(0, 5),
+    st.sampled_from([0.3, 0.71, 1.0]),
+    st.sampled_from([0.0, 0.11, 0.5]),
+)
+def test_truncation_keeps_what_the_slow_reference_keeps(row: list[int], top_k: int, top_p: float, min_p: float) -> None:
+    logits = [value / 7 for value in row]
+    result = truncate(torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    kept = set(torch.isfinite(result[0]).nonzero().flatten().tolist())
+    assert kept == slow_truncate(logits, top_k, top_p, min_p)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf], [3.0, 0.0, 0.0, 0.0]])
+    rows = torch.arange(40_000) % 2
+    uniforms = uniform(torch.arange(40_000), torch.zeros(40_000, dtype=torch.long))
+    tokens = draw(logits, rows, uniforms, torch.tensor([False, False]))
+    for row in (0, 1):
+        observed = torch.bincount(tokens[rows == row], minlength=4) / 20_000
+        torch.testing.assert_close(observed, logits[row].softmax(-1), atol=0.012, rtol=0)
+    assert not (tokens[rows == 0] == 3).any()
+
+
+def test_a_greedy_row_gives_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 0.1, 0.2]])
+    tokens = draw(logits, torch.tensor([1, 0, 1]), torch.tensor([0.01, 0.99, 0.01]), torch.tensor([True, True]))
+    assert tokens.tolist() == [2, 1, 2]
+
+
+def test_greedy_rows_keep_the_distribution_of_temperature_one() -> None:
+    logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
+    scaled = scale_logits(logits, torch.tensor([0.0, 0.5]))
+    assert scaled.tolist() == [[1.0, 2.0], [2.0, 4.0]]

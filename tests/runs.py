@@ -1,0 +1,64 @@
+"""A recipe with which the tiny model learns in seconds, and ways to run it and to look at what it left."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from corral.loop.train import train
+from corral.observe.console import Console
+from corral.observe.metrics import read
+from corral.recipe.load import load_recipe
+from corral.recipe.plan import make_plan
+
+RECIPE = """\
+name: tiny
+model: {{path: {model}, dtype: float32}}
+data:
+  train: {{path: "arithmetic:addition", size: 40, options: {{digits: 1}}}}
+  max_prompt_tokens: 48
+environment: {{reward: {{name: "{folder}/vowels.py:share_of_vowels", workers: 1}}}}
+rollout: {{max_response_tokens: 8}}
+batch: {{prompts_per_step: 4, samples_per_prompt: 4, max_tokens_per_micro_batch: 256}}
+optimiser: {{learning_rate: 0.01}}
+schedule: {{steps: 2}}
+logging: {{runs: {folder}/runs, trajectories: false}}
+"""
+REWARD = '''\
+def share_of_vowels(response):
+    """Easy to learn for a model that says random letters."""
+    return sum(letter in "aeiou" for letter in response) / 8
+'''
+VALIDATION = (
+    "data.validation.path=arithmetic:addition",
+    "data.validation.size=6",
+    "data.validation.seed=1",
+    "data.validation.options.digits=1",
+)
+"""Overrides that give the recipe questions to validate on."""
+
+
+def write_recipe(folder: Path, model: Path) -> Path:
+    (folder / "vowels.py").write_text(REWARD)
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=folder, model=model))
+    return path
+
+
+def train_here(folder: Path, model: Path, *overrides: str) -> Path:
+    """In this process; returns the run's folder."""
+    recipe = load_recipe(write_recipe(folder, model), overrides)
+    return train(recipe, make_plan(recipe).text(), [], Console(io.StringIO()))
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """The rows of training steps; those of validations left out."""
+    return [row for row in rows_of(run) if "reward/mean" in row]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Everything in metrics.jsonl that must be the same in every run; that is all but times."""
+    return [without_times(row) for row in read(run / "metrics.jsonl")]
+
+
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))}

@@ -1,0 +1,68 @@
+"""Tiny random models of several families, and a character tokenizer with a chat template."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_`abcdefghijklmnopqrstuvwxyz{|}~"
+SPECIAL = ["<pad>", "<|start|>", "<|end|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(SPECIAL) + len(CHARACTERS),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(family: str = "llama") -> PretrainedConfig:
+    configs = {
+        "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+        "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),
+        "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    }
+    return configs[family]()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        chat_template=TEMPLATE,
+    )
+
+
+def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
