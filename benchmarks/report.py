@@ -13,12 +13,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+
+Measured = list[dict[str, Any]]
+"""One dict for each step or batch, with at least its `seconds`."""
 
 
 class SideFailed(Exception):
@@ -50,6 +53,36 @@ def run_side(python: str, script: str, arguments: Sequence[str], threads: int, *
         return json.loads(out.read_text())
 
 
+def take_turns(sides: Sequence[str], rounds: int, measure: Callable[[str], Measured]) -> dict[str, Measured]:
+    """A B C A B C: noise of the machine hits all. Variants of a rival (`trl`, `trl-tuned`) all have a first turn; the
+    later ones are for the fastest of each. A side that fails is left out, with a line."""
+    measured: dict[str, Measured] = {side: [] for side in sides}
+    for turn in range(rounds):
+        for side in sides if turn == 0 else fastest_variants(measured):
+            try:
+                new = measure(side)
+            except SideFailed as error:
+                print(error, flush=True)
+                continue
+            measured[side] += new
+            seconds = ", ".join(f"{run['seconds']:.2f}" for run in new)
+            print(f"  turn {turn + 1}, {side}: {seconds} s", flush=True)
+    return {side: runs for side, runs in measured.items() if runs}
+
+
+def fastest_variants(measured: dict[str, Measured]) -> list[str]:
+    best: dict[str, str] = {}
+    for side, runs in measured.items():
+        family = side.partition("-")[0]
+        if runs and (family not in best or seconds_of(runs) < seconds_of(measured[best[family]])):
+            best[family] = side
+    return list(best.values())
+
+
+def seconds_of(runs: Measured) -> float:
+    return statistics.median(run["seconds"] for run in runs)
+
+
 def machine() -> dict[str, Any]:
     lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -62,7 +95,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions(*packages: str) -> dict[str, str]:
+def found_versions(*packages: str) -> dict[str, str]:
     found = {}
     for package in packages:
         try:
@@ -81,14 +114,14 @@ class Report:
     """A JSON file with every measurement, and a Markdown file with the tables. Written again after each workload, so
     that a run that is cut short leaves what it has."""
 
-    def __init__(self, name: str, title: str, out: Path) -> None:
+    def __init__(self, name: str, title: str, out: Path, packages: Sequence[str] = ()) -> None:
         self.title, self.out = title, out / name
         self.facts = {
             "date": datetime.datetime.now().isoformat(timespec="minutes"),
             "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
             "machine": machine(),
-            "versions": versions("torch", "transformers", "trl"),
+            "versions": found_versions("torch", "transformers", *packages),
         }
         self.workloads: dict[str, Any] = {}
         self.tables: list[str] = []
@@ -102,6 +135,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
+        """`NAME.json` and `NAME.md`."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         facts, machine = self.facts, self.facts["machine"]
         about = [
@@ -116,10 +150,11 @@ class Report:
         self.out.with_suffix(".json").write_text(json.dumps({**facts, "workloads": self.workloads}, indent=1) + "\n")
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+def spread(runs: Measured) -> str:
+    """`12.34 (12.10-12.90)`: median, fastest, slowest."""
+    seconds = [run["seconds"] for run in runs]
+    return f"{seconds_of(runs):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
 
 
-def spread(values: Sequence[float]) -> str:
-    """`12.3 (12.1-12.9)`: median, fastest, slowest."""
-    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def ratio(runs: Measured, corral: Measured | None) -> str:
+    return "" if corral is None else f"{seconds_of(runs) / seconds_of(corral):.2f} x"

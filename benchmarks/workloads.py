@@ -30,6 +30,12 @@ WORKLOADS = {
     "gsm8k-like": Workload(num_prompts=4, num_samples=8, num_new=32, chat=True),
     "quickstart": Workload(num_prompts=16, num_samples=8, num_new=4),
 }
+SMOKE = {
+    "short": Workload(num_prompts=2, num_samples=4, num_new=2),
+    "gsm8k-like": Workload(num_prompts=2, num_samples=4, num_new=2, chat=True),
+    "quickstart": Workload(num_prompts=2, num_samples=4, num_new=2),
+}
+"""The same in tiny, to see whether everything runs."""
 
 NAMES = ["Natalia", "Weng", "Betty", "Julie", "James", "Mark", "Ken", "Tina", "Albert", "Ruth"]
 GOODS = ["clips", "apples", "notebooks", "cookies", "marbles", "postcards", "candles", "pencils"]

@@ -60,7 +60,7 @@ MEANINGS = {
     "algorithm.kl.estimator": "How the KL of a token is estimated; see [algorithms](algorithms.md#kl).",
     "algorithm.kl.coefficient": "Weight of the KL; with an adaptive controller, the first one.",
     "algorithm.kl.controller": "Whether the coefficient stays, or follows the KL towards `target`.",
-    "algorithm.correction.name": "Which; see [algorithms](algorithms.md#corrections).",
+    "algorithm.correction.name": "Which; see [algorithms](algorithms.md#corrections), also for the bounds where none are set.",
     "algorithm.dynamic_sampling.enabled": "Whether to.",
     "algorithm.overlong.buffer_tokens": "Tokens before the limit in which the penalty grows from 0.",
     "algorithm.overlong.penalty": "At the limit.",
@@ -100,11 +100,21 @@ MEANINGS = {
     "logging": "What is written down.",
     "logging.project": "The project's name in trackers that have projects.",
     "cluster": "Which devices there are, and who uses them.",
-    "cluster.nodes": "Machines.",
-    "cluster.devices_per_node": "GPUs of each; 1 for a CPU.",
+    "cluster.nodes": "Machines. Training runs on one as yet; more can be planned.",
+    "cluster.devices_per_node": "GPUs of each; 1 for a CPU. Training runs on one as yet; more can be planned.",
     "seed": "Of the order of rows, of every sample, and of everything else that is drawn.",
 }
 """Of the keys that say nothing about themselves in the schema."""
+
+RESOLVED_NAMES = {
+    "dynamic_sampling_enabled": "dynamic_sampling",
+    "dynamic_sampling_max_rounds": "max_rounds",
+    "overlong_buffer_tokens": "overlong_buffer",
+}
+"""Keys of the algorithm that are called something else once they are decided."""
+
+DECIDED_ELSEWHERE = {"algorithm.aggregation_norm", "algorithm.correction.cap", "algorithm.kl.where"}
+"""Keys whose value depends on more than the preset; their meaning says on what."""
 
 
 def main() -> None:
@@ -177,9 +187,22 @@ def kind(key: Key) -> str:
 def default(key: Key) -> str:
     if key.required:
         return "required"
-    if key.default is None:
+    if key.default is not None:
+        return code(key.default)
+    decided = [getattr(resolve_algorithm(recipe_with(name)), decided_as(key), None) for name in PRESETS]
+    if decided[0] is None or dotted(key.path) in DECIDED_ELSEWHERE:
         return "not set"
-    return f"`{json.dumps(key.default)}`" if not isinstance(key.default, str) else f"`{key.default}`"
+    return code(decided[0]) if len(set(decided)) == 1 else "by preset"
+
+
+def decided_as(key: Key) -> str:
+    """The name of an algorithm's key in `ResolvedAlgorithm`."""
+    name = "_".join(key.path[1:]) if key.path[0] == "algorithm" else ""
+    return RESOLVED_NAMES.get(name, name)
+
+
+def code(value: object) -> str:
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
 def meaning(key: Key) -> str:

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny import save_tiny_model  # noqa: E402
+from tiny import save_tiny_model
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,11 +4,14 @@ import io
 from pathlib import Path
 from typing import Any
 
-from corral.loop.train import train
+from corral.loop.interrupt import Interrupt
+from corral.loop.train import running, steps, train
 from corral.observe.console import Console
 from corral.observe.metrics import read
+from corral.observe.run_folder import RunFolder
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
+from corral.recipe.rules import check
 
 RECIPE = """\
 name: tiny
@@ -48,6 +51,20 @@ def train_here(folder: Path, model: Path, *overrides: str) -> Path:
     """In this process; returns the run's folder."""
     recipe = load_recipe(write_recipe(folder, model), overrides)
     return train(recipe, make_plan(recipe).text(), [], Console(io.StringIO()))
+
+
+def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The rows of a run's steps, without its last checkpoint and picture: faster."""
+    recipe = load_recipe(write_recipe(folder, model), overrides)
+    check(recipe)
+    console = Console(io.StringIO())
+    with (
+        RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as run_folder,
+        Interrupt(console.warn) as interrupt,
+        running(recipe, run_folder, console, interrupt, None, {}) as run,
+    ):
+        steps(run)
+    return steps_of(run_folder.path)
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

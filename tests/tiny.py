@@ -16,6 +16,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""The same tests run on both."""
 CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_`abcdefghijklmnopqrstuvwxyz{|}~"
 SPECIAL = ["<pad>", "<|start|>", "<|end|>"]
 TEMPLATE = (
@@ -41,7 +43,9 @@ def tiny_config(family: str = "llama") -> PretrainedConfig:
         "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
         "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),
         "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
-        "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
         "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     }
     return configs[family]()

@@ -19,6 +19,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+INTERRUPTED = 130
+"""Exit code of a process that SIGINT ended, by custom of the shell."""
+
 RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -113,14 +116,16 @@ def version() -> None:
 
 
 def main() -> None:
-    """Errors that a user can fix, and ends that a run can explain, are one line each; the rest is a bug and shows where."""
+    """What a user can fix, and what a run can explain, is one line each; the rest is a bug and shows where."""
     logging.basicConfig(level=logging.ERROR)
     try:
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            fail("stopped at once; what was saved before is as it was", INTERRUPTED)
+        raise
     except UserError as error:
         sys.exit(fail(str(error), 2))
-    except KeyboardInterrupt:
-        sys.exit(fail("stopped at once; the last checkpoint is as it was", 130))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         sys.exit(fail(f"{error.strerror or error}{where}", 1))
@@ -129,7 +134,8 @@ def main() -> None:
 
 
 def fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
     return code
 
 

@@ -1,7 +1,8 @@
 """A batch of trajectories as a handful of flat arrays plus offsets: ragged, never padded.
 
 Stages add what they compute (`old_logprobs`, `reference_logprobs`, `values`, `advantages`, `returns`), one number per
-token, aligned with `tokens`. `pack` fills micro-batches up to a hard cap of distinct tokens; nothing has to divide anything.
+token, aligned with `tokens`. `pack` fills micro-batches up to a hard cap of distinct tokens; no size has to divide
+another.
 """
 
 from collections.abc import Iterator, Sequence

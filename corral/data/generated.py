@@ -117,7 +117,11 @@ def _arithmetic_row(task: str, operator: str, terms: list[int], question: str) -
     for term in terms[1:]:
         answer = {"+": answer + term, "-": answer - term, "*": answer * term}[operator]
     expression = f" {operator} ".join(map(str, terms))
-    return {"prompt": question.replace("{expression}", expression), "answer": str(answer), "data_source": f"arithmetic/{task}"}
+    return {
+        "prompt": question.replace("{expression}", expression),
+        "answer": str(answer),
+        "data_source": f"arithmetic/{task}",
+    }
 
 
 def reasoning_gym_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -48,7 +48,8 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         if self._playing is None:
-            self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
+            with suppress(RuntimeError):  # a signal may come in the middle of a write, where there is no other
+                self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
         else:
             self._playing.call_soon_threadsafe(_cancel_all, self._playing)
 

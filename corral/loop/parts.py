@@ -2,7 +2,10 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,18 @@ from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_p
 from corral.envs.registry import make_env_factory
 from corral.model.load import default_device, end_tokens, load_model, load_tokenizer
 from corral.observe.console import Console
+from corral.observe.log import quiet_libraries
 from corral.recipe.errors import UserError
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
-from corral.recipe.schema import Recipe, Source
+from corral.recipe.schema import Model, Recipe, Source
 from corral.rewards.pool import ScorerPool
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver
 from corral.rollout.engine import Sampling
 from corral.rollout.native import NativeEngine
 from corral.train.native import NativeCritic, NativePolicy, ValueModel
+
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -52,7 +58,7 @@ class Player:
 
     def close(self) -> None:
         self.pool.close()
-        self.runner.close()
+        close_runner(self.runner)
         self.engine.close()
 
 
@@ -72,73 +78,93 @@ class Parts(Player):
 
 def build_player(recipe: Recipe, console: Console, model_path: str | None = None) -> Player:
     """`model_path`: another model than the recipe's, such as a checkpoint; the tokenizer is its own."""
-    pool = start_pool(recipe)
-    model_recipe = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
-    tokenizer = load_tokenizer(model_recipe)
     if recipe.data.validation is None:
         raise UserError("data.validation: there is nothing to evaluate on")
-    validation = prompts_of(recipe, recipe.data.validation, tokenizer, console)
-    with console.stage("loading the model"):
-        model = load_model(model_recipe, device_of(recipe))
-    return Player(
-        recipe=recipe,
-        tokenizer=tokenizer,
-        pool=pool,
-        validation=validation[: recipe.validation.max_prompts],
-        runner=asyncio.Runner(),
-        **playing_parts(recipe, model, tokenizer, pool),
-    )
+    model_recipe = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
+    with started_pool(recipe) as pool:
+        tokenizer = tokenizer_of(model_recipe)
+        validation = prompts_of(recipe, recipe.data.validation, tokenizer, console)
+        with console.stage("loading the model"):
+            model = load_model(model_recipe, device_of(recipe))
+        return Player(
+            recipe=recipe,
+            tokenizer=tokenizer,
+            pool=pool,
+            validation=validation[: recipe.validation.max_prompts],
+            runner=asyncio.Runner(),
+            **playing_parts(recipe, model, tokenizer, pool),
+        )
 
 
 def build_parts(recipe: Recipe, console: Console, resume_from: Path | None) -> Parts:
+    check_scale(recipe)
     algorithm = resolve_algorithm(recipe)
-    pool = start_pool(recipe)
-    tokenizer = load_tokenizer(recipe.model)
-    train = prompts_of(recipe, recipe.data.train, tokenizer, console)
-    validation = [] if recipe.data.validation is None else prompts_of(recipe, recipe.data.validation, tokenizer, console)
-    num_steps = steps_of(recipe, len(train))
-    num_updates = num_steps * recipe.batch.updates_per_step * recipe.batch.passes
-    device = device_of(recipe)
-    settings = {"temperature": recipe.rollout.temperature, "logits_chunk": recipe.train.logits_chunk}
-    recompute = recipe.train.recompute == "full"
-    with console.stage("loading the model"):
-        current = recipe.model if resume_from is None else recipe.model.model_copy(update={"path": str(resume_from)})
-        model = load_model(current, device)
-        actor = NativePolicy(
-            model, **settings, optimiser=recipe.optimiser, total_updates=num_updates, recompute=recompute
+    with started_pool(recipe) as pool:
+        tokenizer = tokenizer_of(recipe.model)
+        train = prompts_of(recipe, recipe.data.train, tokenizer, console)
+        validation = []
+        if recipe.data.validation is not None:
+            validation = prompts_of(recipe, recipe.data.validation, tokenizer, console)
+        num_steps = steps_of(recipe, len(train))
+        with console.stage("loading the model"):
+            path = recipe.model.path if resume_from is None else str(resume_from)
+            model = load_model(recipe.model.model_copy(update={"path": path}), device_of(recipe))
+            learning = learning_parts(recipe, algorithm, model, num_steps)
+        return Parts(
+            recipe=recipe,
+            tokenizer=tokenizer,
+            pool=pool,
+            validation=validation[: recipe.validation.max_prompts],
+            runner=asyncio.Runner(),
+            algorithm=algorithm,
+            train=train,
+            sampler=Sampler(len(train), recipe.seed, recipe.data.shuffle),
+            num_steps=num_steps,
+            kl=kl_controller(algorithm),
+            **learning,
+            **playing_parts(recipe, model, tokenizer, pool),
         )
-        reference = critic = None
-        if algorithm.needs_reference:
-            path = recipe.reference.path or recipe.model.path
-            frozen = load_model(recipe.model.model_copy(update={"path": path}), device).requires_grad_(False)
-            reference = NativePolicy(frozen, **settings)
-        if algorithm.needs_critic:
-            path = recipe.critic.path or recipe.model.path
-            value_model = ValueModel(load_model(recipe.model.model_copy(update={"path": path}), device))
-            critic = NativeCritic(value_model, recipe.critic.optimiser, num_updates, recompute)
-    return Parts(
-        recipe=recipe,
-        tokenizer=tokenizer,
-        pool=pool,
-        validation=validation[: recipe.validation.max_prompts],
-        runner=asyncio.Runner(),
-        algorithm=algorithm,
-        train=train,
-        sampler=Sampler(len(train), recipe.seed, recipe.data.shuffle),
-        num_steps=num_steps,
-        actor=actor,
-        reference=reference,
-        critic=critic,
-        kl=kl_controller(algorithm),
-        **playing_parts(recipe, model, tokenizer, pool),
-    )
 
 
-def start_pool(recipe: Recipe) -> ScorerPool:
-    """Started first: its processes import while the model is loaded, and a wrong reward is known before that."""
+def close_runner(runner: asyncio.Runner) -> None:
+    """With a deadline: an environment may ignore that its task is cancelled."""
+    tasks = asyncio.all_tasks(runner.get_loop())
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        runner.run(asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S))
+    if all(task.done() for task in tasks):
+        runner.close()
+
+
+def check_scale(recipe: Recipe) -> None:
+    devices = recipe.cluster.nodes * recipe.cluster.devices_per_node
+    if devices > 1:
+        raise UserError(
+            f"cluster: the recipe is for {devices} devices. They can be planned, but training runs on one as yet: set "
+            "cluster.nodes and cluster.devices_per_node to 1"
+        )
+
+
+@contextmanager
+def started_pool(recipe: Recipe) -> Iterator[ScorerPool]:
+    """Started first: its processes import while the model is loaded, and a wrong reward is known before that.
+
+    Closed again if what follows fails.
+    """
     pool = ScorerPool(recipe.environment.reward)
-    pool.check()
-    return pool
+    try:
+        pool.check()
+        yield pool
+    except BaseException:
+        pool.close()
+        raise
+
+
+def tokenizer_of(model: Model) -> Any:
+    tokenizer = load_tokenizer(model)
+    quiet_libraries()  # transformers was imported just now
+    return tokenizer
 
 
 def prompts_of(recipe: Recipe, source: Source, tokenizer: Any, console: Console) -> list[PreparedPrompt]:
@@ -153,6 +179,23 @@ def prompts_of(recipe: Recipe, source: Source, tokenizer: Any, console: Console)
             f"truncated, for having more than {data.max_prompt_tokens} tokens"
         )
     return prompts
+
+
+def learning_parts(recipe: Recipe, algorithm: ResolvedAlgorithm, model: Any, num_steps: int) -> dict[str, Any]:
+    num_updates = num_steps * recipe.batch.updates_per_step * recipe.batch.passes
+    policy = partial(NativePolicy, temperature=recipe.rollout.temperature, logits_chunk=recipe.train.logits_chunk)
+    recompute = recipe.train.recompute == "full"
+
+    def load(path: str | None) -> Any:
+        return load_model(recipe.model.model_copy(update={"path": path or recipe.model.path}), device_of(recipe))
+
+    reference = critic = None
+    if algorithm.needs_reference:
+        reference = policy(load(recipe.reference.path).requires_grad_(False))
+    if algorithm.needs_critic:
+        critic = NativeCritic(ValueModel(load(recipe.critic.path)), recipe.critic.optimiser, num_updates, recompute)
+    actor = policy(model, optimiser=recipe.optimiser, total_updates=num_updates, recompute=recompute)
+    return {"actor": actor, "reference": reference, "critic": critic}
 
 
 def playing_parts(recipe: Recipe, model: Any, tokenizer: Any, pool: ScorerPool) -> dict[str, Any]:
@@ -175,6 +218,7 @@ def playing_parts(recipe: Recipe, model: Any, tokenizer: Any, pool: ScorerPool) 
         make_env=make_env_factory(environment, pool),
         chat=Chat(tokenizer, recipe.data.chat),
         max_turns=rollout.max_turns,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
         env_timeout_s=environment.timeout_s,
         on_error=environment.reward.on_error,

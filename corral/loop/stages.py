@@ -1,5 +1,6 @@
 """The stages of a step: play, score, advantages, learn. Each takes what the one before it made."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,8 @@ class Played:
     """Trajectories left out because their environment failed before the model said anything."""
     num_dull_groups: int = 0
     """Groups left out because all their rewards were equal (dynamic sampling)."""
-    num_surplus_groups: int = 0
-    """Groups left out because others had filled the step."""
+    last_error: str | None = None
+    """Of those that failed."""
     rounds: int = 1
 
 
@@ -52,6 +53,7 @@ def play(parts: Parts, progress: Stage) -> Played:
         played.trajectories += more.trajectories
         played.baselines |= more.baselines
         played.num_failed += more.num_failed
+        played.last_error = more.last_error or played.last_error
         played.num_dull_groups += more.num_dull_groups
         played.rounds += 1
     return played
@@ -76,10 +78,12 @@ def play_round(parts: Parts, num_prompts: int, progress: Stage) -> Played:
 
     sampled, greedy = parts.runner.run(both())
     answered = [trajectory for trajectory in sampled if trajectory.num_generated]
+    errors = [trajectory.error for trajectory in sampled if not trajectory.num_generated]
     return Played(
         trajectories=answered,
         baselines={trajectory.ordinal: trajectory.reward for trajectory in greedy},
-        num_failed=len(sampled) - len(answered),
+        num_failed=len(errors),
+        last_error=errors[-1] if errors else None,
     )
 
 
@@ -89,7 +93,7 @@ def keep_informative(played: Played) -> None:
     rewards = torch.tensor([trajectory.reward for trajectory in played.trajectories])
     groups = torch.tensor([trajectory.ordinal for trajectory in played.trajectories])
     informative = informative_groups(rewards, groups)
-    played.num_dull_groups = len(groups[~informative].unique())
+    played.num_dull_groups = len(set(groups[~informative].tolist()))
     played.trajectories = [t for t, keep in zip(played.trajectories, informative.tolist(), strict=True) if keep]
 
 
@@ -149,7 +153,8 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
         metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
         if algorithm.kl_where == "reward":
             rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
-        parts.kl.update(kl, len(batch))
+        if math.isfinite(kl):  # else the update is going to be skipped
+            parts.kl.update(kl, len(batch))
     if algorithm.correction_name != "none":
         correction = correction_weights(
             old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
@@ -201,6 +206,8 @@ class Learnt:
         """Updates without any trajectory that could change the weights."""
         self.skipped: list[str] = []
         """One line for each update that was not made because something was not finite."""
+        self.finite: list[bool] = []
+        """Of each update in order, critic and policy together."""
         self.num_overflows = 0
 
     def add(self, name: str, token_loss: TokenLoss) -> None:
@@ -232,13 +239,20 @@ class Learnt:
 def learn(parts: Parts, batch: Batch, updates: list[list[int]], step: int) -> Learnt:
     """`passes` times over the batch, one optimiser step for each update."""
     learnt = Learnt()
+    if not np.isfinite(batch.logprobs).all():
+        # Said here, because samples of a broken model may well have equal rewards, and then no loss is computed.
+        learnt.skipped.append("the log-probs of what was played")
+        learnt.finite.append(False)
+        return learnt
     only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
     for _ in range(parts.recipe.batch.passes):
         for rows in updates:
+            num_skipped = len(learnt.skipped)
             if parts.critic is not None:
                 update_critic(parts, batch, rows, learnt)
             if not only_critic:
                 update_policy(parts, batch, rows, learnt)
+            learnt.finite.append(len(learnt.skipped) == num_skipped)
     return learnt
 
 
@@ -264,7 +278,7 @@ def update_policy(parts: Parts, batch: Batch, rows: Sequence[int], learnt: Learn
 
 
 def counts_of(batch: Batch, rows: Sequence[int]) -> tuple[GlobalCounts, int]:
-    """What losses are divided by: the tokens and trajectories of the whole update, whatever is left out or split off."""
+    """What losses are divided by: tokens and trajectories of the whole update, whatever is left out or split off."""
     flat = batch.positions_of(rows)
     offsets = np.cumsum([0, *(batch.offsets[row + 1] - batch.offsets[row] for row in rows)])
     mask = torch.from_numpy(batch.generated[flat])
@@ -274,7 +288,7 @@ def counts_of(batch: Batch, rows: Sequence[int]) -> tuple[GlobalCounts, int]:
 
 def trainable_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[int]:
     """Trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not computed,
-    unless another term of the loss looks at it, or its log-probs have been recomputed in packs that must stay as they are."""
+    unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as they are."""
     algorithm = parts.algorithm
     others = algorithm.kl_where == "loss" or algorithm.entropy_coefficient or algorithm.llds_coefficient
     if others or algorithm.loss == "dro" or algorithm.old_logprobs == "recompute":

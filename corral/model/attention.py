@@ -65,7 +65,7 @@ class TreeAttention:
     """
 
     CALL_COST = 2200
-    """What one more attention call costs, in query-key pairs: 0.5 ms against 0.23 us a pair, measured on two CPU cores."""
+    """What one more attention call costs, in query-key pairs: 0.5 ms against 0.23 us a pair, on two CPU cores."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.blocks: list[_Block] = []

@@ -41,7 +41,9 @@ def model_source(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"model.path: {folder} is a folder without config.json, so not a model in Hugging Face layout")
+            raise UserError(
+                f"model.path: {folder} is a folder without config.json, so not a model in Hugging Face layout"
+            )
         return str(folder)
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"model.path: {path} is not a folder")

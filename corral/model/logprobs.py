@@ -25,7 +25,8 @@ def head_logprobs(
 
     hidden [rows, width]; `rows` must be sorted; several targets may share a row (samples that part ways after it).
     """
-    result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(hidden, weight, bias, rows, targets, temperature, chunk)
+    compute: Any = _HeadLogprobs.apply
+    result: tuple[Tensor, Tensor] = compute(hidden, weight, bias, rows, targets, temperature, chunk)
     return result
 
 

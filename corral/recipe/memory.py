@@ -52,10 +52,8 @@ def estimate_memory(
     placement: Placement,
     shape: ModelShape,
     weight_bytes: int,
-    compute_bytes: int,
 ) -> list[DeviceMemory]:
-    """compute_bytes: of one activation (`train.precision`)."""
-    estimate = _Estimate(recipe, algorithm, placement, shape, weight_bytes, compute_bytes)
+    estimate = _Estimate(recipe, algorithm, placement, shape, weight_bytes)
     phases = phases_of(algorithm)
     return [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
@@ -70,7 +68,7 @@ class _Estimate:
     placement: Placement
     shape: ModelShape
     weight_bytes: int
-    compute_bytes: int
+    """Also of an activation: computation is in the weights' type."""
 
     def items(self, roles: tuple[str, ...]) -> Iterator[MemoryItem]:
         for role in ("actor", "critic", "reference"):
@@ -127,7 +125,7 @@ class _Estimate:
         layer = self.layer_activations()
         learning = layer * shape.num_layers
         if self.recipe.train.recompute == "full":
-            learning = layer + shape.hidden_size * self.compute_bytes * shape.num_layers
+            learning = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
         sizes: dict[Phase, int] = {
             "playing": self.recipe.rollout.max_prefill_tokens * layer * ("rollout" in roles),
             "scoring": micro_batch * layer * self.scores(roles),
@@ -141,7 +139,7 @@ class _Estimate:
         quarter of what transformers keeps for Llama and Qwen3."""
         shape = self.shape
         attention = 2 * shape.attention_size + shape.num_heads * shape.head_dim
-        return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * self.compute_bytes
+        return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * self.weight_bytes
 
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """chunk x vocabulary in float32: logits and probabilities, and learning also their gradients; there, too, the

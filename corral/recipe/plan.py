@@ -103,10 +103,9 @@ def make_plan(
     placement, _ = resolve_placement(recipe, algorithm)
     rows = known_rows(recipe, num_rows)
     weight_bytes = DTYPE_BYTES.get(recipe.model.dtype, dtype_bytes or (4 if device == "cpu" else 2))
-    compute_bytes = DTYPE_BYTES.get(recipe.train.precision, weight_bytes)
     memory: list[DeviceMemory] = []
     if model_shape is not None:
-        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes, compute_bytes)
+        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes)
     return Plan(
         recipe=recipe,
         algorithm=algorithm,

@@ -67,7 +67,8 @@ class Model(Section):
     path: str
     """A folder in Hugging Face layout, a hub name, or the built-in `smollm2-135m-instruct`."""
     dtype: DtypeName = "auto"
-    """Of the weights while playing and scoring. auto: bfloat16 where the device is fast at it, else float32."""
+    """Of weights and computation; the optimiser keeps float32 copies of smaller ones, and float16 scales the loss.
+    auto: bfloat16 where the device is fast at it, else float32."""
     chat_template: str | None = None
     """A Jinja template, or the path of a file with one, instead of the tokenizer's own."""
     trust_remote_code: bool = False
@@ -263,8 +264,6 @@ class Reference(Section):
 
 class Train(Section):
     backend: Literal["fsdp"] = "fsdp"
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the computation. auto: model.dtype. float16 scales the loss."""
     recompute: Literal["none", "full"] = "none"
     """full: activations are computed again in the backward pass (less memory, a third more work)."""
     logits_chunk: PositiveInt = 256
@@ -302,7 +301,7 @@ class Checkpoint(Section):
     keep: PositiveInt = 2
     at_end: bool = True
     resume: str = "auto"
-    """auto: go on where this run stopped. never: refuse a run folder that is not empty. Or a checkpoint's path."""
+    """auto: go on where this run stopped. never: start anew, in a folder of its own. Or a checkpoint's path."""
 
 
 class Logging(Section):

@@ -6,16 +6,22 @@ A hung or raising environment costs its own trajectory and a bounded time, nothi
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
+from corral.data.plugins import error_line
 from corral.data.rows import Row
 from corral.data.trajectory import StopReason, Trajectory
 from corral.envs.base import Env, StepResult
+from corral.recipe.errors import UserError
 from corral.rollout.chat import Chat
 from corral.rollout.engine import Completion, Engine, Finish, Sampling
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Driver:
     make_env: Callable[[], Env]
     chat: Chat
     max_turns: int
+    max_prompt_tokens: int
     max_response_tokens: int
     """Of a trajectory: everything behind the prompt."""
     env_timeout_s: float
@@ -88,14 +95,20 @@ class _Episode:
 
     async def reset(self) -> None:
         driver, prompt = self.driver, self.prompt
+        opening = prompt.tokens
         try:
             self.env = driver.make_env()
-            messages = await asyncio.wait_for(self.env.reset(prompt.row, self.seed), self._timeout_s())
+            messages = await self._call(self.env.reset(prompt.row, self.seed))
+            if messages != prompt.row.prompt:
+                opening = driver.chat.opening(messages)
+            if len(opening) > driver.max_prompt_tokens:
+                raise ValueError(
+                    f"{len(opening)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
+                )
         except Exception as error:
             self.error = f"reset: {describe(error, driver.env_timeout_s)}"
-            messages = prompt.row.prompt
-        unchanged = messages == prompt.row.prompt
-        self._observe(prompt.tokens if unchanged else driver.chat.opening(messages))
+            opening = prompt.tokens
+        self._observe(opening)
 
     async def play(self, sampling: Sampling) -> Trajectory:
         try:
@@ -124,42 +137,59 @@ class _Episode:
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens))
             completion = await self.driver.engine.generate(self.tokens, limited, self.seed + turn)
             self._generate(completion)
-            result = await self._step(self.driver.chat.text(completion.tokens))
-            if result is None:
+            answer = await self._step(completion)
+            if answer is None:
                 return StopReason.ERROR
+            result, observation = answer
             if result.done:
-                return STOP_OF[completion.finish]
+                return StopReason.ERROR if result.error else STOP_OF[completion.finish]
             if turn + 1 == self.driver.max_turns:
                 break
-            ended = completion.finish is Finish.STOP_TOKEN
-            observation = self.driver.chat.continuation(result.messages, ended)
             if len(self.tokens) - start + len(observation) >= budget:
                 return StopReason.LENGTH
             self._observe(observation)
         return StopReason.TURNS
 
-    async def _step(self, reply: str) -> StepResult | None:
-        """The environment's answer, or None if it failed. Its reward sits on the turn's last generated token."""
+    async def _step(self, completion: Completion) -> tuple[StepResult, list[int]] | None:
+        """The environment's answer and the tokens that follow the turn, or None if it failed.
+
+        The turn's reward sits on its last generated token.
+        """
         assert self.env is not None
-        last = len(self.tokens) - 1
+        chat, last = self.driver.chat, len(self.tokens) - 1
         try:
-            result = await asyncio.wait_for(self.env.step(reply), self._timeout_s())
+            result = checked(await self._call(self.env.step(chat.text(completion.tokens))))
+            ended = completion.finish is Finish.STOP_TOKEN
+            observation = [] if result.done else chat.continuation(result.messages, ended)
+        except UserError:  # about the chat template; the next conversation would fail in the same way
+            raise
         except Exception as error:
             self.error = f"step: {describe(error, self.driver.env_timeout_s)}"
             self.turn_rewards.append((last, self.driver.on_error))
             return None
         self.turn_rewards.append((last, result.reward))
-        self.error = result.error
+        self.error = self.error or result.error
         for name, value in result.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-        return result
+        return result, observation
 
     async def _close(self) -> None:
         if self.env is not None:
             try:
-                await asyncio.wait_for(self.env.close(), self._timeout_s())
+                await self._call(self.env.close())
             except Exception as error:
                 self.error = self.error or f"close: {describe(error, self.driver.env_timeout_s)}"
+
+    async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation."""
+        task = asyncio.ensure_future(without_exit(call))
+        try:
+            await asyncio.wait({task}, timeout=self._timeout_s())
+        finally:
+            task.cancel()
+        if not task.done():
+            raise TimeoutError
+        return task.result()
 
     def _timeout_s(self) -> float | None:
         return None if getattr(self.env, "bounds_itself", False) else self.driver.env_timeout_s
@@ -184,6 +214,24 @@ STOP_OF = {
 }
 
 
+async def without_exit(call: Coroutine[Any, Any, Answer]) -> Answer:
+    """An environment that calls `sys.exit` has failed; the run has not."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+
+def checked(result: StepResult) -> StepResult:
+    """What people's own environments return is not always what `Env` says."""
+    if not isinstance(result, StepResult):
+        raise TypeError(f"it returned {result!r:.100}, which is not a StepResult")
+    for name, value in {"the reward": result.reward, **result.metrics}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite; it is {value}")
+    return result
+
+
 def seed_of(seed: int, purpose: str, ordinal: int, sample: int) -> int:
     """63 bits that depend on nothing but these: the same trajectory in every run, on any number of machines."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{ordinal}/{sample}".encode(), digest_size=8).digest()
@@ -193,4 +241,4 @@ def seed_of(seed: int, purpose: str, ordinal: int, sample: int) -> int:
 def describe(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {timeout_s:g} s"
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return error_line(error)

@@ -11,17 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from corral.data.tree import TokenTree
 from corral.data.trajectory import IntArray
+from corral.data.tree import TokenTree
 from corral.model.attention import forward_hidden
 from corral.rollout.cache import Decode, Prefill, SlotCache
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.sampling import draw, scale_logits, truncate, uniform
-
-import numpy as np
 
 
 @dataclass(eq=False)
@@ -80,6 +79,7 @@ class NativeEngine:
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_sequences)
         self.version = 0
         self.stats = EngineStats()
+        self.in_flight: set[Request] = set()
         self.waiting: list[Request] = []
         self.branches: list[Branch] = []
         self.stored: dict[tuple[bytes, Sampling], StoredPrompt] = {}
@@ -93,10 +93,12 @@ class NativeEngine:
             raise ValueError("a prompt needs at least one token")
         if len(tokens) + sampling.max_tokens > self.max_length:
             raise ValueError(
-                f"a prompt of {len(tokens)} tokens and up to {sampling.max_tokens} new ones pass the limit of {self.max_length}"
+                f"a prompt of {len(tokens)} tokens and up to {sampling.max_tokens} new ones "
+                f"pass the limit of {self.max_length}"
             )
         loop = asyncio.get_running_loop()
         request = Request(np.array(tokens, np.int64), sampling, seed, loop.create_future())
+        self.in_flight.add(request)
         self.waiting.append(request)
         if self.pump is None or self.pump.done():
             self.pump = loop.create_task(self._pump())
@@ -112,7 +114,7 @@ class NativeEngine:
         self.version = version
 
     def pause(self) -> None:
-        assert not self.branches and not self.waiting, "requests are in flight"
+        assert not self.in_flight, "requests are in flight"
         self.cache.release()
 
     def resume(self) -> None:
@@ -130,15 +132,16 @@ class NativeEngine:
             while self.waiting or self.branches:
                 for request in await loop.run_in_executor(self.thread, self.step):
                     assert request.finish is not None
+                    self.in_flight.discard(request)
                     if not request.future.done():
                         done = Completion(request.tokens, request.logprobs, request.finish, request.versions)
                         request.future.set_result(done)
         except Exception as error:
-            requests = self.waiting + [request for branch in self.branches for request in branch.requests]
-            self.waiting, self.branches = [], []
-            for request in requests:
+            for request in self.in_flight:
                 if not request.future.done():
                     request.future.set_exception(error)
+            self.in_flight, self.waiting, self.branches = set(), [], []
+            self.stored.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:

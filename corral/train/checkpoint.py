@@ -8,10 +8,13 @@ Hugging Face layout: `AutoModelForCausalLM.from_pretrained(folder)` loads them a
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from corral.recipe.errors import UserError
 from corral.train.tensors import fsync
@@ -20,7 +23,7 @@ MANIFEST = "manifest.json"
 
 
 def write_checkpoint(folder: Path, write: Callable[[Path], None], state: dict[str, Any]) -> None:
-    """`write` puts the files into the folder it is given; `state` becomes state.json."""
+    """`write` puts the files into the folder it is given; `state` becomes state.json. OSError if that fails."""
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -34,9 +37,21 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None], state: dict[st
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(work, folder)
         fsync(folder.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # what a full disk is called there
+            raise OSError(str(error)) from error
         raise
+
+
+def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """In Hugging Face layout. Training switches the model's own cache off; who loads it from there will want it."""
+    use_cache, model.config.use_cache = model.config.use_cache, True
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.config.use_cache = use_cache
+    tokenizer.save_pretrained(folder)
 
 
 def describe(file: Path) -> dict[str, Any]:
@@ -48,15 +63,18 @@ def problem_with(folder: Path, hashes: bool) -> str | None:
     """What is wrong with a checkpoint, or None. Without `hashes` only names and sizes are compared."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"no valid manifest ({error})"
-    for name, expected in manifest["files"].items():
+        files = {name: (file["size"], file["sha256"]) for name, file in manifest["files"].items()}
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return f"its {MANIFEST} is damaged"
+    for name, (size, digest) in files.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
-        if hashes and describe(file)["sha256"] != expected["sha256"]:
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if hashes and describe(file)["sha256"] != digest:
             return f"{name} was changed or damaged"
     return None
 
@@ -65,10 +83,15 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:06d}"
 
 
-def valid_checkpoints(checkpoints: Path) -> list[Path]:
-    """Oldest first."""
-    found = sorted(checkpoints.glob("step_*"), key=lambda folder: folder.name)
-    return [folder for folder in found if problem_with(folder, hashes=False) is None]
+def step_of(folder: Path) -> int | None:
+    match = re.fullmatch(r"step_(\d+)", folder.name)
+    return None if match is None else int(match[1])
+
+
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, folder), oldest first, usable or not."""
+    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted((step, folder) for folder in folders if (step := step_of(folder)) is not None)
 
 
 def find_checkpoint(checkpoints: Path, resume: str) -> Path | None:
@@ -76,10 +99,11 @@ def find_checkpoint(checkpoints: Path, resume: str) -> Path | None:
     if resume == "never":
         return None
     if resume != "auto":
-        if problem := problem_with(Path(resume), hashes=True):
+        folder = Path(resume).expanduser()
+        if problem := problem_with(folder, hashes=True):
             raise UserError(f"checkpoint.resume: {resume} is not a usable checkpoint: {problem}")
-        return Path(resume)
-    for folder in reversed(valid_checkpoints(checkpoints)):
+        return folder
+    for _, folder in reversed(list_checkpoints(checkpoints)):
         if problem_with(folder, hashes=True) is None:
             return folder
     return None
@@ -90,6 +114,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def set_aside_after(checkpoints: Path, step: int) -> list[tuple[Path, str | None]]:
+    """Takes checkpoints after `step` out of the way, by renaming them: what they were called, and what is wrong with
+    each. One that is left would be found by the next resume, and be kept instead of those that the run makes now."""
+    found = [
+        (folder, problem_with(folder, hashes=True)) for later, folder in list_checkpoints(checkpoints) if later > step
+    ]
+    for folder, _ in found:
+        aside = folder.with_name(f"{folder.name}.unused")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+    return found
+
+
 def prune(checkpoints: Path, keep: int) -> None:
-    for folder in valid_checkpoints(checkpoints)[:-keep]:
+    """Deletes all but the newest `keep`, and what a killed process left of one that it was writing."""
+    valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
+    for folder in [*valid[:-keep], *checkpoints.glob(".step_*.part")]:
         shutil.rmtree(folder)

@@ -107,7 +107,8 @@ class NativePolicy(_Trained):
     def logprobs(self, packs: Iterable[Pack]) -> Iterator[tuple[Tensor, Tensor]]:
         for pack in packs:
             with torch.no_grad():
-                yield self._logprobs(pack)
+                scored = self._logprobs(pack)
+            yield scored
 
     def forward_backward(self, pack: Pack, loss: PolicyLoss) -> float:
         with recomputing(self.model, self.recompute):
@@ -141,7 +142,8 @@ class NativeCritic(_Trained):
     def values(self, packs: Iterable[Pack]) -> Iterator[Tensor]:
         for pack in packs:
             with torch.no_grad():
-                yield self._values(pack)
+                values = self._values(pack)
+            yield values
 
     def forward_backward(self, pack: Pack, loss: ValueLoss) -> float:
         with recomputing(self.model.trunk, self.recompute):
@@ -167,7 +169,7 @@ class ValueModel(nn.Module):
             model.get_output_embeddings().requires_grad_(False)
 
 
-class recomputing:  # noqa: N801, reads as a verb where it is used
+class recomputing:
     """Activations are computed again in the backward pass, where asked."""
 
     def __init__(self, model: Any, enabled: bool) -> None:

@@ -58,7 +58,7 @@ class MasterOptimiser:
         return master
 
     def backward(self, loss: Tensor) -> None:
-        (loss * self.scaler.scale).backward()  # type: ignore[no-untyped-call]
+        (loss * self.scaler.scale).backward()
 
     def step(self) -> UpdateResult:
         rate = self.learning_rate(self.updates)

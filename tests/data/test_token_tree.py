@@ -71,7 +71,9 @@ def test_a_split_deals_out_every_trajectory_once(sequences: list[list[int]], par
 
 
 def test_a_split_balances_work() -> None:
-    batch = Batch.of([make_trajectory([i, 1], [i] * length, group=i) for i, length in enumerate([90, 50, 40, 10, 9, 1])])
+    batch = Batch.of(
+        [make_trajectory([i, 1], [i] * length, group=i) for i, length in enumerate([90, 50, 40, 10, 9, 1])]
+    )
     work = [sum(len(batch.sequence(row)) for row in share) for share in batch.split(2)]
     assert max(work) - min(work) <= 4
 

@@ -1,9 +1,9 @@
-"""What must hold to rounding or to the bit: same seed, same numbers; on-policy means on-policy; packing is no matter."""
+"""What must hold to rounding or to the bit: same seed, same numbers; on-policy is on-policy; packing is no matter."""
 
 from pathlib import Path
 
 import pytest
-from runs import VALIDATION, rows_of, steps_of, train_here
+from runs import VALIDATION, rows_of, steps_here, train_here
 
 SAMPLED_VALIDATION = (*VALIDATION, "validation.temperature=1.0", "validation.samples_per_prompt=2")
 
@@ -20,17 +20,14 @@ def test_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path
 
 @pytest.mark.parametrize("limit", ["rollout.max_sequences=3", "rollout.max_prefill_tokens=20"])
 def test_what_is_played_does_not_depend_on_how_much_fits_at_once(tmp_path: Path, tiny_model: Path, limit: str) -> None:
-    runs = [
-        train_here(tmp_path, tiny_model, "schedule.steps=1", f"name={name}", *overrides)
-        for name, overrides in (("all", ()), ("few", (limit,)))
-    ]
-    everything, few = (steps_of(run)[0] for run in runs)
+    [everything] = steps_here(tmp_path, tiny_model, "schedule.steps=1")
+    [few] = steps_here(tmp_path, tiny_model, "schedule.steps=1", limit)
     for name in ("reward/mean", "length/mean", "samples/equal_groups"):
         assert everything[name] == few[name]
 
 
 def test_first_update_is_on_policy_with_the_engines_log_probs(tmp_path: Path, tiny_model: Path) -> None:
-    for row in steps_of(train_here(tmp_path, tiny_model, "schedule.steps=3")):
+    for row in steps_here(tmp_path, tiny_model, "schedule.steps=3"):
         assert row["policy/ratio_deviation"] < 1e-5
 
 
@@ -39,7 +36,7 @@ def test_first_update_is_on_policy_to_the_bit_with_recomputed_log_probs(
     tmp_path: Path, tiny_model: Path, micro_batch: int
 ) -> None:
     overrides = ("algorithm.old_logprobs=recompute", "algorithm.kl.where=loss", "schedule.steps=3")
-    steps = steps_of(train_here(tmp_path, tiny_model, *overrides, f"batch.max_tokens_per_micro_batch={micro_batch}"))
+    steps = steps_here(tmp_path, tiny_model, *overrides, f"batch.max_tokens_per_micro_batch={micro_batch}")
     assert [row["policy/ratio_deviation"] for row in steps] == [0, 0, 0]
     assert steps[0]["kl/mean"] == 0
     assert steps[1]["kl/mean"] > 0
@@ -47,17 +44,16 @@ def test_first_update_is_on_policy_to_the_bit_with_recomputed_log_probs(
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "gspo", "ppo"])
 def test_gradient_does_not_depend_on_the_micro_batch(tmp_path: Path, tiny_model: Path, algorithm: str) -> None:
-    norms, losses = [], []
+    rows = []
     for micro_batch in (56, 150, 4096):
         overrides = (f"algorithm.name={algorithm}", f"batch.max_tokens_per_micro_batch={micro_batch}")
-        run = train_here(tmp_path, tiny_model, *overrides, f"name=micro{micro_batch}", "schedule.steps=1")
-        norms.append(steps_of(run)[0]["policy/gradient_norm"])
-        losses.append(steps_of(run)[0]["policy/loss"])
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
-    assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
+        rows += steps_here(tmp_path, tiny_model, *overrides, "schedule.steps=1")
+    norm, loss = rows[0]["policy/gradient_norm"], rows[0]["policy/loss"]
+    assert [row["policy/gradient_norm"] for row in rows] == pytest.approx([norm] * 3, rel=1e-5)
+    assert [row["policy/loss"] for row in rows] == pytest.approx([loss] * 3, abs=1e-6)
 
 
 def test_recomputing_activations_gives_the_same_weights(tmp_path: Path, tiny_model: Path) -> None:
-    kept = steps_of(train_here(tmp_path, tiny_model, "name=kept"))
-    recomputed = steps_of(train_here(tmp_path, tiny_model, "name=recomputed", "train.recompute=full"))
+    kept = steps_here(tmp_path, tiny_model)
+    recomputed = steps_here(tmp_path, tiny_model, "train.recompute=full")
     assert [row["policy/gradient_norm"] for row in kept] == [row["policy/gradient_norm"] for row in recomputed]

@@ -1,5 +1,6 @@
 """The loop learns, and leaves a run folder in which one finds one's way."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from commands import corral
-from runs import VALIDATION, rows_of, steps_of, train_here, write_recipe
+from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
 
 from corral.observe.metrics import read
 from corral.observe.trajectories import read_trajectories
@@ -58,21 +59,21 @@ def test_the_recipe_in_the_folder_repeats_the_run(tmp_path: Path, tiny_model: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [("algorithm.name=grpo",), PPO], ids=["grpo", "ppo"])
 def test_reward_rises(tmp_path: Path, tiny_model: Path, algorithm: tuple[str, ...]) -> None:
-    steps = steps_of(train_here(tmp_path, tiny_model, "schedule.steps=15", *algorithm))
+    steps = steps_here(tmp_path, tiny_model, "schedule.steps=15", *algorithm)
     assert mean_of(steps[:3], "reward/mean") < 0.1
     assert mean_of(steps[-3:], "reward/mean") > 0.3
     assert mean_of(steps[-3:], "policy/entropy") < mean_of(steps[:3], "policy/entropy")
 
 
 def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Path) -> None:
-    steps = steps_of(train_here(tmp_path, tiny_model, "schedule.steps=6", "algorithm.kl.coefficient=0.1", *PPO))
+    steps = steps_here(tmp_path, tiny_model, "schedule.steps=6", "algorithm.kl.coefficient=0.1", *PPO)
     assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-5)
     assert abs(steps[-1]["kl/mean"]) > 1e-3
     assert all(row["kl/coefficient"] == 0.1 and row["value/loss"] > 0 for row in steps)
 
 
 def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, tiny_model: Path) -> None:
-    steps = steps_of(train_here(tmp_path, tiny_model, "schedule.steps=3", "critic.warmup_steps=2", *PPO))
+    steps = steps_here(tmp_path, tiny_model, "schedule.steps=3", "critic.warmup_steps=2", *PPO)
     assert [row["updates/made"] for row in steps] == [0, 0, 1]
     assert [row["value/loss"] > 0 for row in steps] == [True] * 3
 
@@ -87,10 +88,12 @@ def test_the_score_on_held_out_questions_rises(tmp_path: Path, tiny_model: Path)
 def test_trajectories_hold_what_was_played_and_learnt_from(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, "logging.trajectories=true")
     records = list(read_trajectories(run / "trajectories" / "step_000002.jsonl.gz"))
-    assert [(record["ordinal"], record["sample"]) for record in records] == [(o, s) for o in range(4, 8) for s in range(4)]
+    expected = [(ordinal, sample) for ordinal in range(4, 8) for sample in range(4)]
+    assert [(record["ordinal"], record["sample"]) for record in records] == expected
     for record in records:
         assert record["prompt"].startswith("<|start|>user\nWhat is ")
-        assert record["reward"] == sum(letter in "aeiou" for letter in record["response"]) / 8
+        said = re.sub(r"<pad>|<\|\w+\|>", "", record["response"])
+        assert record["reward"] == sum(letter in "aeiou" for letter in said) / 8
         assert set(record["versions"]) == {1}
         length = len(record["response_tokens"])
         assert all(len(record[name]) == length for name in ("generated", "logprobs", "versions", "advantages"))

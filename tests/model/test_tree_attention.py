@@ -5,14 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
 from corral.data.tree import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden, register
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
-CPU = torch.device("cpu")
 
 
 def both_models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -22,7 +21,7 @@ def both_models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     theirs = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").eval()
     ours = AutoModelForCausalLM.from_config(copy.deepcopy(tiny_config(family)), attn_implementation="corral").eval()
     ours.load_state_dict(theirs.state_dict())
-    return ours, theirs
+    return ours.to(DEVICE), theirs.to(DEVICE)
 
 
 def sequences() -> list[np.ndarray]:
@@ -42,10 +41,13 @@ def test_a_tree_gives_every_sequence_the_hidden_states_it_has_alone(
     tree = TokenTree.build(sequences())
     assert tree.num_nodes < 0.6 * sum(map(len, sequences()))
     hidden = forward_hidden(
-        ours, torch.from_numpy(tree.tokens), torch.from_numpy(tree.positions), TreeAttention(tree, CPU)
+        ours,
+        torch.from_numpy(tree.tokens).to(DEVICE),
+        torch.from_numpy(tree.positions).to(DEVICE),
+        TreeAttention(tree, DEVICE),
     )
     for sequence, path in zip(sequences(), tree.paths, strict=True):
-        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None]).last_hidden_state[0]
+        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None].to(DEVICE)).last_hidden_state[0]
         torch.testing.assert_close(hidden[path], alone, atol=2e-6, rtol=2e-5)
 
 
@@ -54,12 +56,18 @@ def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> Non
     ours, theirs = both_models(family)
     tree = TokenTree.build(sequences())
     hidden = forward_hidden(
-        ours, torch.from_numpy(tree.tokens), torch.from_numpy(tree.positions), TreeAttention(tree, CPU)
+        ours,
+        torch.from_numpy(tree.tokens).to(DEVICE),
+        torch.from_numpy(tree.positions).to(DEVICE),
+        TreeAttention(tree, DEVICE),
     )
-    weights = [torch.randn(len(s), hidden.shape[1], generator=torch.Generator().manual_seed(i)) for i, s in enumerate(sequences())]
+    weights = [
+        torch.randn(len(s), hidden.shape[1], generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        for i, s in enumerate(sequences())
+    ]
     sum((hidden[path] * weight).sum() for path, weight in zip(tree.paths, weights, strict=True)).backward()
     for sequence, weight in zip(sequences(), weights, strict=True):
-        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None]).last_hidden_state[0]
+        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None].to(DEVICE)).last_hidden_state[0]
         (alone * weight).sum().backward()
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():

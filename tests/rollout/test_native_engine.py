@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_tokenizer
+from tiny import DEVICE, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from corral.model.attention import register
@@ -18,7 +18,7 @@ PROMPTS = [[5, 6, 7, 8], [5, 6, 9], [40, 41, 42, 43, 44, 45], [5, 6, 7, 8, 9, 10
 def make_engine(family: str = "llama", max_sequences: int = 64, max_prefill_tokens: int = 4096) -> NativeEngine:
     register()
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval().to(DEVICE)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # random weights say nothing much; louder ones have opinions
@@ -36,12 +36,12 @@ def generate(engine: NativeEngine, requests: list[tuple[list[int], Sampling, int
 
 def reference_logprobs(engine: NativeEngine, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
     """By transformers, one sequence at a time, without a cache."""
-    theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval().to(DEVICE)
     theirs.load_state_dict(engine.model.state_dict())
     with torch.no_grad():
-        logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+        logits = theirs(torch.tensor([prompt + tokens], device=DEVICE)).logits[0, len(prompt) - 1 : -1] / temperature
     engine.model.config._attn_implementation = "corral"  # the configuration is shared, and was changed
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return logits.log_softmax(-1).cpu().gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
@@ -60,10 +60,10 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     ours = generate(engine, [(prompt, sampling, 0) for prompt in PROMPTS])
     for prompt, completion in zip(PROMPTS, ours, strict=True):
         tokens = list(prompt)
-        theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval()
+        theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval().to(DEVICE)
         theirs.load_state_dict(engine.model.state_dict())
         for _ in range(20):
-            tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+            tokens.append(int(theirs(torch.tensor([tokens], device=DEVICE)).logits[0, -1].argmax()))
         engine.model.config._attn_implementation = "corral"
         assert completion.tokens == tokens[len(prompt) :]
 
@@ -149,7 +149,8 @@ def test_pausing_gives_the_cache_back_and_playing_takes_it_again() -> None:
     engine = make_engine()
     before = generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0]
     engine.pause()
-    assert engine.cache.capacity == 0 and engine.cache.keys[0] is None
+    assert engine.cache.capacity == 0
+    assert engine.cache.keys[0] is None
     engine.resume()
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0].tokens == before.tokens
 
@@ -158,7 +159,8 @@ def test_the_cache_stays_within_its_bound() -> None:
     engine = make_engine(max_sequences=4)
     generate(engine, [(prompt, Sampling(max_tokens=60), i) for i, prompt in enumerate(PROMPTS * 4)])
     keys = engine.cache.keys[0]
-    assert keys is not None and keys.shape[0] == 4
+    assert keys is not None
+    assert keys.shape[0] == 4
     assert keys.shape[2] <= 128
 
 

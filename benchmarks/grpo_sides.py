@@ -1,0 +1,168 @@
+"""The two sides of `grpo_vs_trl.py`: a few GRPO steps with Corral's own parts, and the same with TRL's trainer.
+
+Both return one dict for each step, the warm-up included: `seconds`, of which `generation_s`, `tokens` drawn and the
+`gradient_norm` (so that nobody can win by not training).
+"""
+
+import argparse
+import io
+import time
+from typing import Any
+
+from report import HERE, Measured
+from workloads import SMOKE, WORKLOADS, Workload, hash_reward
+
+QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
+LEARNING_RATE = 1e-6
+
+TRL_SIDES: dict[str, dict[str, Any]] = {
+    "trl": {},
+    "trl-tuned": {"gradient_checkpointing": False, "one_micro_batch": True},
+    "trl-tuned-8": {"gradient_checkpointing": False},
+}
+
+
+def workload_of(name: str, options: argparse.Namespace) -> Workload:
+    return (SMOKE if options.smoke else WORKLOADS)[name]
+
+
+def recipe_of(options: argparse.Namespace) -> Any:
+    from corral.recipe.load import load_recipe
+    from corral.recipe.schema import Recipe
+
+    workload = workload_of(options.workload, options)
+    source = {"path": f"{HERE / 'workloads.py'}:rows", "options": {"name": options.workload}}
+    values: dict[str, Any] = {"data": {"train": source, "chat": workload.chat}, "batch": {}, "rollout": {}}
+    if options.workload == "quickstart":
+        values = load_recipe(QUICKSTART).model_dump(exclude_unset=True, include={"data", "batch", "rollout"})
+        values["data"].pop("validation")
+        values["rollout"].pop("stop")
+    values["data"] |= {"shuffle": False}
+    values["batch"] |= {"prompts_per_step": workload.num_prompts, "samples_per_prompt": workload.num_samples}
+    values["rollout"] |= {"max_response_tokens": workload.num_new, "temperature": 1.0}
+    return Recipe(
+        name="benchmark",
+        model={"path": options.model, "dtype": "float32"},
+        environment={"reward": {"name": f"{HERE / 'workloads.py'}:hash_reward"}},
+        algorithm={"name": "grpo"},
+        optimiser={"learning_rate": LEARNING_RATE},
+        schedule={"steps": options.steps + 1},
+        train={"threads": options.threads},
+        **values,
+    )
+
+
+def corral_steps(options: argparse.Namespace) -> Measured:
+    """The loop of `corral.loop.train.steps`, with a clock. Generation includes the rewards."""
+    from corral.data.batch import Batch
+    from corral.loop.parts import build_parts
+    from corral.loop.record import step_metrics
+    from corral.loop.stages import advantages, learn, plan_updates, play, score
+    from corral.observe.console import Console
+
+    recipe, console, steps = recipe_of(options), Console(io.StringIO()), []
+    parts = build_parts(recipe, console, None)
+    try:
+        for step in range(options.steps + 1):
+            computed, started = parts.engine.stats.computed_tokens, time.perf_counter()
+            with console.stage("playing") as progress:
+                played = play(parts, progress)
+            played_at = time.perf_counter()
+            batch = Batch.of(played.trajectories)
+            updates = plan_updates(parts, batch)
+            score(parts, batch, updates)
+            metrics = advantages(parts, batch, played)
+            metrics |= learn(parts, batch, updates, step + 1).metrics()
+            parts.engine.load((), version=step + 1)
+            metrics |= step_metrics(played, batch, recipe.batch.samples_per_prompt)
+            ended = time.perf_counter()
+            steps.append(
+                {
+                    "seconds": ended - started,
+                    "generation_s": played_at - started,
+                    "tokens": batch.num_generated,
+                    "gradient_norm": metrics["policy/gradient_norm"],
+                    "prompt_tokens": int((~batch.generated).sum()),
+                    "tokens_computed_by_engine": parts.engine.stats.computed_tokens - computed,
+                    "tokens_computed_by_trainer": sum(pack.tree.num_nodes for pack in batch.pack(10**9)),
+                }
+            )
+    finally:
+        parts.close()
+    return steps
+
+
+def trl_steps(options: argparse.Namespace) -> Measured:
+    """TRL's own trainer; a step is from one optimiser step's end to the next one's."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from corral.data.sources import load_rows
+
+    torch.set_num_threads(options.threads)
+    recipe, workload, tuning = recipe_of(options), workload_of(options.workload, options), dict(TRL_SIDES[options.side])
+    num_steps, num_samples = options.steps + 1, workload.num_prompts * workload.num_samples
+    rows = load_rows(recipe.data.train, recipe.data)[: num_steps * workload.num_prompts]
+    prompts = [row.prompt if workload.chat else row.prompt[0]["content"] for row in rows]
+    micro_batch = num_samples if tuning.pop("one_micro_batch", False) else 8
+    clock = {"generation_s": 0.0, "ends": [], "generations": []}
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock["ends"].append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock["ends"].append(time.perf_counter())
+            clock["generations"].append(clock["generation_s"])
+            clock["generation_s"] = 0.0
+
+    class TimedTrainer(GRPOTrainer):
+        def _generate(self, *arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            result = super()._generate(*arguments, **named)
+            clock["generation_s"] += time.perf_counter() - started
+            return result
+
+    def rewards(completions: list[Any], **_: Any) -> list[float]:
+        return [hash_reward(c if isinstance(c, str) else c[0]["content"]) for c in completions]
+
+    trainer = TimedTrainer(
+        model=options.model,
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        reward_funcs=rewards,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        callbacks=[Clock()],
+        args=GRPOConfig(
+            output_dir="trl",
+            model_init_kwargs={"dtype": "float32"},
+            bf16=False,
+            use_cpu=True,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=num_samples // micro_batch,
+            num_generations=workload.num_samples,
+            max_completion_length=workload.num_new,
+            shuffle_dataset=False,
+            max_steps=num_steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            **tuning,
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    return [
+        {
+            "seconds": clock["ends"][i + 1] - clock["ends"][i],
+            "generation_s": clock["generations"][i],
+            "tokens": round(log["completions/mean_length"] * num_samples),
+            "gradient_norm": log["grad_norm"],
+        }
+        for i, log in enumerate(logs)
+    ]

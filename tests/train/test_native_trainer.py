@@ -1,0 +1,190 @@
+"""The trainer's log-probs, values and gradients: exact, however the batch is cut up."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tiny import DEVICE, tiny_config
+from torch import Tensor
+from trajectories import make_trajectory
+from transformers import AutoModelForCausalLM
+
+from corral.data.batch import Batch, Pack
+from corral.model.attention import register
+from corral.recipe.schema import Optimiser
+from corral.train.native import NativeCritic, NativePolicy, ValueModel
+
+
+def tiny_policy(dtype: torch.dtype = torch.float32, recompute: bool = False, **optimiser: object) -> NativePolicy:
+    register()
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE, dtype)
+    recipe = Optimiser(**{"learning_rate": 1e-2, "max_gradient_norm": 1e9, **optimiser})
+    return NativePolicy(
+        model, temperature=0.9, logits_chunk=16, optimiser=recipe, total_updates=10, recompute=recompute
+    )
+
+
+def small_batch() -> Batch:
+    """Three groups of four with a common opening, and samples that start alike."""
+    rng = np.random.default_rng(4)
+    prompts = [[5, 6, 7, *rng.integers(3, 90, 5 + 3 * g)] for g in range(3)]
+    return Batch.of(
+        [
+            make_trajectory(prompt, rng.integers(3, 6, 2 + i).tolist(), group=g, sample=i)
+            for g, prompt in enumerate(prompts)
+            for i in range(4)
+        ]
+    )
+
+
+def token_weights(batch: Batch) -> Tensor:
+    return torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+
+def gradients(policy: NativePolicy, packs: list[Pack]) -> dict[str, Tensor]:
+    for pack in packs:
+        weight = token_weights(pack.batch)[pack.flat]
+        policy.forward_backward(pack, lambda lp, entropy, w=weight: (w * lp).sum() + 0.1 * (w * entropy).sum())
+    return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def separate_gradients(batch: Batch) -> dict[str, Tensor]:
+    """Each trajectory alone, through transformers' own attention and a full softmax."""
+    model = tiny_policy().model
+    theirs = (
+        AutoModelForCausalLM.from_config(copy.deepcopy(tiny_config()), attn_implementation="eager").eval().to(DEVICE)
+    )
+    theirs.load_state_dict(model.state_dict())
+    weights = token_weights(batch)
+    for row in range(len(batch)):
+        span = slice(batch.offsets[row], batch.offsets[row + 1])
+        tokens = torch.from_numpy(batch.sequence(row)).to(DEVICE)
+        log_p = (theirs(tokens[None]).logits[0] / 0.9).log_softmax(-1)[:-1]
+        chosen = log_p.gather(1, tokens[1:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        weight = (weights[span] * torch.from_numpy(batch.generated[span]).to(DEVICE))[1:]
+        ((chosen + 0.1 * entropy) * weight).sum().backward()
+    return {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("cap", [20, 33, 1000])
+def test_the_gradient_is_that_of_the_separate_sequences_for_every_packing(cap: int) -> None:
+    batch = small_batch()
+    ours, expected = gradients(tiny_policy(), batch.pack(cap)), separate_gradients(batch)
+    assert ours.keys() == expected.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], expected[name], atol=2e-5, rtol=1e-4)
+
+
+def test_sharing_prompts_changes_nothing_but_the_work() -> None:
+    batch = small_batch()
+    apart = [pack for row in range(len(batch)) for pack in batch.pack(1000, [row])]
+    (together,) = batch.pack(1000)
+    assert together.tree.num_nodes < 0.5 * sum(pack.tree.num_nodes for pack in apart)
+    shared, separate = gradients(tiny_policy(), [together]), gradients(tiny_policy(), apart)
+    for name in shared:
+        torch.testing.assert_close(shared[name], separate[name], atol=2e-5, rtol=1e-4)
+
+
+def test_recomputed_activations_give_the_same_gradient() -> None:
+    batch = small_batch()
+    plain = gradients(tiny_policy(), batch.pack(1000))
+    recomputed = gradients(tiny_policy(recompute=True), batch.pack(1000))
+    for name in plain:
+        torch.testing.assert_close(plain[name], recomputed[name])
+
+
+def test_scoring_twice_gives_the_same_bits() -> None:
+    policy, packs = tiny_policy(), small_batch().pack(40)
+    for (first, _), (second, _) in zip(policy.logprobs(packs), policy.logprobs(packs), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_log_probs_are_zero_where_nothing_was_generated() -> None:
+    (pack,) = small_batch().pack(1000)
+    ((logprobs, entropy),) = tiny_policy().logprobs([pack])
+    generated = torch.from_numpy(pack.generated).to(DEVICE)
+    assert (logprobs[generated] < 0).all()
+    assert (entropy[generated] > 0).all()
+    assert not logprobs[~generated].any()
+    assert not entropy[~generated].any()
+
+
+def learn_to_prefer(policy: NativePolicy, steps: int) -> tuple[float, float]:
+    """Mean log-prob of a batch before and after training to raise it."""
+    packs = small_batch().pack(1000)
+
+    def mean() -> float:
+        return float(sum(lp.sum() for lp, _ in policy.logprobs(packs))) / small_batch().num_generated
+
+    before = mean()
+    for _ in range(steps):
+        for pack in packs:
+            policy.forward_backward(pack, lambda lp, _: -lp.sum() / 40)
+        assert not policy.step().skipped
+    return before, mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_training_raises_what_it_is_told_to_raise(dtype: torch.dtype) -> None:
+    before, after = learn_to_prefer(tiny_policy(dtype), steps=8)
+    assert after > before + 0.5
+
+
+def test_small_updates_are_not_lost_in_bfloat16() -> None:
+    """Each update is far below bfloat16's resolution; the float32 master adds them up."""
+    policy = tiny_policy(torch.bfloat16, learning_rate=1e-5)
+    assert policy.optimiser is not None
+    masters = [master.detach().clone() for master in policy.optimiser.masters]
+    learn_to_prefer(policy, steps=3)
+    moved = [float((new - old).abs().max()) for new, old in zip(policy.optimiser.masters, masters, strict=True)]
+    assert max(moved) == pytest.approx(3e-5, rel=0.1)
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights() -> None:
+    policy, (pack,) = tiny_policy(), small_batch().pack(1000)
+    before = [parameter.detach().clone() for parameter in policy.model.parameters()]
+    policy.forward_backward(pack, lambda lp, _: lp.sum())
+    policy.forward_backward(pack, lambda lp, _: lp.sum() * torch.nan)
+    assert policy.step().skipped
+    assert all(torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
+    policy.forward_backward(pack, lambda lp, _: -lp.sum())
+    assert not policy.step().skipped
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights() -> None:
+    policy, (pack,) = tiny_policy(), small_batch().pack(1000)
+    before = [parameter.detach().clone() for parameter in policy.model.parameters()]
+    policy.forward_backward(pack, lambda lp, _: (lp - lp.detach()).abs().sqrt().sum())  # 0 with an infinite slope
+    result = policy.step()
+    assert result.skipped
+    assert not np.isfinite(result.gradient_norm)
+    assert all(torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_the_frozen_reference_cannot_be_trained() -> None:
+    register()
+    model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
+    reference = NativePolicy(model, temperature=1.0, logits_chunk=8)
+    with pytest.raises(AssertionError, match="frozen"):
+        reference.step()
+
+
+def test_a_critic_starts_at_zero_and_learns_returns() -> None:
+    register()
+    torch.manual_seed(6)
+    model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
+    critic = NativeCritic(ValueModel(model), Optimiser(learning_rate=5e-3), total_updates=60)
+    batch = small_batch()
+    (pack,) = batch.pack(1000)
+    returns = torch.from_numpy((batch.groups == 1)[np.repeat(np.arange(len(batch)), np.diff(batch.offsets))][pack.flat])
+    mask, returns = torch.from_numpy(pack.generated).to(DEVICE), returns.to(DEVICE)
+    (start,) = critic.values([pack])
+    assert not start.any()
+    for _ in range(60):
+        critic.forward_backward(pack, lambda values: (values - returns.float())[mask].square().mean())
+        critic.step()
+    (values,) = critic.values([pack])
+    assert (values - returns.float())[mask].abs().max() < 0.2
