@@ -38,7 +38,7 @@ MEANINGS = {
     "rollout.temperature": "Logits are divided by it, in sampling and in training alike.",
     "rollout.top_p": "Sample from the likeliest tokens that have this probability together. 1: all tokens.",
     "rollout.min_p": "Leave out tokens less likely than this share of the likeliest one. 0: all tokens.",
-    "rollout.max_response_tokens": "Longest response: all that follows the prompt, observations of later turns included.",
+    "rollout.max_response_tokens": "Longest response: all that follows the prompt, observations included.",
     "rollout.max_turns": "Replies of the model in one trajectory.",
     "batch": "How much is played and learnt in a step.",
     "batch.prompts_per_step": "Prompts drawn in each step.",
@@ -60,7 +60,7 @@ MEANINGS = {
     "algorithm.kl.estimator": "How the KL of a token is estimated; see [algorithms](algorithms.md#kl).",
     "algorithm.kl.coefficient": "Weight of the KL; with an adaptive controller, the first one.",
     "algorithm.kl.controller": "Whether the coefficient stays, or follows the KL towards `target`.",
-    "algorithm.correction.name": "Which; see [algorithms](algorithms.md#corrections), also for the bounds where none are set.",
+    "algorithm.correction.name": "Which; see [algorithms](algorithms.md#corrections), also for its bounds.",
     "algorithm.dynamic_sampling.enabled": "Whether to.",
     "algorithm.overlong.buffer_tokens": "Tokens before the limit in which the penalty grows from 0.",
     "algorithm.overlong.penalty": "At the limit.",
@@ -113,7 +113,7 @@ RESOLVED_NAMES = {
 }
 """Keys of the algorithm that are called something else once they are decided."""
 
-DECIDED_ELSEWHERE = {"algorithm.aggregation_norm", "algorithm.correction.cap", "algorithm.kl.where"}
+DECIDED_ELSEWHERE = {"algorithm.aggregation_norm", "algorithm.correction.cap"}
 """Keys whose value depends on more than the preset; their meaning says on what."""
 
 
@@ -190,7 +190,7 @@ def default(key: Key) -> str:
     if key.default is not None:
         return code(key.default)
     decided = [getattr(resolve_algorithm(recipe_with(name)), decided_as(key), None) for name in PRESETS]
-    if decided[0] is None or dotted(key.path) in DECIDED_ELSEWHERE:
+    if set(decided) == {None} or dotted(key.path) in DECIDED_ELSEWHERE:
         return "not set"
     return code(decided[0]) if len(set(decided)) == 1 else "by preset"
 
@@ -209,13 +209,11 @@ def meaning(key: Key) -> str:
     """What the schema says of the key: the text under it, else, for a section, its class's; else ours."""
     said = schema_meanings().get(dotted(key.path)) or MEANINGS.get(dotted(key.path))
     assert said, f"nobody says what `{dotted(key.path)}` means"
-    return said
+    return said.replace("None: ", "Not set: ")
 
 
 def schema_meanings() -> dict[str, str]:
-    classes = {
-        node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)
-    }
+    classes = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
     found = {}
     for key in all_keys().values():
         for owner in owners(key):
@@ -252,7 +250,10 @@ def texts_under_keys(node: ast.ClassDef) -> dict[str, str]:
 
 
 def preset_table() -> str:
-    rows = ["| `algorithm.name` | advantage | loss | aggregation | clip | besides |", "| --- | --- | --- | --- | --- | --- |"]
+    rows = [
+        "| `algorithm.name` | advantage | loss | aggregation | clip | besides |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, preset in PRESETS.items():
         resolved = resolve_algorithm(recipe_with(name))
         clip = f"{resolved.clip_low:g}, {resolved.clip_high:g}" if resolved.loss in CLIPS else ""
@@ -263,9 +264,8 @@ def preset_table() -> str:
         besides += ["a critic"] * resolved.needs_critic
         besides += ["a greedy answer to each prompt"] * resolved.needs_greedy_baseline
         besides += ["dynamic sampling"] * resolved.dynamic_sampling
-        rows.append(
-            f"| `{name}` | {resolved.advantage} | {resolved.loss} | {resolved.aggregation} | {clip} | {'; '.join(besides)} |"
-        )
+        parts = f"{resolved.advantage} | {resolved.loss} | {resolved.aggregation}"
+        rows.append(f"| `{name}` | {parts} | {clip} | {'; '.join(besides)} |")
     return "\n".join(rows)
 
 
@@ -285,7 +285,9 @@ def loss_table() -> str:
 
 
 def word_table(what: str, words: dict[str, str]) -> str:
-    return "\n".join([f"| {what} | what it is |", "| --- | --- |", *(f"| `{name}` | {said} |" for name, said in words.items())])
+    return "\n".join(
+        [f"| {what} | what it is |", "| --- | --- |", *(f"| `{name}` | {said} |" for name, said in words.items())]
+    )
 
 
 def one_line(text: str) -> str:

@@ -27,9 +27,20 @@ schedule: {{steps: 2}}
 logging: {{runs: {folder}/runs, trajectories: false}}
 """
 REWARD = '''\
+import time
+
+
 def share_of_vowels(response):
     """Easy to learn for a model that says random letters."""
     return sum(letter in "aeiou" for letter in response) / 8
+
+
+def slowly(response, calls, seconds):
+    """The same, and a test can see how far it has come."""
+    with open(calls, "a") as file:
+        file.write(".")
+    time.sleep(seconds)
+    return share_of_vowels(response)
 '''
 VALIDATION = (
     "data.validation.path=arithmetic:addition",
@@ -75,6 +86,20 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """Everything in metrics.jsonl that must be the same in every run; that is all but times."""
     return [without_times(row) for row in read(run / "metrics.jsonl")]
+
+
+def same_outcome(run: Path, other: Path, step: int) -> bool:
+    """To the bit: numbers, trajectories, and by their hashes all files of the last checkpoint."""
+    manifest = Path("checkpoints") / f"step_{step:06d}" / "manifest.json"
+    return (
+        rows_of(run) == rows_of(other)
+        and (run / manifest).read_bytes() == (other / manifest).read_bytes()
+        and _files(run / "trajectories") == _files(other / "trajectories")
+    )
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
-    @property
+    @cached_property
     def family(self) -> tuple[bytes, Sampling]:
         """Requests of one family have the same next-token distribution at the start."""
         return self.prompt.tobytes(), self.sampling
@@ -167,14 +168,16 @@ class NativeEngine:
         admitted = sum(len(requests) for requests in families.values())
         self.waiting = self.waiting[admitted:]
         self.stats.prompt_tokens += sum(len(r.prompt) for requests in families.values() for r in requests)
-        self._prefill([requests for family, requests in families.items() if family not in self.stored])
-        for family, requests in families.items():
-            if (stored := self.stored.get(family)) is not None:
-                self._start(requests, stored)
         left = {request.family for request in self.waiting}
+        fresh = [requests for family, requests in families.items() if family not in self.stored]
+        for family, requests in families.items():
+            if family in self.stored:
+                self._start(requests, self.stored[family])
+        self._prefill(fresh, left)
         self.stored = {family: stored for family, stored in self.stored.items() if family in left}
 
-    def _prefill(self, families: list[list[Request]]) -> None:
+    def _prefill(self, families: list[list[Request]], left: set[tuple[bytes, Sampling]]) -> None:
+        """One branch for each family. Those with members `left` to wait are stored for them."""
         if not families:
             return
         prompts = [requests[0].prompt for requests in families]
@@ -188,7 +191,6 @@ class NativeEngine:
             Prefill(self.cache, tree, slots, self.device),
         )
         self.stats.computed_tokens += tree.num_nodes
-        left = {request.family for request in self.waiting}
         for slot, requests, path in zip(slots, families, tree.paths, strict=True):
             branch = Branch(requests, len(path), hidden[path[-1]], slot)
             self.branches.append(branch)
@@ -196,8 +198,6 @@ class NativeEngine:
                 self.stored[requests[0].family] = StoredPrompt(self.cache.read(slot, len(path)), branch.hidden)
 
     def _start(self, requests: list[Request], stored: StoredPrompt) -> None:
-        if any(requests[0] in branch.requests for branch in self.branches):
-            return  # prefilled just now; stored for those that still wait
         slot, length = len(self.branches), len(requests[0].prompt)
         self.cache.reserve(length)
         self.cache.write(slot, stored.cache)

@@ -1,0 +1,138 @@
+"""Ctrl-C and SIGTERM: once ends the run in good order, twice ends it at once."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Command, Finished, corral, start_corral
+from runs import VALIDATION, rows_of, same_outcome, write_recipe
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+STEPS = ("schedule.steps=4", "logging.trajectories=true")
+CALLS_PER_STEP = 16
+CALLS_PER_VALIDATION = 6
+LONG_UPDATES = "batch.passes=30"
+
+
+class Watched:
+    """A run whose reward function tells how often it was called: the way to hit it at a certain moment."""
+
+    def __init__(self, folder: Path, model: Path, *overrides: str, seconds: float = 0.0) -> None:
+        self.folder, self.path = folder, folder / "runs" / "tiny"
+        self.calls = folder / "calls"
+        write_recipe(folder, model)
+        self.command = ("train", "recipe.yaml", *STEPS, *overrides)
+        slow = (
+            f"environment.reward.name={folder}/vowels.py:slowly",
+            f"environment.reward.options.calls={self.calls}",
+            f"environment.reward.options.seconds={seconds}",
+        )
+        self.process: Command = start_corral(folder, *self.command, *slow)
+
+    def num_calls(self) -> int:
+        return self.calls.stat().st_size if self.calls.exists() else 0
+
+    def interrupt(self, when: Callable[["Watched"], bool], number: signal.Signals = signal.SIGINT) -> Finished:
+        self.process.wait_until(lambda: when(self))
+        self.process.send(number)
+        return self.process.wait()
+
+    def resumed_equals_uninterrupted(self) -> bool:
+        assert corral(self.folder, *self.command).code == 0
+        assert corral(self.folder, *self.command, "name=whole").code == 0
+        return same_outcome(self.path, self.folder / "runs" / "whole", step=4)
+
+
+def is_playing_step_3(run: Watched) -> bool:
+    return run.num_calls() > 2 * CALLS_PER_STEP + 2
+
+
+def is_learning_in_step_2(run: Watched) -> bool:
+    """The last answer was scored; a moment later the updates have begun."""
+    if run.num_calls() < 2 * CALLS_PER_STEP:
+        return False
+    time.sleep(0.1)
+    return True
+
+
+def is_validating_after_step_1(run: Watched) -> bool:
+    return run.num_calls() > CALLS_PER_VALIDATION + CALLS_PER_STEP + 2
+
+
+@pytest.mark.slow
+@BOTH
+def test_interrupt_while_playing(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
+    run = Watched(tmp_path, tiny_model, seconds=0.03)
+    finished = run.interrupt(is_playing_step_3, number)
+    assert finished.code == 0
+    assert finished.stderr == ""
+    assert "the same command again (stopped after step 2 of 4)" in finished.stdout
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step_000002"]
+    assert [row["step"] for row in rows_of(run.path)] == [1, 2]
+    assert run.resumed_equals_uninterrupted()
+
+
+@pytest.mark.slow
+@BOTH
+def test_interrupt_while_learning(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
+    run = Watched(tmp_path, tiny_model, LONG_UPDATES)
+    finished = run.interrupt(is_learning_in_step_2, number)
+    assert finished.code == 0
+    assert finished.stderr == ""
+    assert "stopping as soon as this step is done" in finished.stdout
+    assert "the same command again (stopped after step 2 of 4)" in finished.stdout
+    assert run.resumed_equals_uninterrupted()
+
+
+@pytest.mark.slow
+def test_interrupt_while_validating(tmp_path: Path, tiny_model: Path) -> None:
+    """The validation that was cut short is made by the run that goes on."""
+    run = Watched(tmp_path, tiny_model, *VALIDATION, "validation.every=1", seconds=0.03)
+    finished = run.interrupt(is_validating_after_step_1)
+    assert "stopped after step 1 of 4" in finished.stdout
+    assert [row["step"] for row in rows_of(run.path)] == [0, 1]
+    assert run.resumed_equals_uninterrupted()
+
+
+def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_start(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run = Watched(tmp_path, tiny_model)
+    finished = run.interrupt(lambda run: (run.path / "logs" / "main.log").exists())
+    assert finished.code == 0
+    assert "the same command again (stopped after step 0 of 4)" in finished.stdout
+    assert not list((run.path / "checkpoints").iterdir())
+
+
+def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Path, tiny_model: Path) -> None:
+    run = Watched(tmp_path, tiny_model, "checkpoint.resume=never", seconds=0.02)
+    finished = run.interrupt(is_playing_step_3)
+    [line] = [line for line in finished.stdout.splitlines() if line.startswith("resume")]
+    change = line.split(" with ")[1].split(" (")[0].split()
+    assert corral(tmp_path, *run.command, *change).code == 0
+    assert [row["step"] for row in rows_of(run.path)] == [1, 2, 3, 4]
+
+
+@BOTH
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
+    run = Watched(tmp_path, tiny_model, "batch.passes=100000", "checkpoint.every=1")
+    run.process.wait_until(lambda: run.num_calls() >= CALLS_PER_STEP)
+    run.process.send(number)
+    time.sleep(0.3)
+    assert run.process.is_running()
+    run.process.send(number)
+    finished = run.process.wait(timeout_s=10)
+    assert finished.code == 130
+    assert finished.errors == ["error: stopped at once; what was saved before is as it was"]
+    assert "Traceback" not in finished.stderr
+    assert not list((run.path / "checkpoints").iterdir())
+
+
+def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(tmp_path: Path, tiny_model: Path) -> None:
+    run = Watched(tmp_path, tiny_model, "environment.reward.timeout_s=600", seconds=600)
+    started = time.monotonic()
+    finished = run.interrupt(lambda run: run.num_calls() >= 1)
+    assert finished.code == 0
+    assert time.monotonic() - started < 20

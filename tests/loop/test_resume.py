@@ -1,0 +1,195 @@
+"""A run that is killed and started again is, to the bit, the run that was not killed."""
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import corral, start_corral
+from runs import VALIDATION, rows_of, same_outcome, train_here, write_recipe
+
+GRPO = (*VALIDATION, "validation.every=2", "validation.temperature=1.0", "validation.samples_per_prompt=2")
+PPO = (
+    "algorithm.name=ppo",
+    "algorithm.kl.controller=adaptive",
+    "algorithm.kl.horizon=50",
+    "critic.optimiser.learning_rate=0.01",
+    "optimiser.schedule=cosine",
+    "batch.updates_per_step=2",
+)
+EVERY_STEP = ("schedule.steps=5", "checkpoint.every=1", "logging.trajectories=true")
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "num_kills"), [(GRPO, 7), (PPO, 5)], ids=["grpo", "ppo"])
+def test_kills_leave_no_trace(tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...], num_kills: int) -> None:
+    write_recipe(tmp_path, tiny_model)
+    command = ("train", "recipe.yaml", *EVERY_STEP, *overrides)
+    started = time.monotonic()
+    assert corral(tmp_path, *command, "name=whole").code == 0
+    whole_s = time.monotonic() - started
+    moment = random.Random(1)
+    killed = 0
+    while killed < num_kills:
+        process = start_corral(tmp_path, *command, "name=killed")
+        time.sleep(moment.uniform(0.2, 0.8) * whole_s)
+        process.send(signal.SIGKILL)
+        if process.wait().code == 0:
+            break
+        killed += 1
+    assert killed > 1
+    finished = corral(tmp_path, *command, "name=killed")
+    assert finished.code == 0, finished.stderr
+    assert same_outcome(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole", step=5)
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    command = ("train", "recipe.yaml", *EVERY_STEP)
+    corral(tmp_path, *command, "name=whole")
+    run = tmp_path / "runs" / "killed"
+    process = start_corral(tmp_path, *command, "name=killed")
+    process.wait_until(lambda: (run / "checkpoints" / ".step_000003.part").exists())
+    process.send(signal.SIGKILL)
+    assert process.wait().code == -signal.SIGKILL
+    assert checkpoints(run)[-1] == "step_000002"
+    finished = corral(tmp_path, *command, "name=killed")
+    assert "goes on after step 2" in finished.stdout
+    assert same_outcome(run, tmp_path / "runs" / "whole", step=5)
+    assert checkpoints(run) == ["step_000004", "step_000005"]  # and nothing is left of the unfinished one
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, *GRPO)
+    manifest = run / "checkpoints" / "step_000002" / "manifest.json"
+    before, written = rows_of(run), manifest.stat().st_mtime_ns
+    train_here(tmp_path, tiny_model, *GRPO)
+    assert rows_of(run) == before
+    assert manifest.stat().st_mtime_ns == written
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path, tiny_model: Path) -> None:
+    train_here(tmp_path, tiny_model, "schedule.steps=2", "name=longer")
+    longer = train_here(tmp_path, tiny_model, "schedule.steps=4", "name=longer")
+    whole = train_here(tmp_path, tiny_model, "schedule.steps=4", "name=whole")
+    assert same_outcome(longer, whole, step=4)
+    assert (longer / "recipe.2.yaml").exists()
+
+
+def damage_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("{")
+
+
+def empty_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("[]")
+
+
+def remove_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def flip_a_bit_of_the_weights(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+def cut_off_the_optimiser(checkpoint: Path) -> None:
+    file = checkpoint / "actor" / "optimiser.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_manifest, empty_manifest, remove_manifest, flip_a_bit_of_the_weights, cut_off_the_optimiser]
+)
+def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, tiny_model: Path, damage: object) -> None:
+    assert callable(damage)
+    steps = ("checkpoint.every=1", "schedule.steps=3")
+    whole = train_here(tmp_path, tiny_model, *steps)
+    damaged = tmp_path / "runs" / "damaged"
+    shutil.copytree(whole, damaged)
+    damage(damaged / "checkpoints" / "step_000003")
+    train_here(tmp_path, tiny_model, *steps, "name=damaged")
+    assert same_outcome(damaged, whole, step=3)
+    assert checkpoints(damaged) == ["step_000002", "step_000003", "step_000003.unused"]
+
+
+def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> None:
+    first = train_here(tmp_path, tiny_model)
+    before = rows_of(first)
+    second = train_here(tmp_path, tiny_model, "checkpoint.resume=never", "seed=1")
+    assert second.name == "tiny-2"
+    assert [row["step"] for row in rows_of(second)] == [1, 2]
+    assert rows_of(first) == before
+
+
+def test_resume_from_an_earlier_checkpoint_of_the_same_run(tmp_path: Path, tiny_model: Path) -> None:
+    steps = ("checkpoint.every=1", "schedule.steps=4", "checkpoint.keep=4")
+    run = train_here(tmp_path, tiny_model, *steps)
+    whole = shutil.copytree(run, tmp_path / "whole")
+    resume = f"checkpoint.resume={run}/checkpoints/step_000002"
+    assert train_here(tmp_path, tiny_model, *steps, "checkpoint.keep=2", resume) == run
+    assert same_outcome(run, whole, step=4)
+    assert checkpoints(run) == ["step_000003", "step_000003.unused", "step_000004", "step_000004.unused"]
+
+
+def test_resume_from_a_checkpoint_of_another_run(tmp_path: Path, tiny_model: Path) -> None:
+    whole = train_here(tmp_path, tiny_model, "schedule.steps=4", "checkpoint.every=1", "checkpoint.keep=4")
+    resume = f"checkpoint.resume={whole}/checkpoints/step_000002"
+    other = train_here(tmp_path, tiny_model, "schedule.steps=4", "name=other", resume)
+    assert rows_of(other) == [row for row in rows_of(whole) if row["step"] > 2]
+
+
+def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    for path, problem in ((tmp_path / "nowhere", "there is no such folder"), (tiny_model, "it has no manifest.json")):
+        finished = corral(tmp_path, "train", "recipe.yaml", f"checkpoint.resume={path}")
+        assert finished.code == 2
+        assert finished.errors == [f"error: checkpoint.resume: {path} is not a usable checkpoint: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("seed=1", "was made with seed 0; the recipe says 1"),
+        ("data.train.size=30", "made with 40 rows of data, now there are 30"),
+        ("algorithm.name=ppo", "has no critic; it was made with another algorithm"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_the_checkpoint_is_refused_and_nothing_is_lost(
+    tmp_path: Path, tiny_model: Path, change: str, expected: str
+) -> None:
+    run = train_here(tmp_path, tiny_model, "checkpoint.every=1")
+    (run / "checkpoints" / "step_000002" / "manifest.json").unlink()
+    before = rows_of(run)
+    finished = corral(tmp_path, "train", "recipe.yaml", change)
+    assert finished.code == 2
+    assert len(finished.errors) == 1
+    assert expected in finished.errors[0]
+    assert rows_of(run) == before
+
+
+def test_prompts_are_drawn_exactly_once_over_kills(tmp_path: Path, tiny_model: Path) -> None:
+    """The ledger of what was trained on: ordinals 0, 1, 2, ... each in one step."""
+    from corral.observe.trajectories import read_trajectories
+
+    steps = ("checkpoint.every=1", "logging.trajectories=true")
+    train_here(tmp_path, tiny_model, *steps, "schedule.steps=2")
+    run = train_here(tmp_path, tiny_model, *steps, "schedule.steps=4")
+    ordinals = [
+        record["ordinal"]
+        for file in sorted((run / "trajectories").iterdir())
+        for record in read_trajectories(file)
+        if record["sample"] == 0
+    ]
+    assert ordinals == list(range(16))
+    state = json.loads((run / "checkpoints" / "step_000004" / "state.json").read_text())
+    assert state["sampler"]["next_ordinal"] == 16
