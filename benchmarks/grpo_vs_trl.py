@@ -52,7 +52,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, a hub name, or the built-in one")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or the built-in one")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
@@ -79,6 +79,8 @@ def endless_model(model: str, folder: Path) -> str:
         source = Path(model_source(model))
     except UserError as error:
         raise SystemExit(str(error)) from error
+    if not source.is_dir():
+        raise SystemExit(f"--model {model} is not a folder")
     folder.mkdir()
     for file in source.iterdir():
         if file.suffix == ".safetensors":
@@ -87,7 +89,8 @@ def endless_model(model: str, folder: Path) -> str:
             shutil.copy(file, folder)
     tokenizer = AutoTokenizer.from_pretrained(source)
     end = tokenizer.convert_tokens_to_ids(NEVER_SAID)
-    assert end != tokenizer.unk_token_id, f"{model} has no token {NEVER_SAID}; name another one that it never says"
+    if end in (None, tokenizer.unk_token_id):
+        raise SystemExit(f"{model} has no token {NEVER_SAID}; set NEVER_SAID to another one that it never says")
     changes = {"tokenizer_config.json": NEVER_SAID, "config.json": end, "generation_config.json": end}
     for name, value in changes.items():
         settings = json.loads((folder / name).read_text())
@@ -110,6 +113,8 @@ def compare(report: Report, name: str, model: str, sides: list[str], options: ar
         return steps
 
     measured = take_turns(sides, options.rounds, measure)
+    if len({tuple(step["prompt_tokens"] for step in steps[: options.steps]) for steps in measured.values()}) > 1:
+        print("  NOT THE SAME WORK: the sides had different prompts")
     rivals = [side for side in measured if side != "corral"]
     best = min(rivals, key=lambda side: seconds_of(measured[side]), default=None)
     rows = [

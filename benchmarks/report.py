@@ -116,7 +116,7 @@ class Report:
 
     def __init__(self, name: str, title: str, out: Path, packages: Sequence[str] = ()) -> None:
         self.title, self.out = title, out / name
-        self.facts = {
+        self.facts: dict[str, Any] = {
             "date": datetime.datetime.now().isoformat(timespec="minutes"),
             "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),

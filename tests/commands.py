@@ -77,6 +77,7 @@ def start_corral(folder: Path, *arguments: str, before: Callable[[], None] | Non
     number = next(n for n in count(1) if not (folder / f"stdout.{n}").exists())
     stdout, stderr = folder / f"stdout.{number}", folder / f"stderr.{number}"
     stdout.touch()
+    stderr.touch()
     process = _forkserver().Process(target=_main, args=(folder, arguments, stdout, stderr, before), daemon=True)
     process.start()
     return Command(process, stdout, stderr)

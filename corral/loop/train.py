@@ -84,8 +84,8 @@ def train(recipe: Recipe, plan_text: str, plan_lines: list[str], console: Consol
         folder.write_plan(plan_text)
         console.banner(folder.name, folder.path, recipe.model.path, plan_lines, state.get("step"))
         with (
-            run_log(folder.logs / "main.log", console),
             Interrupt(console.warn) as interrupt,
+            run_log(folder.logs / "main.log", console),
             running(recipe, folder, console, interrupt, checkpoint, state) as run,
         ):
             with suppress(Interrupted):

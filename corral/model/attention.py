@@ -5,6 +5,8 @@ caller passes along with the tokens (`forward_hidden`): a `TreeAttention` for tr
 engine's cache for decoding. The model's own code never learns the difference, and no model code is ours.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +17,18 @@ from torch import Tensor, nn
 from corral.data.tree import Chunk, TokenTree
 
 ATTENTION_NAME = "corral"
+EXACT = "corral_exact"
+"""Attribute of the attention modules that compute exactly."""
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(query, key, value, mask) -> output, [batch, heads, tokens, width] each. Without a mask: causal."""
 
 
 class AttentionContext(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Decides who sees whom; the kernel does the arithmetic."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
         """query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width] -> [1, heads, tokens, width]"""
         ...
 
@@ -35,8 +45,36 @@ def corral_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """The signature that transformers calls."""
-    output = corral.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
+    kernel = partial(exact_attention if getattr(module, EXACT, False) else fast_attention, scale=scaling)
+    output = corral.attend(int(module.layer_idx), query, key, value, kernel)  # type: ignore[arg-type]
     return output.transpose(1, 2), None
+
+
+def fast_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """In float64, rounded once at the end: the order in which keys are summed no longer shows in float32.
+
+    Matrix products with the same inner order for any number of rows (OpenBLAS has it) do the rest: then a token's
+    log-prob is the same number in the engine and in the trainer, whatever it is batched with.
+    """
+    return fast_attention(query.double(), key.double(), value.double(), mask, scale).to(query.dtype)
+
+
+def make_exact(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, EXACT, True)
 
 
 def register() -> None:
@@ -77,8 +115,8 @@ class TreeAttention:
             else:
                 self.blocks += [_chunk_block(chunk, device) for chunk in chunks]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        outputs = [block.attend(query, key, value, scale) for block in self.blocks]
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        outputs = [block.attend(query, key, value, kernel) for block in self.blocks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -88,16 +126,9 @@ class _Block:
     def __init__(self, start: int, end: int, path: Tensor | slice, mask: Tensor | None) -> None:
         self.start, self.end, self.path, self.mask = start, end, path, mask
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query[:, :, self.start : self.end],
-            key[:, :, self.path],
-            value[:, :, self.path],
-            attn_mask=self.mask,
-            is_causal=self.mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        queries = query[:, :, self.start : self.end]
+        return kernel(queries, key[:, :, self.path], value[:, :, self.path], self.mask)
 
 
 def _dense_block(chunks: tuple[Chunk, ...], device: torch.device) -> _Block:

@@ -1,12 +1,13 @@
 """Models and tokenizers: from a folder, a hub name, or the one real model that a Python package carries."""
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from corral.model.attention import ATTENTION_NAME, register
+from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.smollm2 import SMOLLM2, smollm2_folder
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
@@ -55,6 +56,11 @@ def load_model(model: Model, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
+    dtype = resolve_dtype(model.dtype, device)
+    if model.exact and dtype != torch.float32:
+        raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
+    if device.type == "cpu" and dtype == torch.float32:
+        prefer_blas()
     source = model_source(model.path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
@@ -62,14 +68,23 @@ def load_model(model: Model, device: torch.device) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
-            dtype=resolve_dtype(model.dtype, device),
+            dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=model.trust_remote_code,
         )
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
-    loaded.config.use_cache = False
+    if model.exact:
+        make_exact(loaded)
     return loaded.to(device).eval()
+
+
+def prefer_blas() -> None:
+    """On ARM, float32 products go to OpenBLAS instead of oneDNN: faster for the few rows of a decode step (65 against
+    59 GFLOP/s for 64 rows, 44 against 37 for 16, on two Neoverse-N1 cores), and a row's result does not depend on how
+    many others there are. On other CPUs torch does not use oneDNN for float32 in the first place."""
+    if platform.machine() in ("aarch64", "arm64"):
+        torch.backends.mkldnn.set_flags(False)
 
 
 def load_tokenizer(model: Model) -> Any:

@@ -79,6 +79,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    if len(hidden) == 1:  # a single row goes through other kernels, which round differently
+        return _logits(hidden.expand(2, -1), weight, bias, temperature)[:1]
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 

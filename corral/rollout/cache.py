@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
-from corral.model.attention import TreeAttention
+from corral.model.attention import Kernel, TreeAttention
 
 GROWTH = 64
 
@@ -77,12 +77,12 @@ class Prefill:
         self.attention = TreeAttention(tree, device)
         self.paths: list[IntArray] = list(tree.paths)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         for slot, path in zip(self.slots, self.paths, strict=True):
             keys[slot, :, : len(path)] = key[0][:, path]
             values[slot, :, : len(path)] = value[0][:, path]
-        return self.attention.attend(layer, query, key, value, scale)
+        return self.attention.attend(layer, query, key, value, kernel)
 
 
 class Decode:
@@ -95,18 +95,13 @@ class Decode:
         columns = torch.arange(self.longest, device=lengths.device)
         self.mask = (columns <= lengths[:, None])[:, None, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         keys[self.slots, :, self.lengths] = key[0].transpose(0, 1)
         values[self.slots, :, self.lengths] = value[0].transpose(0, 1)
         num_slots, kv_heads = len(self.slots), key.shape[1]
         # The query heads of one kv head become its queries: no copy of the cache for grouped-query attention.
         grouped = query[0].transpose(0, 1).reshape(num_slots, kv_heads, -1, query.shape[3])
-        output = F.scaled_dot_product_attention(
-            grouped,
-            keys[:num_slots, :, : self.longest],
-            values[:num_slots, :, : self.longest],
-            attn_mask=self.mask,
-            scale=scale,
-        )
+        seen_keys, seen_values = keys[:num_slots, :, : self.longest], values[:num_slots, :, : self.longest]
+        output = kernel(grouped, seen_keys, seen_values, self.mask)
         return output.reshape(num_slots, query.shape[1], -1).transpose(0, 1)[None]

@@ -77,7 +77,7 @@ class NativeEngine:
         self.max_sequences, self.max_prefill_tokens, self.max_length = max_sequences, max_prefill_tokens, max_length
         self.device = next(model.parameters()).device
         self.head = model.get_output_embeddings()
-        self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_sequences)
+        self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max(max_sequences, 2))
         self.version = 0
         self.stats = EngineStats()
         self.in_flight: set[Request] = set()
@@ -206,8 +206,11 @@ class NativeEngine:
     def _draw(self) -> list[Request]:
         """Draws a token for every request, ends those that are done, forks branches whose requests drew differently."""
         hidden = torch.stack([branch.hidden for branch in self.branches])
+        if len(hidden) == 1:
+            hidden = hidden.expand(2, -1)  # see _decode
         sampling = [branch.requests[0].sampling for branch in self.branches]
-        logits = scale_logits(self.head(hidden).float(), self._tensor([s.temperature for s in sampling]))
+        logits = self.head(hidden).float()[: len(self.branches)]
+        logits = scale_logits(logits, self._tensor([s.temperature for s in sampling]))
         requests = [(row, request) for row, branch in enumerate(self.branches) for request in branch.requests]
         rows = self._tensor([row for row, _ in requests])
         seeds = self._tensor([request.seed for _, request in requests])
@@ -270,13 +273,17 @@ class NativeEngine:
     def _decode(self) -> None:
         if not self.branches:
             return
-        lengths = self._tensor([branch.length for branch in self.branches])
-        self.cache.reserve(max(branch.length for branch in self.branches) + 1)
-        tokens = self._tensor([branch.requests[0].tokens[-1] for branch in self.branches])
-        hidden = forward_hidden(self.model, tokens, lengths, Decode(self.cache, lengths))
+        tokens = [branch.requests[0].tokens[-1] for branch in self.branches]
+        lengths = [branch.length for branch in self.branches]
+        self.cache.reserve(max(lengths) + 1)
+        if len(tokens) == 1:
+            # A single row goes through other kernels, which round differently: give it company, in a free slot.
+            tokens, lengths = [*tokens, tokens[0]], [*lengths, 0]
+        context = Decode(self.cache, self._tensor(lengths))
+        hidden = forward_hidden(self.model, self._tensor(tokens), self._tensor(lengths), context)
         self.stats.computed_tokens += len(self.branches)
         self.stats.decode_steps += 1
-        for branch, row in zip(self.branches, hidden, strict=True):
+        for branch, row in zip(self.branches, hidden, strict=False):
             branch.hidden = row
             branch.length += 1
 

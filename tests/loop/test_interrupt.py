@@ -10,10 +10,10 @@ from commands import Command, Finished, corral, start_corral
 from runs import VALIDATION, rows_of, same_outcome, write_recipe
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-STEPS = ("schedule.steps=4", "logging.trajectories=true")
+STEPS = ("schedule.steps=3", "logging.trajectories=true")
 CALLS_PER_STEP = 16
 CALLS_PER_VALIDATION = 6
-LONG_UPDATES = "batch.passes=30"
+LONG_UPDATES = "batch.passes=20"
 
 
 class Watched:
@@ -42,7 +42,7 @@ class Watched:
     def resumed_equals_uninterrupted(self) -> bool:
         assert corral(self.folder, *self.command).code == 0
         assert corral(self.folder, *self.command, "name=whole").code == 0
-        return same_outcome(self.path, self.folder / "runs" / "whole", step=4)
+        return same_outcome(self.path, self.folder / "runs" / "whole", step=3)
 
 
 def is_playing_step_3(run: Watched) -> bool:
@@ -68,21 +68,20 @@ def test_interrupt_while_playing(tmp_path: Path, tiny_model: Path, number: signa
     finished = run.interrupt(is_playing_step_3, number)
     assert finished.code == 0
     assert finished.stderr == ""
-    assert "the same command again (stopped after step 2 of 4)" in finished.stdout
+    assert "the same command again (stopped after step 2 of 3)" in finished.stdout
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step_000002"]
     assert [row["step"] for row in rows_of(run.path)] == [1, 2]
     assert run.resumed_equals_uninterrupted()
 
 
 @pytest.mark.slow
-@BOTH
-def test_interrupt_while_learning(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
+def test_interrupt_while_learning(tmp_path: Path, tiny_model: Path) -> None:
     run = Watched(tmp_path, tiny_model, LONG_UPDATES)
-    finished = run.interrupt(is_learning_in_step_2, number)
+    finished = run.interrupt(is_learning_in_step_2)
     assert finished.code == 0
     assert finished.stderr == ""
     assert "stopping as soon as this step is done" in finished.stdout
-    assert "the same command again (stopped after step 2 of 4)" in finished.stdout
+    assert "the same command again (stopped after step 2 of 3)" in finished.stdout
     assert run.resumed_equals_uninterrupted()
 
 
@@ -91,7 +90,7 @@ def test_interrupt_while_validating(tmp_path: Path, tiny_model: Path) -> None:
     """The validation that was cut short is made by the run that goes on."""
     run = Watched(tmp_path, tiny_model, *VALIDATION, "validation.every=1", seconds=0.03)
     finished = run.interrupt(is_validating_after_step_1)
-    assert "stopped after step 1 of 4" in finished.stdout
+    assert "stopped after step 1 of 3" in finished.stdout
     assert [row["step"] for row in rows_of(run.path)] == [0, 1]
     assert run.resumed_equals_uninterrupted()
 
@@ -102,7 +101,7 @@ def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_s
     run = Watched(tmp_path, tiny_model)
     finished = run.interrupt(lambda run: (run.path / "logs" / "main.log").exists())
     assert finished.code == 0
-    assert "the same command again (stopped after step 0 of 4)" in finished.stdout
+    assert "the same command again (stopped after step 0 of 3)" in finished.stdout
     assert not list((run.path / "checkpoints").iterdir())
 
 
@@ -112,13 +111,14 @@ def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Pa
     [line] = [line for line in finished.stdout.splitlines() if line.startswith("resume")]
     change = line.split(" with ")[1].split(" (")[0].split()
     assert corral(tmp_path, *run.command, *change).code == 0
-    assert [row["step"] for row in rows_of(run.path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows_of(run.path)] == [1, 2, 3]
 
 
 @BOTH
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
     run = Watched(tmp_path, tiny_model, "batch.passes=100000", "checkpoint.every=1")
     run.process.wait_until(lambda: run.num_calls() >= CALLS_PER_STEP)
+    time.sleep(0.3)  # to learn, for a very long time
     run.process.send(number)
     time.sleep(0.3)
     assert run.process.is_running()

@@ -1,6 +1,7 @@
 """The native engine against transformers' own forward pass, and what it promises."""
 
 import asyncio
+import platform
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tiny import DEVICE, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from corral.model.attention import register
+from corral.model.attention import make_exact, register
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.native import NativeEngine
 
@@ -185,3 +186,16 @@ def test_a_failing_model_fails_its_requests_instead_of_hanging() -> None:
         generate(engine, [(prompt, Sampling(max_tokens=5), 0) for prompt in PROMPTS])
     del engine.model.get_decoder
     assert len(generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 0)])[0].tokens) == 5
+
+
+def test_exact_attention_makes_log_probs_independent_of_the_batch_to_the_last_bit() -> None:
+    sampling = Sampling(max_tokens=10)
+    requests = [(prompt, sampling, 100 + i) for i, prompt in enumerate(PROMPTS * 3)]
+    engines = [make_engine(), make_engine(max_sequences=3, max_prefill_tokens=6), make_engine(max_sequences=1)]
+    for engine in engines:
+        make_exact(engine.model)
+    first, *others = [[c.logprobs for c in generate(engine, requests)] for engine in engines]
+    difference = max(
+        abs(a - b) for other in others for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    assert difference == 0 if platform.machine() == "aarch64" else difference < 1e-6

@@ -1,0 +1,375 @@
+"""The driver, with a real engine and people's own environments: what it records, and what a bad one costs."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from corral.data.rows import Message, Row
+from corral.data.sources import render_prompt
+from corral.data.trajectory import StopReason, Trajectory
+from corral.envs.registry import make_env_factory
+from corral.model.attention import register
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Environment, Reward
+from corral.rewards.pool import ScorerPool
+from corral.rollout.chat import Chat
+from corral.rollout.driver import Driver, Prompt
+from corral.rollout.engine import Sampling
+from corral.rollout.native import NativeEngine
+
+ENVIRONMENTS = '''
+import asyncio
+import sys
+
+from corral.envs.base import StepResult
+
+
+class Base:
+    async def reset(self, row, seed):
+        return row.prompt
+
+    async def step(self, reply):
+        return StepResult([], 1.0, done=True)
+
+    async def close(self):
+        pass
+
+
+class Plain(Base):
+    pass
+
+
+class TwoTurns(Base):
+    """Asks back once; what it was told is in its metrics."""
+
+    async def reset(self, row, seed):
+        self.replies = []
+        return [*row.prompt[:-1], {"role": "user", "content": "Say something."}]
+
+    async def step(self, reply):
+        self.replies.append(reply)
+        if len(self.replies) == 1:
+            return StepResult([{"role": "user", "content": "And again?"}], 0.25, done=False, metrics={"turns": 1})
+        return StepResult([], 0.5, done=True, metrics={"turns": 1, "length": len("".join(self.replies))})
+
+
+class EndlessTalk(Base):
+    async def step(self, reply):
+        return StepResult([{"role": "user", "content": "Go on."}], 0.125, done=False)
+
+
+class LongTalk(Base):
+    async def step(self, reply):
+        return StepResult([{"role": "user", "content": "blah " * 30}], 0.125, done=False)
+
+
+class Raises(Base):
+    async def step(self, reply):
+        raise ValueError("no such thing\\nas an answer")
+
+
+class RaisesInReset(Base):
+    async def reset(self, row, seed):
+        raise ValueError("no game today")
+
+
+class RaisesInClose(Base):
+    async def close(self):
+        raise ValueError("cannot let go")
+
+
+class CannotBeMade(Base):
+    def __init__(self):
+        raise ValueError("no more licences")
+
+
+class RaisesLate(TwoTurns):
+    async def step(self, reply):
+        if self.replies:
+            raise ValueError("too much")
+        return await super().step(reply)
+
+
+class Hangs(Base):
+    async def step(self, reply):
+        await asyncio.sleep(3600)
+
+
+class HangsInReset(Base):
+    async def reset(self, row, seed):
+        await asyncio.sleep(3600)
+
+
+class IgnoresCancellation(Base):
+    async def step(self, reply):
+        for _ in range(4):
+            try:
+                await asyncio.sleep(0.5)
+            except asyncio.CancelledError:
+                pass
+
+
+class Exits(Base):
+    async def step(self, reply):
+        sys.exit(3)
+
+
+class ReturnsNothing(Base):
+    async def step(self, reply):
+        pass
+
+
+class RewardIsNaN(Base):
+    async def step(self, reply):
+        return StepResult([], float("nan"), done=True)
+
+
+class BadMessages(Base):
+    async def step(self, reply):
+        return StepResult(["hello"], 0.0, done=False)
+
+
+class LongOpening(Base):
+    async def reset(self, row, seed):
+        return [{"role": "user", "content": "blah " * 30}]
+
+
+class FailsEarlyAndGoesOn(TwoTurns):
+    async def step(self, reply):
+        result = await super().step(reply)
+        error = None if result.done else "the tool was down"
+        return StepResult(result.messages, result.reward, result.done, result.metrics, error)
+
+
+class Moody(Base):
+    """Fails for every other sample."""
+
+    made = 0
+
+    def __init__(self):
+        Moody.made += 1
+        self.bad = Moody.made % 2 == 0
+
+    async def step(self, reply):
+        if self.bad:
+            raise ValueError("not today")
+        return StepResult([], 1.0, done=True)
+'''
+BUDGET = 40
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[NativeEngine]:
+    register()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval()
+    engine = NativeEngine(model, tiny_tokenizer(), max_sequences=8, max_prefill_tokens=512, max_length=100)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("environments") / "games.py"
+    file.write_text(ENVIRONMENTS)
+    return file
+
+
+@pytest.fixture
+def play(engine: NativeEngine, environments: Path) -> "Play":
+    return Play(engine, environments)
+
+
+class Play:
+    def __init__(self, engine: NativeEngine, environments: Path) -> None:
+        self.engine, self.environments = engine, environments
+        self.tokenizer = engine.tokenizer
+
+    def __call__(
+        self, name: str, *, samples: int = 1, max_turns: int = 2, max_tokens: int = 5, template: str | None = None
+    ) -> list[Trajectory]:
+        """Every turn has up to `max_tokens` tokens; the end-of-turn token is as likely as any other."""
+        pool = ScorerPool(Reward())
+        chat_tokenizer = tiny_tokenizer()
+        if template is not None:
+            chat_tokenizer.chat_template = template
+        driver = Driver(
+            engine=self.engine,
+            make_env=make_env_factory(Environment(name=f"{self.environments}:{name}"), pool),
+            chat=Chat(chat_tokenizer, True),
+            max_turns=max_turns,
+            max_prompt_tokens=60,
+            max_response_tokens=BUDGET,
+            env_timeout_s=0.3,
+            on_error=-1.0,
+            seed=7,
+        )
+        row = Row([Message(role="user", content="Hello?")], None, "", {})
+        prompt = Prompt(3, 0, row, render_prompt(self.tokenizer, row, True))
+        sampling = Sampling(max_tokens=max_tokens, stop_tokens=frozenset({self.tokenizer.eos_token_id}))
+        return asyncio.run(driver.play([prompt], samples, sampling))
+
+    def text(self, tokens: np.ndarray) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+
+def turns(trajectory: Trajectory) -> list[tuple[bool, list[int]]]:
+    """Runs of tokens that were, or were not, generated."""
+    edges = np.flatnonzero(np.diff(trajectory.generated)) + 1
+    spans = np.split(np.arange(len(trajectory.tokens)), edges)
+    return [(bool(trajectory.generated[span[0]]), trajectory.tokens[span].tolist()) for span in spans]
+
+
+def test_a_two_turn_conversation_is_recorded_token_by_token(play: Play) -> None:
+    for trajectory in play("TwoTurns", samples=8):
+        (_, opening), (_, first), (_, observation), (_, second) = turns(trajectory)
+        assert [generated for generated, _ in turns(trajectory)] == [False, True, False, True]
+        assert play.text(np.array(opening)) == "<|start|>user\nSay something.<|end|>\n<|start|>assistant\n"
+        ended = first[-1] == play.tokenizer.eos_token_id
+        following = "\n<|start|>user\nAnd again?<|end|>\n<|start|>assistant\n"
+        assert play.text(np.array(observation)) == ("" if ended else "<|end|>") + following
+        last_of_first = len(opening) + len(first) - 1
+        assert trajectory.turn_rewards == [(last_of_first, 0.25), (len(trajectory.tokens) - 1, 0.5)]
+        assert trajectory.generated[last_of_first]
+        assert trajectory.generated[-1]
+        assert trajectory.reward == 0.75
+        replies = (
+            play.tokenizer.decode(first, skip_special_tokens=True),
+            play.tokenizer.decode(second, skip_special_tokens=True),
+        )
+        assert trajectory.metrics == {"turns": 2, "length": len("".join(replies))}
+        assert trajectory.error is None
+
+
+def test_only_what_was_generated_has_log_probs_and_versions(play: Play) -> None:
+    for trajectory in play("TwoTurns", samples=4):
+        assert (trajectory.logprobs[trajectory.generated] < 0).all()
+        assert (trajectory.logprobs[~trajectory.generated] == 0).all()
+        assert (trajectory.versions[trajectory.generated] == 0).all()
+        assert (trajectory.versions[~trajectory.generated] == -1).all()
+
+
+def test_a_conversation_is_what_the_template_would_render(play: Play) -> None:
+    """Extended token by token, and yet the same as rendered at once."""
+    for trajectory in play("TwoTurns", samples=8):
+        (_, _), (_, first), (_, _), (_, second) = turns(trajectory)
+        if {play.tokenizer.eos_token_id, 0, 1} & {*first[:-1], *second[:-1]}:
+            continue  # special tokens in the middle of a reply cannot be written as text
+        replies = [play.tokenizer.decode(reply, skip_special_tokens=True) for reply in (first, second)]
+        messages = [
+            {"role": "user", "content": "Say something."},
+            {"role": "assistant", "content": replies[0]},
+            {"role": "user", "content": "And again?"},
+        ]
+        rendered = play.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert play.text(trajectory.tokens[: -len(second)]) == rendered
+
+
+def test_samples_of_a_prompt_differ_and_are_the_same_again(play: Play) -> None:
+    first, again = play("TwoTurns", samples=4), play("TwoTurns", samples=4)
+    assert [t.tokens.tolist() for t in first] == [t.tokens.tolist() for t in again]
+    assert len({tuple(t.tokens) for t in first}) == 4
+    assert [(t.ordinal, t.sample) for t in first] == [(3, 0), (3, 1), (3, 2), (3, 3)]
+
+
+def test_a_conversation_ends_after_max_turns(play: Play) -> None:
+    [trajectory] = play("EndlessTalk", max_turns=2, max_tokens=3)
+    assert trajectory.stop is StopReason.TURNS
+    assert [reward for _, reward in trajectory.turn_rewards] == [0.125, 0.125]
+    assert trajectory.generated[-1]  # nothing is observed after the last turn
+
+
+@pytest.mark.parametrize("name", ["EndlessTalk", "LongTalk"])
+def test_a_conversation_never_passes_its_budget_of_tokens(play: Play, name: str) -> None:
+    for trajectory in play(name, samples=4, max_turns=50, max_tokens=4):
+        assert trajectory.stop is StopReason.LENGTH
+        assert len(trajectory.tokens) - trajectory.prompt_length <= BUDGET
+        assert trajectory.generated[-1]
+        assert trajectory.error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Raises", "step: ValueError: no such thing as an answer (games.py:"),
+        ("Hangs", "step: no answer within 0.3 s"),
+        ("IgnoresCancellation", "step: no answer within 0.3 s"),
+        ("Exits", "step: RuntimeError: it called sys.exit(3)"),
+        ("ReturnsNothing", "step: TypeError: it returned None, which is not a StepResult"),
+        ("RewardIsNaN", "step: ValueError: the reward must be finite; it is nan"),
+        ("BadMessages", "step: "),
+    ],
+)
+def test_an_environment_that_fails_costs_its_trajectory_and_a_bounded_time(
+    play: Play, name: str, expected: str
+) -> None:
+    started = time.monotonic()
+    for trajectory in play(name, samples=3):
+        assert trajectory.stop is StopReason.ERROR
+        assert trajectory.error is not None
+        assert trajectory.error.startswith(expected)
+        assert "\n" not in trajectory.error
+        assert trajectory.reward == -1.0
+        assert trajectory.num_generated > 0
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("RaisesInReset", "reset: ValueError: no game today"),
+        ("HangsInReset", "reset: no answer within 0.3 s"),
+        ("CannotBeMade", "reset: ValueError: no more licences"),
+        ("LongOpening", "reset: ValueError: 169 tokens are more than data.max_prompt_tokens: 60"),
+    ],
+)
+def test_an_environment_that_fails_at_the_start_leaves_nothing_to_learn_from(
+    play: Play, name: str, expected: str
+) -> None:
+    [trajectory] = play(name)
+    assert trajectory.stop is StopReason.ERROR
+    assert trajectory.error is not None
+    assert trajectory.error.startswith(expected)
+    assert trajectory.num_generated == 0
+
+
+def test_an_environment_that_fails_late_keeps_what_was_earned_before(play: Play) -> None:
+    [trajectory] = play("RaisesLate")
+    assert [reward for _, reward in trajectory.turn_rewards] == [0.25, -1.0]
+    assert trajectory.stop is StopReason.ERROR
+
+
+def test_an_environment_that_fails_to_close_has_still_been_played(play: Play) -> None:
+    [trajectory] = play("RaisesInClose")
+    assert trajectory.reward == 1.0
+    assert trajectory.error is not None
+    assert trajectory.error.startswith("close: ValueError: cannot let go")
+
+
+def test_an_error_that_the_environment_reports_is_not_forgotten_in_the_next_turn(play: Play) -> None:
+    [trajectory] = play("FailsEarlyAndGoesOn")
+    assert trajectory.error == "the tool was down"
+    assert trajectory.reward == 0.75
+
+
+def test_one_bad_environment_does_not_touch_the_others(play: Play) -> None:
+    trajectories = play("Moody", samples=6)
+    assert [trajectory.error is None for trajectory in trajectories] == [True, False] * 3
+    plain = play("Plain", samples=6)
+    assert [t.tokens.tolist() for t in trajectories] == [t.tokens.tolist() for t in plain]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(play: Play) -> None:
+    forgetful = (
+        "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}<|start|>{{ message['role'] }}\n"
+        "{{ message['content'] }}<|end|>\n{% endif %}{% endfor %}<|start|>assistant\n"
+    )
+    with pytest.raises(UserError, match="changes earlier turns"):
+        play("TwoTurns", template=forgetful)

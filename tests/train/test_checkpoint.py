@@ -1,0 +1,220 @@
+"""A checkpoint is whole or not there, whatever happens while it is written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import train_here
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corral.recipe.errors import UserError
+from corral.train.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    problem_with,
+    prune,
+    read_state,
+    set_aside_after,
+    step_folder,
+    write_checkpoint,
+)
+from corral.train.export import export_model
+from corral.train.tensors import load_tensors, save_tensors
+
+TOKENS = torch.arange(5, 25)[None]
+
+
+def write(folder: Path) -> None:
+    (folder / "actor").mkdir()
+    (folder / "actor" / "weights").write_bytes(bytes(1000))
+    (folder / "config.json").write_text("{}")
+
+
+def make(checkpoints: Path, *steps: int) -> None:
+    for step in steps:
+        write_checkpoint(step_folder(checkpoints, step), write, {"step": step})
+
+
+def test_a_checkpoint_is_valid_and_has_its_state(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    folder = step_folder(tmp_path, 3)
+    assert problem_with(folder, hashes=True) is None
+    assert read_state(folder) == {"step": 3}
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert set(files) == {"actor/weights", "config.json", "state.json"}
+
+
+def test_what_fails_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise OSError("disk on fire")
+
+    with pytest.raises(OSError, match="disk on fire"):
+        write_checkpoint(step_folder(tmp_path, 2), fail, {})
+    assert os.listdir(tmp_path) == ["step_000001"]
+
+
+def test_a_kill_while_writing_leaves_nothing_that_is_found(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    program = f"""
+import os, signal
+from pathlib import Path
+from corral.train.checkpoint import write_checkpoint
+
+def write(folder):
+    (folder / "weights").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write_checkpoint(Path({str(tmp_path)!r}) / "step_000002", write, {{}})
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    assert (tmp_path / ".step_000002.part" / "weights").exists()
+    assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1)
+    make(tmp_path, 3)
+    prune(tmp_path, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step_000001", "step_000003"]
+
+
+def test_the_newest_valid_checkpoint_is_found(tmp_path: Path) -> None:
+    make(tmp_path, 9, 10, 1_000_000)
+    assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1_000_000)
+    (step_folder(tmp_path, 1_000_000) / "manifest.json").unlink()
+    assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 10)
+    (step_folder(tmp_path, 10) / "actor" / "weights").write_bytes(bytes(999) + b"1")
+    assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 9)
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "nowhere", "auto") is None
+    make(tmp_path, 1)
+    assert find_checkpoint(tmp_path, "never") is None
+
+
+def test_one_that_is_named_must_be_valid(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2)
+    assert find_checkpoint(tmp_path, str(step_folder(tmp_path, 1))) == step_folder(tmp_path, 1)
+    (step_folder(tmp_path, 2) / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"step_000002 is not a usable checkpoint: config\.json was changed or damaged"):
+        find_checkpoint(tmp_path, str(step_folder(tmp_path, 2)))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"files": 1}', '{"files": {"config.json": 3}}', "\udcff"])
+def test_a_manifest_that_makes_no_sense_is_no_manifest(tmp_path: Path, content: str) -> None:
+    make(tmp_path, 1)
+    (step_folder(tmp_path, 1) / "manifest.json").write_text(content, errors="surrogateescape")
+    assert problem_with(step_folder(tmp_path, 1), hashes=False) == "its manifest.json is damaged"
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_any_damage_to_any_file_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("checkpoints") / "step_000001"
+    write_checkpoint(folder, write, {"step": 1})
+    names = ["actor/weights", "config.json", "state.json"]
+    file = folder / data.draw(st.sampled_from(names))
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[position] ^= data.draw(st.integers(1, 255))
+    else:
+        del content[position]
+    file.write_bytes(content)
+    assert problem_with(folder, hashes=True) is not None
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3, 4)
+    prune(tmp_path, keep=2)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 4]
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3)
+    (step_folder(tmp_path, 3) / "manifest.json").unlink()
+    prune(tmp_path, keep=2)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 3]
+
+
+def test_later_ones_are_set_aside_not_deleted(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3)
+    (step_folder(tmp_path, 3) / "config.json").unlink()
+    assert set_aside_after(tmp_path, 1) == [
+        (step_folder(tmp_path, 2), None),
+        (step_folder(tmp_path, 3), "config.json is missing"),
+    ]
+    assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1)
+    assert (tmp_path / "step_000002.unused" / "actor" / "weights").exists()
+
+
+# --- the model in it
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    run = train_here(tmp_path_factory.mktemp("run"), tiny_model, "schedule.steps=1")
+    return step_folder(run / "checkpoints", 1)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """As anyone else would load and run it: nothing of ours is involved."""
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")(TOKENS).logits
+
+
+def test_transformers_loads_a_checkpoint_as_it_is(checkpoint: Path, tiny_model: Path) -> None:
+    program = f"""
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})
+tokenizer = AutoTokenizer.from_pretrained({str(checkpoint)!r})
+text = tokenizer.apply_chat_template([{{"role": "user", "content": "Hi"}}], add_generation_prompt=True, return_dict=False)
+assert text[-1] == tokenizer.convert_tokens_to_ids("\\n"), text
+assert model.config.use_cache
+assert not [name for name in sys.modules if name.startswith("corral")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert not torch.equal(logits(checkpoint), logits(tiny_model))
+
+
+def test_an_exported_model_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
+    export_model(checkpoint, tmp_path / "out", "auto")
+    assert torch.equal(logits(tmp_path / "out"), logits(checkpoint))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert not {"actor", "state.json", "manifest.json"} & set(os.listdir(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_model_can_be_exported_in_another_precision(checkpoint: Path, tmp_path: Path, dtype: str) -> None:
+    export_model(checkpoint, tmp_path / "out", dtype)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == getattr(torch, dtype)
+    torch.testing.assert_close(model.float()(TOKENS).logits, logits(checkpoint), atol=2e-2, rtol=0)
+
+
+def test_export_refuses_what_would_go_wrong(checkpoint: Path, tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="exists already"):
+        export_model(checkpoint, tmp_path, "auto")
+    with pytest.raises(UserError, match=r"not a usable checkpoint: it has no manifest\.json"):
+        export_model(tiny_model, tmp_path / "out", "auto")
+    with pytest.raises(UserError, match="choose auto, float32, bfloat16 or float16"):
+        export_model(checkpoint, tmp_path / "out", "int8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4).T, "b": torch.tensor(3.0), "c": torch.randn(2).bfloat16()}
+    save_tensors(tensors, tmp_path / "file")
+    loaded = load_tensors(tmp_path / "file")
+    assert all(torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    with safe_open(tmp_path / "file", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
