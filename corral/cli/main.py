@@ -109,10 +109,14 @@ def data(
 @app.command()
 def version() -> None:
     """Print Corral's version and those of what it stands on."""
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as version_of
 
     for package in ("corral", "torch", "transformers"):
-        print(f"{package} {version_of(package)}")
+        try:
+            print(f"{package} {version_of(package)}")
+        except PackageNotFoundError:
+            print(f"{package} is not installed as a package")
 
 
 def main() -> None:

@@ -314,7 +314,9 @@ class PolicyShare:
         terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets)
         token_loss = LOSSES[algorithm.loss](terms, loss_options(parts))
         entropy_sum = (entropy.detach() * mask).sum()
-        self.learnt.add("policy", TokenLoss(token_loss.loss, {**token_loss.sums, "entropy": entropy_sum}, token_loss.maxima))
+        self.learnt.add(
+            "policy", TokenLoss(token_loss.loss, {**token_loss.sums, "entropy": entropy_sum}, token_loss.maxima)
+        )
         self.learnt.num_tokens += int(mask.sum())
         loss = token_loss.loss
         if "correction" in column:

@@ -243,7 +243,9 @@ def log_step(run: Run, metrics: dict[str, float], trajectories: list[Trajectory]
     run.trackers.log(run.step, metrics)
     for trajectory in trajectories:
         if trajectory.error:
-            logger.info("step %d, prompt %d, sample %d: %s", run.step, trajectory.ordinal, trajectory.sample, trajectory.error)
+            logger.info(
+                "step %d, prompt %d, sample %d: %s", run.step, trajectory.ordinal, trajectory.sample, trajectory.error
+            )
     if run.recipe.logging.trajectories:
         writer = TrajectoryWriter(run.folder.trajectories)
         writer.write(run.step, trajectory_records(trajectories, run.parts.tokenizer, batch))
@@ -302,7 +304,9 @@ def forget_after(folder: RunFolder, step: int, console: Console) -> None:
     MetricsFile(folder.metrics).truncate_after(step)
     TrajectoryWriter(folder.trajectories).truncate_after(step)
     for checkpoint, problem in set_aside_after(folder.checkpoints, step):
-        console.warn(f"{checkpoint} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted")
+        console.warn(
+            f"{checkpoint} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted"
+        )
 
 
 def save(run: Run) -> None:

@@ -22,9 +22,7 @@ class ValidationResult:
 def validate(player: Player, console: Console) -> ValidationResult:
     """Seeds depend on the prompt alone: the same model gives the same score at every step and in every run."""
     settings = player.recipe.validation
-    sampling = replace(
-        player.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0
-    )
+    sampling = replace(player.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
     prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(player.validation)]
     total = len(prompts) * settings.samples_per_prompt
     with console.stage("validating", total) as progress:
@@ -56,7 +54,9 @@ def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str
         "validation/errors": float(sum(trajectory.error is not None for trajectory in trajectories)),
     }
     if k > 1:
-        metrics[f"validation/pass@{k}"] = float(np.mean([max(samples) >= pass_threshold for samples in rewards.values()]))
+        metrics[f"validation/pass@{k}"] = float(
+            np.mean([max(samples) >= pass_threshold for samples in rewards.values()])
+        )
     return metrics
 
 

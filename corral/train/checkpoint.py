@@ -45,12 +45,8 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None], state: dict[st
 
 
 def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """In Hugging Face layout. Training switches the model's own cache off; who loads it from there will want it."""
-    use_cache, model.config.use_cache = model.config.use_cache, True
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.config.use_cache = use_cache
+    """In Hugging Face layout."""
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

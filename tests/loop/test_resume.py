@@ -50,7 +50,7 @@ def test_kills_leave_no_trace(tmp_path: Path, tiny_model: Path, overrides: tuple
         process = start_corral(tmp_path, *command, "name=killed")
         target = num_rows(run) + chance.randint(0, 2)
         process.wait_until(lambda target=target: num_rows(run) >= target)
-        time.sleep(chance.uniform(0, 0.15))
+        time.sleep(chance.uniform(0, 0.2))
         process.send(signal.SIGKILL)
         if process.wait().code == 0:  # it was faster
             break
@@ -144,9 +144,7 @@ def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> No
     assert rows_of(first) == before
 
 
-def test_resume_from_an_earlier_checkpoint_of_the_same_run(
-    tmp_path: Path, tiny_model: Path, four_steps: Path
-) -> None:
+def test_resume_from_an_earlier_checkpoint_of_the_same_run(tmp_path: Path, tiny_model: Path, four_steps: Path) -> None:
     run = shutil.copytree(four_steps, tmp_path / "runs" / "tiny")
     resume = f"checkpoint.resume={run}/checkpoints/step_000002"
     assert train_here(tmp_path, tiny_model, *FOUR_STEPS, "checkpoint.keep=2", resume) == run

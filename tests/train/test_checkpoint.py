@@ -66,18 +66,14 @@ def test_what_fails_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_kill_while_writing_leaves_nothing_that_is_found(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    program = f"""
-import os, signal
-from pathlib import Path
-from corral.train.checkpoint import write_checkpoint
 
-def write(folder):
-    (folder / "weights").write_bytes(bytes(1000))
-    os.kill(os.getpid(), signal.SIGKILL)
+    def write_and_die(folder: Path) -> None:
+        (folder / "weights").write_bytes(bytes(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
 
-write_checkpoint(Path({str(tmp_path)!r}) / "step_000002", write, {{}})
-"""
-    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    if (child := os.fork()) == 0:
+        write_checkpoint(step_folder(tmp_path, 2), write_and_die, {})
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert (tmp_path / ".step_000002.part" / "weights").exists()
     assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1)
     make(tmp_path, 3)
@@ -171,14 +167,14 @@ def logits(folder: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")(TOKENS).logits
 
 
+@pytest.mark.slow
 def test_transformers_loads_a_checkpoint_as_it_is(checkpoint: Path, tiny_model: Path) -> None:
     program = f"""
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})
 tokenizer = AutoTokenizer.from_pretrained({str(checkpoint)!r})
-text = tokenizer.apply_chat_template([{{"role": "user", "content": "Hi"}}], add_generation_prompt=True, return_dict=False)
-assert text[-1] == tokenizer.convert_tokens_to_ids("\\n"), text
+assert tokenizer.chat_template
 assert model.config.use_cache
 assert not [name for name in sys.modules if name.startswith("corral")]
 """
@@ -215,6 +211,8 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).T, "b": torch.tensor(3.0), "c": torch.randn(2).bfloat16()}
     save_tensors(tensors, tmp_path / "file")
     loaded = load_tensors(tmp_path / "file")
-    assert all(torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
     with safe_open(tmp_path / "file", "pt") as file:
         assert file.metadata() == {"format": "pt"}

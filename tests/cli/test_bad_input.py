@@ -1,0 +1,154 @@
+"""What a user gets wrong is one clear line each, on stderr, with an exit code; never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Finished, corral
+from runs import write_recipe
+
+GENERATED = '{path: "arithmetic:addition", size: 40, options: {digits: 1}}'
+"""The recipe's data."""
+
+
+def train(folder: Path, model: Path, *overrides: str) -> Finished:
+    if not (folder / "recipe.yaml").exists():
+        write_recipe(folder, model)
+    return corral(folder, "train", "recipe.yaml", *overrides)
+
+
+def the_error(finished: Finished) -> str:
+    """The only thing on stderr."""
+    assert finished.code == 2, finished.stderr
+    assert finished.errors == finished.stderr.splitlines()
+    [error] = finished.errors
+    return error.removeprefix("error: ")
+
+
+def replace_in_recipe(folder: Path, model: Path, old: str, new: str) -> None:
+    path = write_recipe(folder, model)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_unknown_key_with_its_place_and_a_suggestion(tmp_path: Path, tiny_model: Path) -> None:
+    replace_in_recipe(tmp_path, tiny_model, "learning_rate", "learning_rat")
+    error = the_error(train(tmp_path, tiny_model))
+    assert error.startswith("recipe.yaml:9: ")
+    assert "`optimiser.learning_rat` is not a key" in error
+    assert "did you mean `optimiser.learning_rate`?" in error
+
+
+def test_wrong_type(tmp_path: Path, tiny_model: Path) -> None:
+    replace_in_recipe(tmp_path, tiny_model, "prompts_per_step: 4", "prompts_per_step: four")
+    error = the_error(train(tmp_path, tiny_model))
+    assert error.startswith("recipe.yaml:8: ")
+    assert "`batch.prompts_per_step: four` should be" in error
+
+
+def test_unknown_key_in_an_override(tmp_path: Path, tiny_model: Path) -> None:
+    error = the_error(train(tmp_path, tiny_model, "schedule.stepps=3"))
+    assert "did you mean `schedule.steps`?" in error
+
+
+def test_several_problems_are_several_lines(tmp_path: Path, tiny_model: Path) -> None:
+    finished = train(tmp_path, tiny_model, "batch.passes=none", "schedule.stepps=3")
+    assert finished.code == 2
+    assert len(finished.errors) == 2
+    assert finished.errors == finished.stderr.splitlines()
+
+
+def test_impossible_placement(tmp_path: Path, tiny_model: Path) -> None:
+    error = the_error(train(tmp_path, tiny_model, "cluster.placement={'actor,rollout': '0-3'}"))
+    assert "device 1 does not exist; `cluster.nodes` x `cluster.devices_per_node` gives device 0 only" in error
+
+
+def test_more_devices_than_training_can_use(tmp_path: Path, tiny_model: Path) -> None:
+    error = the_error(train(tmp_path, tiny_model, "cluster.devices_per_node=4"))
+    assert error.startswith("cluster: the recipe is for 4 devices")
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    assert "nowhere.yaml" in the_error(corral(tmp_path, "train", "nowhere.yaml"))
+
+
+def test_missing_data_file(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "questions.jsonl").touch()
+    replace_in_recipe(tmp_path, tiny_model, GENERATED, "{path: question.jsonl}")
+    assert the_error(train(tmp_path, tiny_model)) == "no file question.jsonl; did you mean `questions.jsonl`?"
+
+
+def test_empty_data_set(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "questions.jsonl").touch()
+    replace_in_recipe(tmp_path, tiny_model, GENERATED, "{path: questions.jsonl}")
+    assert the_error(train(tmp_path, tiny_model)) == "questions.jsonl: there are no rows in it"
+
+
+def test_prompt_too_long(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [{"prompt": "short", "answer": ""}, {"prompt": "long " * 20, "answer": ""}]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    replace_in_recipe(tmp_path, tiny_model, GENERATED, "{path: questions.jsonl}")
+    error = the_error(train(tmp_path, tiny_model))
+    assert "1 of 2 prompts have more tokens than data.max_prompt_tokens: 48; the first is row 1 with 119" in error
+
+
+def test_missing_model(tmp_path: Path, tiny_model: Path) -> None:
+    error = the_error(train(tmp_path, tiny_model, f"model.path={tmp_path}/models/none"))
+    assert error == f"model.path: {tmp_path}/models/none is not a folder"
+
+
+def test_folder_that_is_not_a_model(tmp_path: Path, tiny_model: Path) -> None:
+    assert f"{tmp_path}/config.json" in the_error(train(tmp_path, tiny_model, f"model.path={tmp_path}"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_model_with_a_damaged_file(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny_model.iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[: len(content) // 2] if file.name == name else content)
+    assert str(folder) in the_error(train(tmp_path, tiny_model, f"model.path={folder}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("vowels.py:share_of_vowel", "`vowels.py` has no `share_of_vowel`; did you mean `share_of_vowels`?"),
+        ("vowel.py:share_of_vowels", "vowel.py; did you mean `vowels.py`?"),
+        ("no_such_module:function", "there is no module `no_such_module` here or among the installed packages"),
+        ("exakt", "there is no reward `exakt`; did you mean `exact`?"),
+    ],
+)
+def test_reward_that_is_not_found(tmp_path: Path, tiny_model: Path, name: str, expected: str) -> None:
+    assert expected in the_error(train(tmp_path, tiny_model, f"environment.reward.name={name}"))
+
+
+def test_reward_that_cannot_be_imported(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_like_it\ndef score(response): ...\n")
+    error = the_error(train(tmp_path, tiny_model, "environment.reward.name=broken.py:score"))
+    assert "importing `broken.py` failed: ModuleNotFoundError: No module named 'nothing_like_it'" in error
+
+
+def test_more_tokens_than_the_model_has_positions(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ("rollout.max_response_tokens=1000", "batch.max_tokens_per_micro_batch=2000")
+    error = the_error(train(tmp_path, tiny_model, *overrides))
+    assert error == "data.max_prompt_tokens + rollout.max_response_tokens = 1048, but the model has 512 positions"
+
+
+def test_run_folder_that_cannot_be_made(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot make the run folder" in the_error(train(tmp_path, tiny_model, f"logging.runs={tmp_path}/file"))
+
+
+def test_evaluating_without_questions(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    assert the_error(corral(tmp_path, "evaluate", "recipe.yaml")) == "data.validation: there is nothing to evaluate on"
+
+
+def test_unknown_command_and_option(tmp_path: Path) -> None:
+    for arguments in (["trian"], ["train"], ["plan", "recipe.yaml", "--jason"]):
+        finished = corral(tmp_path, *arguments)
+        assert finished.code == 2
+        assert "Traceback" not in finished.stderr

@@ -1,0 +1,242 @@
+"""Failure is data: what fails costs what it must, is written down, and says why if the run has to end."""
+
+import os
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import Finished, corral, start_corral
+from runs import rows_of, same_outcome, steps_of, train_here, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corral.train.checkpoint import problem_with, step_folder
+
+REWARDS = '''
+import pathlib, time
+
+def count(calls):
+    with open(calls, "a") as file:
+        file.write(".")
+    return pathlib.Path(calls).stat().st_size
+
+def share(response):
+    return sum(letter in "aeiou" for letter in response) / 8
+
+def raises(response, calls):
+    if count(calls) == 3:
+        raise ValueError("the scorer is\\nbroken")
+    return share(response)
+
+def hangs(response, calls):
+    if count(calls) == 3:
+        time.sleep(600)
+    return share(response)
+
+def dies(response, calls):
+    import os
+    if count(calls) == 3:
+        os._exit(1)
+    return share(response)
+
+def is_not_finite(response, calls):
+    return float("nan") if count(calls) == 3 else share(response)
+
+def is_huge_in_step_2(response, calls):
+    """Finite, but the square of its gradient is not."""
+    return share(response) * (1e30 if 16 < count(calls) <= 32 else 1)
+
+def is_huge(response, calls):
+    return share(response) * 1e30
+'''
+
+
+def reward(folder: Path, name: str) -> tuple[str, ...]:
+    (folder / "rewards.py").write_text(REWARDS)
+    return (
+        f"environment.reward.name={folder}/rewards.py:{name}",
+        f"environment.reward.options.calls={folder}/calls",
+    )
+
+
+# --- rewards
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("raises", "ValueError: the scorer is broken (rewards.py:"),
+        ("hangs", "the reward function took longer than 0.5 s and was killed"),
+        ("dies", "the reward function's process died: exit code 1"),
+        ("is_not_finite", "the reward must be finite; the function returned nan"),
+    ],
+)
+def test_a_reward_that_fails_costs_one_sample(tmp_path: Path, tiny_model: Path, name: str, expected: str) -> None:
+    run = train_here(
+        tmp_path, tiny_model, *reward(tmp_path, name), "environment.reward.timeout_s=0.5", "schedule.steps=3"
+    )
+    assert [row["samples/errors"] for row in steps_of(run)] == [1, 0, 0]
+    assert steps_of(run)[0]["stop/error"] == 1 / 16
+    assert expected in (run / "logs" / "main.log").read_text()
+
+
+ENVIRONMENT = """
+class Broken:
+    async def reset(self, row, seed):
+        raise OSError("the game server is down")
+
+    async def step(self, reply): ...
+    async def close(self): ...
+"""
+
+
+def test_a_run_in_which_every_environment_fails_ends_with_the_reason(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    (tmp_path / "games.py").write_text(ENVIRONMENT)
+    finished = corral(tmp_path, "train", "recipe.yaml", "environment.name=games.py:Broken")
+    assert finished.code == 1
+    [error] = finished.errors
+    assert error.startswith("error: step 1: all 16 trajectories failed in the environment, the last one with: reset: ")
+    assert "the game server is down" in error
+    assert "Traceback" not in finished.stderr
+
+
+# --- numbers that are not finite
+
+
+@pytest.fixture(scope="module")
+def poisoned_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One weight is not a number; so is, soon, everything."""
+    folder = tmp_path_factory.mktemp("models") / "poisoned"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def assert_ended_by_three_skipped_updates(finished: Finished, run: Path, last_step: int) -> None:
+    assert finished.code == 1
+    [error] = finished.errors
+    assert error.startswith(f"error: step {last_step}: 3 updates in a row were not finite (")
+    assert "Traceback" not in finished.stderr
+    rows = steps_of(run)
+    assert [row["updates/skipped"] for row in rows[-3:]] == [1, 1, 1]
+    failures = sorted(path.name for path in (run / "failures").iterdir())
+    assert failures == [f"step_{step:06d}.npz" for step in range(last_step - 2, last_step + 1)]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_model_with_a_bad_weight_never_gets_to_a_checkpoint(
+    tmp_path: Path, poisoned_model: Path, algorithm: str
+) -> None:
+    write_recipe(tmp_path, poisoned_model)
+    finished = corral(tmp_path, "train", "recipe.yaml", f"algorithm.name={algorithm}", "schedule.steps=9")
+    run = tmp_path / "runs" / "tiny"
+    assert_ended_by_three_skipped_updates(finished, run, last_step=3)
+    assert not list((run / "checkpoints").iterdir())
+
+
+def test_adaptive_kl_of_a_bad_model_does_not_hide_the_reason(tmp_path: Path, poisoned_model: Path) -> None:
+    write_recipe(tmp_path, poisoned_model)
+    kl = ("algorithm.kl.where=loss", "algorithm.kl.controller=adaptive")
+    finished = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=9", *kl)
+    assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=3)
+
+
+def test_a_learning_rate_that_breaks_the_model_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    finished = corral(tmp_path, "train", "recipe.yaml", "optimiser.learning_rate=1e30", "schedule.steps=9")
+    assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=4)
+
+
+def test_rewards_that_overflow_end_the_run(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    overrides = (*reward(tmp_path, "is_huge"), "schedule.steps=9", "algorithm.name=dr_grpo")
+    finished = corral(tmp_path, "train", "recipe.yaml", *overrides)
+    assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=3)
+
+
+def test_one_bad_step_is_skipped_and_its_batch_kept(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = (*reward(tmp_path, "is_huge_in_step_2"), "schedule.steps=4", "algorithm.name=dr_grpo")
+    run = train_here(tmp_path, tiny_model, *overrides)
+    assert [row["updates/made"] for row in steps_of(run)] == [1, 0, 1, 1]
+    assert [row["updates/skipped"] for row in steps_of(run)] == [0, 1, 0, 0]
+    assert [path.name for path in (run / "failures").iterdir()] == ["step_000002.npz"]
+    with np.load(run / "failures" / "step_000002.npz") as batch:
+        assert len(batch["groups"]) == 16
+        assert {"tokens", "logprobs", "advantages", "token_rewards", "old_logprobs"} <= set(batch)
+    assert "update skipped" in (run / "logs" / "main.log").read_text()
+
+
+# --- a full disk
+
+
+def limit_file_size() -> None:
+    """Less than a checkpoint's largest file, more than all others."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_usable(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    command = ("train", "recipe.yaml", "checkpoint.every=1")
+    corral(tmp_path, *command, "schedule.steps=2")
+    finished = corral(tmp_path, *command, "schedule.steps=4", before=limit_file_size)
+    assert finished.code == 1
+    [error] = finished.errors
+    assert error.startswith("error: the checkpoint of step 3 could not be written (")
+    assert "Traceback" not in finished.stderr
+    run = tmp_path / "runs" / "tiny"
+    assert sorted(os.listdir(run / "checkpoints")) == ["step_000001", "step_000002"]
+    assert problem_with(step_folder(run / "checkpoints", 2), hashes=True) is None
+    assert corral(tmp_path, *command, "schedule.steps=4").code == 0
+    assert corral(tmp_path, *command, "schedule.steps=4", "name=whole").code == 0
+    assert same_outcome(run, tmp_path / "runs" / "whole", step=4)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Room for two checkpoints, not for three."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=800k", "none", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_the_reason(tmp_path: Path, tiny_model: Path, small_disk: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    keep = ("checkpoint.every=1", "checkpoint.keep=9", "schedule.steps=9", f"logging.runs={small_disk}")
+    finished = corral(tmp_path, "train", "recipe.yaml", *keep)
+    assert finished.code == 1
+    [error] = finished.errors
+    assert "the checkpoint of step 3 could not be written" in error
+    assert "No space left on device" in error
+    assert "Traceback" not in finished.stderr
+    assert problem_with(step_folder(small_disk / "tiny" / "checkpoints", 2), hashes=True) is None
+    assert [row["step"] for row in rows_of(small_disk / "tiny")] == [1, 2, 3]
+
+
+# --- two at once
+
+
+def test_a_second_process_is_told_who_has_the_run(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    first = start_corral(tmp_path, "train", "recipe.yaml", "batch.passes=100000")
+    first.wait_until(lambda: (tmp_path / "runs" / "tiny" / "logs" / "main.log").exists())
+    second = corral(tmp_path, "train", "recipe.yaml")
+    owner = f"process {first.process.pid} on {socket.gethostname()}"
+    first.process.kill()
+    first.wait()
+    assert second.code == 2
+    [error] = second.errors
+    assert f"tiny is in use by {owner}" in error
+    third = corral(tmp_path, "train", "recipe.yaml")
+    assert third.code == 0, third.stderr  # a killed process holds no lock

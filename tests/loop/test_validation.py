@@ -1,0 +1,83 @@
+"""Validation: the same questions every time, greedy unless asked otherwise."""
+
+from pathlib import Path
+
+import pytest
+from runs import VALIDATION, rows_of, train_here
+from trajectories import make_trajectory
+
+from corral.data.trajectory import StopReason
+from corral.loop.validate import summarise
+from corral.observe.trajectories import read_trajectories
+
+FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
+
+
+def played(run: Path, step: int) -> list[dict[str, object]]:
+    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.jsonl.gz"))
+
+
+def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(
+        tmp_path, tiny_model, *VALIDATION, "validation.every=1", "logging.trajectories=true", "schedule.steps=3"
+    )
+    questions = [[record["prompt"] for record in played(run, step)] for step in range(4)]
+    assert len(questions[0]) == 6
+    assert questions == [questions[0]] * 4
+    assert [row["step"] for row in rows_of(run)] == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_greedy_answers_do_not_depend_on_the_seed(tmp_path: Path, tiny_model: Path) -> None:
+    answers = []
+    for seed in (0, 1):
+        overrides = (f"name=seed{seed}", f"seed={seed}", "schedule.steps=1", "logging.trajectories=true")
+        run = train_here(tmp_path, tiny_model, *VALIDATION, *overrides)
+        answers.append([record["response"] for record in played(run, 0)])
+    assert answers[0] == answers[1]
+
+
+def test_sampled_answers_are_the_same_as_long_as_the_model_is(tmp_path: Path, tiny_model: Path) -> None:
+    """Two validations of an unchanged model, four steps apart."""
+    unchanged = ("environment.reward.name=regex", "environment.reward.options.pattern=nothing like it")
+    run = train_here(tmp_path, tiny_model, *VALIDATION, *FOUR, *unchanged, "logging.trajectories=true")
+    before, after = played(run, 0), played(run, 2)
+    assert [record["response"] for record in before] == [record["response"] for record in after]
+    assert len({str(record["response"]) for record in before}) > 6
+
+
+def test_mean_and_pass_of_four_samples(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, *VALIDATION, *FOUR, "logging.trajectories=true", "schedule.steps=1")
+    rewards = [float(str(record["reward"])) for record in played(run, 0)]
+    groups = [rewards[i : i + 4] for i in range(0, 24, 4)]
+    row = rows_of(run)[0]
+    assert row["validation/mean@4"] == pytest.approx(sum(rewards) / 24)
+    assert row["validation/pass@4"] == pytest.approx(sum(max(group) >= 0.125 for group in groups) / 6)
+    assert 0 < row["validation/mean@4"] < row["validation/pass@4"]
+
+
+def test_max_prompts_takes_the_first(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ("validation.max_prompts=2", "logging.trajectories=true", "schedule.steps=1")
+    assert len(played(train_here(tmp_path, tiny_model, *VALIDATION, *overrides), 0)) == 2
+
+
+def test_validations_can_be_left_out(tmp_path: Path, tiny_model: Path) -> None:
+    off = ("validation.before_training=false", "validation.after_training=false")
+    assert [row["step"] for row in rows_of(train_here(tmp_path, tiny_model, *VALIDATION, *off))] == [1, 2]
+
+
+def test_the_summary_of_known_rewards() -> None:
+    rewards = {0: [1.0, 0.0], 1: [0.5, 0.5], 2: [0.0, 0.0]}
+    trajectories = [
+        make_trajectory([1, 2], [3] * (2 + sample), group=group, sample=sample, reward=reward)
+        for group, samples in rewards.items()
+        for sample, reward in enumerate(samples)
+    ]
+    trajectories[0].stop = StopReason.END_OF_TURN
+    trajectories[1].error = "broken"
+    metrics = summarise(trajectories, pass_threshold=1.0)
+    assert metrics["validation/mean@2"] == pytest.approx(1 / 3)
+    assert metrics["validation/pass@2"] == pytest.approx(1 / 3)
+    assert metrics["validation/length"] == 2.5
+    assert metrics["validation/cut_off"] == pytest.approx(5 / 6)
+    assert metrics["validation/errors"] == 1
+    assert metrics["validation/ci95"] == pytest.approx(1.96 * (1 / 12) ** 0.5 / 3**0.5)
