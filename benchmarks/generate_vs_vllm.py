@@ -162,8 +162,7 @@ def work(options: argparse.Namespace) -> None:
         started = time.perf_counter()
         logprobs = generate(prompts, batch)
         seconds = time.perf_counter() - started
-        mean = sum(logprobs) / len(logprobs)
-        results.append({"seconds": seconds, "tokens": len(logprobs), "mean_logprob": mean})
+        results.append({"seconds": seconds, "tokens": len(logprobs), "mean_logprob": sum(logprobs) / len(logprobs)})
     Path(options.out).write_text(json.dumps(results[1:]))
 
 

@@ -288,7 +288,8 @@ def counts_of(batch: Batch, rows: Sequence[int]) -> tuple[GlobalCounts, int]:
 
 def trainable_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[int]:
     """Trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not computed,
-    unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as they are."""
+    unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as they are.
+    """
     algorithm = parts.algorithm
     others = algorithm.kl_where == "loss" or algorithm.entropy_coefficient or algorithm.llds_coefficient
     if others or algorithm.loss == "dro" or algorithm.old_logprobs == "recompute":

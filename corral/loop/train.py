@@ -326,6 +326,7 @@ def save(run: Run) -> None:
     state = {
         "step": run.step,
         "seed": run.recipe.seed,
+        "dtype": dtype_of(parts),
         "sampler": parts.sampler.state(),
         "kl": None if parts.kl is None else parts.kl.state(),
         "skipped_in_a_row": run.skipped_in_a_row,
@@ -347,6 +348,8 @@ def restore(parts: Parts, checkpoint: Path, state: dict[str, Any]) -> None:
     seed = parts.recipe.seed
     if state["seed"] != seed:
         raise UserError(f"{checkpoint} was made with seed {state['seed']}; the recipe says {seed}")
+    if state["dtype"] != dtype_of(parts):
+        raise UserError(f"{checkpoint} was made with model.dtype {state['dtype']}; now it is {dtype_of(parts)}")
     parts.sampler.load_state(state["sampler"])
     parts.actor.load(checkpoint / "actor")
     if parts.critic is not None:
@@ -360,3 +363,7 @@ def restore(parts: Parts, checkpoint: Path, state: dict[str, Any]) -> None:
     if parts.kl is not None and state["kl"] is not None:
         parts.kl.load_state(state["kl"])
     parts.engine.load((), version=int(state["step"]))
+
+
+def dtype_of(parts: Parts) -> str:
+    return str(parts.actor.model.dtype).removeprefix("torch.")

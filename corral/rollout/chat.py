@@ -32,10 +32,15 @@ class Chat:
         before = [Message(role="user", content="question"), Message(role="assistant", content="reply")]
         start = self._render(before, opening=False)
         whole = self._render([*before, *messages], opening=True)
-        if whole[: len(start)] != start or self.tokenizer.eos_token_id not in start:
+        if whole[: len(start)] != start:
             raise UserError(
                 "the model's chat template changes earlier turns when a new one is added, so a conversation cannot be "
                 "extended token by token: give a prefix-stable one as `model.chat_template`"
+            )
+        if self.tokenizer.eos_token_id not in start:
+            raise UserError(
+                f"the model's chat template does not end a turn with {self.tokenizer.eos_token}, the tokenizer's end: "
+                "give one that does as `model.chat_template`"
             )
         end = len(start) - 1 - start[::-1].index(self.tokenizer.eos_token_id)
         return whole[end + 1 if ended else end :]

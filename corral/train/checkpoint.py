@@ -6,6 +6,7 @@ Hugging Face layout: `AutoModelForCausalLM.from_pretrained(folder)` loads them a
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -113,13 +114,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 def set_aside_after(checkpoints: Path, step: int) -> list[tuple[Path, str | None]]:
     """Takes checkpoints after `step` out of the way, by renaming them: what they were called, and what is wrong with
     each. One that is left would be found by the next resume, and be kept instead of those that the run makes now."""
-    found = [
-        (folder, problem_with(folder, hashes=True)) for later, folder in list_checkpoints(checkpoints) if later > step
-    ]
-    for folder, _ in found:
-        aside = folder.with_name(f"{folder.name}.unused")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(folder, aside)
+    later = [folder for its_step, folder in list_checkpoints(checkpoints) if its_step > step]
+    found = [(folder, problem_with(folder, hashes=True)) for folder in later]
+    for folder in later:
+        names = (f"{folder.name}.unused{number}" for number in itertools.chain([""], itertools.count(2)))
+        os.replace(folder, next(path for name in names if not (path := folder.with_name(name)).exists()))
     return found
 
 

@@ -16,6 +16,7 @@ from corral.observe.metrics import read
 SAMPLED = (*VALIDATION, "validation.temperature=1.0", "validation.samples_per_prompt=2")
 
 
+@pytest.mark.slow
 def test_the_installed_command_trains_without_a_word_on_stderr(tmp_path: Path, tiny_model: Path) -> None:
     """Not forked from a warm process: all imports in their real order."""
     write_recipe(tmp_path, tiny_model)

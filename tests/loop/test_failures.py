@@ -182,6 +182,7 @@ def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_usable(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
     command = ("train", "recipe.yaml", "checkpoint.every=1")

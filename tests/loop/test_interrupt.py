@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: once ends the run in good order, twice ends it at once."""
 
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -93,6 +94,26 @@ def test_interrupt_while_validating(tmp_path: Path, tiny_model: Path) -> None:
     assert "stopped after step 1 of 3" in finished.stdout
     assert [row["step"] for row in rows_of(run.path)] == [0, 1]
     assert run.resumed_equals_uninterrupted()
+
+
+@pytest.mark.slow
+def test_interrupts_at_any_moment_leave_no_trace(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    command = ("train", "recipe.yaml", *STEPS, *VALIDATION, "validation.every=1", "checkpoint.every=2")
+    run = tmp_path / "runs" / "tiny"
+    chance = random.Random(0)
+    for _ in range(5):
+        process = start_corral(tmp_path, *command)
+        process.wait_until(lambda: (run / "logs" / "main.log").exists())
+        time.sleep(chance.uniform(0.1, 0.7))
+        process.send(chance.choice([signal.SIGINT, signal.SIGTERM]))
+        finished = process.wait()
+        assert finished.errors == [], finished.stderr
+        if "corral evaluate" in finished.stdout:  # it had been faster
+            break
+    assert corral(tmp_path, *command).code == 0
+    assert corral(tmp_path, *command, "name=whole").code == 0
+    assert same_outcome(run, tmp_path / "runs" / "whole", step=3)
 
 
 def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_start(

@@ -91,11 +91,13 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, tiny_model: Path) -> None
     assert manifest.stat().st_mtime_ns == written
 
 
-def test_a_finished_run_can_be_made_longer(tmp_path: Path, tiny_model: Path) -> None:
-    train_here(tmp_path, tiny_model, "schedule.steps=2", "name=longer")
-    longer = train_here(tmp_path, tiny_model, "schedule.steps=4", "name=longer")
-    whole = train_here(tmp_path, tiny_model, "schedule.steps=4", "name=whole")
-    assert same_outcome(longer, whole, step=4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_finished_run_can_be_made_longer(tmp_path: Path, tiny_model: Path, dtype: str) -> None:
+    overrides = (f"model.dtype={dtype}", "train.logits_chunk=16")
+    train_here(tmp_path, tiny_model, "schedule.steps=2", "name=longer", *overrides)
+    longer = train_here(tmp_path, tiny_model, "schedule.steps=3", "name=longer", *overrides)
+    whole = train_here(tmp_path, tiny_model, "schedule.steps=3", "name=whole", *overrides)
+    assert same_outcome(longer, whole, step=3)
     assert (longer / "recipe.2.yaml").exists()
 
 
@@ -170,6 +172,7 @@ def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, tin
     ("change", "expected"),
     [
         ("seed=1", "was made with seed 0; the recipe says 1"),
+        ("model.dtype=bfloat16", "was made with model.dtype float32; now it is bfloat16"),
         ("data.train.size=30", "made with 40 rows of data, now there are 30"),
         ("algorithm.name=ppo", "has no critic; it was made with another algorithm"),
     ],

@@ -1,6 +1,7 @@
 """The driver, with a real engine and people's own environments: what it records, and what a bad one costs."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -366,10 +367,17 @@ def test_one_bad_environment_does_not_touch_the_others(play: Play) -> None:
     assert [t.tokens.tolist() for t in trajectories] == [t.tokens.tolist() for t in plain]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(play: Play) -> None:
-    forgetful = (
-        "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}<|start|>{{ message['role'] }}\n"
-        "{{ message['content'] }}<|end|>\n{% endif %}{% endfor %}<|start|>assistant\n"
-    )
-    with pytest.raises(UserError, match="changes earlier turns"):
-        play("TwoTurns", template=forgetful)
+FORGETFUL = (
+    "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}<|start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|end|>\n{% endif %}{% endfor %}<|start|>assistant\n"
+)
+WITHOUT_END = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(FORGETFUL, "changes earlier turns"), (WITHOUT_END, re.escape("does not end a turn with <|end|>"))],
+)
+def test_a_template_that_cannot_be_extended_is_refused(play: Play, template: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        play("TwoTurns", template=template)
