@@ -59,6 +59,12 @@ class Batch:
     def sequence(self, row: int) -> IntArray:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
+    def inputs(self, row: int) -> IntArray:
+        """What the model has to read of a trajectory: all before the last generated token, from which nothing follows."""
+        start, end = self.offsets[row], self.offsets[row + 1]
+        generated = np.flatnonzero(self.generated[start:end])
+        return self.tokens[start : start + (generated[-1] if len(generated) else 0)]
+
     def positions_of(self, rows: Sequence[int]) -> IntArray:
         """Indices into the flat arrays of the tokens of these trajectories."""
         return np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
@@ -72,7 +78,7 @@ class Batch:
         units = [np.flatnonzero(self.groups == group).tolist() for group in dict.fromkeys(self.groups.tolist())]
         if len(units) < parts:
             units = [[row] for row in range(len(self))]
-        work = [distinct_tokens([self.sequence(row) for row in unit]) for unit in units]
+        work = [distinct_tokens([self.inputs(row) for row in unit]) for unit in units]
         shares: list[list[int]] = [[] for _ in range(parts)]
         load = [0] * parts
         for i in sorted(range(len(units)), key=lambda i: -work[i]):
@@ -82,7 +88,7 @@ class Batch:
         return [sorted(share) for share in shares]
 
     def pack(self, max_tokens: int, rows: Sequence[int] | None = None) -> list["Pack"]:
-        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens.
+        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to read.
 
         Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
         what it adds to the micro-batch is its length without that shared beginning.
@@ -91,13 +97,13 @@ class Batch:
 
     def _packed_rows(self, max_tokens: int, rows: Sequence[int] | None) -> Iterator[list[int]]:
         chosen = list(range(len(self))) if rows is None else list(rows)
-        sequences = [self.sequence(row) for row in chosen]
+        sequences = [self.inputs(row) for row in chosen]
         packed: list[int] = []
         used, previous = 0, None
         for i in lexicographic_order(sequences):
             sequence = sequences[i]
             if len(sequence) > max_tokens:
-                raise ValueError(f"a trajectory of {len(sequence)} tokens does not fit into {max_tokens}")
+                raise ValueError(f"a trajectory with {len(sequence)} tokens to read does not fit into {max_tokens}")
             added = len(sequence) - (0 if previous is None else common_prefix(previous, sequence))
             if packed and used + added > max_tokens:
                 yield packed
@@ -117,7 +123,7 @@ class Pack:
 
     @cached_property
     def tree(self) -> TokenTree:
-        return TokenTree.build([self.batch.sequence(row) for row in self.rows])
+        return TokenTree.build([self.batch.inputs(row) for row in self.rows])
 
     @cached_property
     def flat(self) -> IntArray:
@@ -141,9 +147,12 @@ class Pack:
         return np.flatnonzero(wanted)
 
     @cached_property
-    def nodes(self) -> IntArray:
-        """[tokens of the pack]: the tree's node of each token."""
-        return np.concatenate(self.tree.paths)
+    def sources(self) -> IntArray:
+        """[targets]: the tree's node from which each of them is predicted, that of the token before it."""
+        nodes = np.full(len(self.flat), -1)
+        for start, path in zip(self.offsets[:-1], self.tree.paths, strict=True):
+            nodes[start : start + len(path)] = path
+        return nodes[self.targets - 1]
 
     def column(self, name: str) -> FloatArray:
         return self.batch.columns[name][self.flat]

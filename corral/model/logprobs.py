@@ -1,7 +1,8 @@
 """Log-probabilities and entropy from hidden states, a chunk of rows at a time.
 
 The logits of a batch, `[tokens, vocabulary]` in float32, are often the largest thing in a training step. They never
-exist here: the forward pass keeps one chunk at a time, and the backward pass computes each chunk again.
+exist here: the forward pass keeps one chunk at a time, and the backward pass computes each chunk again (but for the
+last one, which is still there).
 """
 
 from collections.abc import Iterator
@@ -43,10 +44,10 @@ class _HeadLogprobs(torch.autograd.Function):
             normaliser = logits.logsumexp(-1)
             local = rows[wanted] - span.start
             logprobs[wanted] = logits[local, targets[wanted]] - normaliser[local]
-            probabilities = (logits - normaliser[:, None]).exp_()
-            entropy[span] = normaliser - (probabilities * logits).sum(-1)
+            log_p = logits - normaliser[:, None]
+            entropy[span] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.last_log_p = temperature, chunk, log_p
         return logprobs, entropy
 
     @staticmethod
@@ -59,8 +60,10 @@ class _HeadLogprobs(torch.autograd.Function):
         row_sums = d_entropy.new_zeros(len(hidden)).index_add_(0, rows, d_logprobs)
         with_entropy = bool(d_entropy.any())
         for span, wanted in _chunks(len(hidden), rows, ctx.chunk):
-            logits = _logits(hidden[span], weight, bias, ctx.temperature)
-            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+            if span.stop == len(hidden):
+                log_p = ctx.last_log_p
+            else:
+                log_p = _logits(hidden[span], weight, bias, ctx.temperature).log_softmax(-1)
             p = log_p.exp()
             # d log p(target) / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
             d_logits = p * -row_sums[span, None]

@@ -27,8 +27,7 @@ class Prediction:
     """Which node of a pack's tree each generated token was predicted from, ready for the device."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
-        source = pack.nodes[pack.targets - 1]
-        rows, row_of_target = np.unique(source, return_inverse=True)
+        rows, row_of_target = np.unique(pack.sources, return_inverse=True)
         order = np.argsort(row_of_target, kind="stable")
         self.num_tokens = len(pack.flat)
         self.rows = torch.from_numpy(rows).to(device)

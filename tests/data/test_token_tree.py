@@ -79,7 +79,7 @@ def test_a_split_balances_work() -> None:
 
 
 def test_a_trajectory_larger_than_the_cap_is_refused() -> None:
-    with pytest.raises(ValueError, match="14 tokens does not fit into 10"):
+    with pytest.raises(ValueError, match="13 tokens to read does not fit into 10"):
         Batch.of([make_trajectory([1] * 4, [2] * 10)]).pack(10)
 
 
@@ -93,5 +93,12 @@ def test_a_batch_puts_each_turns_reward_on_its_last_token() -> None:
 def test_targets_are_the_generated_tokens_of_each_trajectory() -> None:
     batch = Batch.of([make_trajectory([1, 2], [3, 4]), make_trajectory([1, 2], [3, 5])])
     (pack,) = batch.pack(100)
-    assert pack.tree.num_nodes == 5
+    assert pack.tree.tokens.tolist() == [1, 2, 3]
     assert pack.targets.tolist() == [2, 3, 6, 7]
+    assert pack.sources.tolist() == [1, 2, 1, 2]
+
+
+def test_nothing_behind_the_last_generated_token_is_read() -> None:
+    trajectory = make_trajectory([1, 2], [3, 4, 5])
+    trajectory.generated[4] = False
+    assert Batch.of([trajectory]).inputs(0).tolist() == [1, 2, 3]
