@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := corral tests docs recipes $(wildcard benchmarks)
 
-.PHONY: help quickstart seeds test lint reference clean
+.PHONY: help quickstart seeds test lint install reference clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -30,6 +30,8 @@ lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+
+install: .venv/.installed-dev
 
 reference: .venv/.installed
 	$(BIN)/python docs/generate_recipe_reference.py

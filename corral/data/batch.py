@@ -60,7 +60,7 @@ class Batch:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
     def inputs(self, row: int) -> IntArray:
-        """What the model has to read of a trajectory: all before the last generated token, from which nothing follows."""
+        """What the model has to read of a trajectory: all before the last generated token, which ends it."""
         start, end = self.offsets[row], self.offsets[row + 1]
         generated = np.flatnonzero(self.generated[start:end])
         return self.tokens[start : start + (generated[-1] if len(generated) else 0)]

@@ -16,6 +16,7 @@ from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
 from corral.envs.registry import make_env_factory
 from corral.model.load import default_device, end_tokens, load_model, load_tokenizer
+from corral.model.smollm2 import needs_conversion
 from corral.observe.console import Console
 from corral.observe.log import quiet_libraries
 from corral.recipe.errors import UserError
@@ -82,7 +83,7 @@ def build_player(recipe: Recipe, console: Console, model_path: str | None = None
         raise UserError("data.validation: there is nothing to evaluate on")
     model_recipe = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
     with started_pool(recipe) as pool:
-        tokenizer = tokenizer_of(model_recipe)
+        tokenizer = tokenizer_of(model_recipe, console)
         validation = prompts_of(recipe, recipe.data.validation, tokenizer, console)
         with console.stage("loading the model"):
             model = load_model(model_recipe, device_of(recipe))
@@ -100,7 +101,7 @@ def build_parts(recipe: Recipe, console: Console, resume_from: Path | None) -> P
     check_scale(recipe)
     algorithm = resolve_algorithm(recipe)
     with started_pool(recipe) as pool:
-        tokenizer = tokenizer_of(recipe.model)
+        tokenizer = tokenizer_of(recipe.model, console)
         train = prompts_of(recipe, recipe.data.train, tokenizer, console)
         validation = []
         if recipe.data.validation is not None:
@@ -161,8 +162,9 @@ def started_pool(recipe: Recipe) -> Iterator[ScorerPool]:
         raise
 
 
-def tokenizer_of(model: Model) -> Any:
-    tokenizer = load_tokenizer(model)
+def tokenizer_of(model: Model, console: Console) -> Any:
+    with console.stage(f"preparing {model.path}" + (", once, half a minute" if needs_conversion(model.path) else "")):
+        tokenizer = load_tokenizer(model)
     quiet_libraries()  # transformers was imported just now
     return tokenizer
 

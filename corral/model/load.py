@@ -59,8 +59,6 @@ def load_model(model: Model, device: torch.device) -> Any:
     dtype = resolve_dtype(model.dtype, device)
     if model.exact and dtype != torch.float32:
         raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
-    if device.type == "cpu" and dtype == torch.float32:
-        prefer_blas()
     source = model_source(model.path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
@@ -76,13 +74,14 @@ def load_model(model: Model, device: torch.device) -> Any:
         raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
     if model.exact:
         make_exact(loaded)
+        prefer_blas()
     return loaded.to(device).eval()
 
 
 def prefer_blas() -> None:
-    """On ARM, float32 products go to OpenBLAS instead of oneDNN: faster for the few rows of a decode step (65 against
-    59 GFLOP/s for 64 rows, 44 against 37 for 16, on two Neoverse-N1 cores), and a row's result does not depend on how
-    many others there are. On other CPUs torch does not use oneDNN for float32 in the first place."""
+    """On ARM, products go to OpenBLAS instead of oneDNN: there a row's result does not depend on how many others there
+    are. (About as fast on a quiet machine, and slower on a busy one. On other CPUs torch does not use oneDNN for
+    float32 in the first place.)"""
     if platform.machine() in ("aarch64", "arm64"):
         torch.backends.mkldnn.set_flags(False)
 

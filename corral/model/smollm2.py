@@ -17,10 +17,18 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def smollm2_folder() -> Path:
     """The converted model's folder; converts it if it is not there yet (half a minute)."""
-    folder = Path.home() / ".cache" / "corral" / "models" / SMOLLM2
-    if not (folder / "config.json").is_file():
+    folder = cached_folder()
+    if needs_conversion(SMOLLM2):
         convert(packaged_weights(), folder)
     return folder
+
+
+def cached_folder() -> Path:
+    return Path.home() / ".cache" / "corral" / "models" / SMOLLM2
+
+
+def needs_conversion(path: str) -> bool:
+    return path.lower() == SMOLLM2 and not (cached_folder() / "config.json").is_file()
 
 
 def packaged_weights() -> Path:
@@ -38,7 +46,9 @@ def convert(weights: Path, folder: Path) -> None:
         raise UserError(f"converting {SMOLLM2} needs an extra: pip install 'corral[smollm2]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

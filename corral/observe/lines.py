@@ -60,7 +60,6 @@ class Field:
 
 STEP_FIELDS = (
     Field("reward/mean", "reward", 6, "{:.3f}".format, 9),
-    Field("score/mean", "score", 5, "{:.2f}".format, 6),
     Field("kl/mean", "kl", 8, small_number, 5),
     Field("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
     Field("length/mean", "length", 7, "{:.1f}".format, 3),
@@ -71,7 +70,7 @@ STEP_FIELDS = (
     Field("eta_s", "eta", 6, duration, 8),
 )
 TROUBLE_FIELDS = (
-    Field("skipped_updates", "skipped updates", 0, "{:.0f}".format, 9),
+    Field("updates/skipped", "skipped updates", 0, "{:.0f}".format, 9),
     Field("samples/dropped_groups", "dropped groups", 0, "{:.0f}".format, 9),
 )
 

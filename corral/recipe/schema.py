@@ -266,7 +266,6 @@ class Reference(Section):
 
 
 class Train(Section):
-    backend: Literal["fsdp"] = "fsdp"
     recompute: Literal["none", "full"] = "none"
     """full: activations are computed again in the backward pass (less memory, a third more work)."""
     logits_chunk: PositiveInt = 256

