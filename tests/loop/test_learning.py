@@ -99,3 +99,34 @@ def test_trajectories_hold_what_was_played_and_learnt_from(tmp_path: Path, tiny_
         assert all(len(record[name]) == length for name in ("generated", "logprobs", "versions", "advantages"))
     step = next(row for row in read(run / "metrics.jsonl") if row["step"] == 2)
     assert step["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))
+
+
+CONVERSATION = """
+from corral.envs.base import StepResult
+
+class AskTwice:
+    async def reset(self, row, seed):
+        self.turns = 0
+        return row.prompt
+
+    async def step(self, reply):
+        self.turns += 1
+        reward = sum(letter in "aeiou" for letter in reply) / 8
+        again = [{"role": "user", "content": "Again?"}]
+        return StepResult(again, reward, done=self.turns == 2, metrics={"turns": 1})
+
+    async def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_conversations_go_through_the_same_loop(tmp_path: Path, tiny_model: Path, algorithm: str) -> None:
+    (tmp_path / "talk.py").write_text(CONVERSATION)
+    budget = ("rollout.max_turns=2", "rollout.max_response_tokens=60", "rollout.stop=[a, e, i, o, u]")
+    overrides = (f"environment.name={tmp_path}/talk.py:AskTwice", *budget, f"algorithm.name={algorithm}")
+    for row in steps_here(tmp_path, tiny_model, *overrides):
+        assert 1 < row["environment/turns"] <= 2
+        assert row["reward/mean"] > 0
+        assert row["updates/made"] == 1
+        assert row["policy/ratio_deviation"] < 1e-5
