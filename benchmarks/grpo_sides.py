@@ -19,8 +19,6 @@ TRL_SIDES: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl-tuned": {"gradient_checkpointing": False, "one_micro_batch": True},
     "trl-tuned-8": {"gradient_checkpointing": False},
-    "trl-tuned-blas": {"gradient_checkpointing": False, "one_micro_batch": True, "blas": True},
-    "trl-tuned-8-blas": {"gradient_checkpointing": False, "blas": True},
 }
 
 
@@ -108,8 +106,6 @@ def trl_steps(options: argparse.Namespace) -> Measured:
     num_steps, num_samples = options.steps + 1, workload.num_prompts * workload.num_samples
     rows = load_rows(recipe.data.train, recipe.data)[: num_steps * workload.num_prompts]
     prompts = [row.prompt if workload.chat else row.prompt[0]["content"] for row in rows]
-    if tuning.pop("blas", False):
-        torch.backends.mkldnn.set_flags(False)  # what Corral does for itself on ARM: `corral.model.load.prefer_blas`
     micro_batch = num_samples if tuning.pop("one_micro_batch", False) else 8
     clock = {"generation_s": 0.0, "ends": [], "generations": []}
 

@@ -4,7 +4,7 @@
     python benchmarks/grpo_vs_trl.py --smoke        # tiny sizes, to see whether it works
 
 Each side runs in a process of its own, in turns. The first step of a process is warm-up. TRL is measured as it comes
-and tuned in four ways; all have a first turn, the later turns are for the fastest of them.
+and tuned in two ways; all have a first turn, the later turns are for the fastest of them.
 """
 
 import argparse
@@ -29,8 +29,6 @@ SIDES = {
     "trl": "TRL, its defaults (micro-batches of 8, gradient checkpointing)",
     "trl-tuned": "TRL tuned: no checkpointing, one micro-batch",
     "trl-tuned-8": "TRL tuned: no checkpointing, micro-batches of 8",
-    "trl-tuned-blas": "TRL tuned: no checkpointing, one micro-batch, OpenBLAS",
-    "trl-tuned-8-blas": "TRL tuned: no checkpointing, micro-batches of 8, OpenBLAS",
 }
 
 

@@ -22,8 +22,6 @@ class StopReason(StrEnum):
     """The response reached `max_response_tokens`; what it says may be cut off."""
     TURNS = "turns"
     """The conversation reached `max_turns` before the environment was done."""
-    ENVIRONMENT = "environment"
-    """The environment said that it was done while the model could have gone on."""
     ERROR = "error"
     """The environment or the reward failed; `Trajectory.error` says how."""
 

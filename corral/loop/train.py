@@ -300,7 +300,9 @@ def running(
 
 
 def forget_after(folder: RunFolder, step: int, console: Console) -> None:
-    """What a run did after the checkpoint that it goes on from, it will do again."""
+    """What a run did after the checkpoint that it goes on from, it will do again. Without one it is kept aside."""
+    if step < 0 and folder.holds_run:
+        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.set_aside()}")
     MetricsFile(folder.metrics).truncate_after(step)
     TrajectoryWriter(folder.trajectories).truncate_after(step)
     for checkpoint, problem in set_aside_after(folder.checkpoints, step):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.smollm2 import SMOLLM2, smollm2_folder
@@ -70,7 +71,7 @@ def load_model(model: Model, device: torch.device) -> Any:
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=model.trust_remote_code,
         )
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
     if model.exact:
         make_exact(loaded)

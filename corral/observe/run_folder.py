@@ -9,6 +9,7 @@
         checkpoints/
         logs/               main.log, and what trackers keep locally
         failures/
+        attempts/           what was done before the first checkpoint, if it had to be done again
 
 A run is never overwritten, and never written by two processes at once. Which checkpoint to go on from, and what is in
 one, is the loop's business.
@@ -129,6 +130,17 @@ class RunFolder:
     def write_plan(self, text: str) -> Path:
         write_atomically(self.plan, text)
         return self.plan
+
+    def set_aside(self) -> Path:
+        """Moves metrics, trajectories and curve of an attempt that left no checkpoint to `attempts/<number>`."""
+        number = next(n for n in itertools.count(1) if not (self.path / "attempts" / str(n)).exists())
+        attempt = self.path / "attempts" / str(number)
+        _make(attempt)
+        for path in (self.metrics, self.trajectories, self.curve):
+            if path.exists():
+                os.replace(path, attempt / path.name)
+        _make(self.trajectories)
+        return attempt
 
     def close(self) -> None:
         if self._lock is not None:

@@ -141,3 +141,16 @@ def test_a_place_where_no_folder_can_be_made_is_an_error_that_names_the_key(tmp_
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UserError, match=r"logging\.runs"):
         RunFolder.open(tmp_path / "runs", "run", "auto")
+
+
+def test_an_attempt_without_a_checkpoint_is_kept_aside(tmp_path: Path) -> None:
+    for number in (1, 2):
+        with RunFolder.open(tmp_path, "run", "auto") as folder:
+            folder.metrics.write_text(f"{number}")
+            (folder.trajectories / "step_000001.jsonl.gz").write_bytes(b"")
+            attempt = folder.set_aside()
+            assert attempt == folder.path / "attempts" / str(number)
+            assert (attempt / "metrics.jsonl").read_text() == f"{number}"
+            assert (attempt / "trajectories" / "step_000001.jsonl.gz").exists()
+            assert not folder.metrics.exists()
+            assert not any(folder.trajectories.iterdir())
