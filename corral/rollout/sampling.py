@@ -58,4 +58,4 @@ def draw(logits: Tensor, rows: Tensor, uniforms: Tensor, greedy: Tensor) -> Tens
     drawn = torch.searchsorted(cdf, points * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
     tokens = torch.empty_like(rows)
     tokens[order] = drawn[rows[order], column]
-    return torch.where(greedy[rows], logits.argmax(-1)[rows], tokens)
+    return torch.where(greedy[rows], logits.argmax(-1)[rows], tokens) if greedy.any() else tokens
