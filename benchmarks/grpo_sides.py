@@ -55,9 +55,11 @@ def recipe_of(options: argparse.Namespace) -> Any:
 def corral_steps(options: argparse.Namespace) -> Measured:
     """The loop of `corral.loop.train.steps`, with a clock. Generation includes the rewards."""
     from corral.data.batch import Batch
+    from corral.loop.learn import learn
     from corral.loop.parts import build_parts
+    from corral.loop.play import play
     from corral.loop.record import step_metrics
-    from corral.loop.stages import advantages, learn, plan_updates, play, score
+    from corral.loop.score import advantages, plan_updates, score
     from corral.observe.console import Console
 
     recipe, console, steps = recipe_of(options), Console(io.StringIO()), []

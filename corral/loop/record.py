@@ -8,7 +8,7 @@ import numpy as np
 
 from corral.data.batch import Batch
 from corral.data.trajectory import StopReason, Trajectory
-from corral.loop.stages import Played
+from corral.loop.play import Played
 
 
 def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[str, float]:

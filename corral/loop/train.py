@@ -13,9 +13,11 @@ import torch
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
 from corral.loop.interrupt import Interrupt, Interrupted
+from corral.loop.learn import Learnt, learn
 from corral.loop.parts import Parts, build_parts
+from corral.loop.play import Played, play
 from corral.loop.record import save_failed_batch, step_metrics, trajectory_records
-from corral.loop.stages import Learnt, Played, advantages, learn, plan_updates, play, score
+from corral.loop.score import advantages, plan_updates, score
 from corral.loop.validate import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.curve import draw_curve

@@ -139,7 +139,9 @@ def test_small_updates_are_not_lost_in_bfloat16() -> None:
     assert policy.optimiser is not None
     masters = [master.detach().clone() for master in policy.optimiser.masters]
     learn_to_prefer(policy, steps=3)
-    moved = [float((new - old).abs().max()) for new, old in zip(policy.optimiser.masters, masters, strict=True)]
+    moved = [
+        float((new.detach() - old).abs().max()) for new, old in zip(policy.optimiser.masters, masters, strict=True)
+    ]
     assert max(moved) == pytest.approx(3e-5, rel=0.1)
 
 

@@ -1,193 +1,20 @@
-"""The stages of a step: play, score, advantages, learn. Each takes what the one before it made."""
+"""The third stage of a step: the batch is learnt from, update by update, pack by pack."""
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from corral.algorithms.advantages import ADVANTAGES, RewardedBatch
 from corral.algorithms.aggregate import GlobalCounts, aggregate
-from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.losses import LOSSES, LossOptions, PolicyTerms, TokenLoss
-from corral.algorithms.ragged import segment_mean
 from corral.algorithms.regularisers import llds, num_preserved
-from corral.algorithms.shaping import informative_groups, overlong_penalty
 from corral.algorithms.values import value_loss
 from corral.data.batch import Batch, Pack
-from corral.data.trajectory import FloatArray, Trajectory
 from corral.loop.parts import Parts
-from corral.observe.console import Stage
-from corral.rollout.driver import Prompt
-
-
-@dataclass
-class Played:
-    """What a step has to learn from."""
-
-    trajectories: list[Trajectory]
-    baselines: dict[int, float] = field(default_factory=dict)
-    """Greedy reward of each prompt, where the algorithm compares with it."""
-    num_failed: int = 0
-    """Trajectories left out because their environment failed before the model said anything."""
-    num_dull_groups: int = 0
-    """Groups left out because all their rewards were equal (dynamic sampling)."""
-    last_error: str | None = None
-    """Of those that failed."""
-    rounds: int = 1
-
-
-def play(parts: Parts, progress: Stage) -> Played:
-    """Draws prompts and plays them; with dynamic sampling, draws others for those that have nothing to teach."""
-    wanted, algorithm = parts.recipe.batch.prompts_per_step, parts.algorithm
-    played = play_round(parts, wanted, progress)
-    if not algorithm.dynamic_sampling:
-        return played
-    keep_informative(played)
-    while (missing := wanted - num_groups(played)) > 0 and played.rounds < algorithm.max_rounds:
-        more = play_round(parts, missing, progress)
-        keep_informative(more)
-        played.trajectories += more.trajectories
-        played.baselines |= more.baselines
-        played.num_failed += more.num_failed
-        played.last_error = more.last_error or played.last_error
-        played.num_dull_groups += more.num_dull_groups
-        played.rounds += 1
-    return played
-
-
-def play_round(parts: Parts, num_prompts: int, progress: Stage) -> Played:
-    prompts = [
-        Prompt(draw.ordinal, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)
-        for draw in parts.sampler.draw(num_prompts)
-    ]
-    samples = parts.recipe.batch.samples_per_prompt
-    progress.update(0, num_prompts * samples)
-
-    async def both() -> tuple[list[Trajectory], list[Trajectory]]:
-        sampled = await parts.driver.play(
-            prompts, samples, parts.sampling(), on_finished=lambda: progress.update(progress.done + 1)
-        )
-        greedy = []
-        if parts.algorithm.needs_greedy_baseline:
-            greedy = await parts.driver.play(prompts, 1, parts.sampling(greedy=True), purpose="baseline")
-        return sampled, greedy
-
-    sampled, greedy = parts.runner.run(both())
-    answered = [trajectory for trajectory in sampled if trajectory.num_generated]
-    errors = [trajectory.error for trajectory in sampled if not trajectory.num_generated]
-    return Played(
-        trajectories=answered,
-        baselines={trajectory.ordinal: trajectory.reward for trajectory in greedy},
-        num_failed=len(errors),
-        last_error=errors[-1] if errors else None,
-    )
-
-
-def keep_informative(played: Played) -> None:
-    if not played.trajectories:
-        return
-    rewards = torch.tensor([trajectory.reward for trajectory in played.trajectories])
-    groups = torch.tensor([trajectory.ordinal for trajectory in played.trajectories])
-    informative = informative_groups(rewards, groups)
-    played.num_dull_groups = len(set(groups[~informative].tolist()))
-    played.trajectories = [t for t, keep in zip(played.trajectories, informative.tolist(), strict=True) if keep]
-
-
-def num_groups(played: Played) -> int:
-    return len({trajectory.ordinal for trajectory in played.trajectories})
-
-
-def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
-    """Trajectories of each update of one pass: groups in the order drawn, cut into parts that differ by one at most."""
-    order = np.argsort(batch.groups, kind="stable")
-    return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
-
-
-def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
-    """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
-
-    Computed in the very packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit,
-    as the one of the first update's forward pass.
-    """
-    packs = [pack for rows in updates for pack in pack_rows(parts, batch, rows)]
-    batch.columns["old_logprobs"] = batch.logprobs
-    if parts.algorithm.old_logprobs == "recompute":
-        batch.columns["old_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.actor.logprobs(packs)))
-    if parts.reference is not None:
-        batch.columns["reference_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.reference.logprobs(packs)))
-    if parts.critic is not None:
-        batch.columns["values"] = gather(batch, packs, parts.critic.values(packs))
-
-
-def pack_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[Pack]:
-    return batch.pack(parts.recipe.batch.max_tokens_per_micro_batch, rows)
-
-
-def gather(batch: Batch, packs: Sequence[Pack], results: Iterable[Tensor]) -> FloatArray:
-    column = np.zeros(len(batch.tokens), np.float32)
-    for pack, result in zip(packs, results, strict=True):
-        column[pack.flat] = result.float().cpu().numpy()
-    return column
-
-
-def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
-    """Adds `advantages`, `returns` and, where asked for, `correction`; shapes the rewards first."""
-    algorithm, metrics = parts.algorithm, dict[str, float]()
-    mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
-    rewards = torch.from_numpy(batch.token_rewards.copy())
-    old = torch.from_numpy(batch.columns["old_logprobs"])
-    if algorithm.overlong_buffer is not None:
-        lengths = torch.tensor([trajectory.num_generated for trajectory in played.trajectories])
-        limit = parts.recipe.rollout.max_response_tokens
-        penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
-        rewards[last_generated(batch)] += penalties
-        metrics["reward/overlong_penalty"] = float(penalties.mean())
-    if parts.kl is not None:
-        reference = torch.from_numpy(batch.columns["reference_logprobs"])
-        penalty = kl_penalty(old, reference, algorithm.kl_estimator)
-        kl = float(segment_mean(penalty, mask, offsets).mean())
-        metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
-        if algorithm.kl_where == "reward":
-            rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
-        if math.isfinite(kl):  # else the update is going to be skipped
-            parts.kl.update(kl, len(batch))
-    if algorithm.correction_name != "none":
-        correction = correction_weights(
-            old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
-            algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_level,
-        )  # fmt: skip
-        batch.columns["correction"] = correction.weights.numpy()
-        metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
-    values = batch.columns.get("values")
-    baselines = [played.baselines.get(int(group), 0.0) for group in batch.groups]
-    result = ADVANTAGES[algorithm.advantage](
-        RewardedBatch(
-            token_rewards=rewards,
-            mask=mask,
-            offsets=offsets,
-            groups=torch.from_numpy(batch.groups),
-            values=None if values is None else torch.from_numpy(values),
-            baselines=torch.tensor(baselines),
-        ),
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-    )
-    batch.columns["advantages"] = result.advantages.float().numpy()
-    batch.columns["returns"] = result.returns.float().numpy()
-    return metrics
-
-
-def last_generated(batch: Batch) -> Tensor:
-    """Index of each trajectory's last generated token."""
-    ends = [
-        start + int(np.flatnonzero(batch.generated[start:end])[-1])
-        for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
-    ]
-    return torch.tensor(ends)
+from corral.loop.score import pack_rows
 
 
 class Learnt:

@@ -1,0 +1,107 @@
+"""The second stage of a step: what was played is scored, and rewards become advantages."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from corral.algorithms.advantages import ADVANTAGES, RewardedBatch
+from corral.algorithms.corrections import correction_weights
+from corral.algorithms.kl import kl_penalty
+from corral.algorithms.ragged import segment_mean
+from corral.algorithms.shaping import overlong_penalty
+from corral.data.batch import Batch, Pack
+from corral.data.trajectory import FloatArray
+from corral.loop.parts import Parts
+from corral.loop.play import Played
+
+
+def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
+    """Trajectories of each update of one pass: groups in the order drawn, cut into parts that differ by one at most."""
+    order = np.argsort(batch.groups, kind="stable")
+    return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
+
+
+def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
+    """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
+
+    Computed in the very packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit,
+    as the one of the first update's forward pass.
+    """
+    packs = [pack for rows in updates for pack in pack_rows(parts, batch, rows)]
+    batch.columns["old_logprobs"] = batch.logprobs
+    if parts.algorithm.old_logprobs == "recompute":
+        batch.columns["old_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.actor.logprobs(packs)))
+    if parts.reference is not None:
+        batch.columns["reference_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.reference.logprobs(packs)))
+    if parts.critic is not None:
+        batch.columns["values"] = gather(batch, packs, parts.critic.values(packs))
+
+
+def pack_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[Pack]:
+    return batch.pack(parts.recipe.batch.max_tokens_per_micro_batch, rows)
+
+
+def gather(batch: Batch, packs: Sequence[Pack], results: Iterable[Tensor]) -> FloatArray:
+    column = np.zeros(len(batch.tokens), np.float32)
+    for pack, result in zip(packs, results, strict=True):
+        column[pack.flat] = result.float().cpu().numpy()
+    return column
+
+
+def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
+    """Adds `advantages`, `returns` and, where asked for, `correction`; shapes the rewards first."""
+    algorithm, metrics = parts.algorithm, dict[str, float]()
+    mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
+    rewards = torch.from_numpy(batch.token_rewards.copy())
+    old = torch.from_numpy(batch.columns["old_logprobs"])
+    if algorithm.overlong_buffer is not None:
+        lengths = torch.tensor([trajectory.num_generated for trajectory in played.trajectories])
+        limit = parts.recipe.rollout.max_response_tokens
+        penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
+        rewards[last_generated(batch)] += penalties
+        metrics["reward/overlong_penalty"] = float(penalties.mean())
+    if parts.kl is not None:
+        reference = torch.from_numpy(batch.columns["reference_logprobs"])
+        penalty = kl_penalty(old, reference, algorithm.kl_estimator)
+        kl = float(segment_mean(penalty, mask, offsets).mean())
+        metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
+        if algorithm.kl_where == "reward":
+            rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
+        if math.isfinite(kl):  # else the update is going to be skipped
+            parts.kl.update(kl, len(batch))
+    if algorithm.correction_name != "none":
+        correction = correction_weights(
+            old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
+            algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_level,
+        )  # fmt: skip
+        batch.columns["correction"] = correction.weights.numpy()
+        metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
+    values = batch.columns.get("values")
+    baselines = [played.baselines.get(int(group), 0.0) for group in batch.groups]
+    result = ADVANTAGES[algorithm.advantage](
+        RewardedBatch(
+            token_rewards=rewards,
+            mask=mask,
+            offsets=offsets,
+            groups=torch.from_numpy(batch.groups),
+            values=None if values is None else torch.from_numpy(values),
+            baselines=torch.tensor(baselines),
+        ),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+    )
+    batch.columns["advantages"] = result.advantages.float().numpy()
+    batch.columns["returns"] = result.returns.float().numpy()
+    return metrics
+
+
+def last_generated(batch: Batch) -> Tensor:
+    """Index of each trajectory's last generated token."""
+    ends = [
+        start + int(np.flatnonzero(batch.generated[start:end])[-1])
+        for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    ]
+    return torch.tensor(ends)
