@@ -81,8 +81,8 @@ def load_model(model: Model, device: torch.device) -> Any:
 
 def prefer_blas() -> None:
     """On ARM, products go to OpenBLAS instead of oneDNN: there a row's result does not depend on how many others there
-    are. (About as fast on a quiet machine, and slower on a busy one. On other CPUs torch does not use oneDNN for
-    float32 in the first place.)"""
+    are. (Somewhat faster on a quiet machine, and much slower on a busy one, so not the default. On other CPUs torch
+    does not use oneDNN for float32 in the first place.)"""
     if platform.machine() in ("aarch64", "arm64"):
         torch.backends.mkldnn.set_flags(False)
 

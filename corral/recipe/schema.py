@@ -70,8 +70,8 @@ class Model(Section):
     """Of weights and computation; the optimiser keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""
     exact: bool = False
-    """Attention in float64, so that the engine's log-probs are the trainer's to the last bit (a fifth slower; float32
-    only; where the matrix library sums in a fixed order, as OpenBLAS does)."""
+    """Attention in float64, so that the engine's log-probs are the trainer's to the last bit. float32 only, and only
+    where the matrix library sums in a fixed order, as OpenBLAS does. Attention costs twice as much."""
     chat_template: str | None = None
     """A Jinja template, or the path of a file with one, instead of the tokenizer's own."""
     trust_remote_code: bool = False
