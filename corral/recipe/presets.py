@@ -134,6 +134,8 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         clip_high = preset.clip_high
     kl_where = written.kl.where if "where" in written.kl.model_fields_set else preset.kl_where
     correction, sampling = written.correction, written.dynamic_sampling
+    stale = recipe.schedule.max_staleness > 0
+    correction_name = either(correction.name, "token_tis" if stale else "none")
     return ResolvedAlgorithm(
         advantage=either(written.advantage, preset.advantage),
         loss=loss,
@@ -150,15 +152,15 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         dppo_threshold=either(written.dppo_threshold, DPPO_THRESHOLDS.get(loss, DPPO_THRESHOLDS["dppo_tv"])),
         entropy_coefficient=written.entropy_coefficient,
         llds_coefficient=written.llds_coefficient,
-        old_logprobs=written.old_logprobs,
+        old_logprobs=either(written.old_logprobs, "recompute" if stale else "engine"),
         kl_where=kl_where,
         kl_estimator=either(written.kl.estimator, "k1" if kl_where == "reward" else "k3"),
         kl_coefficient=either(written.kl.coefficient, 0.001),
         kl_controller=either(written.kl.controller, "fixed"),
         kl_target=either(written.kl.target, 0.1),
         kl_horizon=either(written.kl.horizon, 10_000),
-        correction_name=correction.name,
-        correction_cap=either(correction.cap, 5.0 if correction.name == "icepop" else 2.0),
+        correction_name=correction_name,
+        correction_cap=either(correction.cap, 5.0 if correction_name == "icepop" else 2.0),
         correction_floor=either(correction.floor, 0.5),
         correction_level=either(correction.level, "token"),
         dynamic_sampling=either(sampling.enabled, preset.dynamic_sampling),

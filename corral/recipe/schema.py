@@ -183,7 +183,8 @@ class KL(Section):
 class Correction(Section):
     """For tokens played by another policy than the one that is trained (other engine, older weights)."""
 
-    name: Literal["none", "token_tis", "sequence_tis", "icepop", "rejection"] = "none"
+    name: Literal["none", "token_tis", "sequence_tis", "icepop", "rejection"] | None = None
+    """Not written: none on-policy, token_tis with `schedule.max_staleness` above 0."""
     cap: PositiveFloat | None = None
     """Upper bound of the weight (TIS), of the band (IcePop), or of the accepted ratio (rejection)."""
     floor: PositiveFloat | None = None
@@ -228,8 +229,9 @@ class Algorithm(Section):
     entropy_coefficient: NaturalFloat = 0.0
     llds_coefficient: NaturalFloat = 0.0
     """Lazy likelihood displacement regulariser: penalises a falling likelihood of good samples."""
-    old_logprobs: Literal["engine", "recompute"] = "engine"
-    """engine: those the samples were drawn with (one pass less). recompute: by the trainer, before the first update."""
+    old_logprobs: Literal["engine", "recompute"] | None = None
+    """engine: those the samples were drawn with (one pass less). recompute: by the trainer, before the first update.
+    Not written: engine on-policy, recompute with `schedule.max_staleness` above 0."""
     kl: KL = KL()
     correction: Correction = Correction()
     dynamic_sampling: DynamicSampling = DynamicSampling()
@@ -265,7 +267,27 @@ class Reference(Section):
     """None: the model as it was before training."""
 
 
+class Parallel(Section):
+    """How a model is spread over the devices of its role: their number is replicate x shard x expert x context x
+    tensor."""
+
+    replicate: PositiveInt = 1
+    """Copies of the sharded model (HSDP)."""
+    shard: PositiveInt | None = None
+    """Devices over which one copy's parameters, gradients and optimiser are sharded (FSDP). None: all that are left.
+    1: nothing is sharded, and an engine on the same device decodes with the trainer's own tensors."""
+    expert: PositiveInt = 1
+    """Devices over which a mixture's experts are dealt; besides, they share the data and the other parameters."""
+    context: PositiveInt = 1
+    """Devices over which the tokens of a micro-batch are dealt."""
+    tensor: PositiveInt = 1
+    """Devices over which each layer's matrices are cut."""
+
+
 class Train(Section):
+    parallel: Parallel = Parallel()
+    offload: list[Literal["parameters", "gradients", "optimiser"]] = []
+    """What lives in the host's memory while the device does not compute with it."""
     recompute: Literal["none", "full"] = "none"
     """full: activations are computed again in the backward pass (less memory, a third more work)."""
     logits_chunk: PositiveInt = 256
@@ -278,8 +300,10 @@ class Schedule(Section):
     steps: PositiveInt | None = None
     epochs: PositiveFloat | None = None
     """Passes over the data; either this or steps."""
-    max_staleness: Annotated[int, Field(ge=0, le=0)] = 0
-    """Weight versions that playing may run ahead of training. 0: on-policy."""
+    max_staleness: NaturalInt = 0
+    """Weight versions that playing may run ahead of training. 0: on-policy. Above: `rollout` has its own devices."""
+    pipelined: bool = False
+    """Score and learn from what has been played while the rest of the step is still being played. Still on-policy."""
 
 
 class Validation(Section):
@@ -319,10 +343,31 @@ class Logging(Section):
 
 
 class Cluster(Section):
+    """With this section a recipe runs on a Ray cluster, without it in one process."""
+
+    runtime: Literal["auto", "local", "ray"] = "auto"
+    """auto: ray where the recipe has a `cluster` section. local: in this process, on one device."""
+    address: str = "auto"
+    """Of the Ray cluster, `10.0.0.1:6379`. auto: the one that runs on this machine, else one is started for the run."""
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 1
+    """GPUs of each node; on nodes without, worker slots."""
     placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic": "all"}
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
+    transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"
+    """How new weights reach the rollout. shared: within a process. collective: broadcast (NCCL, gloo). object: through
+    Ray's object store. ipc: through memory of the node that both map. auto: the first of shared, ipc and collective
+    that the placement allows."""
+    min_nodes: PositiveInt | None = None
+    """When nodes are lost the run goes on with the rest, down to so many. None: all are needed."""
+    max_restarts: NaturalInt = 3
+    """Times in a row, without a new checkpoint, that workers which died are started again."""
+    start_timeout_s: PositiveFloat = 300.0
+    """For devices to become free and workers to start."""
+    call_timeout_s: PositiveFloat = 3600.0
+    """For any one thing that a worker is asked to do."""
+    node_timeout_s: PositiveFloat = 20.0
+    """A node that does not answer for so long is lost."""
 
 
 class Recipe(Section):

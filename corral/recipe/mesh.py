@@ -1,0 +1,47 @@
+"""How many ways a model is split: the sizes of `train.parallel` for a number of devices."""
+
+import math
+from dataclasses import dataclass
+
+from corral.recipe.errors import RecipeError
+from corral.recipe.schema import Parallel
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Ranks are numbered with `tensor` fastest, then context, expert, shard and replicate."""
+
+    replicate: int = 1
+    shard: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.expert * self.context * self.tensor
+
+    @property
+    def num_data(self) -> int:
+        """Shares into which a batch is dealt. Ranks that differ in context and tensor only work on the same one."""
+        return self.replicate * self.shard * self.expert
+
+    def data_rank(self, rank: int) -> int:
+        return rank // (self.context * self.tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device holds all parameters."""
+        return self.shard == self.expert == self.context == self.tensor == 1
+
+
+def mesh_shape(parallel: Parallel, num_devices: int, role: str = "actor") -> MeshShape:
+    fixed = parallel.replicate * parallel.expert * parallel.context * parallel.tensor
+    shard = num_devices // fixed if parallel.shard is None else parallel.shard
+    if fixed * shard != num_devices:
+        sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "expert", "context", "tensor")}
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, None))
+        many = math.prod(size for size in sizes.values() if size is not None)
+        verb = "does not divide" if parallel.shard is None else "is not"
+        raise RecipeError(f"`train.parallel`: {product} = {many} {verb} the {num_devices} devices of {role}")
+    return MeshShape(parallel.replicate, shard, parallel.expert, parallel.context, parallel.tensor)
