@@ -5,8 +5,11 @@ Both return one dict for each step, the warm-up included: `seconds`, of which `g
 """
 
 import argparse
+import asyncio
 import io
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from report import HERE, Measured
@@ -54,43 +57,45 @@ def recipe_of(options: argparse.Namespace) -> Any:
 
 def corral_steps(options: argparse.Namespace) -> Measured:
     """The loop of `corral.loop.train.steps`, with a clock. Generation includes the rewards."""
+    return asyncio.run(timed_corral_steps(recipe_of(options), options.steps + 1))
+
+
+async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
     from corral.loop.learn import learn
-    from corral.loop.parts import build_parts
-    from corral.loop.play import play
-    from corral.loop.record import step_metrics
+    from corral.loop.parts import open_parts
+    from corral.loop.play import Playing
     from corral.loop.score import advantages, plan_updates, score
     from corral.observe.console import Console
+    from corral.observe.ledger import Ledger
 
-    recipe, console, steps = recipe_of(options), Console(io.StringIO()), []
-    parts = build_parts(recipe, console, None)
-    try:
-        for step in range(options.steps + 1):
-            computed, started = parts.engine.stats.computed_tokens, time.perf_counter()
-            with console.stage("playing") as progress:
-                played = play(parts, progress)
-            played_at = time.perf_counter()
-            batch = Batch.of(played.trajectories)
-            updates = plan_updates(parts, batch)
-            score(parts, batch, updates)
-            metrics = advantages(parts, batch, played)
-            metrics |= learn(parts, batch, updates, step + 1).metrics()
-            parts.engine.load((), version=step + 1)
-            metrics |= step_metrics(played, batch, recipe.batch.samples_per_prompt)
-            ended = time.perf_counter()
-            steps.append(
-                {
-                    "seconds": ended - started,
-                    "generation_s": played_at - started,
-                    "tokens": batch.num_generated,
-                    "gradient_norm": metrics["policy/gradient_norm"],
-                    "prompt_tokens": int((~batch.generated).sum()),
-                    "tokens_computed_by_engine": parts.engine.stats.computed_tokens - computed,
-                    "tokens_computed_by_trainer": sum(pack.tree.num_nodes for pack in batch.pack(10**9)),
-                }
-            )
-    finally:
-        parts.close()
+    steps = []
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.jsonl")
+        async with open_parts(recipe, Console(io.StringIO()), Path(folder), None) as parts:
+            stats = parts.runtime.worker.site.hosted["rollout"].engine.stats
+            for step in range(num_steps):
+                computed, started = stats.computed_tokens, time.perf_counter()
+                played = await Playing(parts, ledger, step + 1).whole()
+                played_at = time.perf_counter()
+                batch = Batch.of(played.trajectories)
+                updates = plan_updates(parts, batch)
+                await score(parts, batch, updates)
+                metrics = advantages(parts, batch, played)
+                metrics |= (await learn(parts, batch, updates, step + 1)).metrics()
+                await parts.publisher.publish(step + 1, parts.playground.lanes)
+                ended = time.perf_counter()
+                steps.append(
+                    {
+                        "seconds": ended - started,
+                        "generation_s": played_at - started,
+                        "tokens": batch.num_generated,
+                        "gradient_norm": metrics["policy/gradient_norm"],
+                        "prompt_tokens": int((~batch.generated).sum()),
+                        "tokens_computed_by_engine": stats.computed_tokens - computed,
+                        "tokens_computed_by_trainer": sum(pack.tree.num_nodes for pack in batch.pack(10**9)),
+                    }
+                )
     return steps
 
 

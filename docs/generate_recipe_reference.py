@@ -58,7 +58,6 @@ MEANINGS = {
     "algorithm.kl.estimator": "How the KL of a token is estimated; see [algorithms](algorithms.md#kl).",
     "algorithm.kl.coefficient": "Weight of the KL; with an adaptive controller, the first one.",
     "algorithm.kl.controller": "Whether the coefficient stays, or follows the KL towards `target`.",
-    "algorithm.correction.name": "Which; see [algorithms](algorithms.md#corrections), also for its bounds.",
     "algorithm.dynamic_sampling.enabled": "Whether to.",
     "algorithm.overlong.buffer_tokens": "Tokens before the limit in which the penalty grows from 0.",
     "algorithm.overlong.penalty": "At the limit.",
@@ -84,7 +83,7 @@ MEANINGS = {
     "critic.value_clip": "How far a value may move from the one it had when the batch was scored. null: any way.",
     "reference": "The frozen model that KL is measured to. There is none without KL.",
     "train": "How gradients are computed.",
-    "schedule": "How long.",
+    "schedule": "How long, and how far playing and learning go hand in hand.",
     "schedule.steps": "Steps to train.",
     "validation": "When and how the held-out score is measured.",
     "validation.before_training": "Measure before the first step.",
@@ -96,9 +95,7 @@ MEANINGS = {
     "checkpoint.at_end": "Save one after the last step.",
     "logging": "What is written down.",
     "logging.project": "The project's name in trackers that have projects.",
-    "cluster": "Which devices there are, and who uses them.",
-    "cluster.nodes": "Machines. Training runs on one as yet; more can be planned.",
-    "cluster.devices_per_node": "GPUs of each; 1 for a CPU. Training runs on one as yet; more can be planned.",
+    "cluster.nodes": "Machines.",
     "seed": "Of the order of rows, of every sample, and of everything else that is drawn.",
 }
 """Of the keys that say nothing about themselves in the schema."""

@@ -1,6 +1,8 @@
 """A recipe with which the tiny model learns in seconds, and ways to run it and to look at what it left."""
 
+import asyncio
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +71,16 @@ def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any
     recipe = load_recipe(write_recipe(folder, model), overrides)
     check(recipe)
     console = Console(io.StringIO())
+
+    async def run_steps(run_folder: RunFolder, interrupt: Interrupt) -> None:
+        async with running(recipe, run_folder, console, interrupt) as run:
+            await steps(run)
+
     with (
         RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as run_folder,
         Interrupt(console.warn) as interrupt,
-        running(recipe, run_folder, console, interrupt, None, {}) as run,
     ):
-        steps(run)
+        asyncio.run(run_steps(run_folder, interrupt))
     return steps_of(run_folder.path)
 
 
@@ -89,13 +95,21 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def same_outcome(run: Path, other: Path, step: int) -> bool:
-    """To the bit: numbers, trajectories, and by their hashes all files of the last checkpoint."""
-    manifest = Path("checkpoints") / f"step_{step:06d}" / "manifest.json"
+    """To the bit: numbers, trajectories, by their hashes all files of the last checkpoint, and what became of each
+    prompt, but for how often it was issued."""
     return (
         rows_of(run) == rows_of(other)
-        and (run / manifest).read_bytes() == (other / manifest).read_bytes()
+        and _checkpoint(run, step) == _checkpoint(other, step)
         and _files(run / "trajectories") == _files(other / "trajectories")
     )
+
+
+def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    del files["ledger.jsonl"]
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return files, [{key: value for key, value in line.items() if key != "times"} for line in lines]
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -108,6 +108,32 @@ def data(
 
 
 @app.command()
+def ledger(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
+    prompt: Annotated[
+        int | None, typer.Option(min=0, help="Tell the story of this prompt instead.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what became of the prompts of a run. Exits with 1 if any was lost or trained twice."""
+    from corral.observe.ledger import Ledger
+
+    path = run / Ledger.name
+    if not path.is_file():
+        raise UserError(f"{run} has no {Ledger.name}; is it the folder of a run?")
+    opened = Ledger(path)
+    if prompt is not None:
+        story = opened.story(prompt)
+        words = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in story or ["was never issued"])])
+        print(json.dumps({"prompt": prompt, "story": story}, indent=2) if as_json else words)
+        return
+    audit = opened.audit()
+    print(json.dumps(audit.as_dict(), indent=2) if as_json else audit.text())
+    if not audit.clean:
+        raise typer.Exit(1)
+
+
+@app.command()
 def version() -> None:
     """Print Corral's version and those of what it stands on."""
     from importlib.metadata import PackageNotFoundError

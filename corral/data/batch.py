@@ -8,6 +8,7 @@ another.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -69,15 +70,55 @@ class Batch:
         """Indices into the flat arrays of the tokens of these trajectories."""
         return np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
 
-    def split(self, parts: int) -> list[list[int]]:
+    def take(self, rows: Sequence[int]) -> "Batch":
+        """A batch of these trajectories, with all columns."""
+        flat = self.positions_of(rows)
+        lengths = [self.offsets[row + 1] - self.offsets[row] for row in rows]
+        return Batch(
+            tokens=self.tokens[flat],
+            generated=self.generated[flat],
+            logprobs=self.logprobs[flat],
+            versions=self.versions[flat],
+            token_rewards=self.token_rewards[flat],
+            offsets=np.cumsum([0, *lengths]),
+            groups=self.groups[list(rows)],
+            columns={name: column[flat] for name, column in self.columns.items()},
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence["Batch"]) -> "Batch":
+        """One after the other; they have the same columns."""
+
+        def joined(name: str) -> Any:
+            return np.concatenate([getattr(batch, name) for batch in batches])
+
+        starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
+        return cls(
+            tokens=joined("tokens"),
+            generated=joined("generated"),
+            logprobs=joined("logprobs"),
+            versions=joined("versions"),
+            token_rewards=joined("token_rewards"),
+            offsets=np.concatenate([[0], *(b.offsets[1:] + start for b, start in zip(batches, starts, strict=False))]),
+            groups=joined("groups"),
+            columns={name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
+        )
+
+    def split(self, parts: int, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Trajectories dealt into `parts` shares of about equal work, groups kept together where that is possible.
 
         Work is counted in distinct tokens. Longest first onto the lightest share; a share is empty only when there are
         fewer trajectories than shares.
         """
-        units = [np.flatnonzero(self.groups == group).tolist() for group in dict.fromkeys(self.groups.tolist())]
+        chosen = list(range(len(self))) if rows is None else list(rows)
+        if parts == 1:
+            return [chosen]
+        by_group: dict[int, list[int]] = {}
+        for row in chosen:
+            by_group.setdefault(int(self.groups[row]), []).append(row)
+        units = list(by_group.values())
         if len(units) < parts:
-            units = [[row] for row in range(len(self))]
+            units = [[row] for row in chosen]
         work = [distinct_tokens([self.inputs(row) for row in unit]) for unit in units]
         shares: list[list[int]] = [[] for _ in range(parts)]
         load = [0] * parts

@@ -4,6 +4,7 @@ Every draw has an ordinal (0, 1, 2, ... over the whole run), which is its identi
 follows from (seed, epoch) alone, so nothing but the next ordinal has to be remembered.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +36,13 @@ class Sampler:
 
     def draw(self, n: int) -> list[Draw]:
         """The next `n` draws. How many are asked for at a time does not change the sequence."""
+        assert n >= 0
         ordinals = range(self._next_ordinal, self._next_ordinal + n)
         self._next_ordinal += n
+        return self.again(ordinals)
+
+    def again(self, ordinals: Iterable[int]) -> list[Draw]:
+        """Draws that were handed out before, or are handed out now."""
         return [self._draw(ordinal) for ordinal in ordinals]
 
     def state(self) -> dict[str, int]:

@@ -1,18 +1,26 @@
 """Scores any model on a recipe's held-out questions."""
 
-from corral.loop.parts import build_player
+import asyncio
+
+from corral.loop.closing import close_runner
+from corral.loop.parts import open_players
 from corral.loop.validate import show_samples, validate
 from corral.observe.console import Console
 from corral.recipe.schema import Recipe
 
 
 def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
-    player = build_player(recipe, console, model_path)
+    runner = asyncio.Runner()
     try:
-        result = validate(player, console)
+        return runner.run(_evaluate(recipe, model_path, console))
     finally:
-        player.close()
         console.close()
+        close_runner(runner)
+
+
+async def _evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
+    async with open_players(recipe, console, model_path) as players:
+        result = await validate(players, console)
     console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts)
-    show_samples(player, result, console)
+    show_samples(players, result, console)
     return result.metrics

@@ -2,10 +2,12 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
 
 
 class Interrupted(Exception):
@@ -18,7 +20,7 @@ class Interrupt:
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.notify = notify
         self.requested = False
-        self._playing: asyncio.AbstractEventLoop | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -30,30 +32,31 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def cuts_short(self, runner: asyncio.Runner) -> Iterator[None]:
-        """What runs on `runner` within the block is cancelled by a request to stop, and `Interrupted` raised."""
+    async def cuts_short(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """What `work` answers. A request to stop cancels it, and `Interrupted` is raised."""
         if self.requested:
+            work.close()
             raise Interrupted
-        self._playing = runner.get_loop()
+        stop, task = asyncio.Event(), asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(stop.wait())
+        self._waiting = asyncio.get_running_loop(), stop
         try:
-            yield
-        except asyncio.CancelledError:
-            raise Interrupted from None
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Interrupted
         finally:
-            self._playing = None
+            self._waiting = None
+            task.cancel()
+            stopping.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        if self._playing is None:
+        if self._waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, where there is no other
                 self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
         else:
-            self._playing.call_soon_threadsafe(_cancel_all, self._playing)
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
+            loop, stop = self._waiting
+            loop.call_soon_threadsafe(stop.set)

@@ -27,8 +27,8 @@ def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[
         "samples/errors": float(sum(trajectory.error is not None for trajectory in played.trajectories)),
         "samples/failed": float(played.num_failed),
     }
-    if played.rounds > 1 or played.num_dull_groups:
-        metrics |= {"samples/dropped_groups": float(played.num_dull_groups), "samples/rounds": float(played.rounds)}
+    if played.rounds > 1 or played.dull:
+        metrics |= {"samples/dropped_groups": float(len(played.dull)), "samples/rounds": float(played.rounds)}
     for reason in StopReason:
         share = np.mean([trajectory.stop is reason for trajectory in played.trajectories])
         if share:
@@ -38,6 +38,16 @@ def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[
         values = [t.metrics[name] for t in played.trajectories if name in t.metrics]
         metrics[f"environment/{name}"] = float(np.mean(values))
     return metrics
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """How many versions older than the weights that learnt from them the generated tokens were, and their shares."""
+    ages = version - batch.versions[batch.generated]
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        **{f"staleness/share_{age}": float((ages == age).mean()) for age in np.unique(ages).tolist()},
+    }
 
 
 def trajectory_records(

@@ -1,7 +1,7 @@
 """The second stage of a step: what was played is scored, and rewards become advantages."""
 
+import asyncio
 import math
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.ragged import segment_mean
 from corral.algorithms.shaping import overlong_penalty
-from corral.data.batch import Batch, Pack
-from corral.data.trajectory import FloatArray
+from corral.data.batch import Batch
 from corral.loop.parts import Parts
 from corral.loop.play import Played
+from corral.loop.shares import Learners
 
 
 def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
@@ -24,31 +24,31 @@ def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
     return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
 
 
-def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
+async def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
     """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
 
-    Computed in the very packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit,
-    as the one of the first update's forward pass.
+    Consumes what was played; waits for actor, reference and critic: at the same time where they have devices of their
+    own, else one after the other, in the same order on all of these devices. The actor's are computed in the very packs that will be learnt
+    from, so that a recomputed log-prob is the same number, bit for bit, as the one of the first update's forward pass.
     """
-    packs = [pack for rows in updates for pack in pack_rows(parts, batch, rows)]
-    batch.columns["old_logprobs"] = batch.logprobs
+    wanted: dict[str, tuple[Learners, str]] = {}
     if parts.algorithm.old_logprobs == "recompute":
-        batch.columns["old_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.actor.logprobs(packs)))
+        wanted["old_logprobs"] = (parts.actor, "logprobs")
     if parts.reference is not None:
-        batch.columns["reference_logprobs"] = gather(batch, packs, (lp for lp, _ in parts.reference.logprobs(packs)))
+        wanted["reference_logprobs"] = (parts.reference, "logprobs")
     if parts.critic is not None:
-        batch.columns["values"] = gather(batch, packs, parts.critic.values(packs))
+        wanted["values"] = (parts.critic, "values")
+    by_devices: dict[tuple[str, ...], list[str]] = {}
+    for column, (learners, _) in wanted.items():
+        by_devices.setdefault(tuple(learners.group.names), []).append(column)
 
+    async def one_after_the_other(columns: list[str]) -> None:
+        for column in columns:
+            learners, method = wanted[column]
+            batch.columns[column] = await learners.column(method, batch, updates)
 
-def pack_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[Pack]:
-    return batch.pack(parts.recipe.batch.max_tokens_per_micro_batch, rows)
-
-
-def gather(batch: Batch, packs: Sequence[Pack], results: Iterable[Tensor]) -> FloatArray:
-    column = np.zeros(len(batch.tokens), np.float32)
-    for pack, result in zip(packs, results, strict=True):
-        column[pack.flat] = result.float().cpu().numpy()
-    return column
+    batch.columns["old_logprobs"] = batch.logprobs
+    await asyncio.gather(*map(one_after_the_other, by_devices.values()))
 
 
 def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
@@ -70,8 +70,6 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
         metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
         if algorithm.kl_where == "reward":
             rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
-        if math.isfinite(kl):  # else the update is going to be skipped
-            parts.kl.update(kl, len(batch))
     if algorithm.correction_name != "none":
         correction = correction_weights(
             old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
@@ -105,3 +103,9 @@ def last_generated(batch: Batch) -> Tensor:
         for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
     ]
     return torch.tensor(ends)
+
+
+def steer_kl(parts: Parts, metrics: dict[str, float], num_trajectories: int) -> None:
+    """The controller's next coefficient, from the step's KL."""
+    if parts.kl is not None and math.isfinite(metrics["kl/mean"]):  # else the update was skipped
+        parts.kl.update(metrics["kl/mean"], num_trajectories)

@@ -1,45 +1,41 @@
 """The training loop. Draw, play, score, advantages, learn, publish; everything else here is book-keeping around it."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
+from corral.loop.closing import close_runner
 from corral.loop.interrupt import Interrupt, Interrupted
 from corral.loop.learn import Learnt, learn
-from corral.loop.parts import Parts, build_parts
-from corral.loop.play import Played, play
-from corral.loop.record import save_failed_batch, step_metrics, trajectory_records
-from corral.loop.score import advantages, plan_updates, score
+from corral.loop.mend import Mender
+from corral.loop.parts import Parts, open_parts
+from corral.loop.play import Ahead, Played
+from corral.loop.record import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
+from corral.loop.saving import forget_after, restore, save
+from corral.loop.score import advantages, plan_updates, score, steer_kl
+from corral.loop.stream import learn_while_playing
 from corral.loop.validate import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.curve import draw_curve
+from corral.observe.ledger import Ledger
 from corral.observe.lines import held_out_score
 from corral.observe.log import run_log
-from corral.observe.metrics import MetricsFile, read
+from corral.observe.metrics import read
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import Trackers, make_trackers
 from corral.observe.trajectories import TrajectoryWriter
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Recipe
-from corral.train.checkpoint import (
-    find_checkpoint,
-    prune,
-    read_state,
-    set_aside_after,
-    step_folder,
-    write_checkpoint,
-    write_model,
-)
-from corral.train.tensors import load_tensors, save_tensors
+from corral.runtime.group import WorkerLost
+from corral.train.checkpoint import find_checkpoint, read_state, step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +49,13 @@ class Run:
     recipe: Recipe
     parts: Parts
     folder: RunFolder
+    ledger: Ledger
     console: Console
     trackers: Trackers
     interrupt: Interrupt
+    mender: Mender
     step: int = 0
-    """Steps made."""
+    """Steps made; also the version of the weights."""
     saved_step: int = 0
     """Of the last checkpoint in the run's folder."""
     skipped_in_a_row: int = 0
@@ -77,68 +75,75 @@ class Run:
         self.times[f"time/{stage}_s"] = time.perf_counter() - start
 
 
-def train(recipe: Recipe, plan_text: str, plan_lines: list[str], console: Console) -> Path:
-    """Runs the recipe to its end and returns the run folder."""
-    with RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder:
-        checkpoint = find_checkpoint(folder.checkpoints, recipe.checkpoint.resume)
-        state = {} if checkpoint is None else read_state(checkpoint)
-        recipe_file = folder.write_recipe(dump_recipe(recipe))
-        folder.write_plan(plan_text)
-        console.banner(folder.name, folder.path, recipe.model.path, plan_lines, state.get("step"))
-        with (
-            Interrupt(console.warn) as interrupt,
-            run_log(folder.logs / "main.log", console),
-            running(recipe, folder, console, interrupt, checkpoint, state) as run,
-        ):
-            with suppress(Interrupted):
-                steps(run)
-            finish(run, recipe_file)
-    return folder.path
-
-
-def steps(run: Run) -> None:
-    """The loop. It must read like this."""
-    parts = run.parts
-    validate_if_due(run)
+async def steps(run: Run) -> None:
+    """The loop. It must read like this, in every mode: `ahead` may play steps to come, and `pipelined` learns from a
+    step while it is played."""
+    parts, ahead = run.parts, Ahead(run.parts, run.ledger)
+    await validate_if_due(run)
     run.console.begin(parts.num_steps, run.step)
     while not run.is_complete and not run.interrupt.requested:
-        started = time.perf_counter()
-        with run.timed("play"):
-            played = play_now(run)
-        batch = Batch.of(played.trajectories)
-        updates = plan_updates(parts, batch)
-        with run.timed("score"):
-            score(parts, batch, updates)
-            metrics = advantages(parts, batch, played)
-        with run.timed("learn"):
-            learnt = learn(parts, batch, updates, run.step + 1)
-        parts.engine.load((), version=run.step + 1)
-        run.step += 1
+        run.times = {}
+        with run.timed("step"):
+            ahead.begin(version=run.step)
+            if parts.recipe.schedule.pipelined:
+                played, batch, metrics, learnt = await learn_as_played(run, ahead)
+            else:
+                with run.timed("play"):
+                    played = await play_now(run, ahead)
+                batch = Batch.of(played.trajectories)
+                updates = plan_updates(parts, batch)
+                with run.timed("score"):
+                    await score(parts, batch, updates)
+                    metrics = advantages(parts, batch, played)
+                with run.timed("learn"):
+                    steer_kl(parts, metrics, len(batch))
+                    learnt = await learn(parts, batch, updates, run.step + 1)
+            run.step += 1
+            metrics |= await run.mender.publish(run.step)
+        settle(run, played)
 
-        metrics |= step_metrics(played, batch, run.recipe.batch.samples_per_prompt) | learnt.metrics()
-        run.times["time/step_s"] = time.perf_counter() - started
-        metrics |= run.times | {"speed/tokens_per_s": batch.num_generated / run.times["time/step_s"]}
+        if parts.recipe.schedule.max_staleness:
+            metrics |= staleness_metrics(batch, run.step - 1)
+        metrics |= step_metrics(played, batch, run.recipe.batch.samples_per_prompt) | learnt.metrics() | run.times
+        metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
         log_step(run, metrics, played.trajectories, batch)
         guard(run, learnt, batch)
-        validate_if_due(run)
-        save_if_due(run)
+        if parts.recipe.schedule.max_staleness:
+            ahead.begin(version=run.step)
+        await validate_if_due(run)
+        await save_if_due(run)
 
 
-def play_now(run: Run) -> Played:
-    before = run.parts.sampler.state()
-    try:
-        with run.interrupt.cuts_short(run.parts.runner), run.console.stage("playing") as progress:
-            played = play(run.parts, progress)
-    except Interrupted:
-        run.parts.sampler.load_state(before)  # not trained on: to be drawn again
-        raise
+async def play_now(run: Run, ahead: Ahead) -> Played:
+    """The step's trajectories. Waits until all are played; a request to stop ends the wait."""
+    playing = ahead.playing.pop(run.step + 1)
+    with run.console.stage("playing") as progress:
+        playing.on_progress = progress.update
+        played = await run.interrupt.cuts_short(playing.whole())
     if not played.trajectories:
         raise RunError(nothing_to_learn(run, played))
     return played
 
 
+async def learn_as_played(run: Run, ahead: Ahead) -> tuple[Played, Batch, dict[str, float], Learnt]:
+    playing = ahead.playing.pop(run.step + 1)
+    with run.console.stage("playing and learning") as progress, run.timed("play_and_learn"):
+        playing.on_progress = progress.update
+        played, batch, metrics, learnt = await learn_while_playing(run.parts, playing, run.step + 1, run.interrupt)
+    if batch is None:
+        raise RunError(nothing_to_learn(run, played))
+    return played, batch, metrics, learnt
+
+
+def settle(run: Run, played: Played) -> None:
+    """What became of the step's prompts."""
+    run.ledger.trained(run.step, played.ordinals)
+    run.ledger.dropped(run.step, played.failed, "environment failed")
+    run.ledger.dropped(run.step, played.dull, "equal rewards")
+
+
 def nothing_to_learn(run: Run, played: Played) -> str:
-    if not played.num_dull_groups:
+    if not played.dull:
         return (
             f"step {run.step + 1}: all {played.num_failed} trajectories failed in the environment, the last one with: "
             f"{played.last_error}"
@@ -167,14 +172,13 @@ def guard(run: Run, learnt: Learnt, batch: Batch) -> None:
         )
 
 
-def validate_if_due(run: Run) -> None:
+async def validate_if_due(run: Run) -> None:
     """Also after a resume: the run may have been stopped between a step and its validation."""
     when = name_of_validation(run)
     if when is None or run.step in run.validations or not run.parts.validation:
         return
     started = time.perf_counter()
-    with run.interrupt.cuts_short(run.parts.runner):
-        result = validate(run.parts, run.console)
+    result = await run.interrupt.cuts_short(validate(run.parts, run.console))
     run.console.validation(when, result.metrics, result.num_prompts)
     show_samples(run.parts, result, run.console)
     run.trackers.log(run.step, {**result.metrics, "time/validate_s": time.perf_counter() - started})
@@ -195,17 +199,35 @@ def name_of_validation(run: Run) -> str | None:
     return f"after step {run.step}" if due else None
 
 
-def save_if_due(run: Run) -> None:
+async def save_if_due(run: Run) -> None:
     every = run.recipe.checkpoint.every
     if every and run.step % every == 0 and not run.is_complete:
-        save(run)
+        await save_run(run)
 
 
-def finish(run: Run, recipe_file: Path) -> None:
+async def save_run(run: Run) -> None:
+    state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
+    await save(run.parts, run.ledger, run.folder, run.step, state)
+    run.saved_step = run.step
+
+
+def log_step(run: Run, metrics: dict[str, float], trajectories: list[Trajectory], batch: Batch) -> None:
+    run.trackers.log(run.step, metrics)
+    for trajectory in trajectories:
+        if trajectory.error:
+            logger.info(
+                "step %d, prompt %d, sample %d: %s", run.step, trajectory.ordinal, trajectory.sample, trajectory.error
+            )
+    if run.recipe.logging.trajectories:
+        writer = TrajectoryWriter(run.folder.trajectories)
+        writer.write(run.step, trajectory_records(trajectories, run.parts.tokenizer, batch))
+
+
+async def finish(run: Run, recipe_file: Path) -> None:
     """The last checkpoint, the picture, and what to do next."""
     if run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
         with run.console.stage("saving a checkpoint"):
-            save(run)
+            await save_run(run)
     rows = read_rows(run.folder)
     if rows:
         draw_curve(rows, run.folder.curve, run.folder.name)
@@ -241,36 +263,78 @@ def read_rows(folder: RunFolder) -> list[dict[str, Any]]:
     return read(folder.metrics) if folder.metrics.exists() else []
 
 
-def log_step(run: Run, metrics: dict[str, float], trajectories: list[Trajectory], batch: Batch) -> None:
-    run.trackers.log(run.step, metrics)
-    for trajectory in trajectories:
-        if trajectory.error:
-            logger.info(
-                "step %d, prompt %d, sample %d: %s", run.step, trajectory.ordinal, trajectory.sample, trajectory.error
-            )
-    if run.recipe.logging.trajectories:
-        writer = TrajectoryWriter(run.folder.trajectories)
-        writer.write(run.step, trajectory_records(trajectories, run.parts.tokenizer, batch))
+# --- starting, and starting again
 
 
-# --- starting, saving and resuming
+def train(recipe: Recipe, plan_text: str, plan_lines: list[str], console: Console) -> Path:
+    """Runs the recipe to its end and returns the run folder."""
+    runner = asyncio.Runner()
+    try:
+        with RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder:
+            checkpoint = find_checkpoint(folder.checkpoints, recipe.checkpoint.resume)
+            recipe_file = folder.write_recipe(dump_recipe(recipe))
+            folder.write_plan(plan_text)
+            step = None if checkpoint is None else read_state(checkpoint)["step"]
+            console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
+            with Interrupt(console.warn) as interrupt, run_log(folder.logs / "main.log", console):
+                runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file))
+        return folder.path
+    finally:
+        console.close()
+        close_runner(runner)
 
 
-@contextmanager
-def running(
+async def supervise(
     recipe: Recipe,
     folder: RunFolder,
     console: Console,
     interrupt: Interrupt,
     checkpoint: Path | None,
-    state: dict[str, Any],
-) -> Iterator[Run]:
+    recipe_file: Path,
+) -> None:
+    """Runs to the end. A run that has lost a worker it cannot do without begins again at its last checkpoint, on the
+    nodes that are left."""
+    lost_nodes: frozenset[str] = frozenset()
+    restarts, saved_step = 0, -1
+    while True:
+        try:
+            async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes) as run:
+                try:
+                    await run.mender.guard(steps(run))
+                except Interrupted:
+                    await run.parts.playground.cancel()
+                await finish(run, recipe_file)
+                return
+        except WorkerLost as lost:
+            own = find_checkpoint(folder.checkpoints, "auto")
+            step = -1 if own is None else int(read_state(own)["step"])
+            restarts = 1 if step > saved_step else restarts + 1
+            if restarts > recipe.cluster.max_restarts or interrupt.requested:
+                raise
+            if lost.node is not None:
+                lost_nodes |= {lost.node}
+            saved_step, checkpoint = step, own or checkpoint
+            where = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
+            console.warn(f"{lost}")
+            console.warn(f"the workers are started again, and the run goes on {where}")
+
+
+@asynccontextmanager
+async def running(
+    recipe: Recipe,
+    folder: RunFolder,
+    console: Console,
+    interrupt: Interrupt,
+    checkpoint: Path | None = None,
+    lost_nodes: frozenset[str] = frozenset(),
+) -> AsyncIterator[Run]:
     """A run, ready for its next step; closed when the block ends."""
-    parts = build_parts(recipe, console, checkpoint)
-    try:
+    state = {} if checkpoint is None else read_state(checkpoint)
+    async with open_parts(recipe, console, folder.logs, checkpoint, lost_nodes) as parts:
         if checkpoint is not None:
-            restore(parts, checkpoint, state)
-        forget_after(folder, state.get("step", -1), console)
+            await restore(parts, checkpoint, state)
+        step = int(state.get("step", 0))
+        ledger = forget_after(folder, checkpoint, step if state else -1, console)
         own = checkpoint is not None and checkpoint.resolve().is_relative_to(folder.path.resolve())
         trackers = make_trackers(
             recipe.logging,
@@ -280,15 +344,16 @@ def running(
             config=recipe.model_dump(mode="json"),
             console=console,
         )
-        step = int(state.get("step", 0))
         try:
             yield Run(
                 recipe=recipe,
                 parts=parts,
                 folder=folder,
+                ledger=ledger,
                 console=console,
                 trackers=trackers,
                 interrupt=interrupt,
+                mender=Mender(parts, step),
                 step=step,
                 saved_step=step if own else 0,
                 skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
@@ -296,78 +361,3 @@ def running(
             )
         finally:
             trackers.close()
-    finally:
-        parts.close()
-        console.close()
-
-
-def forget_after(folder: RunFolder, step: int, console: Console) -> None:
-    """What a run did after the checkpoint that it goes on from, it will do again. Without one it is kept aside."""
-    if step < 0 and folder.holds_run:
-        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.set_aside()}")
-    MetricsFile(folder.metrics).truncate_after(step)
-    TrajectoryWriter(folder.trajectories).truncate_after(step)
-    for checkpoint, problem in set_aside_after(folder.checkpoints, step):
-        console.warn(
-            f"{checkpoint} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted"
-        )
-
-
-def save(run: Run) -> None:
-    """Everything needed to go on as if nothing had happened. The random state is the seed and the sampler's position:
-    every draw is a function of these, so there is no generator to save."""
-    parts = run.parts
-
-    def write(work: Path) -> None:
-        write_model(parts.actor.model, parts.tokenizer, work)
-        (work / "actor").mkdir()
-        parts.actor.save(work / "actor")
-        if parts.critic is not None:
-            (work / "critic").mkdir()
-            parts.critic.save(work / "critic")
-            save_tensors(dict(parts.critic.model.named_parameters()), work / "critic" / "model.safetensors")
-
-    state = {
-        "step": run.step,
-        "seed": run.recipe.seed,
-        "dtype": dtype_of(parts),
-        "sampler": parts.sampler.state(),
-        "kl": None if parts.kl is None else parts.kl.state(),
-        "skipped_in_a_row": run.skipped_in_a_row,
-        "trackers": run.trackers.state(),
-    }
-    try:
-        write_checkpoint(step_folder(run.folder.checkpoints, run.step), write, state)
-    except OSError as error:
-        raise RunError(
-            f"the checkpoint of step {run.step} could not be written ({error.strerror or error}); "
-            f"earlier ones in {run.folder.checkpoints} are as they were"
-        ) from error
-    run.saved_step = run.step
-    prune(run.folder.checkpoints, run.recipe.checkpoint.keep)
-
-
-def restore(parts: Parts, checkpoint: Path, state: dict[str, Any]) -> None:
-    """The model was loaded from the checkpoint already; this is the rest."""
-    seed = parts.recipe.seed
-    if state["seed"] != seed:
-        raise UserError(f"{checkpoint} was made with seed {state['seed']}; the recipe says {seed}")
-    if state["dtype"] != dtype_of(parts):
-        raise UserError(f"{checkpoint} was made with model.dtype {state['dtype']}; now it is {dtype_of(parts)}")
-    parts.sampler.load_state(state["sampler"])
-    parts.actor.load(checkpoint / "actor")
-    if parts.critic is not None:
-        if not (checkpoint / "critic").is_dir():
-            raise UserError(f"{checkpoint} has no critic; it was made with another algorithm")
-        own = dict(parts.critic.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in load_tensors(checkpoint / "critic" / "model.safetensors").items():
-                own[name].copy_(tensor)
-        parts.critic.load(checkpoint / "critic")
-    if parts.kl is not None and state["kl"] is not None:
-        parts.kl.load_state(state["kl"])
-    parts.engine.load((), version=int(state["step"]))
-
-
-def dtype_of(parts: Parts) -> str:
-    return str(parts.actor.model.dtype).removeprefix("torch.")

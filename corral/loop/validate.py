@@ -1,5 +1,6 @@
 """The held-out score: a fixed set of prompts, played greedily unless the recipe says otherwise."""
 
+import asyncio
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from corral.data.trajectory import Trajectory
-from corral.loop.parts import Player
+from corral.loop.parts import Players
 from corral.observe.console import Console, Sample
 from corral.rollout.driver import Prompt
 
@@ -19,22 +20,17 @@ class ValidationResult:
     num_prompts: int
 
 
-def validate(player: Player, console: Console) -> ValidationResult:
+async def validate(players: Players, console: Console) -> ValidationResult:
     """Seeds depend on the prompt alone: the same model gives the same score at every step and in every run."""
-    settings = player.recipe.validation
-    sampling = replace(player.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
-    prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(player.validation)]
-    total = len(prompts) * settings.samples_per_prompt
-    with console.stage("validating", total) as progress:
-        trajectories = player.runner.run(
-            player.driver.play(
-                prompts,
-                settings.samples_per_prompt,
-                sampling,
-                purpose="validation",
-                on_finished=lambda: progress.update(progress.done + 1),
-            )
-        )
+    settings = players.recipe.validation
+    sampling = replace(players.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
+    prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(players.validation)]
+    samples = settings.samples_per_prompt
+    with console.stage("validating", len(prompts) * samples) as progress:
+        results = players.playground.play(prompts, samples, sampling, "validation", first=True)
+        for result in results:
+            result.add_done_callback(lambda _: progress.update(progress.done + samples))
+        trajectories = [trajectory for group in await asyncio.gather(*results) for trajectory in group]
     return ValidationResult(summarise(trajectories, settings.pass_threshold), trajectories, len(prompts))
 
 
@@ -60,15 +56,15 @@ def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str
     return metrics
 
 
-def show_samples(player: Player, result: ValidationResult, console: Console, title: str = "") -> None:
+def show_samples(players: Players, result: ValidationResult, console: Console, title: str = "") -> None:
     """A few answers, spread over the set."""
-    wanted = player.recipe.logging.samples
+    wanted = players.recipe.logging.samples
     if not wanted:
         return
     every = max(1, len(result.trajectories) // wanted)
     samples = []
     for trajectory in result.trajectories[::every][:wanted]:
-        row = player.validation[trajectory.row].row
-        response = player.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
+        row = players.validation[trajectory.row].row
+        response = players.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
         samples.append(Sample(row.prompt[-1]["content"], response, str(row.answer), trajectory.reward))
     console.samples(samples, title)

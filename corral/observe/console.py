@@ -173,6 +173,9 @@ class Console:
             self._print(Text(title, "bold"))
         self._print(table)
 
+    def note(self, message: str) -> None:
+        self._print(Text(message, "dim"))
+
     def warn(self, message: str) -> None:
         self._print(Text.assemble(("warning: ", "bold yellow"), (message, "yellow")))
 

@@ -4,6 +4,7 @@
         recipe.yaml         as it was run; recipe.2.yaml, ... when it was resumed with another one
         plan.txt
         metrics.jsonl
+        ledger.jsonl        what became of every prompt
         curve.png
         trajectories/       step_000012.jsonl.gz
         checkpoints/
@@ -48,7 +49,6 @@ class RunFolder:
         self.path = path
         self._lock: int | None = _lock(path / LOCK)
         os.register_at_fork(after_in_child=self._leave_lock_to_parent)
-        self.holds_run = _holds_run(path)
         for name in SUBFOLDERS:
             _make(path / name)
 
@@ -83,6 +83,11 @@ class RunFolder:
         return self.path.name
 
     @property
+    def holds_run(self) -> bool:
+        """Whether anything was done in it."""
+        return _holds_run(self.path)
+
+    @property
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
 
@@ -93,6 +98,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     @property
     def curve(self) -> Path:
@@ -132,11 +141,11 @@ class RunFolder:
         return self.plan
 
     def set_aside(self) -> Path:
-        """Moves metrics, trajectories and curve of an attempt that left no checkpoint to `attempts/<number>`."""
+        """Moves what an attempt without a checkpoint left behind to `attempts/<number>`."""
         number = next(n for n in itertools.count(1) if not (self.path / "attempts" / str(n)).exists())
         attempt = self.path / "attempts" / str(number)
         _make(attempt)
-        for path in (self.metrics, self.trajectories, self.curve):
+        for path in (self.metrics, self.ledger, self.trajectories, self.curve):
             if path.exists():
                 os.replace(path, attempt / path.name)
         _make(self.trajectories)

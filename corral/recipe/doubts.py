@@ -3,9 +3,14 @@
 from collections.abc import Iterator
 
 from corral.recipe.presets import ResolvedAlgorithm
-from corral.recipe.schema import Recipe
+from corral.recipe.schema import AdvantageName, Recipe
 
 Findings = Iterator[str]
+
+OF_WHOLE_BATCH: frozenset[AdvantageName] = frozenset(
+    {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg"}
+)
+"""Advantages with a number in them that is of the whole batch: whitening's mean and deviation, GPG's alpha."""
 
 
 def doubts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -15,6 +20,8 @@ def doubts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     yield from steps_that_do_nothing(recipe, algorithm)
     yield from kl_without_gradient(algorithm)
     yield from greedy_repeats(recipe)
+    yield from uncorrected_staleness(recipe, algorithm)
+    yield from stalled_pipeline(recipe, algorithm)
 
 
 def truncated_sampling(recipe: Recipe) -> Findings:
@@ -71,3 +78,39 @@ def greedy_repeats(recipe: Recipe) -> Findings:
             f"`validation.samples_per_prompt: {validation.samples_per_prompt}` with `validation.temperature: 0` plays "
             "the same answer again and again"
         )
+
+
+def uncorrected_staleness(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    staleness = recipe.schedule.max_staleness
+    if staleness and algorithm.correction_name == "none":
+        effect = "tokens that older weights drew are learnt from as if the newest had drawn them"
+        if algorithm.old_logprobs == "engine" and algorithm.loss != "gpg":
+            effect = "that tokens were drawn by older weights is left to the loss's own ratio, which starts off 1"
+        yield f"`schedule.max_staleness: {staleness}` with `algorithm.correction.name: none`: {effect}"
+
+
+def stalled_pipeline(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    reasons = why_learning_waits(recipe, algorithm)
+    if recipe.schedule.pipelined and reasons:
+        still = "only scoring goes on while the rest is played"
+        if not is_scored(algorithm):
+            still = "nothing is scored in this recipe, so nothing is left to do while the rest is played"
+        yield f"`schedule.pipelined`: learning waits for the whole step because of {' and '.join(reasons)}; {still}"
+
+
+def why_learning_waits(recipe: Recipe, algorithm: ResolvedAlgorithm) -> list[str]:
+    """What keeps gradients from being summed prompt by prompt as they are played. Empty: nothing does."""
+    batch = recipe.batch
+    reasons = {
+        "dynamic sampling": algorithm.dynamic_sampling,
+        f"`batch.passes: {batch.passes}`": batch.passes > 1,
+        f"`batch.updates_per_step: {batch.updates_per_step}`": batch.updates_per_step > 1,
+        f"the advantage {algorithm.advantage}, which looks at the whole batch": algorithm.advantage in OF_WHOLE_BATCH,
+        "`algorithm.llds_coefficient`, whose share depends on the whole batch": algorithm.llds_coefficient > 0,
+    }
+    return [reason for reason, applies in reasons.items() if applies]
+
+
+def is_scored(algorithm: ResolvedAlgorithm) -> bool:
+    """Whether learning needs more numbers for what was played than playing itself leaves behind."""
+    return algorithm.needs_reference or algorithm.needs_critic or algorithm.old_logprobs == "recompute"

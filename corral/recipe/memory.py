@@ -1,15 +1,18 @@
 """What a recipe will hold in memory, per device and phase. Estimates, to find out on paper what would not fit.
 
-P is the number of parameters, b the bytes of one weight. Models are sharded over the devices of their role (FSDP); a
-rollout device that does not hold the whole actor needs its own copy of the weights. What stays between phases
-(weights, optimiser state) counts in all of them.
+P is the number of parameters, b the bytes of one weight, S the devices that share one copy of a model (`train.parallel`
+without replicate). A rollout device that does not hold the whole actor has its own copy of the weights. What stays
+between phases (weights, optimiser state) counts in all of them; what `train.offload` takes to the host, only where the
+device computes with it. Layers that sharding gathers for a moment, and buffers in which weights travel, are left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.recipe.placement import Placement
+from corral.recipe.doubts import is_scored
+from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import Placement, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.rules import max_trajectory_tokens
 from corral.recipe.schema import Recipe
@@ -22,8 +25,7 @@ FLOAT32 = 4
 
 def phases_of(algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
     """Nothing is scored where all that learning needs is known from playing."""
-    scores = algorithm.needs_reference or algorithm.needs_critic or algorithm.old_logprobs == "recompute"
-    return PHASES if scores else ("playing", "learning")
+    return PHASES if is_scored(algorithm) else ("playing", "learning")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def estimate_memory(
     shape: ModelShape,
     weight_bytes: int,
 ) -> list[DeviceMemory]:
-    estimate = _Estimate(recipe, algorithm, placement, shape, weight_bytes)
+    estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, weight_bytes)
     phases = phases_of(algorithm)
     return [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
@@ -65,7 +67,7 @@ def estimate_memory(
 class _Estimate:
     recipe: Recipe
     algorithm: ResolvedAlgorithm
-    placement: Placement
+    meshes: dict[str, MeshShape]
     shape: ModelShape
     weight_bytes: int
     """Also of an activation: computation is in the weights' type."""
@@ -73,12 +75,12 @@ class _Estimate:
     def items(self, roles: tuple[str, ...]) -> Iterator[MemoryItem]:
         for role in ("actor", "critic", "reference"):
             if role in roles:
-                yield MemoryItem(f"{role} weights", self.always(self.weights(role)))
-        if "rollout" in roles and ("actor" not in roles or self.num_devices("actor") > 1):
-            yield MemoryItem("rollout weights", {"playing": self.shape.num_parameters * self.weight_bytes})
+                yield MemoryItem(f"{role} weights", self.held("parameters", self.weights(role), self.computes(role)))
+        if "rollout" in roles and ("actor" not in roles or not self.meshes["actor"].is_whole):
+            yield MemoryItem("rollout weights", self.always(self.shape.num_parameters * self.weight_bytes))
         for role in ("actor", "critic"):
             if role in roles:
-                yield MemoryItem(f"{role} optimiser", self.always(self.optimiser(role)))
+                yield MemoryItem(f"{role} optimiser", self.held("optimiser", self.optimiser(role), ["learning"]))
         if "rollout" in roles:
             yield MemoryItem("KV cache", {"playing": self.kv_cache()})
             yield MemoryItem("logits of a decode step", {"playing": self.decode_logits()})
@@ -92,21 +94,32 @@ class _Estimate:
     def always(self, size: int) -> dict[Phase, int]:
         return dict.fromkeys(phases_of(self.algorithm), size)
 
-    def num_devices(self, role: str) -> int:
-        return len(self.placement.roles[role])
+    def held(self, part: str, size: int, used_in: Sequence[Phase]) -> dict[Phase, int]:
+        """On the device in all phases, or, if the part is offloaded, in those that use it."""
+        return dict.fromkeys(used_in, size) if part in self.recipe.train.offload else self.always(size)
+
+    def computes(self, role: str) -> list[Phase]:
+        """Phases in which a role's own weights are used. Offloaded ones are shards, with which no engine decodes."""
+        scores = role != "actor" or self.algorithm.old_logprobs == "recompute"
+        phases: dict[Phase, bool] = {"playing": False, "scoring": scores, "learning": role != "reference"}
+        return [phase for phase, used in phases.items() if used]
+
+    def sharing(self, role: str) -> int:
+        """S: devices that hold one copy together."""
+        return self.meshes[role].size // self.meshes[role].replicate
 
     def weights(self, role: str) -> int:
-        """P b, shared by the role's devices."""
-        return self.shape.num_parameters * self.weight_bytes // self.num_devices(role)
+        """P b / S"""
+        return self.shape.num_parameters * self.weight_bytes // self.sharing(role)
 
     def optimiser(self, role: str) -> int:
-        """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P)."""
+        """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
         copies = 2 if self.weight_bytes >= FLOAT32 else 3
-        return self.shape.num_parameters * FLOAT32 * copies // self.num_devices(role)
+        return self.shape.num_parameters * FLOAT32 * copies // self.sharing(role)
 
     def gradients(self, role: str) -> int:
-        """4 P: summed over micro-batches in float32, whatever the weights are."""
-        return self.shape.num_parameters * FLOAT32 // self.num_devices(role)
+        """4 P / S: summed over micro-batches in float32, whatever the weights are."""
+        return self.shape.num_parameters * FLOAT32 // self.sharing(role)
 
     def kv_cache(self) -> int:
         """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: it grows as needed."""
@@ -120,18 +133,23 @@ class _Estimate:
 
     def activations(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """Without gradients one layer's at a time; with them every layer's, or with recompute every layer's input and
-        one layer's inside."""
-        shape, micro_batch = self.shape, self.recipe.batch.max_tokens_per_micro_batch
-        layer = self.layer_activations()
+        one layer's inside. Devices of a context share the tokens of a micro-batch, and those of a tensor group roughly
+        the width of a layer."""
+        shape, layer = self.shape, self.layer_activations()
+        micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
         learning = layer * shape.num_layers
         if self.recipe.train.recompute == "full":
             learning = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
         sizes: dict[Phase, int] = {
             "playing": self.recipe.rollout.max_prefill_tokens * layer * ("rollout" in roles),
-            "scoring": micro_batch * layer * self.scores(roles),
-            "learning": micro_batch * learning * ("actor" in roles or "critic" in roles),
+            "scoring": int(micro_batch * layer) * self.scores(roles),
+            "learning": int(micro_batch * learning) * ("actor" in roles or "critic" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
+
+    def splits_of_micro_batch(self, roles: tuple[str, ...]) -> int:
+        """Roles on the same devices have the same mesh."""
+        return max((mesh.context * mesh.tensor for role, mesh in self.meshes.items() if role in roles), default=1)
 
     def layer_activations(self) -> int:
         """Bytes that one layer keeps of one token for its backward pass: norms and residuals (6 x hidden), queries,

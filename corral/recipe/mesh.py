@@ -40,8 +40,9 @@ def mesh_shape(parallel: Parallel, num_devices: int, role: str = "actor") -> Mes
     shard = num_devices // fixed if parallel.shard is None else parallel.shard
     if fixed * shard != num_devices:
         sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "expert", "context", "tensor")}
-        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, None))
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, None)) or "shard 1"
         many = math.prod(size for size in sizes.values() if size is not None)
         verb = "does not divide" if parallel.shard is None else "is not"
-        raise RecipeError(f"`train.parallel`: {product} = {many} {verb} the {num_devices} devices of {role}")
+        devices = f"{num_devices} device{'s' * (num_devices > 1)}"
+        raise RecipeError(f"`train.parallel`: {product} = {many} {verb} the {devices} of {role}")
     return MeshShape(parallel.replicate, shard, parallel.expert, parallel.context, parallel.tensor)

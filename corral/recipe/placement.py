@@ -1,4 +1,4 @@
-"""Which role uses which devices: the grammar of `cluster.placement`, its rules, and a picture of it.
+"""Which role uses which devices: the grammar of `cluster.placement`, its rules, what follows from it, and a picture.
 
 Devices are numbered through all nodes, from 0. They are written as `all`, `0-19` (inclusive), `0,2,5`, mixes of these,
 `[0, 1]` or `list(range(0, 4))`, which is recognised and never evaluated. Two roles share all of their devices or none.
@@ -8,19 +8,24 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Literal
 
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import did_you_mean, nearest
+from corral.recipe.mesh import MeshShape, mesh_shape
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.schema import Recipe
 
 ROLES = ("actor", "rollout", "reference", "critic")
+MESH_ROLES = ("actor", "reference", "critic")
+"""Those whose models are spread as `train.parallel` says. Each device of the rollout has a whole model."""
 INITIALS = {"actor": "A", "rollout": "R", "reference": "F", "critic": "C"}
 """For a picture with little room."""
 PICTURE_WIDTH = 100
 
 Devices = str | int | Sequence[int]
 """What a user may write."""
+TransferKind = Literal["shared", "collective", "object", "ipc"]
 
 RANGE_CALL = re.compile(r"(?:list\s*\(\s*range|range)\s*\(([^()]*)\)(?P<close>\s*\))?")
 SPAN = re.compile(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?")
@@ -45,10 +50,37 @@ def resolve_placement(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple["Pl
     return placement.only(needed), warnings
 
 
+def runs_on_ray(recipe: Recipe) -> bool:
+    """Else it runs in this process."""
+    runtime = recipe.cluster.runtime
+    return runtime == "ray" or (runtime == "auto" and "cluster" in recipe.model_fields_set)
+
+
+def transfer_kind(recipe: Recipe, placement: "Placement") -> TransferKind:
+    """How new weights reach the rollout: as written, else the least work that the placement allows."""
+    if recipe.cluster.transfer != "auto":
+        return recipe.cluster.transfer
+    return "shared" if placement.colocated else "collective"
+
+
+def resolve_meshes(recipe: Recipe, placement: "Placement") -> dict[str, MeshShape]:
+    """By role. Raises a RecipeError where `train.parallel` does not fit a role's devices."""
+    return {
+        role: mesh_shape(recipe.train.parallel, len(placement.roles[role]), role)
+        for role in MESH_ROLES
+        if role in placement.roles
+    }
+
+
 @dataclass(frozen=True)
 class Placement:
     num_devices: int
     roles: Mapping[str, tuple[int, ...]]
+
+    @property
+    def colocated(self) -> bool:
+        """Whether actor and rollout take turns on the same devices."""
+        return self.roles["actor"] == self.roles["rollout"]
 
     @property
     def idle(self) -> tuple[int, ...]:

@@ -2,15 +2,24 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from corral.recipe.doubts import why_learning_waits
 from corral.recipe.memory import DeviceMemory, estimate_memory, human_bytes, human_count
-from corral.recipe.placement import Placement, format_devices, resolve_placement
+from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import (
+    Placement,
+    format_devices,
+    resolve_meshes,
+    resolve_placement,
+    runs_on_ray,
+    transfer_kind,
+)
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.rules import check, max_trajectory_tokens
 from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
-from corral.recipe.words import algorithm_in_words
+from corral.recipe.words import algorithm_in_words, mesh_in_words, transfer_in_words
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -20,6 +29,8 @@ class Plan:
     recipe: Recipe
     algorithm: ResolvedAlgorithm
     placement: Placement
+    meshes: dict[str, MeshShape]
+    """How the models of actor, reference and critic are spread, those that there are."""
     num_rows: int | None
     """Of the training data, where known."""
     num_steps: int | None
@@ -38,7 +49,10 @@ class Plan:
             "batch": batch_in_words(self),
             "schedule": schedule_in_words(self),
             "algorithm": [f"{name:<{widest}}  {line}" for name, line in words.items()],
-            "placement": self.placement.picture(cluster.nodes, cluster.devices_per_node).splitlines(),
+            "placement": [
+                *self.placement.picture(cluster.nodes, cluster.devices_per_node).splitlines(),
+                *cluster_in_words(self),
+            ],
             memory_title(self): memory_in_words(self),
             "warnings": [f"- {warning}" for warning in self.warnings] or ["none"],
         }
@@ -66,11 +80,23 @@ class Plan:
                 "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
                 "max_trajectory_tokens": max_trajectory_tokens(self.recipe),
             },
-            "schedule": {"steps": self.num_steps, "rows": self.num_rows},
+            "schedule": {
+                "steps": self.num_steps,
+                "rows": self.num_rows,
+                "mode": mode_of(self.recipe),
+                "max_staleness": self.recipe.schedule.max_staleness,
+                "pipelined": self.recipe.schedule.pipelined,
+            },
             "algorithm": {"name": self.recipe.algorithm.name, **asdict(self.algorithm)},
             "placement": {
                 **{role: list(devices) for role, devices in self.placement.roles.items()},
                 "idle": list(self.placement.idle),
+            },
+            "mesh": {role: asdict(mesh) for role, mesh in self.meshes.items()},
+            "cluster": {
+                "runtime": "ray" if runs_on_ray(self.recipe) else "local",
+                "address": self.recipe.cluster.address if runs_on_ray(self.recipe) else None,
+                "transfer": transfer_kind(self.recipe, self.placement),
             },
             "memory": [
                 {
@@ -110,6 +136,7 @@ def make_plan(
         recipe=recipe,
         algorithm=algorithm,
         placement=placement,
+        meshes=resolve_meshes(recipe, placement),
         num_rows=rows,
         num_steps=count_steps(recipe, rows),
         shape=model_shape,
@@ -147,15 +174,15 @@ def update_sizes(trajectories: int, updates: int) -> list[int]:
 
 def batch_in_words(plan: Plan) -> list[str]:
     """64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"""
-    recipe, batch = plan.recipe, plan.recipe.batch
+    recipe, batch, mesh = plan.recipe, plan.recipe.batch, mesh_in_words(plan.meshes["actor"])
     updates = updates_in_words(update_sizes(num_trajectories(recipe), batch.updates_per_step))
     if batch.passes > 1:
         updates = f"{batch.passes} passes of {updates}"
     lines = [
         f"{count(batch.prompts_per_step, 'prompt')} x {count(batch.samples_per_prompt, 'sample')} = "
         f"{count(num_trajectories(recipe), 'trajectory')} -> {updates} on "
-        f"{count(len(plan.placement.roles['actor']), 'trainer')}, up to {batch.max_tokens_per_micro_batch} tokens per "
-        "micro-batch",
+        f"{count(len(plan.placement.roles['actor']), 'trainer')}{f' ({mesh})' if mesh else ''}, "
+        f"up to {batch.max_tokens_per_micro_batch} tokens per micro-batch",
         f"a trajectory: up to {recipe.data.max_prompt_tokens} prompt tokens + {recipe.rollout.max_response_tokens} "
         f"response tokens = {max_trajectory_tokens(recipe)}",
     ]
@@ -178,8 +205,8 @@ def updates_in_words(sizes: list[int]) -> str:
 def schedule_in_words(plan: Plan) -> list[str]:
     recipe, batch, steps = plan.recipe, plan.recipe.batch, plan.num_steps
     if steps is None:
-        epochs = recipe.schedule.epochs
-        return [f"{epochs:g} epochs of the training data; how many steps that is depends on its number of rows"]
+        epochs = f"{recipe.schedule.epochs:g} epochs of the training data"
+        return [f"{epochs}; how many steps that is depends on its number of rows", mode_in_words(plan)]
     prompts = steps * batch.prompts_per_step
     line = (
         f"{count(steps, 'step')} = {count(prompts, 'prompt')}, "
@@ -188,7 +215,39 @@ def schedule_in_words(plan: Plan) -> list[str]:
     )
     if plan.num_rows is not None:
         line += f"; {prompts / plan.num_rows:.3g} epochs of {count(plan.num_rows, 'row')}"
-    return [line + (" (without the prompts that dynamic sampling replaces)" if plan.algorithm.dynamic_sampling else "")]
+    if plan.algorithm.dynamic_sampling:
+        line += " (without the prompts that dynamic sampling replaces)"
+    return [line, mode_in_words(plan)]
+
+
+def mode_of(recipe: Recipe) -> Literal["synchronous", "pipelined", "ahead"]:
+    if recipe.schedule.max_staleness:
+        return "ahead"
+    return "pipelined" if recipe.schedule.pipelined else "synchronous"
+
+
+def mode_in_words(plan: Plan) -> str:
+    schedule, correction = plan.recipe.schedule, plan.algorithm.correction_name
+    streams = "scored and learnt from as it comes in"
+    if why_learning_waits(plan.recipe, plan.algorithm):
+        streams = "scored as it comes in and learnt from when the step is complete"
+    match mode_of(plan.recipe):
+        case "synchronous":
+            return "synchronous: a step is played, then learnt from, then the next one is played"
+        case "pipelined":
+            return f"pipelined: what has been played is {streams}; the next step waits for the new weights"
+    corrected = "without a correction" if correction == "none" else f"corrected with {correction}"
+    words = f"playing up to {count(schedule.max_staleness, 'version')} ahead of training, {corrected}"
+    return f"{words}; {streams}" if schedule.pipelined else words
+
+
+def cluster_in_words(plan: Plan) -> list[str]:
+    weights = transfer_in_words(transfer_kind(plan.recipe, plan.placement), plan.meshes["actor"])
+    runtime, address = "this process", plan.recipe.cluster.address
+    if runs_on_ray(plan.recipe):
+        known = "the cluster that runs on this machine, else one that is started for the run"
+        runtime = f"Ray, {known if address == 'auto' else f'at {address}'}"
+    return [f"weights  {weights}", f"runtime  {runtime}"]
 
 
 def memory_title(plan: Plan) -> str:

@@ -135,7 +135,8 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
     kl_where = written.kl.where if "where" in written.kl.model_fields_set else preset.kl_where
     correction, sampling = written.correction, written.dynamic_sampling
     stale = recipe.schedule.max_staleness > 0
-    correction_name = either(correction.name, "token_tis" if stale else "none")
+    usual: Literal["none", "token_tis"] = "token_tis" if stale else "none"
+    correction_name = either(correction.name, usual)
     return ResolvedAlgorithm(
         advantage=either(written.advantage, preset.advantage),
         loss=loss,

@@ -6,10 +6,12 @@ counts as written is what pydantic saw in the file or the overrides; presets and
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from corral.recipe.doubts import doubts
 from corral.recipe.errors import RecipeError
-from corral.recipe.placement import format_devices, resolve_placement
+from corral.recipe.mesh import mesh_shape
+from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
 from corral.recipe.presets import (
     CLIPS,
     DISCOUNTED,
@@ -22,6 +24,7 @@ from corral.recipe.schema import Optimiser, Recipe, Section, Source
 
 Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
+PlacedRule = Callable[[Recipe, Placement], Findings]
 
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
 
@@ -34,6 +37,7 @@ def check(recipe: Recipe) -> list[str]:
         placement, unplaced = resolve_placement(recipe, algorithm)
     except RecipeError as error:
         raise RecipeError([*problems, *error.problems]) from None
+    problems += [problem for placed_rule in PLACED_RULES for problem in placed_rule(recipe, placement)]
     if problems:
         raise RecipeError(problems)
     if placement.idle:
@@ -164,10 +168,18 @@ def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield from unused(correction, prefix, ["cap", "floor", "level"], reason)
         return
     if algorithm.old_logprobs == "engine":
-        yield (
-            f"`{prefix}.name: {name}` has no effect with `algorithm.old_logprobs: engine`: it weighs the trainer's "
-            "log-probs against the engine's, and these are the engine's own; set `algorithm.old_logprobs: recompute`"
-        )
+        why = "it weighs the trainer's log-probs against the engine's, and these are the engine's own"
+        if correction.name is not None:
+            yield (
+                f"`{prefix}.name: {name}` has no effect with `algorithm.old_logprobs: engine`: {why}; "
+                "set `algorithm.old_logprobs: recompute`"
+            )
+        else:
+            yield (
+                f"`algorithm.old_logprobs: engine` leaves the correction without effect that "
+                f"`schedule.max_staleness: {recipe.schedule.max_staleness}` brings with it ({name}): {why}; leave out "
+                f"`algorithm.old_logprobs`, or set `{prefix}.name: none`"
+            )
     if name not in ("icepop", "rejection"):
         yield from unused(correction, prefix, ["floor"], f"{name} has no lower bound")
     elif algorithm.correction_floor >= algorithm.correction_cap:
@@ -225,6 +237,98 @@ def logging_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield from unused(recipe.logging, "logging", ["project"], reason)
 
 
+def local_runtime(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    cluster = recipe.cluster
+    if cluster.runtime != "local":
+        return
+    keys = [key for key in type(cluster).model_fields if key != "runtime"]
+    num_devices = cluster.nodes * cluster.devices_per_node
+    if num_devices > 1:
+        keys = [key for key in keys if key not in ("nodes", "devices_per_node")]
+        yield (
+            f"`cluster.runtime: local` is one process on one device, and `cluster.nodes` x `cluster.devices_per_node` "
+            f"is {num_devices}; leave out `cluster.runtime` to run on a Ray cluster"
+        )
+    reason = "with `cluster.runtime: local` there is no cluster, only this process and its device"
+    yield from unused(cluster, "cluster", keys, reason)
+
+
+def enough_nodes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    cluster = recipe.cluster
+    if cluster.min_nodes is not None and cluster.min_nodes > cluster.nodes:
+        yield f"`cluster.min_nodes: {cluster.min_nodes}` is more than `cluster.nodes: {cluster.nodes}`"
+
+
+# --- rules that look at who is placed where
+
+
+def running_ahead(recipe: Recipe, placement: Placement) -> Findings:
+    schedule = recipe.schedule
+    if not placement.colocated:
+        return
+    if schedule.max_staleness > 0:
+        yield (
+            f"`schedule.max_staleness: {schedule.max_staleness}`: an engine that shares its device with the trainer "
+            "cannot run ahead of it; give rollout devices of its own in `cluster.placement`, or leave "
+            "`schedule.max_staleness` at 0"
+        )
+    if schedule.pipelined:
+        yield (
+            "`schedule.pipelined` has no effect: actor and rollout share their devices, and these cannot play and "
+            "learn at once; give rollout devices of its own in `cluster.placement`"
+        )
+
+
+def ways_of_weights(recipe: Recipe, placement: Placement) -> Findings:
+    cluster = recipe.cluster
+    if cluster.transfer == "auto":
+        return
+    written = f"`cluster.transfer: {cluster.transfer}`"
+    if placement.colocated:
+        if cluster.transfer != "shared":
+            yield (
+                f"{written} has no effect: actor and rollout share their devices and processes, so that weights do not "
+                "travel; leave it at auto, or give rollout devices of its own in `cluster.placement`"
+            )
+    elif cluster.transfer == "shared":
+        actor, rollout = (format_devices(placement.roles[role]) for role in ("actor", "rollout"))
+        yield (
+            f"{written} is within a process, but actor ({actor}) and rollout ({rollout}) are on different devices; "
+            "leave it at auto, or place them together"
+        )
+    elif cluster.transfer == "ipc" and cluster.nodes > 1:
+        yield (
+            f"{written} goes through the memory of one node, and `cluster.nodes` is {cluster.nodes}; leave it at auto, "
+            "or set it to collective or object"
+        )
+
+
+def mesh_sizes(recipe: Recipe, placement: Placement) -> Findings:
+    """One line for each set of devices that does not fit, however many roles share it."""
+    seen: set[tuple[int, ...]] = set()
+    for role in MESH_ROLES:
+        devices = placement.roles.get(role)
+        if devices is None or devices in seen:
+            continue
+        seen.add(devices)
+        try:
+            mesh_shape(recipe.train.parallel, len(devices), role)
+        except RecipeError as error:
+            yield from error.problems
+
+
+def offloaded_parts(recipe: Recipe, placement: Placement) -> Findings:
+    with suppress(RecipeError):  # which `mesh_sizes` reports
+        if not mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole:
+            return
+        for part in recipe.train.offload:
+            if part != "optimiser":
+                yield (
+                    f"`train.offload: {part}` needs a sharded model, and every device of actor holds a whole one; keep "
+                    "optimiser only, or shard over several devices (`train.parallel.shard`)"
+                )
+
+
 def unused(section: Section, where: str, keys: Iterable[str], reason: str) -> Findings:
     """One line for each of the keys that was written, other than as null."""
     for key in keys:
@@ -246,4 +350,7 @@ RULES: tuple[Rule, ...] = (
     length_of_the_run,
     validation_keys,
     logging_keys,
+    local_runtime,
+    enough_nodes,
 )
+PLACED_RULES: tuple[PlacedRule, ...] = (running_ahead, ways_of_weights, mesh_sizes, offloaded_parts)

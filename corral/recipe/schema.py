@@ -356,8 +356,8 @@ class Cluster(Section):
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
     transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"
     """How new weights reach the rollout. shared: within a process. collective: broadcast (NCCL, gloo). object: through
-    Ray's object store. ipc: through memory of the node that both map. auto: the first of shared, ipc and collective
-    that the placement allows."""
+    Ray's object store. ipc: through memory of the node that both processes map; of a GPU, only if both see it. auto:
+    shared where actor and rollout have the same devices, else collective."""
     min_nodes: PositiveInt | None = None
     """When nodes are lost the run goes on with the rest, down to so many. None: all are needed."""
     max_restarts: NaturalInt = 3

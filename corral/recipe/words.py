@@ -1,5 +1,7 @@
-"""An algorithm in words, line by line, for the plan."""
+"""An algorithm in words, line by line, for the plan; and what is said of devices."""
 
+from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import TransferKind
 from corral.recipe.presets import CLIPS, ResolvedAlgorithm
 from corral.recipe.schema import AdvantageName, AggregationName, LossName
 
@@ -41,6 +43,25 @@ CORRECTIONS = {
     "icepop": "icepop: tokens weigh trainer's / engine's probability, and are dropped outside [{floor:g}, {cap:g}]",
     "rejection": "rejection: a {level} is dropped if trainer's / engine's probability is outside [{floor:g}, {cap:g}]",
 }
+TRANSFERS: dict[TransferKind, str] = {
+    "shared": "shared: gathered from the shards within each process",
+    "collective": "collective: broadcast to the engines",
+    "object": "object: through Ray's object store",
+    "ipc": "ipc: through memory of the node that trainers and engines map",
+}
+DIMENSIONS = {"replicate": "replicas", "shard": "shards", "expert": "expert", "context": "context", "tensor": "tensor"}
+
+
+def mesh_in_words(mesh: MeshShape) -> str:
+    """`2 shards x 2 tensor`; empty for one device."""
+    sizes = {words: getattr(mesh, name) for name, words in DIMENSIONS.items()}
+    return " x ".join(f"{size} {words}" for words, size in sizes.items() if size > 1)
+
+
+def transfer_in_words(kind: TransferKind, actor: MeshShape) -> str:
+    if kind == "shared" and actor.is_whole:
+        return "shared: nothing travels, the engine decodes with the trainer's own tensors"
+    return TRANSFERS[kind]
 
 
 def algorithm_in_words(algorithm: ResolvedAlgorithm) -> dict[str, str]:

@@ -54,26 +54,29 @@ class Driver:
         samples_per_prompt: int,
         sampling: Sampling,
         purpose: str = "train",
-        on_finished: Callable[[], None] = lambda: None,
+        on_group: Callable[[Prompt, list[Trajectory]], None] = lambda prompt, trajectories: None,
     ) -> list[Trajectory]:
         """Plays every prompt `samples_per_prompt` times; the result is in the order of prompts, then samples.
 
         Every environment is reset before the first token is generated, so that the engine sees all prompts at once
-        and in the same order in every run.
+        and in the same order in every run. `on_group` hears of each prompt when all of its samples are there.
         """
-        episodes = [
-            _Episode(self, prompt, sample, seed_of(self.seed, purpose, prompt.ordinal, sample))
+        groups = [
+            [
+                _Episode(self, prompt, sample, seed_of(self.seed, purpose, prompt.ordinal, sample))
+                for sample in range(samples_per_prompt)
+            ]
             for prompt in prompts
-            for sample in range(samples_per_prompt)
         ]
-        await asyncio.gather(*(episode.reset() for episode in episodes))
+        await asyncio.gather(*(episode.reset() for group in groups for episode in group))
 
-        async def finish(episode: "_Episode") -> Trajectory:
-            trajectory = await episode.play(sampling)
-            on_finished()
-            return trajectory
+        async def finish(group: list[_Episode]) -> list[Trajectory]:
+            trajectories = await asyncio.gather(*(episode.play(sampling) for episode in group))
+            on_group(group[0].prompt, trajectories)
+            return trajectories
 
-        return await asyncio.gather(*(finish(episode) for episode in episodes))
+        finished = await asyncio.gather(*(finish(group) for group in groups))
+        return [trajectory for group in finished for trajectory in group]
 
 
 @dataclass

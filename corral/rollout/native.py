@@ -3,25 +3,35 @@
 Requests ride on branches. A branch is one distinct history: the samples of a prompt start on one branch, which forks
 when they draw different tokens. So a prompt is computed once however many samples it has, and so is every beginning
 that samples have in common; what a sample draws does not change by it, since each has its own seed.
+
+New weights may come while requests are in flight, between two steps. A step ends when its tokens are drawn, before
+they are read, so that every token is computed by one version as a whole, the one that is noted for it; what came before
+it stays in the cache as the versions of its time left it. The noted log-prob is that of the distribution from which the
+token was drawn, so that an importance correction is exact. A request that starts after an update has nothing of the old
+weights: prompts that were stored for samples still waiting are forgotten, and computed again.
 """
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
 from corral.model.attention import forward_hidden
+from corral.recipe.errors import RunError
 from corral.rollout.cache import Decode, Prefill, SlotCache
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.sampling import draw, scale_logits, truncate, uniform
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -45,9 +55,9 @@ class Request:
 class Branch:
     requests: list[Request]
     length: int
-    """Tokens in the cache."""
+    """Tokens in the cache: all but the one that was drawn last."""
     hidden: Tensor
-    """[width], the last token's: what the next token is drawn from."""
+    """[width], the last token's in the cache: what the next token is drawn from, within the step."""
     slot: int
 
 
@@ -79,6 +89,8 @@ class NativeEngine:
         self.head = model.get_output_embeddings()
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max(max_sequences, 2))
         self.version = 0
+        self.whole = True
+        """False when an update broke off: the weights are of no version."""
         self.stats = EngineStats()
         self.in_flight: set[Request] = set()
         self.waiting: list[Request] = []
@@ -106,13 +118,17 @@ class NativeEngine:
         return await request.future
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        assert not self.branches, "weights change only between steps"
-        self.stored.clear()
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in weights:
-                own[name].copy_(tensor)
-        self.version = version
+        assert not self.in_flight, "requests are in flight: this is for `update`"
+        self._take(weights, version)
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
+        """Takes new weights with requests in flight, which go on with them. Returns the seconds for which nothing was
+        decoded. If `weights` breaks off, all requests fail until others have been taken whole."""
+        return await self.between_steps(lambda: self._take(weights, version))
+
+    async def between_steps(self, work: Callable[[], T]) -> T:
+        """Runs `work` while the model is not in use."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def pause(self) -> None:
         assert not self.in_flight, "requests are in flight"
@@ -125,6 +141,14 @@ class NativeEngine:
         self.thread.shutdown(wait=True)
 
     # --- what happens between
+
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
+        started = time.perf_counter()
+        self.stored.clear()
+        self.whole = False
+        copy_weights(self.model, weights)
+        self.version, self.whole = version, True
+        return time.perf_counter() - started
 
     async def _pump(self) -> None:
         """Consumes waiting requests, produces completions. Waits for nothing but the model; ends when none is left."""
@@ -146,11 +170,30 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One token for every running request. Returns those that are finished."""
-        self._admit()
-        finished = self._draw()
+        """One token for every request that runs or can start. Returns those that are finished."""
+        if not self.whole:
+            raise RunError("the engine has only part of its new weights: their transfer broke off")
         self._decode()
-        return finished
+        self._admit()
+        return self._draw()
+
+    def _decode(self) -> None:
+        """Reads the token that each branch drew in the last step."""
+        if not self.branches:
+            return
+        tokens = [branch.requests[0].tokens[-1] for branch in self.branches]
+        lengths = [branch.length for branch in self.branches]
+        self.cache.reserve(max(lengths) + 1)
+        if len(tokens) == 1:
+            # A single row goes through other kernels, which round differently: give it company, in a free slot.
+            tokens, lengths = [*tokens, tokens[0]], [*lengths, 0]
+        context = Decode(self.cache, self._tensor(lengths))
+        hidden = forward_hidden(self.model, self._tensor(tokens), self._tensor(lengths), context)
+        self.stats.computed_tokens += len(self.branches)
+        self.stats.decode_steps += 1
+        for branch, row in zip(self.branches, hidden, strict=False):
+            branch.hidden = row
+            branch.length += 1
 
     def _admit(self) -> None:
         """Moves waiting requests, in order, onto branches while there are slots and room in one prefill."""
@@ -166,7 +209,7 @@ class NativeEngine:
                 families[request.family] = []
             families[request.family].append(request)
         admitted = sum(len(requests) for requests in families.values())
-        self.waiting = self.waiting[admitted:]
+        del self.waiting[:admitted]  # in place: others may be added meanwhile
         self.stats.prompt_tokens += sum(len(r.prompt) for requests in families.values() for r in requests)
         left = {request.family for request in self.waiting}
         fresh = [requests for family, requests in families.items() if family not in self.stored]
@@ -270,22 +313,13 @@ class NativeEngine:
             for slot, (branch, requests) in sorted(placed.items(), key=lambda item: item[0])
         ]
 
-    def _decode(self) -> None:
-        if not self.branches:
-            return
-        tokens = [branch.requests[0].tokens[-1] for branch in self.branches]
-        lengths = [branch.length for branch in self.branches]
-        self.cache.reserve(max(lengths) + 1)
-        if len(tokens) == 1:
-            # A single row goes through other kernels, which round differently: give it company, in a free slot.
-            tokens, lengths = [*tokens, tokens[0]], [*lengths, 0]
-        context = Decode(self.cache, self._tensor(lengths))
-        hidden = forward_hidden(self.model, self._tensor(tokens), self._tensor(lengths), context)
-        self.stats.computed_tokens += len(self.branches)
-        self.stats.decode_steps += 1
-        for branch, row in zip(self.branches, hidden, strict=False):
-            branch.hidden = row
-            branch.length += 1
-
     def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.device)
+
+
+def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Into the model's own parameters, in place."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in weights:
+            own[name].copy_(tensor)

@@ -1,12 +1,13 @@
 """Groups of workers: where code runs is decided here, and the loop does not see the difference.
 
-A group is the workers that host one role, ranked 0, 1, ... Its methods are asked for by name, on all workers, on one, or
+A group is the workers that host one role, ranked 0, 1, ... Its methods are asked for by name: on all, on one, or
 with its own arguments on each. Every wait has a deadline, and an error says which worker on which node it was.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 from corral.recipe.errors import RunError
@@ -42,9 +43,10 @@ class Group(ABC):
         """The answer, or what the worker raised, or `WorkerLost`."""
 
     async def one(self, rank: int, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """`timeout_s` of infinity: until it answers or is lost, for what may rightly take any time."""
         limit = timeout_s or self.timeout_s
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(None if limit == math.inf else limit):
                 return await self.send(rank, method, arguments)
         except TimeoutError:
             raise Late(
@@ -52,31 +54,48 @@ class Group(ABC):
                 "`cluster.call_timeout_s` is too short for it"
             ) from None
 
-    async def all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
-        return await self.each(method, [arguments] * self.size, timeout_s=timeout_s)
+    async def all(
+        self, method: str, *arguments: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """On all workers, or on those of `ranks`."""
+        chosen = range(self.size) if ranks is None else ranks
+        return await self.each(method, [arguments] * len(chosen), ranks=chosen, timeout_s=timeout_s)
 
     async def each(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], *, timeout_s: float | None = None
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
-        """Answers in the order of ranks. If one fails, the others are not waited for."""
-        calls = [
-            asyncio.ensure_future(self.one(rank, method, *own, timeout_s=timeout_s))
-            for rank, own in enumerate(arguments)
-        ]
-        try:
-            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if any(call.done() and call.exception() is not None for call in calls):
-                await asyncio.wait(calls, timeout=GRACE_S)
-                raise root_cause(calls)
-            return [call.result() for call in calls]
-        finally:
-            for call in calls:
-                call.cancel()
+        """With its own arguments on each; answers in the order asked. If one fails, the others are not waited for."""
+        chosen = range(self.size) if ranks is None else ranks
+        return await together(
+            *(
+                self.one(rank, method, *own, timeout_s=timeout_s)
+                for rank, own in zip(chosen, arguments, strict=True)
+            )
+        )
 
 
-def root_cause(calls: Sequence["asyncio.Future[Any]"]) -> BaseException:
-    """A worker that was lost explains the failures of the others."""
-    errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
+async def together(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Their answers. If one fails the others are not waited for; a worker that was lost explains the rest."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if any(task.done() and task.exception() is not None for task in tasks):
+            if not isinstance(root_cause(tasks), WorkerLost):
+                await asyncio.wait(tasks, timeout=GRACE_S)
+            raise root_cause(tasks)
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def root_cause(tasks: Sequence["asyncio.Future[Any]"]) -> BaseException:
+    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
     return next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
 
 

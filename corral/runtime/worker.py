@@ -42,11 +42,10 @@ class Site:
 class Worker:
     """Made where the roles are to live. `address`: of its node, as other nodes reach it."""
 
-    def __init__(self, recipe: Recipe, rank: int, size: int, address: str, *, threads: int | None = None) -> None:
-        self.recipe = recipe
+    def __init__(self, rank: int, size: int, address: str, *, timeout_s: float, threads: int | None = None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.site = Site(rank, size, address, default_device(), recipe.cluster.call_timeout_s)
+        self.site = Site(rank, size, address, default_device(), timeout_s)
         self.store: dist.TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
@@ -66,11 +65,11 @@ class Worker:
         backend = "nccl" if site.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=site.rank, world_size=site.size, timeout=timeout)
 
-    def build(self, builder: str, role: str, resume_from: Path | None) -> dict[str, Any]:
+    def build(self, builder: str, role: str, recipe: Recipe, resume_from: Path | None) -> dict[str, Any]:
         """Builds a role, which may use those built here before. Returns what it has to say of itself."""
         module, _, name = builder.partition(":")
         make: Callable[[str, Site, Recipe, Path | None], Any] = getattr(importlib.import_module(module), name)
-        self.site.hosted[role] = made = make(role, self.site, self.recipe, resume_from)
+        self.site.hosted[role] = made = make(role, self.site, recipe, resume_from)
         facts: dict[str, Any] = made.facts() if hasattr(made, "facts") else {}
         return facts
 

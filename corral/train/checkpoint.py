@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from corral.train.tensors import fsync
 MANIFEST = "manifest.json"
 
 
-def write_checkpoint(folder: Path, write: Callable[[Path], None], state: dict[str, Any]) -> None:
-    """`write` puts the files into the folder it is given; `state` becomes state.json. OSError if that fails."""
+@contextmanager
+def writing_checkpoint(folder: Path, state: dict[str, Any]) -> Iterator[Path]:
+    """A folder to put the files into; `state` becomes state.json. It takes the place of `folder` when the block ends
+    well, and vanishes when it does not. OSError if it cannot be written."""
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
-        write(work)
+        yield work
         (work / "state.json").write_text(json.dumps(state, indent=1))
         files = {str(file.relative_to(work)): describe(file) for file in sorted(work.rglob("*")) if file.is_file()}
         (work / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))

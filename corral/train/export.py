@@ -11,7 +11,7 @@ from corral.recipe.errors import UserError
 from corral.train.checkpoint import problem_with
 from corral.train.tensors import load_tensors, save_tensors
 
-NOT_THE_MODEL = {"actor", "critic", "state.json", "manifest.json"}
+NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", "manifest.json"}
 
 
 def export_model(checkpoint: Path, out: Path, dtype: str) -> None:

@@ -1,93 +1,30 @@
-"""Training in one process: packed token trees, log-probs from hidden states in chunks, AdamW.
+"""The native trainer: packed token trees, log-probs from hidden states in chunks, AdamW, on one process or on many.
 
 Every pack is computed as a `TokenTree`: tokens with the same history once, forward and backward. The gradient is that
-of the separate sequences, to rounding, and does not depend on how they were packed.
+of the separate sequences, to rounding, and does not depend on how they were packed, nor on how the model and the packs
+are spread over processes.
 """
 
-import json
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from corral.data.batch import Pack
-from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.logprobs import head_logprobs
 from corral.recipe.schema import Optimiser
 from corral.train.base import PolicyLoss, ValueLoss
-from corral.train.optimiser import MasterOptimiser, UpdateResult
-from corral.train.tensors import load_tensors, save_tensors
+from corral.train.layout import local_tensor
+from corral.train.mesh import Mesh
+from corral.train.prediction import Prediction, stand_in
+from corral.train.pretrained import write_pretrained
+from corral.train.tensors import StoredTensors, write_tensors
+from corral.train.trained import Trained, recomputing
 
 
-class Prediction:
-    """Which node of a pack's tree each generated token was predicted from, ready for the device."""
-
-    def __init__(self, pack: Pack, device: torch.device) -> None:
-        rows, row_of_target = np.unique(pack.sources, return_inverse=True)
-        order = np.argsort(row_of_target, kind="stable")
-        self.num_tokens = len(pack.flat)
-        self.rows = torch.from_numpy(rows).to(device)
-        """Nodes whose next token is wanted."""
-        self.row_of_target = torch.from_numpy(row_of_target[order]).to(device)
-        self.token_of_target = torch.from_numpy(pack.targets[order]).to(device)
-        self.targets = torch.from_numpy(pack.batch.tokens[pack.flat[pack.targets[order]]]).to(device)
-
-    def to_tokens(self, per_target: Tensor) -> Tensor:
-        """[targets] -> [tokens of the pack], 0 where nothing was generated."""
-        return per_target.new_zeros(self.num_tokens).index_put((self.token_of_target,), per_target)
-
-
-class _Trained:
-    """What policy and critic have in common: a model, its optimiser, and the guard against non-finite losses."""
-
-    def __init__(self, model: nn.Module, optimiser: Optimiser | None, total_updates: int, recompute: bool) -> None:
-        self.model: Any = model
-        self.device = next(model.parameters()).device
-        self.optimiser = None if optimiser is None else MasterOptimiser(model.parameters(), optimiser, total_updates)
-        self.recompute = recompute
-        self.poisoned = False
-
-    def hidden(self, trunk: Any, pack: Pack) -> Tensor:
-        tree = pack.tree
-        tokens = torch.from_numpy(tree.tokens).to(self.device)
-        positions = torch.from_numpy(tree.positions).to(self.device)
-        return forward_hidden(trunk, tokens, positions, TreeAttention(tree, self.device))
-
-    def backward(self, loss: Tensor) -> float:
-        assert self.optimiser is not None, "a frozen model is not trained"
-        share = loss.item()
-        if math.isfinite(share):
-            self.optimiser.backward(loss)
-        else:
-            self.poisoned = True
-        return share
-
-    def step(self) -> UpdateResult:
-        assert self.optimiser is not None, "a frozen model is not trained"
-        if self.poisoned:
-            self.poisoned = False
-            self.optimiser.zero_gradients()
-            return UpdateResult(math.nan, self.optimiser.learning_rate(self.optimiser.updates), skipped=True)
-        return self.optimiser.step()
-
-    def save(self, folder: Path) -> None:
-        """Optimiser state; the model's own files are written by `corral.train.checkpoint`."""
-        assert self.optimiser is not None
-        tensors, numbers = self.optimiser.state()
-        save_tensors(tensors, folder / "optimiser.safetensors")
-        (folder / "optimiser.json").write_text(json.dumps(numbers))
-
-    def load(self, folder: Path) -> None:
-        assert self.optimiser is not None
-        numbers = json.loads((folder / "optimiser.json").read_text())
-        self.optimiser.load_state(load_tensors(folder / "optimiser.safetensors"), numbers)
-
-
-class NativePolicy(_Trained):
+class NativePolicy(Trained):
     """The actor, or with `optimiser=None` the frozen reference."""
 
     def __init__(
@@ -99,25 +36,35 @@ class NativePolicy(_Trained):
         optimiser: Optimiser | None = None,
         total_updates: int = 0,
         recompute: bool = False,
+        mesh: Mesh | None = None,
+        offload: Sequence[str] = (),
     ) -> None:
-        super().__init__(model, optimiser, total_updates, recompute)
+        super().__init__(model, model, optimiser, total_updates, recompute=recompute, mesh=mesh, offload=offload)
         self.temperature, self.logits_chunk = temperature, logits_chunk
 
-    def logprobs(self, packs: Iterable[Pack]) -> Iterator[tuple[Tensor, Tensor]]:
+    def logprobs(self, packs: Iterable[Pack | None]) -> Iterator[tuple[Tensor, Tensor]]:
         for pack in packs:
-            with torch.no_grad():
-                scored = self._logprobs(pack)
-            yield scored
+            logprobs = entropy = torch.empty(0, device=self.mesh.device)
+            if pack is not None or self.mesh.is_sharded:
+                with torch.no_grad():
+                    scored = self.compute(pack or stand_in(), self._logprobs)
+                logprobs, entropy = scored if pack is not None else (logprobs, entropy)
+            yield logprobs, entropy
 
-    def forward_backward(self, pack: Pack, loss: PolicyLoss) -> float:
-        with recomputing(self.model, self.recompute):
-            return self.backward(loss(*self._logprobs(pack)))
+    def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
+        if pack is None and not self.mesh.is_sharded:
+            return 0.0
+        with recomputing(self.causal, self.recompute):
+            logprobs, entropy = self.compute(pack or stand_in(), self._logprobs)
+            if pack is None:
+                return self.backward(0.0 * (logprobs + entropy).sum())
+            assert loss is not None, "a pack has a loss"
+            return self.backward(loss(logprobs, entropy))
 
-    def _logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        prediction = Prediction(pack, self.device)
+    def _logprobs(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         logprobs, entropy = head_logprobs(
-            self.hidden(self.model, pack)[prediction.rows],
+            prediction.hidden(self.model),
             head.weight,
             getattr(head, "bias", None),
             prediction.row_of_target,
@@ -127,31 +74,74 @@ class NativePolicy(_Trained):
         )
         return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+        """The model in Hugging Face layout, and the optimiser in `actor/`; called by all ranks. `writers`: those that
+        see the folder; None: all."""
+        write_pretrained(self.model, self.layout, folder, writers)
+        self.save_optimiser(folder / "actor", writers)
+
+    def load(self, folder: Path) -> None:
+        """The optimiser; the model was loaded before it was spread over processes."""
+        self.load_optimiser(folder / "actor")
 
 
-class NativeCritic(_Trained):
+class NativeCritic(Trained):
     """A model with one number for each state: how much reward is to come."""
 
-    def __init__(self, model: "ValueModel", optimiser: Optimiser, total_updates: int, recompute: bool = False) -> None:
-        super().__init__(model, optimiser, total_updates, recompute)
+    def __init__(
+        self,
+        model: "ValueModel",
+        optimiser: Optimiser,
+        total_updates: int,
+        recompute: bool = False,
+        mesh: Mesh | None = None,
+        offload: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            model,
+            model.trunk,
+            optimiser,
+            total_updates,
+            recompute=recompute,
+            mesh=mesh,
+            offload=offload,
+            in_float32=[model.head],
+        )
 
-    def values(self, packs: Iterable[Pack]) -> Iterator[Tensor]:
+    def values(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
         for pack in packs:
-            with torch.no_grad():
-                values = self._values(pack)
+            values = torch.empty(0, device=self.mesh.device)
+            if pack is not None or self.mesh.is_sharded:
+                with torch.no_grad():
+                    computed = self.compute(pack or stand_in(), self._values)
+                values = computed if pack is not None else values
             yield values
 
-    def forward_backward(self, pack: Pack, loss: ValueLoss) -> float:
-        with recomputing(self.model.trunk, self.recompute):
-            return self.backward(loss(self._values(pack)))
+    def forward_backward(self, pack: Pack | None, loss: ValueLoss | None) -> float:
+        if pack is None and not self.mesh.is_sharded:
+            return 0.0
+        with recomputing(self.causal, self.recompute):
+            values = self.compute(pack or stand_in(), self._values)
+            if pack is None:
+                return self.backward(0.0 * values.sum())
+            assert loss is not None, "a pack has a loss"
+            return self.backward(loss(values))
 
-    def _values(self, pack: Pack) -> Tensor:
-        prediction = Prediction(pack, self.device)
-        values = self.model.head(self.hidden(self.model.trunk, pack)[prediction.rows].float())[:, 0]
+    def _values(self, prediction: Prediction) -> Tensor:
+        values = self.model.head(prediction.hidden(self.causal).float())[:, 0]
         return prediction.to_tokens(values[prediction.row_of_target])
+
+    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+        """Model and optimiser, in `critic/`; called by all ranks. `writers`: those that see the folder; None: all."""
+        kinds = {name: (spread.dtype, spread.shape) for name, spread in self.layout.spreads.items()}
+        write_tensors(folder / "critic", "model", kinds, self.weights(), self.mesh, writers)
+        self.save_optimiser(folder / "critic", writers)
+
+    def load(self, folder: Path) -> None:
+        stored = StoredTensors(folder / "critic", "model")
+        for name, parameter in self.model.named_parameters():
+            local_tensor(parameter).copy_(self.layout.part(name, stored[name]))
+        self.load_optimiser(folder / "critic")
 
 
 class ValueModel(nn.Module):
@@ -166,20 +156,3 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
         if not model.config.tie_word_embeddings:
             model.get_output_embeddings().requires_grad_(False)
-
-
-class recomputing:
-    """Activations are computed again in the backward pass, where asked."""
-
-    def __init__(self, model: Any, enabled: bool) -> None:
-        self.model, self.enabled = model, enabled
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self.model.train()
-
-    def __exit__(self, *_: object) -> None:
-        if self.enabled:
-            self.model.gradient_checkpointing_disable()
-            self.model.eval()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from corral.recipe.schema import Optimiser as OptimiserRecipe
+from corral.train.layout import Layout
+from corral.train.slots import Slot, sum_gradients, total_norm
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,22 @@ class UpdateResult:
 
 
 class MasterOptimiser:
-    """Parameters in float32 are updated as they are. Others (bfloat16, float16) get a float32 master copy, and their
-    gradients are summed over micro-batches in float32."""
+    """Of all parameters that are trained, given by name; `layout` says how they are spread over processes."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], recipe: OptimiserRecipe, total_updates: int) -> None:
-        self.recipe, self.total_updates = recipe, total_updates
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.masters = [self._master(parameter) for parameter in self.parameters]
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        recipe: OptimiserRecipe,
+        total_updates: int,
+        *,
+        layout: Layout | None = None,
+        on_host: bool = False,
+    ) -> None:
+        """`on_host`: moments and masters are in the host's memory between updates."""
+        self.recipe, self.total_updates, self.layout, self.on_host = recipe, total_updates, layout, on_host
+        self.slots = [Slot(name, parameter, layout) for name, parameter in parameters if parameter.requires_grad]
         self.adamw = torch.optim.AdamW(
-            self.masters,
+            [slot.master for slot in self.slots],
             lr=recipe.learning_rate,
             betas=recipe.betas,
             eps=recipe.epsilon,
@@ -41,33 +50,23 @@ class MasterOptimiser:
             fused=True,
         )
         self.updates = 0
-        self.scaler = LossScaler(enabled=any(p.dtype == torch.float16 for p in self.parameters))
-
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype == torch.float32:
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-
-        def accumulate(low: Tensor) -> None:
-            assert low.grad is not None
-            gradient = low.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            low.grad = None
-
-        parameter.register_post_accumulate_grad_hook(accumulate)
-        return master
+        self.scaler = LossScaler(enabled=any(slot.dtype == torch.float16 for slot in self.slots))
+        self._rest()
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.scaler.scale).backward()
 
-    def step(self) -> UpdateResult:
+    def step(self, scale: float = 1.0) -> UpdateResult:
+        """One update with the gradients times `scale`."""
         rate = self.learning_rate(self.updates)
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / self.scaler.scale
+        if self.layout is not None:
+            sum_gradients(self.slots, self.layout)
+        gradients = [slot.gradient for slot in self.slots if slot.gradient is not None]
+        norm = total_norm(self.slots, self.layout) * scale / self.scaler.scale
         self.updates += 1
         finite = math.isfinite(norm)
         if finite:
-            factor = min(1.0, self.recipe.max_gradient_norm / (norm + 1e-6)) / self.scaler.scale
+            factor = min(1.0, self.recipe.max_gradient_norm / (norm + 1e-6)) * scale / self.scaler.scale
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self._apply(rate)
@@ -79,14 +78,30 @@ class MasterOptimiser:
     def _apply(self, rate: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = rate
+        for slot in self.slots:
+            slot.attach()
+            self._move_moments(slot, slot.master.device)
         self.adamw.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter is not master:
-                parameter.copy_(master)
+        for slot in self.slots:
+            slot.publish()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Between updates."""
+        if self.on_host:
+            for slot in self.slots:
+                if slot.is_copy:
+                    slot.master.data = slot.master.data.cpu()
+                self._move_moments(slot, torch.device("cpu"))
+
+    def _move_moments(self, slot: Slot, device: torch.device) -> None:
+        state = self.adamw.state.get(slot.master, {})
+        for key, value in state.items():
+            state[key] = value.to(device)
 
     def zero_gradients(self) -> None:
-        for master in self.masters:
-            master.grad = None
+        for slot in self.slots:
+            slot.clear()
 
     def learning_rate(self, update: int) -> float:
         recipe = self.recipe
@@ -99,27 +114,26 @@ class MasterOptimiser:
         floor = recipe.min_learning_rate_ratio
         return recipe.learning_rate * (floor + (1.0 - floor) * decay)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, numbers), for a checkpoint."""
-        tensors: dict[str, Tensor] = {}
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            for key, value in self.adamw.state[master].items():
-                tensors[f"{i}.{key}"] = value
-            if parameter is not master:
-                tensors[f"{i}.master"] = master.detach()
-        return tensors, {"updates": self.updates, "loss_scale": self.scaler.scale, "good": self.scaler.good}
+    def numbers(self) -> dict[str, Any]:
+        return {"updates": self.updates, "loss_scale": self.scaler.scale, "good": self.scaler.good}
 
-    def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def load_numbers(self, numbers: dict[str, Any]) -> None:
         self.updates = int(numbers["updates"])
         self.scaler.scale, self.scaler.good = float(numbers["loss_scale"]), int(numbers["good"])
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            state = {key: tensors[f"{i}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{key}" in tensors}
-            if state:
-                self.adamw.state[master] = {
-                    key: value.clone() if key == "step" else value.to(master.device) for key, value in state.items()
-                }
-            if parameter is not master:
-                master.data.copy_(tensors[f"{i}.master"])
+
+    def tensors(self, slot: Slot) -> dict[str, Tensor]:
+        """What has to be saved of a parameter, besides itself: this rank's parts, and the number of its updates."""
+        state = dict(self.adamw.state.get(slot.master, {}))
+        return state if slot.dtype == torch.float32 else {**state, "master": slot.current}
+
+    def load_tensors(self, slot: Slot, tensors: dict[str, Tensor]) -> None:
+        """As given by `tensors`."""
+        if "master" in tensors:
+            slot.current.copy_(tensors["master"])
+        moments = {key: value for key, value in tensors.items() if key != "master"}
+        if moments:
+            device = torch.device("cpu") if self.on_host else slot.master.device
+            self.adamw.state[slot.master] = {key: value.to(device, copy=True) for key, value in moments.items()}
 
 
 class LossScaler:

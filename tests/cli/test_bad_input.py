@@ -64,9 +64,10 @@ def test_impossible_placement(tmp_path: Path, tiny_model: Path) -> None:
     assert "device 1 does not exist; `cluster.nodes` x `cluster.devices_per_node` gives device 0 only" in error
 
 
-def test_more_devices_than_training_can_use(tmp_path: Path, tiny_model: Path) -> None:
-    error = the_error(train(tmp_path, tiny_model, "cluster.devices_per_node=4"))
-    assert error.startswith("cluster: the recipe is for 4 devices")
+def test_more_devices_than_one_process_can_use(tmp_path: Path, tiny_model: Path) -> None:
+    finished = train(tmp_path, tiny_model, "cluster.runtime=local", "cluster.devices_per_node=4")
+    assert finished.code == 2
+    assert any("`cluster.runtime: local`" in error for error in finished.errors)
 
 
 def test_missing_recipe(tmp_path: Path) -> None:

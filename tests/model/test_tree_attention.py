@@ -1,6 +1,7 @@
 """The registered attention function against transformers' own, for several model families."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
 from corral.data.tree import TokenTree
-from corral.model.attention import TreeAttention, forward_hidden, register
+from corral.model.attention import TreeAttention, fast_attention, forward_hidden, register
+from corral.model.context_parallel import padded_tree
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
@@ -73,3 +75,21 @@ def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> Non
     for name, parameter in ours.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, expected[name].grad, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("call_cost", [0, 10**9], ids=["chunk by chunk", "with one mask"])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_slices_of_queries_are_parts_of_the_whole(call_cost: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks of a context group compute. The tree has several roots, and padding at its end."""
+    monkeypatch.setattr(TreeAttention, "CALL_COST", call_cost)
+    tree = padded_tree(TokenTree.build([*sequences(), np.array([9, 8, 7, 6, 5])]), parts)
+    assert tree.num_nodes % parts == 0
+    assert [chunk.end for chunk in tree.chunks] == [*(chunk.start for chunk in tree.chunks[1:]), tree.num_nodes]
+    query, key, value = torch.randn(3, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    kernel = partial(fast_attention, scale=None)
+    whole = TreeAttention(tree, DEVICE).attend(0, query, key, value, kernel)
+    length = tree.num_nodes // parts
+    for start in range(0, tree.num_nodes, length):
+        own = slice(start, start + length)
+        part = TreeAttention(tree, DEVICE, own).attend(0, query[:, :, own], key, value, kernel)
+        torch.testing.assert_close(part, whole[:, :, own], atol=2e-6, rtol=2e-5)

@@ -3,9 +3,20 @@ from contextlib import suppress
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from recipe_texts import MINIMAL
 
 from corral.recipe.errors import RecipeError
-from corral.recipe.placement import format_devices, parse_devices, parse_placement
+from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import (
+    format_devices,
+    parse_devices,
+    parse_placement,
+    resolve_meshes,
+    resolve_placement,
+    runs_on_ray,
+    transfer_kind,
+)
+from corral.recipe.presets import resolve_algorithm
 
 sets = st.sets(st.integers(0, 63), min_size=1)
 
@@ -245,3 +256,52 @@ def test_every_device_is_in_the_picture_once(nodes, devices_per_node, data):
     )
     cells = [cell.split() for row in picture.splitlines() for cell in row.split("|")[1:-1]]
     assert cells == [[str(i), "actor" if i in devices else "idle"] for i in range(nodes * devices_per_node)]
+
+
+# --- what follows from a placement
+
+
+@pytest.mark.parametrize(
+    ("section", "on_ray"),
+    [
+        ("", False),
+        ("cluster: {}\n", True),
+        ("cluster: {nodes: 2}\n", True),
+        ("cluster: {runtime: ray}\n", True),
+        ("cluster: {runtime: local}\n", False),
+    ],
+)
+def test_a_recipe_with_a_cluster_runs_on_ray(load, section, on_ray):
+    assert runs_on_ray(load(text=MINIMAL + section)) is on_ray
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ([], "shared"),
+        (["cluster.nodes=2", "cluster.devices_per_node=2"], "shared"),
+        (["cluster.devices_per_node=2", "cluster.placement={actor: 0, rollout: 1}"], "collective"),
+        (["cluster.nodes=2", "cluster.placement={actor: 0, rollout: 1}"], "collective"),
+        (["cluster.nodes=2", "cluster.placement={actor: 0, rollout: 1}", "cluster.transfer=object"], "object"),
+    ],
+)
+def test_weights_travel_in_the_least_costly_way_unless_another_is_written(load, overrides, kind):
+    recipe = load(*overrides)
+    placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
+    assert transfer_kind(recipe, placement) == kind
+
+
+def test_each_role_with_a_mesh_has_one_of_its_own_devices(load):
+    recipe = load(
+        "algorithm.name=ppo",
+        "cluster.devices_per_node=8",
+        "train.parallel.tensor=2",
+        "cluster.placement={actor: 0-3, critic: 4-5, reference: 6-7, rollout: 0-3}",
+    )
+    placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
+    pair = MeshShape(tensor=2)
+    assert resolve_meshes(recipe, placement) == {
+        "actor": MeshShape(shard=2, tensor=2),
+        "reference": pair,
+        "critic": pair,
+    }

@@ -23,7 +23,20 @@ def test_the_plan_says_the_batch_in_words(load):
 
 def test_the_plan_counts_trainers(load):
     recipe = load(*BATCH, "cluster.nodes=2", "cluster.devices_per_node=4")
-    assert any("1 update of 512 on 8 trainers" in line for line in lines_of(recipe))
+    assert any("1 update of 512 on 8 trainers (8 shards)" in line for line in lines_of(recipe))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("train.parallel.tensor=2", "on 4 trainers (2 shards x 2 tensor), up to"),
+        ("train.parallel.replicate=4", "on 4 trainers (4 replicas), up to"),
+        ("train.parallel.context=2 train.parallel.expert=2", "on 4 trainers (2 expert x 2 context), up to"),
+    ],
+)
+def test_the_plan_says_how_a_model_is_spread(load, overrides, words):
+    recipe = load("cluster.devices_per_node=4", *overrides.split())
+    assert any(words in line for line in lines_of(recipe))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +118,82 @@ def test_what_is_particular_to_an_algorithm_is_said(load, overrides, words):
     assert words in "\n".join(lines_of(load(*overrides.split())))
 
 
+APART = ["cluster.devices_per_node=2", "cluster.placement={actor: 0, reference: 0, rollout: 1}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode", "words"),
+    [
+        ([], "synchronous", "synchronous: a step is played, then learnt from, then the next one is played"),
+        (
+            [*APART, "schedule.pipelined=true"],
+            "pipelined",
+            "pipelined: what has been played is scored and learnt from as it comes in; the next step waits for the new "
+            "weights",
+        ),
+        (
+            [*APART, "schedule.pipelined=true", "batch.passes=2"],
+            "pipelined",
+            "pipelined: what has been played is scored as it comes in and learnt from when the step is complete; the "
+            "next step waits for the new weights",
+        ),
+        (
+            [*APART, "schedule.max_staleness=1"],
+            "ahead",
+            "playing up to 1 version ahead of training, corrected with token_tis",
+        ),
+        (
+            [*APART, "schedule.max_staleness=3", "schedule.pipelined=true", "algorithm.correction.name=none"],
+            "ahead",
+            "playing up to 3 versions ahead of training, without a correction; scored and learnt from as it comes in",
+        ),
+    ],
+)
+def test_the_plan_says_when_what_happens(load, overrides, mode, words):
+    recipe = load(*overrides)
+    assert words in lines_of(recipe)
+    assert make_plan(recipe).as_dict()["schedule"]["mode"] == mode
+
+
+def test_a_plan_that_runs_ahead_recomputes_and_corrects(load):
+    text = "\n".join(lines_of(load(*APART, "schedule.max_staleness=1")))
+    assert "recomputed by the trainer before the first update" in text
+    assert "token_tis: each token weighs min(trainer's / engine's probability, 2)" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "shared: nothing travels, the engine decodes with the trainer's own tensors"),
+        (["cluster.devices_per_node=2"], "shared: gathered from the shards within each process"),
+        (APART, "collective: broadcast to the engines"),
+        ([*APART, "cluster.transfer=ipc"], "ipc: through memory of the node that trainers and engines map"),
+        (["cluster.nodes=2", "cluster.placement={actor: 0, rollout: 1}"], "collective: broadcast to the engines"),
+        ([*APART, "cluster.transfer=object"], "object: through Ray's object store"),
+    ],
+)
+def test_the_plan_says_how_weights_travel(load, overrides, words):
+    recipe = load(*overrides)
+    assert f"weights  {words}" in lines_of(recipe)
+    assert make_plan(recipe).as_dict()["cluster"]["transfer"] == words.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "runtime", "address"),
+    [
+        ([], "this process", "local", None),
+        (["cluster.runtime=local"], "this process", "local", None),
+        (["cluster.nodes=2"], "Ray, the cluster that runs on this machine, else one that is started", "ray", "auto"),
+        (["cluster.address=10.0.0.1:6379"], "Ray, at 10.0.0.1:6379", "ray", "10.0.0.1:6379"),
+    ],
+)
+def test_the_plan_says_what_it_runs_on(load, overrides, words, runtime, address):
+    recipe = load(*overrides)
+    assert any(line.startswith(f"runtime  {words}") for line in lines_of(recipe))
+    told = make_plan(recipe).as_dict()["cluster"]
+    assert (told["runtime"], told["address"]) == (runtime, address)
+
+
 def test_the_placement_is_drawn(load):
     assert "node 0 | 0 actor+rollout |" in lines_of(load())
 
@@ -175,7 +264,56 @@ def test_recomputing_takes_far_less_for_activations(load):
 def test_trainers_share_the_weights_and_the_engine_has_a_copy(load):
     items, _ = memory_of(load("cluster.devices_per_node=4"))
     assert items["actor weights"]["learning"] == SMOLLM2_135M.num_parameters
-    assert items["rollout weights"] == {"playing": 4 * SMOLLM2_135M.num_parameters}
+    assert items["rollout weights"] == dict.fromkeys(["playing", "learning"], 4 * SMOLLM2_135M.num_parameters)
+
+
+def test_replicas_share_nothing_and_the_engine_has_no_copy(load):
+    items, _ = memory_of(load("cluster.devices_per_node=4", "train.parallel.replicate=4"))
+    assert items["actor weights"]["learning"] == 4 * SMOLLM2_135M.num_parameters
+    assert "rollout weights" not in items
+
+
+def test_every_dimension_but_replicas_divides_what_a_device_holds(load):
+    parallel = [f"train.parallel.{name}=2" for name in ("replicate", "expert", "context", "tensor")]
+    items, _ = memory_of(load("cluster.devices_per_node=32", *parallel))
+    for name, per_parameter in (("actor weights", 4), ("actor optimiser", 8), ("gradients", 4)):
+        assert items[name]["learning"] == per_parameter * SMOLLM2_135M.num_parameters // 16
+
+
+def test_context_and_tensor_divide_the_activations(load):
+    recipe = ["cluster.devices_per_node=4", "algorithm.kl.where=loss"]
+    sharded, _ = memory_of(load(*recipe))
+    split, _ = memory_of(load(*recipe, "train.parallel.context=2", "train.parallel.tensor=2"))
+    for phase in ("scoring", "learning"):
+        assert split["activations"][phase] == sharded["activations"][phase] // 4
+    assert split["activations"]["playing"] == sharded["activations"]["playing"]
+
+
+def test_an_engine_with_devices_of_its_own_has_a_whole_model(load):
+    actor, rollout = make_plan(load(*APART), SMOLLM2_135M).memory
+    assert "rollout weights" not in {item.name for item in actor.items}
+    assert rollout.items[0].name == "rollout weights"
+    assert rollout.items[0].bytes_by_phase["playing"] == 4 * SMOLLM2_135M.num_parameters
+
+
+def test_what_is_offloaded_counts_where_it_is_computed_with(load):
+    recipe = load(
+        "cluster.devices_per_node=4", "algorithm.name=ppo", "train.offload=[parameters, gradients, optimiser]"
+    )
+    items, _ = memory_of(recipe)
+    phases = {name: set(sizes) for name, sizes in items.items()}
+    assert phases["actor weights"] == {"learning"}
+    assert phases["critic weights"] == {"scoring", "learning"}
+    assert phases["reference weights"] == {"scoring"}
+    assert phases["actor optimiser"] == phases["critic optimiser"] == phases["gradients"] == {"learning"}
+    assert phases["rollout weights"] == {"playing", "scoring", "learning"}
+
+
+def test_an_actor_that_recomputes_is_there_for_scoring(load):
+    offloaded = ["cluster.devices_per_node=4", "train.offload=[parameters]", "algorithm.old_logprobs=recompute"]
+    items, _ = memory_of(load(*offloaded))
+    assert set(items["actor weights"]) == {"scoring", "learning"}
+    assert set(items["actor optimiser"]) == {"playing", "scoring", "learning"}
 
 
 def test_totals_are_the_sums_of_their_phase(load):
@@ -199,6 +337,8 @@ def test_the_plan_as_a_dictionary_survives_json(load):
     assert plan["batch"]["update_sizes"] == [512]
     assert plan["placement"] == {"actor": [0], "rollout": [0], "reference": [0], "critic": [0], "idle": []}
     assert plan["algorithm"]["advantage"] == "gae"
+    whole = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
+    assert plan["mesh"] == {"actor": whole, "reference": whole, "critic": whole}
     assert plan["memory"][0]["total"]["learning"] > 0
 
 

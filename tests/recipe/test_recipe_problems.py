@@ -73,7 +73,9 @@ def test_a_wrong_choice_in_a_list_is_the_one_that_is_named(problems):
         ),
         ("data.train.path=5", "`data.train.path: 5` should be text or a list (each item text)"),
         ("rollout=5", "`rollout: 5` should be a section, with its keys indented below it"),
-        ("schedule.max_staleness=1", "`schedule.max_staleness: 1` should be 0"),
+        ("schedule.max_staleness=-1", "`schedule.max_staleness: -1` should be a whole number, at least 0"),
+        ("train.parallel.shard=0", "`train.parallel.shard: 0` should be a whole number, at least 1 or null"),
+        ("train.offload=[weights]", "`train.offload: weights` is not one of parameters, gradients, optimiser"),
         ("cluster.placement.actor=1.5", "`cluster.placement.actor: 1.5` should be text or a whole number or a list"),
     ],
 )

@@ -10,6 +10,9 @@ from corral.recipe.rules import check
 from corral.recipe.schema import AlgorithmName
 
 VALIDATED = "data.validation.path=test.jsonl"
+APART = 'cluster.devices_per_node=4 cluster.placement={"actor,reference,critic":0-1,"rollout":2-3}'
+"""Rollout with devices of its own."""
+TOGETHER = "cluster.devices_per_node=4"
 
 
 def problems_of(recipe) -> list[str]:
@@ -91,6 +94,12 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
         ),
         ("environment.timeout_s=5", "environment.timeout_s", "`environment.reward.timeout_s`"),
         ("logging.project=x", "logging.project", "none of `logging.trackers` has projects"),
+        ("schedule.pipelined=true", "schedule.pipelined", "actor and rollout share their devices"),
+        (f"schedule.pipelined=true {TOGETHER}", "schedule.pipelined", "give rollout devices of its own"),
+        ("cluster.runtime=local cluster.address=a:1", "cluster.address", "there is no cluster, only this process"),
+        ("cluster.runtime=local cluster.nodes=1", "cluster.nodes", "there is no cluster"),
+        ("cluster.runtime=local cluster.max_restarts=1", "cluster.max_restarts", "there is no cluster"),
+        ('cluster.runtime=local cluster.placement={"actor,rollout":0}', "cluster.placement", "there is no cluster"),
     ],
 )
 def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overrides, key, reason):
@@ -120,6 +129,22 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         "logging.trackers=[wandb] logging.project=x",
         "batch.updates_per_step=4 batch.passes=2",
         "algorithm.clip_low=null reference.path=null algorithm.gamma=null",
+        "cluster.runtime=local cluster.min_nodes=null",
+        "cluster.runtime=ray",
+        "cluster.nodes=2 cluster.min_nodes=1",
+        f"{APART} schedule.max_staleness=2 algorithm.correction.cap=3",
+        f"{APART} schedule.max_staleness=2 algorithm.correction.name=icepop algorithm.correction.floor=0.2",
+        f"{APART} schedule.max_staleness=1 schedule.pipelined=true",
+        f"{APART} schedule.pipelined=true algorithm.kl.where=loss",
+        f"{APART} schedule.pipelined=false batch.passes=2",
+        f"{TOGETHER} train.parallel.tensor=2",
+        f"{TOGETHER} train.parallel.shard=2 train.parallel.replicate=2 train.offload=[parameters,gradients,optimiser]",
+        f"{TOGETHER} train.parallel.shard=1 train.parallel.replicate=4 train.offload=[optimiser]",
+        f"{APART} algorithm.name=ppo train.parallel.tensor=2",
+        f"{TOGETHER} cluster.transfer=shared",
+        f"{APART} cluster.transfer=ipc",
+        f"{APART} cluster.transfer=collective",
+        f"{APART} cluster.transfer=object",
     ],
 )
 def test_a_key_that_has_an_effect_is_no_problem(load, overrides):
@@ -139,6 +164,13 @@ def test_a_correction_needs_recomputed_log_probs(load):
         "`algorithm.correction.name: token_tis` has no effect with `algorithm.old_logprobs: engine`"
     )
     assert problem.endswith("set `algorithm.old_logprobs: recompute`")
+
+
+def test_a_correction_that_comes_with_staleness_needs_them_too(load):
+    (problem,) = problems_of(load(*APART.split(), "schedule.max_staleness=1", "algorithm.old_logprobs=engine"))
+    assert problem.startswith("`algorithm.old_logprobs: engine` leaves the correction without effect that ")
+    assert "`schedule.max_staleness: 1` brings with it (token_tis)" in problem
+    assert problem.endswith("set `algorithm.correction.name: none`")
 
 
 @pytest.mark.parametrize(("key", "value"), [("floor", "0.1"), ("level", "token")])
@@ -262,6 +294,80 @@ def test_a_role_that_is_placed_with_others_and_not_needed_is_fine(load):
     assert check(load('cluster.placement={"actor,rollout,critic": all}')) == []
 
 
+# --- devices
+
+
+@pytest.mark.parametrize("placed", ["", TOGETHER, 'cluster.nodes=2 cluster.placement={"actor,rollout":0-1}'])
+def test_an_engine_on_the_trainers_device_cannot_run_ahead_of_it(load, placed):
+    assert problems_of(load(*placed.split(), "schedule.max_staleness=2")) == [
+        "`schedule.max_staleness: 2`: an engine that shares its device with the trainer cannot run ahead of it; give "
+        "rollout devices of its own in `cluster.placement`, or leave `schedule.max_staleness` at 0"
+    ]
+
+
+def test_this_process_has_one_device(load):
+    (problem,) = problems_of(load("cluster.runtime=local", "cluster.nodes=2", "cluster.devices_per_node=4"))
+    assert problem.startswith("`cluster.runtime: local` is one process on one device, and ")
+    assert "`cluster.nodes` x `cluster.devices_per_node` is 8" in problem
+
+
+def test_no_more_nodes_can_be_needed_than_there_are(load):
+    assert problems_of(load("cluster.nodes=2", "cluster.min_nodes=3")) == [
+        "`cluster.min_nodes: 3` is more than `cluster.nodes: 2`"
+    ]
+
+
+@pytest.mark.parametrize("transfer", ["collective", "object", "ipc"])
+def test_weights_do_not_travel_where_actor_and_rollout_are_together(load, transfer):
+    (problem,) = problems_of(load(*TOGETHER.split(), f"cluster.transfer={transfer}"))
+    assert problem.startswith(f"`cluster.transfer: {transfer}` has no effect: actor and rollout share their devices")
+
+
+def test_weights_are_not_shared_between_processes(load):
+    (problem,) = problems_of(load(*APART.split(), "cluster.transfer=shared"))
+    assert problem.startswith(
+        "`cluster.transfer: shared` is within a process, but actor (0-1) and rollout (2-3) are on different devices"
+    )
+
+
+def test_two_nodes_have_no_memory_in_common(load):
+    placed = ["cluster.nodes=2", "cluster.placement={actor: 0, rollout: 1}"]
+    (problem,) = problems_of(load(*placed, "cluster.transfer=ipc"))
+    assert problem.startswith("`cluster.transfer: ipc` goes through the memory of one node, and `cluster.nodes` is 2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("train.parallel.tensor=2", "tensor 2 = 2 does not divide the 1 device of actor"),
+        ("train.parallel.shard=2", "shard 2 = 2 is not the 1 device of actor"),
+        (f"{TOGETHER} train.parallel.context=3", "context 3 = 3 does not divide the 4 devices of actor"),
+        (f"{TOGETHER} train.parallel.shard=1", "shard 1 = 1 is not the 4 devices of actor"),
+        (
+            f"{TOGETHER} train.parallel.shard=2 train.parallel.expert=4",
+            "shard 2 x expert 4 = 8 is not the 4 devices of actor",
+        ),
+        (f"{TOGETHER} algorithm.name=ppo train.parallel.tensor=3", "tensor 3 = 3 does not divide the 4 devices of"),
+        (
+            "algorithm.name=ppo cluster.devices_per_node=4 train.parallel.tensor=2 "
+            'cluster.placement={"actor,rollout":0-1,"critic":2,"reference":3}',
+            "tensor 2 = 2 does not divide the 1 device of reference",
+        ),
+    ],
+)
+def test_a_model_is_spread_over_the_devices_that_there_are(load, overrides, problem):
+    found, *others = problems_of(load(*overrides.split()))
+    assert found.startswith(f"`train.parallel`: {problem}")
+    assert [other.rsplit(" ", 1)[1] for other in others] == ["critic"] * ('"critic":2' in overrides)
+
+
+@pytest.mark.parametrize("part", ["parameters", "gradients"])
+@pytest.mark.parametrize("whole", ["", f"{TOGETHER} train.parallel.shard=1 train.parallel.replicate=4"])
+def test_a_whole_model_is_not_offloaded(load, part, whole):
+    (problem,) = problems_of(load(*whole.split(), f"train.offload=[optimiser,{part}]"))
+    assert problem.startswith(f"`train.offload: {part}` needs a sharded model, and every device of actor holds a whole")
+
+
 # --- warnings
 
 
@@ -280,11 +386,44 @@ def test_a_role_that_is_placed_with_others_and_not_needed_is_fine(load):
         (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.samples_per_prompt=4", "`validation.samples_per_prompt: 4` with"),
         ("algorithm.kl.where=loss algorithm.kl.estimator=k1", "`algorithm.kl.estimator: k1` in the loss"),
+        (
+            f"{APART} schedule.max_staleness=2 algorithm.correction.name=none",
+            "`schedule.max_staleness: 2` with `algorithm.correction.name: none`: tokens that older weights drew are",
+        ),
+        (
+            f"{APART} schedule.max_staleness=2 algorithm.correction.name=none algorithm.old_logprobs=engine",
+            "`schedule.max_staleness: 2` with `algorithm.correction.name: none`: that tokens were drawn by older",
+        ),
     ],
 )
 def test_what_is_allowed_but_doubtful_is_a_warning(load, overrides, warning):
     (found,) = check(load(*overrides.split()))
     assert found.startswith(warning)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ("algorithm.name=dapo", "dynamic sampling"),
+        ("batch.passes=2", "`batch.passes: 2`"),
+        ("batch.updates_per_step=4", "`batch.updates_per_step: 4`"),
+        ("algorithm.name=ppo", "the advantage gae, which looks at the whole batch"),
+        ("algorithm.name=reinforce_plus_plus", "the advantage reinforce_plus_plus, which looks at the whole batch"),
+        ("algorithm.name=reinforce_plus_plus_baseline", "the advantage reinforce_plus_plus_baseline, which looks at"),
+        ("algorithm.name=gpg", "the advantage gpg, which looks at the whole batch"),
+        ("algorithm.llds_coefficient=0.1", "`algorithm.llds_coefficient`, whose share depends on the whole batch"),
+        ("algorithm.name=dapo batch.passes=2", "dynamic sampling and `batch.passes: 2`; "),
+    ],
+)
+def test_what_makes_a_pipeline_wait_is_a_warning(load, overrides, reason):
+    (found,) = check(load(*APART.split(), "schedule.pipelined=true", "algorithm.kl.where=loss", *overrides.split()))
+    assert found.startswith(f"`schedule.pipelined`: learning waits for the whole step because of {reason}")
+    assert found.endswith("only scoring goes on while the rest is played")
+
+
+def test_a_pipeline_with_nothing_to_do_is_said_to_be_one(load):
+    (found,) = check(load(*APART.split(), "schedule.pipelined=true", "batch.passes=2"))
+    assert found.endswith("nothing is scored in this recipe, so nothing is left to do while the rest is played")
 
 
 def test_all_problems_are_reported_at_once(load):

@@ -22,7 +22,7 @@ from corral.train.checkpoint import (
     read_state,
     set_aside_after,
     step_folder,
-    write_checkpoint,
+    writing_checkpoint,
 )
 from corral.train.export import export_model
 from corral.train.tensors import load_tensors, save_tensors
@@ -38,7 +38,8 @@ def write(folder: Path) -> None:
 
 def make(checkpoints: Path, *steps: int) -> None:
     for step in steps:
-        write_checkpoint(step_folder(checkpoints, step), write, {"step": step})
+        with writing_checkpoint(step_folder(checkpoints, step), {"step": step}) as work:
+            write(work)
 
 
 def test_a_checkpoint_is_valid_and_has_its_state(tmp_path: Path) -> None:
@@ -53,24 +54,23 @@ def test_a_checkpoint_is_valid_and_has_its_state(tmp_path: Path) -> None:
 def test_what_fails_while_writing_leaves_nothing(tmp_path: Path) -> None:
     make(tmp_path, 1)
 
-    def fail(folder: Path) -> None:
-        write(folder)
-        raise OSError("disk on fire")
+    def fail() -> None:
+        with writing_checkpoint(step_folder(tmp_path, 2), {}) as work:
+            write(work)
+            raise OSError("disk on fire")
 
     with pytest.raises(OSError, match="disk on fire"):
-        write_checkpoint(step_folder(tmp_path, 2), fail, {})
+        fail()
     assert os.listdir(tmp_path) == ["step_000001"]
 
 
 def test_a_kill_while_writing_leaves_nothing_that_is_found(tmp_path: Path) -> None:
     make(tmp_path, 1)
 
-    def write_and_die(folder: Path) -> None:
-        (folder / "weights").write_bytes(bytes(1000))
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if (child := os.fork()) == 0:
-        write_checkpoint(step_folder(tmp_path, 2), write_and_die, {})
+        with writing_checkpoint(step_folder(tmp_path, 2), {}) as work:
+            (work / "weights").write_bytes(bytes(1000))
+            os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert (tmp_path / ".step_000002.part" / "weights").exists()
     assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1)
@@ -113,7 +113,8 @@ def test_a_manifest_that_makes_no_sense_is_no_manifest(tmp_path: Path, content: 
 @settings(max_examples=50, deadline=None)
 def test_any_damage_to_any_file_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("checkpoints") / "step_000001"
-    write_checkpoint(folder, write, {"step": 1})
+    with writing_checkpoint(folder, {"step": 1}) as work:
+        write(work)
     names = ["actor/weights", "config.json", "state.json"]
     file = folder / data.draw(st.sampled_from(names))
     content = bytearray(file.read_bytes())

@@ -137,11 +137,10 @@ def test_small_updates_are_not_lost_in_bfloat16() -> None:
     """Each update is far below bfloat16's resolution; the float32 master adds them up."""
     policy = tiny_policy(torch.bfloat16, learning_rate=1e-5)
     assert policy.optimiser is not None
-    masters = [master.detach().clone() for master in policy.optimiser.masters]
+    slots = policy.optimiser.slots
+    masters = [slot.master.detach().clone() for slot in slots]
     learn_to_prefer(policy, steps=3)
-    moved = [
-        float((new.detach() - old).abs().max()) for new, old in zip(policy.optimiser.masters, masters, strict=True)
-    ]
+    moved = [float((slot.master.detach() - old).abs().max()) for slot, old in zip(slots, masters, strict=True)]
     assert max(moved) == pytest.approx(3e-5, rel=0.1)
 
 

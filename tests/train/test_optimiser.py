@@ -14,7 +14,7 @@ def make(
     total_updates: int = 10, dtype: torch.dtype = torch.float32, **recipe: object
 ) -> tuple[MasterOptimiser, nn.Parameter]:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=dtype))
-    return MasterOptimiser([parameter], Optimiser(**recipe), total_updates), parameter
+    return MasterOptimiser([("weight", parameter)], Optimiser(**recipe), total_updates), parameter
 
 
 def rates(optimiser: MasterOptimiser, updates: int) -> list[float]:
@@ -71,15 +71,16 @@ def test_saved_state_continues_exactly(dtype: torch.dtype) -> None:
 
     whole, parameter = make(dtype=dtype, learning_rate=0.1, schedule="linear")
     advance(whole, parameter, range(3))
-    tensors, numbers = whole.state()
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors = {name: tensor.clone() for name, tensor in whole.tensors(whole.slots[0]).items()}
+    numbers = whole.numbers()
     resumed, other = make(dtype=dtype, learning_rate=0.1, schedule="linear")
     other.data.copy_(parameter)
-    resumed.load_state(tensors, numbers)
+    resumed.load_tensors(resumed.slots[0], tensors)
+    resumed.load_numbers(numbers)
     advance(whole, parameter, range(3, 6))
     advance(resumed, other, range(3, 6))
     assert torch.equal(parameter, other)
-    assert torch.equal(whole.masters[0], resumed.masters[0])
+    assert torch.equal(whole.slots[0].master, resumed.slots[0].master)
 
 
 def test_float16_halves_its_loss_scale_after_an_overflow_and_goes_on() -> None:

@@ -1,0 +1,167 @@
+"""Keeps the rollout workers busy: games go to who has room, and those of a worker that was lost go to the others."""
+
+import asyncio
+import heapq
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from corral.data.trajectory import Trajectory
+from corral.rollout.driver import Prompt
+from corral.rollout.engine import Sampling
+from corral.runtime.group import Group, WorkerLost
+from corral.runtime.player import Game
+
+logger = logging.getLogger(__name__)
+
+Result = asyncio.Future[list[Trajectory]]
+
+
+@dataclass
+class Lane:
+    """One worker's games."""
+
+    rank: int
+    inbox: list[Game] = field(default_factory=list)
+    """To be submitted."""
+    playing: dict[int, Game] = field(default_factory=dict)
+    load: int = 0
+    """Trajectories of all these."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class Playground:
+    """`room`: trajectories that a worker has in flight at most; the rest waits here, so that a slow one takes less.
+
+    `on_lost` hears of a worker that was lost, and either calls `lose` and returns True, or all games fail.
+    """
+
+    def __init__(self, group: Group, room: float, on_lost: Callable[[WorkerLost], bool] = lambda lost: False) -> None:
+        self.group, self.room, self.on_lost = group, room, on_lost
+        self.lanes: dict[int, Lane] = {}
+        self.by_load: list[tuple[int, int]] = []
+        """A heap of (load, rank); an entry that is no longer true is skipped when it comes up."""
+        self.waiting: deque[Game] = deque()
+        self.results: dict[int, Result] = {}
+        self.numbers = itertools.count()
+        self.num_replayed = 0
+
+    def open(self, rank: int) -> None:
+        """From now on the worker takes games."""
+        lane = self.lanes[rank] = Lane(rank)
+        lane.task = asyncio.get_running_loop().create_task(self._feed(lane))
+        heapq.heappush(self.by_load, (0, rank))
+        self._deal()
+
+    def play(
+        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, purpose: str = "train", *, first: bool = False
+    ) -> list[Result]:
+        """One future for each prompt, with its trajectories. `first`: before what waits already."""
+        loop = asyncio.get_running_loop()
+        games = [Game(next(self.numbers), prompt, samples, sampling, purpose) for prompt in prompts]
+        self.results |= {game.number: loop.create_future() for game in games}
+        if first:
+            self.waiting.extendleft(reversed(games))
+        else:
+            self.waiting.extend(games)
+        self._deal()
+        return [self.results[game.number] for game in games]
+
+    async def cancel(self) -> None:
+        """Forgets all games."""
+        for result in self.results.values():
+            result.cancel()
+        self.results.clear()
+        self.waiting.clear()
+        for lane in self.lanes.values():
+            lane.inbox.clear()
+            lane.playing.clear()
+            self._load(lane, -lane.load)
+        await asyncio.gather(*(self.group.one(rank, "cancel", timeout_s=10.0) for rank in self.lanes))
+
+    async def close(self) -> None:
+        tasks = [lane.task for lane in self.lanes.values() if lane.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _deal(self) -> None:
+        """Each game to the lane with the least in flight, while one has room."""
+        while self.waiting and self.by_load:
+            load, rank = self.by_load[0]
+            lane = self.lanes.get(rank)
+            if lane is None or lane.load != load:
+                heapq.heappop(self.by_load)
+                continue
+            if load and load + self.waiting[0].samples > self.room:
+                return
+            game = self.waiting.popleft()
+            lane.inbox.append(game)
+            self._load(lane, game.samples)
+            lane.wake.set()
+
+    def _load(self, lane: Lane, more: int) -> None:
+        lane.load += more
+        heapq.heappush(self.by_load, (lane.load, lane.rank))
+
+    async def _feed(self, lane: Lane) -> None:
+        """Consumes a lane's inbox, produces results. Waits for games (unblocked by `_deal`) and for the worker's next
+        finished ones (bounded by the group's deadline; a worker that is lost ends the wait)."""
+        collecting: asyncio.Task[list[tuple[int, list[Trajectory]]]] | None = None
+        waking = asyncio.ensure_future(lane.wake.wait())
+        try:
+            while True:
+                if lane.inbox:
+                    games, lane.inbox = lane.inbox, []
+                    lane.playing |= {game.number: game for game in games}
+                    await self.group.one(lane.rank, "submit", games)
+                if collecting is None and lane.playing:
+                    collecting = asyncio.ensure_future(self.group.one(lane.rank, "collect", timeout_s=math.inf))
+                await asyncio.wait({waking, *([collecting] if collecting else [])}, return_when="FIRST_COMPLETED")
+                if waking.done():
+                    lane.wake.clear()
+                    waking = asyncio.ensure_future(lane.wake.wait())
+                if collecting is not None and collecting.done():
+                    finished, collecting = collecting.result(), None
+                    self._finish(lane, finished)
+        except WorkerLost as lost:
+            if not self.on_lost(lost):
+                self._fail(lost)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            waking.cancel()
+            if collecting is not None:
+                collecting.cancel()
+
+    def _finish(self, lane: Lane, finished: list[tuple[int, list[Trajectory]]]) -> None:
+        for number, trajectories in finished:
+            if (game := lane.playing.pop(number, None)) is not None:
+                self._load(lane, -game.samples)
+            result = self.results.pop(number, None)
+            if result is not None and not result.done():
+                result.set_result(trajectories)
+        self._deal()
+
+    def lose(self, rank: int, lost: WorkerLost) -> None:
+        """Takes a worker out; its games are played by the others, or by the next one that is opened."""
+        lane = self.lanes.pop(rank, None)
+        if lane is None:
+            return
+        if lane.task is not None and lane.task is not asyncio.current_task():
+            lane.task.cancel()
+        games = [*lane.playing.values(), *lane.inbox]
+        logger.warning("%s; the %d prompts that it was playing are played elsewhere", lost, len(games))
+        self.num_replayed += len(games)
+        self.waiting.extendleft(reversed(games))
+        self._deal()
+
+    def _fail(self, error: Exception) -> None:
+        for result in self.results.values():
+            if not result.done():
+                result.set_exception(error)
+        self.results.clear()

@@ -1,0 +1,109 @@
+"""`schedule.pipelined`: score and learn from what has been played while the rest of the step is still being played.
+
+Still on-policy: the engine keeps the step's weights until all of it is played. Where advantages follow from a prompt's
+own samples, gradients of the parts are summed as they come, and divided at the end by counts of the whole, so the
+update is that of the synchronous loop, to rounding. Where something looks at the whole batch (whitening, several
+updates or passes, dynamic sampling), scoring streams and learning waits.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from corral.algorithms.aggregate import GlobalCounts
+from corral.data.batch import Batch
+from corral.loop.interrupt import Interrupt
+from corral.loop.learn import Learnt, is_broken, kl_coefficient, learn, trainable_rows
+from corral.loop.parts import Parts
+from corral.loop.play import Played, Playing
+from corral.loop.score import advantages, plan_updates, score, steer_kl
+from corral.recipe.doubts import why_learning_waits
+from corral.runtime.losses import Sums, UpdateTerms
+
+@dataclass
+class Streamed:
+    """What has come of a step so far."""
+
+    played: list[Played] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums over trajectories."""
+    sums: Sums = field(default_factory=Sums)
+    learnt: Learnt = field(default_factory=Learnt)
+    is_broken: bool = False
+
+    @property
+    def batch(self) -> Batch:
+        return Batch.join(self.batches)
+
+
+async def learn_while_playing(
+    parts: Parts, playing: Playing, step: int, interrupt: Interrupt
+) -> tuple[Played, Batch | None, dict[str, float], Learnt]:
+    """Consumes pieces of the step as they are finished, in the order drawn. Waits for the next piece (unblocked by the
+    engine; a request to stop ends the wait) or for the workers that score and learn."""
+    streams, so_far = not why_learning_waits(parts.recipe, parts.algorithm), Streamed()
+    pieces = playing.parts()
+    while (played := await interrupt.cuts_short(following(pieces))) is not None:
+        so_far.played.append(played)
+        if not played.trajectories:
+            continue
+        batch = Batch.of(played.trajectories)
+        await score(parts, batch, [list(range(len(batch)))])
+        so_far.batches.append(batch)
+        if streams:
+            await add_gradient(parts, played, batch, so_far)
+    whole = Played.join(so_far.played)
+    if not so_far.batches:
+        return whole, None, {}, so_far.learnt
+    batch = so_far.batch
+    if not streams:
+        metrics = advantages(parts, batch, whole)
+        steer_kl(parts, metrics, len(batch))
+        return whole, batch, metrics, await learn(parts, batch, plan_updates(parts, batch), step)
+    metrics = {name: value / len(batch) for name, value in so_far.metrics.items()}
+    steer_kl(parts, metrics, len(batch))
+    await make_update(parts, batch, so_far)
+    return whole, batch, metrics, so_far.learnt
+
+
+async def following(pieces: AsyncIterator[Played]) -> Played | None:
+    return await anext(pieces, None)
+
+
+async def add_gradient(parts: Parts, played: Played, batch: Batch, so_far: Streamed) -> None:
+    for name, value in advantages(parts, batch, played).items():
+        so_far.metrics[name] = so_far.metrics.get(name, 0.0) + value * len(batch)
+    so_far.is_broken = so_far.is_broken or is_broken(batch, so_far.learnt)
+    trainable = [] if so_far.is_broken else trainable_rows(parts, batch, range(len(batch)))
+    if trainable:
+        terms = UpdateTerms(expected_counts(parts), 0, kl_coefficient(parts))
+        so_far.sums.merge(await parts.actor.accumulate(batch, trainable, terms))
+
+
+async def make_update(parts: Parts, batch: Batch, so_far: Streamed) -> None:
+    learnt, sums = so_far.learnt, so_far.sums
+    scale = scale_to(parts, expected_counts(parts), GlobalCounts(batch.num_generated, len(batch)))
+    if so_far.is_broken:
+        await parts.actor.group.all("forget_gradients")
+    elif sums.num_tokens:
+        learnt.add_policy(sums.loss * scale, sums, await parts.actor.step(scale))
+        learnt.finite.append(not learnt.skipped)
+    else:
+        learnt.num_empty += 1
+
+
+def expected_counts(parts: Parts) -> GlobalCounts:
+    """To divide by before the counts are known; near enough to keep float16 gradients in range."""
+    batch = parts.recipe.batch
+    num_sequences = batch.prompts_per_step * batch.samples_per_prompt
+    return GlobalCounts(num_sequences * parts.recipe.rollout.max_response_tokens, num_sequences)
+
+
+def scale_to(parts: Parts, guess: GlobalCounts, counts: GlobalCounts) -> float:
+    """From a loss that was divided by the guess to one that is divided by the counts."""
+    match parts.algorithm.aggregation:
+        case "token_mean":
+            return guess.num_tokens / max(counts.num_tokens, 1)
+        case "token_sum":
+            return 1.0
+    return guess.num_sequences / max(counts.num_sequences, 1)

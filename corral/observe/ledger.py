@@ -1,0 +1,375 @@
+"""What became of every prompt, in `ledger.jsonl`: it was issued, played, and trained once or dropped for a reason.
+
+A prompt is its ordinal, which the sampler hands out: 0, 1, 2, ... over the whole run. The file has one line for each
+thing that happened, with the ordinals as spans, and every line is complete on disk when its call returns:
+
+    {"step": 4, "issued": "32-39"}
+    {"step": 4, "played": "32-39"}
+    {"step": 4, "dropped": "37", "reason": "equal rewards"}
+    {"step": 4, "trained": "32-36,38-39"}
+
+A checkpoint holds a snapshot, in which all that happened to prompts with the same fate is one line; going on from the
+checkpoint puts it in place of the file. What happened since is forgotten then, as the weights have forgotten it, and
+what was open is issued again. Training a prompt twice is refused; whatever else does not add up, the audit tells.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from corral.observe.files import json_line, write_atomically
+from corral.observe.spans import Ordinals, format_span, format_spans, ordinals_in, parse_spans
+from corral.recipe.errors import RunError, UserError
+
+Event = Literal["issued", "played", "trained", "dropped"]
+EVENTS: tuple[Event, ...] = ("issued", "played", "trained", "dropped")
+
+UNKNOWN, ISSUED, PLAYED, TRAINED, DROPPED = range(5)
+STATES: tuple[str, ...] = ("unknown", *EVENTS)
+
+ROW = np.dtype([("state", "u1"), ("reason", "u2"), ("times", "u4"), ("issued_for", "i8"), ("ended_at", "i8")])
+"""Of a prompt: its state, the number of the reason it was dropped for, how often it was issued and for which step last,
+and the step at which it was trained or dropped."""
+
+
+class Ledger:
+    """A run's ledger. Opening it reads the file and changes nothing, so one that is being written can be looked at."""
+
+    name = "ledger.jsonl"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = path.read_bytes() if path.exists() else b""
+        self._prompts = _read(content, str(path))
+        self._size = content.rfind(b"\n") + 1
+        """Bytes of complete lines. What a kill or a full disk left behind them, the next line overwrites."""
+
+    def issue(self, step: int, ordinals: Iterable[int]) -> None:
+        """Drawn, to be trained at `step`. Open ones may be issued again, when what was done with them is lost."""
+        self._record("issued", step, _sorted(ordinals))
+
+    def played(self, step: int, ordinals: Iterable[int]) -> None:
+        self._record("played", step, _sorted(ordinals))
+
+    def trained(self, step: int, ordinals: Iterable[int]) -> None:
+        """Raises a RunError, and writes nothing, if any of them has been trained before."""
+        given = _sorted(ordinals)
+        if len(again := self._prompts.trained_among(given)):
+            raise RunError(
+                f"step {step}: {_prompts_in_words(again)} would be trained a second time, which is a bug; "
+                f"the last checkpoint is as it was, and {self.path} says what became of each prompt"
+            )
+        self._record("trained", step, given)
+
+    def dropped(self, step: int, ordinals: Iterable[int], reason: str) -> None:
+        """Played for nothing, or not at all: `equal rewards`, `environment failed`."""
+        self._record("dropped", step, _sorted(ordinals), reason)
+
+    def open(self, step: int) -> list[int]:
+        """Issued for that step, neither trained nor dropped."""
+        return self._prompts.open(step)
+
+    def open_steps(self) -> list[int]:
+        return self._prompts.open_steps()
+
+    def snapshot(self) -> str:
+        """For a checkpoint: all that is known of every prompt so far, the open ones included."""
+        return b"".join(map(json_line, self._prompts.summary())).decode()
+
+    def restore(self, text: str | None, step: int) -> None:
+        """Puts a checkpoint's snapshot in place of the file. None: the ledger begins here, after `step` steps."""
+        if text is None:
+            text = json_line({"begins_after": step}).decode() if step > 0 else ""
+        prompts = _read(text.encode(), f"the ledger in the checkpoint of step {step}")
+        if len(later := prompts.trained_after(step)):
+            raise RunError(
+                f"the ledger in the checkpoint of step {step} says that {_prompts_in_words(later)} were trained after "
+                "that step; it does not belong to these weights. Go on from another checkpoint"
+            )
+        write_atomically(self.path, text)
+        self._prompts, self._size = prompts, len(text.encode())
+
+    def audit(self) -> "Audit":
+        return self._prompts.audit()
+
+    def story(self, ordinal: int) -> list[str]:
+        """What happened to one prompt, in order. Empty: nothing did."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        return [line for record in _records(content, str(self.path)) for line in _story_lines(record, ordinal)]
+
+    def _record(self, event: Event, step: int, ordinals: Ordinals, reason: str | None = None) -> None:
+        if not len(ordinals):
+            return
+        record = {"step": step, event: format_spans(ordinals)}
+        self._append(json_line(record if reason is None else {**record, "reason": reason}))
+        self._prompts.apply(event, step, ordinals, reason)
+
+    def _append(self, line: bytes) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if os.fstat(descriptor).st_size < self._size:
+                raise RunError(f"{self.path} is shorter than what this run wrote to it: something else has changed it")
+            os.ftruncate(descriptor, self._size)
+            if os.pwrite(descriptor, line, self._size) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        finally:
+            os.close(descriptor)
+        self._size += len(line)
+
+
+@dataclass(frozen=True)
+class Audit:
+    issued: int
+    """Prompts, however often each."""
+    trained: int
+    trained_steps: int
+    """Steps at which any was trained."""
+    dropped: dict[str, int]
+    """By reason."""
+    open: int
+    reissued: int
+    """Times that a prompt was issued again."""
+    gaps: tuple[int, ...]
+    """Ordinals below the highest that never appear."""
+    problems: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Nothing was lost and nothing was trained twice. Prompts may be open: they are on their way."""
+        return not self.problems and not self.gaps
+
+    def text(self) -> str:
+        reasons = ", ".join(f"{reason}: {number}" for reason, number in self.dropped.items())
+        rows = [
+            ("issued", self.issued, f"and {self.reissued} times again" if self.reissued else ""),
+            ("trained", self.trained, f"in {self.trained_steps} step{'s' * (self.trained_steps != 1)}"),
+            ("dropped", sum(self.dropped.values()), f"({reasons})" if reasons else ""),
+            ("open", self.open, ""),
+        ]
+        width = max(len(str(number)) for _, number, _ in rows)
+        lines = [f"{name:<8} {number:>{width}} {words}".rstrip() for name, number, words in rows]
+        if self.gaps:
+            gaps = _prompts_in_words(np.array(self.gaps))
+            lines.append(f"gap      {gaps}: never issued, though later ones were")
+        lines += [f"problem  {problem}" for problem in self.problems]
+        return "\n".join([*lines, "clean" if self.clean else "not clean"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "clean": self.clean}
+
+
+class _Prompts:
+    """The state of every prompt: a row of 23 bytes for each, whatever happened to it."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros(1024, ROW)
+        self.size = 0
+        """One more than the highest ordinal."""
+        self.reasons: list[str] = []
+        self.problems: list[str] = []
+        self.begins_after = 0
+        """Steps made before this ledger began; their prompts are not in it."""
+
+    def apply(self, event: Event, step: int, ordinals: Ordinals, reason: str | None) -> None:
+        self._grow(int(ordinals[-1]) + 1)
+        before = self.rows[ordinals]
+        state, never = before["state"], before["times"] == 0
+        ended = (state == TRAINED) | (state == DROPPED)
+
+        def problem(where: NDArray[np.bool_], what: str) -> None:
+            if where.any():
+                self.problems.append(f"step {step}: {_prompts_in_words(ordinals[where])} {what}")
+
+        if event == "issued":
+            problem(state == TRAINED, "issued again after being trained")
+            problem(state == DROPPED, "issued again after being dropped")
+            self.rows["times"][ordinals] += 1
+            self.rows["issued_for"][ordinals] = step
+            self.rows["state"][ordinals[~ended]] = ISSUED
+        elif event == "played":
+            problem(never, "played without being issued")
+            self.rows["state"][ordinals[state == ISSUED]] = PLAYED
+        elif event == "trained":
+            problem(state == TRAINED, "trained twice")
+            problem(state == DROPPED, "trained after being dropped")
+            problem(never & ~ended, "trained without being issued")
+            problem(~never & ~ended & (before["issued_for"] != step), "trained, but issued for another step")
+            self._end(ordinals[state != TRAINED], TRAINED, step)
+        else:
+            problem(state == TRAINED, "dropped after being trained")
+            problem(state == DROPPED, "dropped twice")
+            problem(never & ~ended, "dropped without being issued")
+            self._end(ordinals[~ended], DROPPED, step, self._reason_number(reason or ""))
+
+    def _end(self, ordinals: Ordinals, state: int, step: int, reason: int = 0) -> None:
+        for field, value in (("state", state), ("ended_at", step), ("reason", reason)):
+            self.rows[field][ordinals] = value
+
+    def _reason_number(self, reason: str) -> int:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason)
+
+    def _grow(self, size: int) -> None:
+        if size > len(self.rows):
+            more = np.zeros(max(size, 2 * len(self.rows)) - len(self.rows), ROW)
+            self.rows = np.concatenate([self.rows, more])
+        self.size = max(self.size, size)
+
+    @property
+    def known(self) -> NDArray[Any]:
+        return self.rows[: self.size]
+
+    @property
+    def states(self) -> NDArray[np.uint8]:
+        states: NDArray[np.uint8] = self.known["state"]
+        return states
+
+    @property
+    def is_open(self) -> NDArray[np.bool_]:
+        is_open: NDArray[np.bool_] = (self.states == ISSUED) | (self.states == PLAYED)
+        return is_open
+
+    def open(self, step: int) -> list[int]:
+        ordinals: list[int] = np.flatnonzero(self.is_open & (self.known["issued_for"] == step)).tolist()
+        return ordinals
+
+    def open_steps(self) -> list[int]:
+        steps: list[int] = np.unique(self.known["issued_for"][self.is_open]).tolist()
+        return steps
+
+    def trained_among(self, ordinals: Ordinals) -> Ordinals:
+        known = ordinals[ordinals < self.size]
+        trained: Ordinals = known[self.states[known] == TRAINED]
+        return trained
+
+    def trained_after(self, step: int) -> Ordinals:
+        return np.flatnonzero((self.states == TRAINED) & (self.known["ended_at"] > step))
+
+    def summary(self) -> Iterator[dict[str, Any]]:
+        """Records from which `_read` makes the same state: one for all prompts whose rows are equal."""
+        if self.begins_after:
+            yield {"begins_after": self.begins_after}
+        for problem in self.problems:
+            yield {"problem": problem}
+        same: dict[tuple[int, ...], list[str]] = {}
+        starts = np.r_[0, np.flatnonzero(self.known[1:] != self.known[:-1]) + 1, self.size].tolist()
+        for first, end in pairwise(starts):
+            if first < end:
+                same.setdefault(self.known[first].item(), []).append(format_span(first, end - 1))
+        for (state, reason, times, issued_for, ended_at), spans in same.items():
+            if state == UNKNOWN:
+                continue
+            record = {"prompts": ",".join(spans), "are": STATES[state], "times": times, "issued_for": issued_for}
+            if state in (TRAINED, DROPPED):
+                record["step"] = ended_at
+            if state == DROPPED:
+                record["reason"] = self.reasons[reason]
+            yield record
+
+    def load(self, record: dict[str, Any]) -> None:
+        """A line of the file: of a snapshot, or something that happened."""
+        if "begins_after" in record:
+            self.begins_after = int(record["begins_after"])
+        elif "problem" in record:
+            self.problems.append(str(record["problem"]))
+        elif "prompts" in record:
+            ordinals = ordinals_in(parse_spans(record["prompts"]))
+            self._grow(int(ordinals[-1]) + 1)
+            state, step = STATES.index(record["are"]), int(record.get("step", 0))
+            self._end(ordinals, state, step, self._reason_number(record["reason"]) if state == DROPPED else 0)
+            self.rows["times"][ordinals] = int(record["times"])
+            self.rows["issued_for"][ordinals] = int(record["issued_for"])
+        else:
+            event = _event_of(record)
+            self.apply(event, int(record["step"]), ordinals_in(parse_spans(record[event])), record.get("reason"))
+
+    def audit(self) -> Audit:
+        state, times = self.states, self.known["times"]
+        counts = np.bincount(self.known["reason"][state == DROPPED], minlength=len(self.reasons)).tolist()
+        gaps = np.flatnonzero(state == UNKNOWN)
+        if self.begins_after and self.size:
+            gaps = gaps[gaps > int(np.argmax(state != UNKNOWN))]
+        return Audit(
+            issued=int((times > 0).sum()),
+            trained=int((state == TRAINED).sum()),
+            trained_steps=len(np.unique(self.known["ended_at"][state == TRAINED])),
+            dropped={reason: number for reason, number in zip(self.reasons, counts, strict=True) if number},
+            open=int(self.is_open.sum()),
+            reissued=int(np.maximum(times.astype(np.int64) - 1, 0).sum()),
+            gaps=tuple(gaps.tolist()),
+            problems=tuple(self.problems),
+        )
+
+
+def _read(content: bytes, where: str) -> _Prompts:
+    prompts = _Prompts()
+    for number, record in enumerate(_records(content, where), start=1):
+        try:
+            prompts.load(record)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise _not_a_ledger(where, number) from error
+    return prompts
+
+
+def _records(content: bytes, where: str) -> Iterator[dict[str, Any]]:
+    *lines, _torn = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield dict(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise _not_a_ledger(where, number) from error
+
+
+def _not_a_ledger(where: str, line: int) -> UserError:
+    return UserError(f"{where}, line {line} is not a line of a ledger. Was it edited?")
+
+
+def _event_of(record: dict[str, Any]) -> Event:
+    for event in EVENTS:
+        if event in record:
+            return event
+    raise ValueError("nothing happened in this record")
+
+
+def _story_lines(record: dict[str, Any], ordinal: int) -> Iterator[str]:
+    if "prompts" in record:
+        if not _has(record["prompts"], ordinal):
+            return
+        if record["times"]:
+            times = f", {record['times']} times" if record["times"] > 1 else ""
+            yield f"issued for step {record['issued_for']}{times}"
+        if record["are"] != "issued":
+            yield _in_words(record["are"], record.get("step", record["issued_for"]), record.get("reason"))
+    elif "problem" not in record and "begins_after" not in record:
+        event = _event_of(record)
+        if _has(record[event], ordinal):
+            yield _in_words(event, record["step"], record.get("reason"))
+
+
+def _has(spans: str, ordinal: int) -> bool:
+    return any(ordinal in span for span in parse_spans(spans))
+
+
+def _in_words(event: str, step: int, reason: str | None) -> str:
+    preposition = "at" if event in ("trained", "dropped") else "for"
+    return f"{event} {preposition} step {step}" + (f": {reason}" if reason else "")
+
+
+def _prompts_in_words(ordinals: Ordinals) -> str:
+    return f"prompt{'s' * (len(ordinals) > 1)} {format_spans(ordinals)}"
+
+
+def _sorted(ordinals: Iterable[int]) -> Ordinals:
+    """Each once: samples of a prompt have its ordinal in common."""
+    given = np.unique(np.fromiter(ordinals, np.int64))
+    assert not len(given) or given[0] >= 0, "an ordinal is never negative"
+    return given

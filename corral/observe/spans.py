@@ -1,0 +1,41 @@
+"""Sets of whole numbers as text that is short where they follow each other: `32-39,41`."""
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ordinals = NDArray[np.int64]
+
+SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+def format_span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def format_spans(ordinals: Ordinals) -> str:
+    """Of sorted, distinct ordinals."""
+    if not len(ordinals):
+        return ""
+    ends = np.flatnonzero(np.diff(ordinals) != 1)
+    firsts, lasts = ordinals[np.r_[0, ends + 1]], ordinals[np.r_[ends, len(ordinals) - 1]]
+    return ",".join(map(format_span, firsts.tolist(), lasts.tolist()))
+
+
+def parse_spans(text: str) -> list[range]:
+    """Raises a ValueError for what `format_spans` would not write."""
+    spans: list[range] = []
+    for part in text.split(","):
+        match = SPAN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"`{part}` is not a number or a span of numbers")
+        span = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not span or (spans and span.start < spans[-1].stop):
+            raise ValueError(f"`{text}` is not in ascending order")
+        spans.append(span)
+    return spans
+
+
+def ordinals_in(spans: list[range]) -> Ordinals:
+    return np.concatenate([np.arange(span.start, span.stop) for span in spans])

@@ -1,0 +1,194 @@
+"""A Ray cluster: finding it or starting one on this machine, and booking its devices."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+from ray._private.services import find_bootstrap_address
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from corral.recipe.errors import RunError, UserError
+from corral.recipe.schema import Cluster
+from corral.runtime.nodes import Node, arrange
+from corral.runtime.remote import first_line
+
+WORKER_SLOT = "corral_device"
+"""The resource of a node without GPUs, one per worker: `ray start --resources='{"corral_device": 2}'`."""
+SAY_EVERY_S = 5.0
+POLL_S = 0.25
+CONNECT_S = 5.0
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 5,
+}
+HOW_TO_START = (
+    "start one: `ray start --head` on the first node, `ray start --address=FIRST_NODE:6379` on the others (with "
+    f"""`--resources='{{"{WORKER_SLOT}": 2}}'` where there are no GPUs), then this command on one of them"""
+)
+
+
+def connect(cluster: Cluster) -> bool:
+    """Returns whether the cluster was started here, and so must be ended here."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray._private.worker._worker_logs_enabled = False  # it prints deaths, which are told better here
+    address = running_cluster() if cluster.address == "auto" else cluster.address
+    with signal_handlers_kept():
+        if address is not None and answers(address):
+            try:
+                ray.init(address=address, **QUIET)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise UserError(
+                    f"the Ray cluster at {address} cannot be used from here: {first_line(error)}"
+                ) from error
+            return False
+        if cluster.address != "auto":
+            raise UserError(f"`cluster.address`: there is no Ray cluster at {address}; {HOW_TO_START}")
+        if cluster.nodes > 1:
+            lack = f"`cluster.nodes` is {cluster.nodes}, and no Ray cluster runs on this machine"
+            raise UserError(f"{lack}; {HOW_TO_START}")
+        start_here(cluster)
+        return True
+
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def running_cluster() -> str | None:
+    """As `RAY_ADDRESS` says, else one that was started with `ray start`. Not one that another run started for itself
+    and will end, which is what Ray's own `auto` would take."""
+    found: str | None = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
+    return found
+
+
+def answers(address: str) -> bool:
+    """Whether something listens there: what Ray noted of its last cluster may be long gone, and it would wait."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def start_here(cluster: Cluster) -> None:
+    """On loopback: nobody else is to reach it."""
+    gpus = torch.cuda.device_count()
+    ray.init(
+        address="local",
+        num_gpus=gpus,
+        resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        _system_config=HEALTH_CHECKS,
+        **QUIET,
+    )
+
+
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Ray sets its own for SIGTERM."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+# --- devices
+
+
+def device_resource(entries: Sequence[Mapping[str, Any]]) -> str:
+    return "GPU" if any(entry["Resources"].get("GPU") for entry in entries if entry["Alive"]) else WORKER_SLOT
+
+
+async def find_nodes(cluster: Cluster, without: frozenset[str], say: Callable[[str], None]) -> tuple[str, list[Node]]:
+    """The resource that a device is, and the nodes, once all that were not lost are there."""
+    fewest = cluster.min_nodes or cluster.nodes
+    waiting = Waiting(cluster.start_timeout_s, say)
+    while True:
+        entries = ray.nodes()
+        resource = device_resource(entries)
+        large = [entry for entry in entries if entry["Resources"].get(resource, 0) >= cluster.devices_per_node]
+        dead = [entry for entry in entries if not entry["Alive"]]
+        nodes = arrange([*dead, *large], cluster.nodes, without)
+        if len(nodes) >= cluster.nodes - len(without) and len(nodes) >= fewest:
+            return resource, nodes
+        lack = f"{table(resource)}; needed: {cluster.nodes} nodes with {cluster.devices_per_node} devices each"
+        if without:
+            lack += f", at least {fewest} (`cluster.min_nodes`), and lost: {', '.join(sorted(without))}"
+        if waiting.is_over:
+            if len(nodes) >= fewest:
+                return resource, nodes
+            raise (RunError if without else UserError)(f"the Ray cluster is too small: {lack}")
+        await waiting.more(f"waiting for nodes: {lack}")
+
+
+async def book(
+    cluster: Cluster, resource: str, nodes: Sequence[Node], say: Callable[[str], None]
+) -> tuple[Any, dict[int, int]]:
+    """One bundle of a placement group for each device that is used, on the node that it is numbered for. Returns the
+    group, and the bundle of each device."""
+    bundles = [{resource: 1, f"node:{node.address}": 0.001} for node in nodes for _ in node.devices]
+    devices = [device for node in nodes for device in node.devices]
+    group = placement_group(bundles, strategy="PACK")
+    waiting = Waiting(cluster.start_timeout_s, say)
+    try:
+        while not await asyncio.to_thread(group.wait, POLL_S):
+            needed = ", ".join(f"{node} {len(node.devices)}" for node in nodes)
+            lack = f"{table(resource)}; needed: {needed}"
+            if waiting.is_over:
+                raise UserError(
+                    f"devices of the Ray cluster were not free within {cluster.start_timeout_s:g} s "
+                    f"(`cluster.start_timeout_s`): {lack}; `ray status` shows who has them"
+                )
+            await waiting.more(f"waiting for devices: {lack}")
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group, {device: bundle for bundle, device in enumerate(devices)}
+
+
+class Waiting:
+    """Says now and then what is being waited for."""
+
+    def __init__(self, timeout_s: float, say: Callable[[str], None]) -> None:
+        self.deadline, self.say = time.monotonic() + timeout_s, say
+        self.next = time.monotonic() + POLL_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    async def more(self, message: str) -> None:
+        if time.monotonic() >= self.next:
+            self.say(message)
+            self.next = time.monotonic() + SAY_EVERY_S
+        await asyncio.sleep(POLL_S)
+
+
+def table(resource: str) -> str:
+    """Every node with its devices, and how many of them are free."""
+    free = ray._private.state.available_resources_per_node()
+    rows = [
+        f"{entry['NodeManagerHostname']} ({entry['NodeManagerAddress']}) has {entry['Resources'].get(resource, 0):g} "
+        f"devices, {free.get(entry['NodeID'], {}).get(resource, 0):g} free"
+        for entry in ray.nodes()
+        if entry["Alive"]
+    ]
+    return "; ".join(rows)

@@ -1,0 +1,338 @@
+"""Workers on the devices of a Ray cluster: one process per device, all booked in one placement group, so that nothing
+runs on a device twice."""
+
+import asyncio
+import os
+import shlex
+import sys
+import sysconfig
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.recipe.errors import RunError, UserError
+from corral.recipe.placement import MESH_ROLES, Placement
+from corral.recipe.schema import Recipe
+from corral.runtime.group import Group, Late
+from corral.runtime.worker import BUILDER
+
+try:
+    import ray
+except ImportError as error:
+    raise UserError("`cluster.runtime: ray` needs Ray: pip install 'corral[cluster]'") from error
+
+from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from corral.runtime.cluster import WORKER_SLOT, book, connect, find_nodes
+from corral.runtime.network import INTERFACE_VARIABLES
+from corral.runtime.nodes import Heartbeats, Node, NodeAgent, NodeFacts, head_address
+from corral.runtime.process import DeviceProcess, Seat
+from corral.runtime.remote import Device, NodeGone, Process, RayGroup, node_lost, reply
+
+LIVES_WITH = {"rewards": "rollout"}
+"""Roles that the placement does not name."""
+CALLS_AT_ONCE = 1000
+"""On one worker."""
+AGENT_THREADS = 16
+"""More than a node has workers that die at once; the agent does not answer for longer than their last words take."""
+GOODBYE_S = 3.0
+"""For roles to close."""
+CLOSE_S = 15.0
+
+
+@dataclass(frozen=True)
+class DeviceSet:
+    """Devices with the same roles."""
+
+    roles: tuple[str, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def is_world(self) -> bool:
+        """Whether its workers are one world of torch.distributed. Those that only play know nothing of each other, so
+        that each can be done without."""
+        return len(self.devices) > 1 and any(role in MESH_ROLES for role in self.roles)
+
+
+class RayRuntime:
+    """Workers on the devices of a Ray cluster."""
+
+    placement: Placement
+    """As it is now: without the devices of nodes that were lost."""
+    groups: dict[str, Group]
+    """By role, and `worker` with all workers. Ranks follow the order of devices."""
+    sets: list[DeviceSet]
+    nodes: list[Node]
+    """Those with devices that are used, in the order of their ranks."""
+
+    def __init__(self, recipe: Recipe, logs: Path, builder: str) -> None:
+        self.recipe, self.cluster, self.builder = recipe, recipe.cluster, builder
+        self.logs = logs.resolve()
+        self.token = uuid.uuid4().hex[:12]
+        self.nodes, self.sets, self.groups = [], [], {}
+        self.devices: dict[int, Device] = {}
+        self.heartbeats: Heartbeats | None = None
+        self.booking: Any = None
+        self.actors: list[Any] = []
+        self.told: set[str] = set()
+        self.is_guest = True
+
+    @classmethod
+    async def start(
+        cls,
+        recipe: Recipe,
+        placement: Placement,
+        logs: Path,
+        *,
+        say: Callable[[str], None],
+        without_nodes: frozenset[str] = frozenset(),
+        builder: str = BUILDER,
+    ) -> "RayRuntime":
+        """`without_nodes`: addresses of those that were lost. Their devices are missing from the placement then."""
+        runtime = cls(recipe, logs, builder)
+        try:
+            await runtime._start(placement, say, without_nodes)
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    async def _start(self, placement: Placement, say: Callable[[str], None], without: frozenset[str]) -> None:
+        self.is_guest = ray.is_initialized()
+        connect(self.cluster)
+        self.resource, nodes = await find_nodes(self.cluster, without, say)
+        self.placement = restrict(placement, nodes, self.cluster.devices_per_node, without)
+        self.nodes = [node for node in nodes if node.devices]
+        self.booking, bundles = await book(self.cluster, self.resource, self.nodes, say)
+        await self._start_agents()
+        await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
+        self.sets = [DeviceSet(roles, devices) for roles, devices in self.placement.groups().items()]
+        self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
+        self.groups["worker"] = self._group("worker", sorted(self.devices))
+        await asyncio.gather(*(self._seat(device) for device in self.devices.values()))
+        await asyncio.gather(*(self._meet(one) for one in self.sets if one.is_world))
+
+    # --- while it runs
+
+    async def build(
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Builds a role on its workers, or on one of them. Returns what each has to say of itself."""
+        devices = self.placement.roles[LIVES_WITH.get(role, role)]
+        ranks = None if rank is None else [rank]
+        arguments = (self.builder, role, recipe, resume_from)
+        facts = await self._group("worker", devices).all("build", *arguments, ranks=ranks)
+        self.groups.setdefault(role, self._group(role, devices))
+        return facts
+
+    async def watch(self) -> None:
+        """Runs until a node is lost, and raises that; each once."""
+        watched = [node for node in self.nodes if node.address not in self.told]
+        for_ever = asyncio.get_running_loop().create_future()
+        await asyncio.wait({for_ever, *(node.gone for node in watched)}, return_when=asyncio.FIRST_COMPLETED)
+        lost = next(node for node in watched if node.lost.done())
+        self.told.add(lost.address)
+        raise node_lost(lost, None)
+
+    @property
+    def num_nodes(self) -> int:
+        """That were not lost."""
+        return sum(not node.lost.done() for node in self.nodes)
+
+    def devices_of(self, address: str) -> tuple[int, ...]:
+        return next(node.devices for node in self.nodes if node.address == address)
+
+    async def replace(self, device: int) -> None:
+        """Starts a worker's process again in its place, without roles. Not one that has made a world with others: those
+        must all begin again."""
+        own = self.devices[device]
+        assert not self._set_of(device).is_world, "the other workers of its world would wait for it for ever"
+        if own.node.lost.done():
+            raise node_lost(own.node, device)
+        with suppress(RayError):
+            ray.kill(own.process.actor)
+        own.process = await self._start_process(own.node, own.process.bundle)
+        await self._seat(own)
+        own.is_dead = False
+
+    def close(self) -> None:
+        """Ends what was started, in bounded time even if the cluster does not answer."""
+        thread = threading.Thread(target=self._close, daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+    def _close(self) -> None:
+        if not ray.is_initialized():
+            return
+        if self.heartbeats is not None:
+            self.heartbeats.close()
+        alive = [device for device in self.devices.values() if not device.is_dead and not device.node.lost.done()]
+        goodbyes = [device.process.actor.call.remote("worker", "close") for device in alive]
+        goodbyes += [node.agent.close.remote() for node in self.nodes if node.agent and not node.lost.done()]
+        if goodbyes:
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.booking is not None:
+            remove_placement_group(self.booking)
+        if not self.is_guest:
+            ray.shutdown()
+
+    # --- starting
+
+    async def _start_agents(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        marker = self.logs / f".seen-{self.token}"
+        marker.touch()
+        head = head_address()
+        for node in self.nodes:
+            node.agent = self._actor(
+                NodeAgent,
+                NodeAffinitySchedulingStrategy(node.id, soft=False),
+                max_restarts=-1,
+                max_concurrency=AGENT_THREADS,
+            ).remote(head, marker, self.token)
+            self.actors.append(node.agent)
+            node.gone = asyncio.wrap_future(node.lost)
+        facts = (self._node_facts(node) for node in self.nodes)
+        try:
+            for node, known in zip(self.nodes, await asyncio.gather(*facts), strict=True):
+                node.facts = known
+        finally:
+            marker.unlink(missing_ok=True)
+        self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s)
+
+    async def _node_facts(self, node: Node) -> NodeFacts:
+        limit = self.cluster.start_timeout_s
+        try:
+            facts: NodeFacts = await reply(node.agent.facts.remote(), node, limit)
+            return facts
+        except TimeoutError:
+            raise Late(f"node {node} did not start a process within {limit:g} s (`cluster.start_timeout_s`)") from None
+        except RayError as error:
+            raise RunError(f"node {node} could not start a process; is Corral installed there? {error}") from error
+
+    async def _start_node(self, node: Node, bundles: dict[int, int]) -> None:
+        """The processes of a node. Which accelerator each got is known afterwards: devices are numbered by these."""
+        started = await asyncio.gather(*(self._start_process(node, bundles[number]) for number in node.devices))
+        for number, process in zip(node.devices, sorted(started, key=accelerator_order), strict=True):
+            folder = self.logs if node.facts.sees_logs else node.facts.folder
+            self.devices[number] = Device(number, node, process, folder / f"worker-{number}.log")
+
+    async def _start_process(self, node: Node, bundle: int) -> Process:
+        facts = node.facts
+        shim = [facts.python, "-I", "-S", facts.exits, str(facts.folder), facts.python]
+        actor = self._actor(
+            DeviceProcess,
+            PlacementGroupSchedulingStrategy(self.booking, bundle),
+            py_executable=shlex.join(shim),
+            max_concurrency=CALLS_AT_ONCE,
+            **({"num_gpus": 1} if self.resource == "GPU" else {"resources": {self.resource: 1}}),
+        ).remote()
+        self.actors.append(actor)
+        limit = self.cluster.start_timeout_s
+        try:
+            pid, accelerators = await reply(actor.start.remote(), node, limit)
+        except NodeGone:
+            raise node_lost(node, None, "its workers started") from None
+        except TimeoutError:
+            raise Late(f"a worker on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)") from None
+        except RayError as error:
+            raise RunError(f"a worker on {node} could not start: {error}") from error
+        return Process(actor, bundle, pid, accelerators)
+
+    def _actor(self, kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
+        """With the controller's import path: functions that a recipe names live there, perhaps Corral too."""
+        environment: dict[str, Any] = {"env_vars": {"PYTHONPATH": os.pathsep.join(own_import_path())}}
+        if py_executable is not None:
+            environment["py_executable"] = py_executable
+        return ray.remote(kind).options(num_cpus=0, scheduling_strategy=where, runtime_env=environment, **options)
+
+    async def _seat(self, device: Device) -> None:
+        own, facts = self._set_of(device.number), device.node.facts
+        threads = self.recipe.train.threads
+        if threads is None and self.resource == WORKER_SLOT:
+            threads = max(1, facts.num_cores // len(device.node.devices))
+        chosen = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
+        seat = Seat(
+            rank=own.devices.index(device.number),
+            size=len(own.devices),
+            address=device.node.address,
+            timeout_s=self.cluster.call_timeout_s,
+            threads=threads,
+            log=device.log,
+            folder=Path.cwd(),
+            environment={name: value for name, value in chosen.items() if value is not None},
+        )
+        await self._within_start(device, "start", device.process.actor.sit.remote(seat))
+
+    async def _meet(self, one: DeviceSet) -> None:
+        """Makes the world of a set."""
+        group, limit = self._group("worker", one.devices), self.cluster.start_timeout_s
+        meeting = await group.one(0, "rendezvous", timeout_s=limit)
+        calls = [asyncio.ensure_future(group.one(rank, "join", meeting)) for rank in range(group.size)]
+        done, late = await asyncio.wait(calls, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        for call in late:
+            call.cancel()
+        for call in done:
+            call.result()
+        if late:
+            names = ", ".join(name for name, call in zip(group.names, calls, strict=True) if call in late)
+            raise Late(
+                f"the workers of {', '.join(one.roles)} did not all connect to {meeting} and to each other within "
+                f"{limit:g} s (`cluster.start_timeout_s`): {names}. A firewall between the nodes, or the wrong network "
+                f"({' and '.join(INTERFACE_VARIABLES)} choose another)"
+            )
+
+    async def _within_start(self, device: Device, what: str, reference: Any) -> None:
+        limit = self.cluster.start_timeout_s
+        try:
+            await reply(reference, device.node, limit)
+        except NodeGone:
+            raise node_lost(device.node, device.number, what) from None
+        except TimeoutError:
+            raise Late(f"{device} did not {what} within {limit:g} s (`cluster.start_timeout_s`)") from None
+        except RayError as error:
+            raise RunError(f"{device} could not {what}: {error}") from error
+
+    def _set_of(self, device: int) -> DeviceSet:
+        return next(one for one in self.sets if device in one.devices)
+
+    def _group(self, role: str, devices: Sequence[int]) -> RayGroup:
+        own = [self.devices[number] for number in devices]
+        return RayGroup(role, own, self.nodes, self.cluster.call_timeout_s, self.cluster.node_timeout_s)
+
+
+def restrict(placement: Placement, nodes: Iterable[Node], per_node: int, without: frozenset[str]) -> Placement:
+    """The roles on the devices that are there. Tells each node which of its devices are used."""
+    there = {node.rank: node for node in nodes}
+    roles = {
+        role: tuple(device for device in devices if device // per_node in there)
+        for role, devices in placement.roles.items()
+    }
+    for role, devices in roles.items():
+        if not devices:
+            raise RunError(f"{role} has no device left: it was on {', '.join(sorted(without)) or 'missing nodes'} only")
+    for node in there.values():
+        numbers = range(node.rank * per_node, (node.rank + 1) * per_node)
+        node.devices = tuple(number for number in numbers if any(number in devices for devices in roles.values()))
+    return Placement(placement.num_devices, roles)
+
+
+def accelerator_order(process: Process) -> tuple[int, str]:
+    """By number; names of other kinds (parts of a GPU) by name. Without accelerators all are alike."""
+    name = process.accelerators[0] if process.accelerators else ""
+    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+
+
+def own_import_path() -> list[str]:
+    """This process's, without what belongs to the Python installation, which may lie elsewhere on another node."""
+    installed = tuple(set(sysconfig.get_paths().values()) - {sysconfig.get_path("data"), sysconfig.get_path("scripts")})
+    entries = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+    return [entry for entry in entries if os.path.isdir(entry) and not entry.startswith(installed)]

@@ -1,0 +1,47 @@
+"""From a role's name to the role, on the worker where it is to live."""
+
+from pathlib import Path
+from typing import Any
+
+from corral.model.load import load_model
+from corral.recipe.mesh import mesh_shape
+from corral.recipe.schema import Recipe
+from corral.rewards.pool import ScorerPool
+from corral.runtime.player import Player
+from corral.runtime.trainers import Actor, Critic, Scorer
+from corral.runtime.worker import Site
+
+ORDER = ("rewards", "actor", "reference", "critic", "rollout")
+"""In which roles are built. Rewards first: their processes start while models are loaded, and a wrong one is known
+before that. The rollout last: it may share the actor's tensors."""
+
+
+def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+    """`resume_from`: a checkpoint whose model the policy starts as."""
+    trained = recipe.model.path if resume_from is None else str(resume_from)
+    match role:
+        case "rewards":
+            pool = ScorerPool(recipe.environment.reward)
+            try:
+                pool.check()
+            except BaseException:
+                pool.close()
+                raise
+            return pool
+        case "actor":
+            return Actor("actor", site, recipe, trained)
+        case "reference":
+            return Scorer("reference", site, recipe, recipe.reference.path)
+        case "critic":
+            return Critic(site, recipe)
+        case "rollout":
+            return Player(site, recipe, engine_model(site, recipe, trained), site.hosted["rewards"])
+    raise ValueError(f"there is no role {role}")
+
+
+def engine_model(site: Site, recipe: Recipe, path: str) -> Any:
+    """The trainer's own, where it is here and whole; else a copy."""
+    if "actor" in site.hosted and mesh_shape(recipe.train.parallel, site.size).is_whole:
+        return site.hosted["actor"].trainer.model
+    model = load_model(recipe.model.model_copy(update={"path": path}), site.device)
+    return model.requires_grad_(False)

@@ -1,0 +1,199 @@
+"""The roles that hold a model to score or to learn with: actor, reference, critic.
+
+Each worker of such a role is given its share of the batch, cut by `MeshShape.num_data`; workers that hold parts of one
+model (tensor, context) are given the same share. All workers of a role are asked for the same thing at the same time,
+because their models compute together; a worker without a share takes part with nothing.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corral.data.batch import Batch, Pack
+from corral.data.trajectory import FloatArray
+from corral.model.load import load_model
+from corral.recipe.mesh import mesh_shape
+from corral.recipe.presets import resolve_algorithm
+from corral.recipe.schema import Recipe
+from corral.runtime.losses import PolicyShare, Sums, UpdateTerms, ValueShare
+from corral.runtime.transfer import Channel, CollectiveChannel, Parcel, make_channel
+from corral.runtime.worker import Site
+from corral.train.mesh import Mesh
+from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.optimiser import UpdateResult
+
+
+class _Role:
+    """What actor, reference and critic have in common."""
+
+    def __init__(self, role: str, site: Site, recipe: Recipe) -> None:
+        self.recipe, self.site = recipe, site
+        self.algorithm = resolve_algorithm(recipe)
+        self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device)
+
+    def load_model(self, path: str | None) -> Any:
+        """On the host where it is going to be sharded: it may not fit the device."""
+        model = self.recipe.model.model_copy(update={"path": path or self.recipe.model.path})
+        return load_model(model, self.site.device)
+
+    def packs(self, share: Batch | None) -> Sequence[Pack | None]:
+        """As many as the worker with the most has."""
+        packs: list[Pack | None] = []
+        if share is not None:
+            packs += share.pack(self.recipe.batch.max_tokens_per_micro_batch)
+        return packs + [None] * (self.mesh.max(len(packs)) - len(packs))
+
+    def sees(self, file: Path) -> bool:
+        return file.exists()
+
+    @property
+    def num_updates(self) -> int:
+        recipe = self.recipe
+        assert recipe.schedule.steps is not None, "the controller has worked it out"
+        return recipe.schedule.steps * recipe.batch.updates_per_step * recipe.batch.passes
+
+
+class Scorer(_Role):
+    """The reference; and what of the actor only looks."""
+
+    trainer: NativePolicy
+
+    def __init__(self, role: str, site: Site, recipe: Recipe, path: str | None) -> None:
+        super().__init__(role, site, recipe)
+        self.trainer = self.make_trainer(self.load_model(path))
+
+    def make_trainer(self, model: Any) -> NativePolicy:
+        return self.policy(model.requires_grad_(False))
+
+    @property
+    def policy(self) -> partial[NativePolicy]:
+        recipe = self.recipe
+        return partial(
+            NativePolicy,
+            temperature=recipe.rollout.temperature,
+            logits_chunk=recipe.train.logits_chunk,
+            mesh=self.mesh,
+            offload=recipe.train.offload,
+        )
+
+    def logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
+        """Of each share, one number for each of its tokens."""
+        return [self._logprobs(share) for share in shares]
+
+    def _logprobs(self, share: Batch | None) -> FloatArray:
+        packs = self.packs(share)
+        return gather(share, packs, [logprobs for logprobs, _ in self.trainer.logprobs(packs)])
+
+
+class Actor(Scorer):
+    """The policy that learns."""
+
+    channel: Channel | None = None
+
+    def make_trainer(self, model: Any) -> NativePolicy:
+        return self.policy(
+            model,
+            optimiser=self.recipe.optimiser,
+            total_updates=self.num_updates,
+            recompute=self.recipe.train.recompute == "full",
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {"dtype": str(self.trainer.model.dtype).removeprefix("torch.")}
+
+    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
+        """Adds the gradient of a share of the update."""
+        sums = Sums()
+        for pack in self.packs(share):
+            loss = None if pack is None else PolicyShare(self.algorithm, pack, terms, sums)
+            sums.loss += self.trainer.forward_backward(pack, loss)
+        return sums
+
+    def step(self, scale: float = 1.0) -> UpdateResult:
+        """`scale`: for what the gradient is still to be divided by."""
+        return self.trainer.step(scale)
+
+    def forget_gradients(self) -> None:
+        assert self.trainer.optimiser is not None
+        self.trainer.optimiser.zero_gradients()
+
+    def save(self, folder: Path, writers: Sequence[int]) -> None:
+        self.trainer.save(folder, writers)
+
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)
+
+    # --- sending weights to engines in other processes
+
+    def open_channel(self, kind: str) -> str:
+        """On the first worker, which sends. Returns where the receivers join."""
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = make_channel(kind, self.site.address, self.site.device, self.site.timeout_s)
+        return self.channel.open() if isinstance(self.channel, CollectiveChannel) else ""
+
+    def join_channel(self, meeting: str, size: int) -> None:
+        if isinstance(self.channel, CollectiveChannel):
+            self.channel.join(meeting, 0, size)
+
+    def send_weights(self) -> Parcel:
+        """The first worker sends; the others help to put sharded tensors together."""
+        if self.channel is not None:
+            return self.channel.send(self.trainer.weights())
+        for _ in self.trainer.weights():
+            pass
+        return None
+
+    def release_weights(self) -> None:
+        assert self.channel is not None
+        self.channel.release()
+
+
+class Critic(_Role):
+    """Says how much reward is to come, and learns to."""
+
+    def __init__(self, site: Site, recipe: Recipe) -> None:
+        super().__init__("critic", site, recipe)
+        self.trainer = NativeCritic(
+            ValueModel(self.load_model(recipe.critic.path)),
+            recipe.critic.optimiser,
+            self.num_updates,
+            recipe.train.recompute == "full",
+            mesh=self.mesh,
+            offload=recipe.train.offload,
+        )
+
+    def values(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
+        return [self._values(share) for share in shares]
+
+    def _values(self, share: Batch | None) -> FloatArray:
+        packs = self.packs(share)
+        return gather(share, packs, list(self.trainer.values(packs)))
+
+    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
+        sums = Sums()
+        for pack in self.packs(share):
+            loss = None if pack is None else ValueShare(self.recipe.critic.value_clip, pack, terms)
+            sums.loss += self.trainer.forward_backward(pack, loss)
+        return sums
+
+    def step(self, scale: float = 1.0) -> UpdateResult:
+        return self.trainer.step(scale)
+
+    def save(self, folder: Path, writers: Sequence[int]) -> None:
+        self.trainer.save(folder, writers)
+
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)
+
+
+def gather(share: Batch | None, packs: Sequence[Pack | None], results: Sequence[Any]) -> FloatArray:
+    column = np.zeros(0 if share is None else len(share.tokens), np.float32)
+    for pack, result in zip_longest(packs, results):
+        if pack is not None:
+            column[pack.flat] = result.float().cpu().numpy()
+    return column

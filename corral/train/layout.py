@@ -1,0 +1,89 @@
+"""Where the parts of each parameter are: which part this rank holds of it, and how a whole one is put together."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from corral.model.collectives import all_gather
+from corral.model.tensor_parallel import Cut
+from corral.train.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How one parameter is spread over a mesh."""
+
+    shape: torch.Size
+    """Of the whole parameter."""
+    dtype: torch.dtype
+    """In which the model computes, and in which it is saved."""
+    cut: Cut | None = None
+    """Over the tensor group; None: each of its ranks has all of it."""
+    is_partial: bool = False
+    """Not cut, but each rank of the tensor group sees a part of its gradient."""
+    by_expert: bool = False
+    """The first dimension is dealt over the expert group."""
+
+
+class Layout:
+    def __init__(self, mesh: Mesh, spreads: dict[str, Spread]) -> None:
+        self.mesh, self.spreads = mesh, spreads
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """From the parts that all ranks call this with. Where nothing is sharded, the very tensor."""
+        spread, mesh = self.spreads[name], self.mesh
+        if not mesh.is_sharded:
+            return local
+        part = self._gather_shards(spread, local.to(mesh.device))
+        if spread.cut is not None:
+            parts = all_gather(part[None], mesh.groups["tensor"])
+            part = spread.cut.join(list(parts))
+        if spread.by_expert:
+            part = all_gather(part, mesh.groups["expert"])
+        return part
+
+    def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """The whole parameter, in the model's dtype."""
+        return self.whole(name, local_tensor(parameter).to(self.spreads[name].dtype))
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        spread, mesh = self.spreads[name], self.mesh
+        if not mesh.is_sharded:
+            return whole
+        part = self._block(spread, whole)
+        sharded = self._shard_mesh(spread)
+        size, rank = sharded.size(), sharded.get_local_rank()
+        rows = -(-len(part) // size)
+        return part[rank * rows : (rank + 1) * rows]
+
+    def _block(self, spread: Spread, whole: Tensor) -> Tensor:
+        """What the ranks over which it is sharded hold together."""
+        if spread.by_expert:
+            whole = whole.chunk(self.mesh.size_of("expert"))[self.mesh.rank_in("expert")]
+        if spread.cut is not None:
+            whole = spread.cut.part(whole, self.mesh.rank_in("tensor"), self.mesh.size_of("tensor"))
+        return whole
+
+    def _gather_shards(self, spread: Spread, local: Tensor) -> Tensor:
+        """FSDP shards the first dimension into parts of equal length, of which the last may be shorter or empty."""
+        sharded = self._shard_mesh(spread)
+        block = self._block(spread, torch.empty(spread.shape, device="meta"))
+        rows = -(-len(block) // sharded.size())
+        padded = F.pad(local, [0, 0] * (local.dim() - 1) + [0, rows - len(local)])
+        return all_gather(padded, sharded.get_group())[: len(block)]
+
+    def _shard_mesh(self, spread: Spread) -> DeviceMesh:
+        mesh: DeviceMesh = self.mesh.by_expert if spread.by_expert else self.mesh.dense
+        return mesh if mesh.ndim == 1 else mesh["sharded"]
+
+
+def local_tensor(parameter: nn.Parameter | Tensor) -> Tensor:
+    """What this rank holds of a parameter, sharded or not; the memory is shared."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = parameter.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

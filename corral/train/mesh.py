@@ -1,0 +1,115 @@
+"""The processes that train one model together, and the groups in which they talk.
+
+A mesh of one process has no groups and never touches `torch.distributed`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from corral.recipe.mesh import MeshShape
+
+DIMENSIONS = ("replicate", "shard", "expert", "context", "tensor")
+BUCKET = 2**25
+"""Numbers that are summed in one call."""
+
+
+class Mesh:
+    """Where this process stands. `torch.distributed` is initialised by the caller, with `shape.size` processes."""
+
+    def __init__(self, shape: MeshShape, device: torch.device, rank: int) -> None:
+        self.shape, self.device, self.rank = shape, device, rank
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        """By dimension, those that have more than one rank; and `sharded`, all ranks that hold one copy's shards."""
+        self.dense: Any = None
+        """DeviceMesh over which a parameter is sharded; two-dimensional if there are replicas."""
+        self.by_expert: Any = None
+        """The same for the parameters of experts, which are dealt over the expert group already."""
+
+    @classmethod
+    def build(cls, shape: MeshShape, device: torch.device) -> "Mesh":
+        mesh = cls(shape, device, dist.get_rank() if shape.size > 1 else 0)
+        if shape.size > 1:
+            assert dist.get_world_size() == shape.size, "one process for each place of the mesh"
+            mesh._connect()
+        return mesh
+
+    def _connect(self) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        sizes = [getattr(self.shape, name) for name in DIMENSIONS]
+        ranks = torch.arange(self.shape.size).reshape(sizes)
+        every = DeviceMesh(self.device.type, ranks, mesh_dim_names=DIMENSIONS)
+        self.groups = {name: every.get_group(name) for name, size in zip(DIMENSIONS, sizes, strict=True) if size > 1}
+        replicate, shard, expert, context, tensor = sizes
+        names = ("replicate", "sharded", "others")
+        dense = DeviceMesh(self.device.type, ranks.reshape(replicate, -1, tensor), mesh_dim_names=names)
+        experts = ranks.permute(0, 1, 3, 2, 4).reshape(replicate, shard * context, expert * tensor)
+        by_expert = DeviceMesh(self.device.type, experts, mesh_dim_names=names)
+        wanted = ("replicate", "sharded") if replicate > 1 else "sharded"
+        self.dense, self.by_expert = dense[wanted], by_expert[wanted]
+        self.groups["sharded"] = dense.get_group("sharded")
+
+    @property
+    def data_rank(self) -> int:
+        return self.shape.data_rank(self.rank)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a device holds less than all parameters, so that computing needs the others."""
+        return not self.shape.is_whole
+
+    def size_of(self, dimension: str) -> int:
+        return self.groups[dimension].size() if dimension in self.groups else 1
+
+    def rank_in(self, dimension: str) -> int:
+        return self.groups[dimension].rank() if dimension in self.groups else 0
+
+    def max(self, number: int, dimension: str | None = None) -> int:
+        """The largest over all ranks, or over those that differ in one dimension only."""
+        if self.shape.size == 1 or (dimension is not None and dimension not in self.groups):
+            return number
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=None if dimension is None else self.groups[dimension])
+        return int(largest)
+
+    def any(self, happened: bool) -> bool:
+        return bool(self.max(int(happened)))
+
+    def sum_squares(self, numbers: Tensor, dimension: str) -> Tensor:
+        """[numbers] in float64, summed over the ranks of a dimension."""
+        if dimension in self.groups:
+            numbers = numbers.to(self.device)
+            dist.all_reduce(numbers, group=self.groups[dimension])
+        return numbers.cpu()
+
+    def sum_(self, tensors: Iterable[Tensor], dimension: str) -> None:
+        """Each tensor becomes its sum over the ranks of a dimension."""
+        for flat, bucket in self._buckets(tensors, dimension):
+            dist.all_reduce(flat, group=self.groups[dimension])
+            unpack(flat, bucket)
+
+    def copy_first_(self, tensors: Iterable[Tensor], dimension: str) -> None:
+        """Each tensor becomes that of the dimension's first rank."""
+        for flat, bucket in self._buckets(tensors, dimension):
+            dist.broadcast(flat, group=self.groups[dimension], group_src=0)
+            unpack(flat, bucket)
+
+    def _buckets(self, tensors: Iterable[Tensor], dimension: str) -> Iterable[tuple[Tensor, list[Tensor]]]:
+        """(many small tensors as one on the mesh's device, these tensors)"""
+        bucket: list[Tensor] = []
+        for tensor in tensors if dimension in self.groups else ():
+            bucket.append(tensor)
+            if sum(t.numel() for t in bucket) >= BUCKET:
+                yield torch.cat([t.reshape(-1) for t in bucket]).to(self.device), bucket
+                bucket = []
+        if bucket:
+            yield torch.cat([t.reshape(-1) for t in bucket]).to(self.device), bucket
+
+
+def unpack(flat: Tensor, bucket: list[Tensor]) -> None:
+    for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,108 @@
+"""What the optimiser sees of each parameter, and what happens to gradients between the processes of a mesh."""
+
+import torch
+from torch import Tensor, nn
+
+from corral.train.layout import Layout, local_tensor
+
+
+class Slot:
+    """One parameter: the tensor that the optimiser updates, float32, and how gradients get to it.
+
+    A float32 parameter is updated as it is, and of a sharded one the part that this rank holds. Others (bfloat16,
+    float16) get a float32 master copy, and their gradients are summed over micro-batches in float32.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, layout: Layout | None) -> None:
+        self.name, self.parameter = name, parameter
+        self.dtype = parameter.dtype if layout is None else layout.spreads[name].dtype
+        """In which the model computes with it."""
+        self.is_sharded = layout is not None and layout.mesh.is_sharded
+        self.is_copy = parameter.dtype != torch.float32
+        self.master = parameter
+        if self.is_sharded or self.is_copy:
+            self.master = nn.Parameter(local_tensor(parameter).float())
+        self.total: Tensor | None = None
+        if self.is_copy:
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def _accumulate(self, low: Tensor) -> None:
+        assert low.grad is not None
+        gradient = low.grad.float()
+        self.total = gradient if self.total is None else self.total.add_(gradient)
+        low.grad = None
+
+    @property
+    def gradient(self) -> Tensor | None:
+        if self.is_copy:
+            return self.total
+        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
+
+    def start_gradient(self) -> None:
+        """At zero, where this rank has seen nothing of the parameter, but another one has."""
+        zeros = torch.zeros_like(self.parameter, dtype=torch.float32)
+        if self.is_copy:
+            self.total = zeros
+        else:
+            self.parameter.grad = zeros
+
+    def clear(self) -> None:
+        self.total = self.parameter.grad = None
+
+    @property
+    def current(self) -> Tensor:
+        """The float32 weights, or this rank's part of them. (FSDP may move the memory of a shard.)"""
+        return self.master.detach() if self.is_copy else local_tensor(self.parameter)
+
+    def attach(self) -> None:
+        """Makes the master ready for AdamW."""
+        if self.master is not self.parameter:
+            self.master.data = self.current.to(local_tensor(self.parameter).device)
+            self.master.grad = self.gradient
+
+    def publish(self) -> None:
+        """The model computes with the new weights from here on."""
+        if self.is_copy:
+            self.parameter.copy_(self.master)
+        if self.master is not self.parameter:
+            self.master.grad = None
+
+
+def sum_gradients(slots: list[Slot], layout: Layout) -> None:
+    """What the backward pass has not summed: over replicas where nothing is sharded, and within tensor groups."""
+    mesh = layout.mesh
+    if not mesh.is_sharded:
+        sum_over_replicas(slots, layout)
+        return
+    gradients = [(layout.spreads[slot.name], slot.gradient) for slot in slots if slot.gradient is not None]
+    mesh.sum_([gradient for spread, gradient in gradients if spread.is_partial], "tensor")
+    # Equal on all ranks of a tensor group but for the order of atomic sums on a GPU; from here on to the last bit.
+    same = [gradient for spread, gradient in gradients if spread.cut is None and not spread.is_partial]
+    mesh.copy_first_(same, "tensor")
+
+
+def sum_over_replicas(slots: list[Slot], layout: Layout) -> None:
+    mesh = layout.mesh
+    if mesh.shape.size == 1:
+        return
+    seen = torch.tensor([slot.gradient is not None for slot in slots], dtype=torch.float32)
+    mesh.sum_([seen], "replicate")
+    wanted = [slot for slot, ranks in zip(slots, seen.tolist(), strict=True) if ranks]
+    for slot in wanted:
+        if slot.gradient is None:
+            slot.start_gradient()
+    mesh.sum_([slot.gradient for slot in wanted if slot.gradient is not None], "replicate")
+
+
+def total_norm(slots: list[Slot], layout: Layout | None) -> float:
+    """Of the whole gradient. Parts are squared and added up over the ranks that hold different ones."""
+    if layout is None or not layout.mesh.is_sharded:
+        return float(nn.utils.get_total_norm([slot.gradient for slot in slots if slot.gradient is not None]))
+    squares = torch.zeros(2, dtype=torch.float64)
+    for slot in slots:
+        if slot.gradient is not None:
+            is_cut = layout.spreads[slot.name].cut is not None
+            squares[int(is_cut)] += torch.linalg.vector_norm(slot.gradient, dtype=torch.float64).cpu() ** 2
+    squares = layout.mesh.sum_squares(squares, "sharded")
+    cut = layout.mesh.sum_squares(squares[1:], "tensor")
+    return float((squares[0] + cut[0]).sqrt())

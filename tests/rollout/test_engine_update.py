@@ -1,0 +1,140 @@
+"""New weights while requests are in flight: which tokens are computed with which, and what is noted of it."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine
+from tiny import DEVICE
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from corral.recipe.errors import RunError
+from corral.rollout.engine import Sampling
+from corral.rollout.native import NativeEngine, Request, copy_weights
+
+LONG = Sampling(max_tokens=24)
+SAMPLES = [(PROMPTS[2], LONG, seed) for seed in range(10)]
+
+
+def new_weights(engine: NativeEngine) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+    own = [(name, parameter.detach()) for name, parameter in engine.model.named_parameters()]
+    return [(name, p + 0.1 * torch.randn(p.shape, generator=generator).to(DEVICE)) for name, p in own]
+
+
+def updated_engine() -> NativeEngine:
+    """One that never had the old weights."""
+    engine = make_engine()
+    engine.load(new_weights(engine), version=1)
+    return engine
+
+
+def generate_across_update(
+    engine: NativeEngine,
+    requests: list[tuple[list[int], Sampling, int]],
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    after: int,
+    later: Iterable[tuple[list[int], Sampling, int]] = (),
+) -> tuple[list[Any], Any]:
+    """(completions, seconds paused), or what was raised instead. The weights come when `after` steps are over, and then
+    the `later` requests."""
+
+    async def run() -> tuple[list[Any], Any]:
+        loop, step, counter = asyncio.get_running_loop(), engine.step, itertools.count(1)
+        calls: list[asyncio.Future[Any]] = []
+
+        def update() -> None:
+            calls.append(asyncio.ensure_future(engine.update(weights, version=1)))
+            calls.extend(asyncio.ensure_future(engine.generate(*request)) for request in later)
+
+        def counted_step() -> list[Request]:
+            finished = step()
+            if next(counter) == after:
+                loop.call_soon_threadsafe(update)  # before the pump hears that the step is over
+            return finished
+
+        engine.step = counted_step  # type: ignore[method-assign]
+        early = await asyncio.gather(*(engine.generate(*request) for request in requests), return_exceptions=True)
+        seconds, *late = await asyncio.gather(*calls, return_exceptions=True)
+        return [*early, *late], seconds
+
+    return asyncio.run(run())
+
+
+def test_a_completion_notes_which_version_drew_each_token_and_the_pause_is_returned() -> None:
+    engine = make_engine()
+    (completion,), seconds = generate_across_update(engine, SAMPLES[:1], new_weights(engine), after=9)
+    assert completion.versions == [0] * 9 + [1] * 15
+    assert 0 < seconds < 10
+
+
+def test_what_was_drawn_before_an_update_is_as_without_it() -> None:
+    undisturbed = generate(make_engine(), SAMPLES)
+    engine = make_engine()
+    completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=9)
+    for ours, theirs in zip(completions, undisturbed, strict=True):
+        assert (ours.tokens[:9], ours.logprobs[:9]) == (theirs.tokens[:9], theirs.logprobs[:9])
+        assert ours.tokens[9:] != theirs.tokens[9:]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_after_an_update_new_weights_read_what_the_old_ones_left_in_the_cache(family: str) -> None:
+    engine = make_engine(family)
+    weights = new_weights(engine)
+    old = [(name, parameter.detach().clone()) for name, parameter in engine.model.named_parameters()]
+    completions, _ = generate_across_update(engine, SAMPLES, weights, after=9)
+    theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval().to(DEVICE)
+    for completion in completions:
+        copy_weights(theirs, old)
+        history = torch.tensor([PROMPTS[2] + completion.tokens], device=DEVICE)
+        num_read = len(PROMPTS[2]) + 8  # the ninth token was drawn by the old weights, and read by the new ones
+        cache = DynamicCache()
+        with torch.no_grad():
+            before = theirs(history[:, :num_read], past_key_values=cache).logits
+            copy_weights(theirs, weights)
+            after = theirs(history[:, num_read:-1], past_key_values=cache).logits
+        logits = torch.cat([before, after], dim=1)[0, len(PROMPTS[2]) - 1 :]
+        expected = logits.log_softmax(-1).gather(-1, history[0, len(PROMPTS[2]) :, None])[:, 0].cpu()
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=1e-5)
+
+
+def test_samples_that_start_after_an_update_have_nothing_of_the_old_weights() -> None:
+    engine = make_engine(max_sequences=3)
+    completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=9)
+    assert [completion.versions[0] for completion in completions] == [0] * 3 + [1] * 7
+    for ours, theirs in zip(completions[3:], generate(updated_engine(), SAMPLES[3:]), strict=True):
+        assert ours.versions == [1] * 24
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+
+
+def test_a_request_that_comes_after_an_update_is_of_the_new_version_alone() -> None:
+    engine = make_engine()
+    later = (PROMPTS[2], LONG, 77)
+    (*_, ours), _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=9, later=[later])
+    (theirs,) = generate(updated_engine(), [later])
+    assert ours.versions == [1] * 24
+    assert ours.tokens == theirs.tokens
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+
+
+def test_weights_that_break_off_fail_all_requests_until_others_are_taken_whole() -> None:
+    engine = make_engine()
+    weights = new_weights(engine)
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from weights[:4]
+        raise RunError("the sender died")
+
+    completions, error = generate_across_update(engine, SAMPLES, broken(), after=9)
+    assert "the sender died" in str(error)
+    assert all("their transfer broke off" in str(completion) for completion in completions)
+    with pytest.raises(RunError, match="broke off"):
+        generate(engine, SAMPLES)
+    engine.load(weights, version=2)
+    assert generate(engine, SAMPLES[:1])[0].versions == [2] * 24

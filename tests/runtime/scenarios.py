@@ -1,0 +1,302 @@
+"""What the tests of runtimes do on a host, and roles that do next to nothing."""
+
+import sys
+
+sys.path.insert(0, "/tmp/dev")
+import patchlost
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from corral.recipe.errors import RunError, UserError
+from corral.recipe.placement import Placement, parse_placement
+from corral.recipe.schema import Recipe
+from corral.runtime.group import WorkerLost
+from corral.runtime.ray import RayRuntime
+from corral.runtime.worker import Site
+
+
+class Fake:
+    """A role."""
+
+    def __init__(self, role: str, site: Site) -> None:
+        self.role, self.site = role, site
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "rank": self.site.rank,
+            "size": self.site.size,
+            "address": self.site.address,
+            "pid": os.getpid(),
+            "cwd": os.getcwd(),
+            "beside": sorted(self.site.hosted),
+        }
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def total(self, array: np.ndarray) -> float:
+        return float(array.sum())
+
+    def all_reduce(self) -> float:
+        value = torch.tensor([float(self.site.rank + 1)])
+        dist.all_reduce(value)
+        return value.item()
+
+    def interface(self) -> str | None:
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+
+    def fail(self, kind: str) -> None:
+        print("about to fail", flush=True)
+        raise {"user": UserError, "run": RunError, "other": ValueError}[kind]("the reason")
+
+    def end(self, how: str) -> None:
+        print("my last words", flush=True)
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(60)
+
+    async def hang(self) -> None:
+        await asyncio.sleep(600)
+
+
+def build_fake(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Fake:
+    return Fake(role, site)
+
+
+def recipe_with(**cluster: Any) -> Recipe:
+    written = {"start_timeout_s": 60, "call_timeout_s": 60, "node_timeout_s": 5, **cluster}
+    return Recipe.model_validate(
+        {"name": "fake", "model": {"path": "none"}, "data": {"train": {"path": "none"}}, "cluster": written}
+    )
+
+
+@asynccontextmanager
+async def running(
+    logs: str, said: list[str] | None = None, without: list[str] | None = None, build: bool = True, **cluster: Any
+) -> AsyncIterator[RayRuntime]:
+    recipe = recipe_with(**cluster)
+    runtime = await RayRuntime.start(
+        recipe,
+        placement_of(recipe),
+        Path(logs),
+        say=(said if said is not None else []).append,
+        without_nodes=frozenset(without or []),
+        builder="scenarios:build_fake",
+    )
+    try:
+        if build:
+            for role in runtime.placement.roles:
+                await runtime.build(role, recipe, None)
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def placement_of(recipe: Recipe) -> Placement:
+    cluster = recipe.cluster
+    return parse_placement(cluster.placement, cluster.nodes * cluster.devices_per_node)
+
+
+async def message_of(work: Any) -> str:
+    """Of what it raises, with its kind."""
+    try:
+        await work
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+# --- on a cluster that stays whole
+
+
+async def colocated(logs: str) -> dict[str, Any]:
+    """Four devices on two nodes, all with the same roles."""
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    async with running(logs, nodes=2, devices_per_node=2, placement={"actor,rollout": "all"}) as runtime:
+        started_s = time.monotonic() - began
+        actor, rollout, array = runtime.groups["actor"], runtime.groups["rollout"], np.ones(200_000)
+        seen = {
+            "started_s": started_s,
+            "keeps_signal_handler": signal.getsignal(signal.SIGTERM) is mine,
+            "sets": [[one.roles, one.devices] for one in runtime.sets],
+            "nodes": [[node.rank, node.hostname, node.address, node.devices] for node in runtime.nodes],
+            "actor": await actor.all("facts"),
+            "rollout": await rollout.all("facts"),
+            "names": actor.names,
+            "one": await actor.one(2, "echo", "hello"),
+            "each": await actor.each("echo", [(rank,) for rank in range(actor.size)]),
+            "some": await actor.all("echo", "x", ranks=[1, 3]),
+            "shared": await actor.all("total", array),
+            "all_reduce": await actor.all("all_reduce"),
+            "interfaces": await actor.all("interface"),
+            "late": await message_of(actor.one(3, "hang", timeout_s=0.5)),
+            "late_user_error": await message_of(actor.one(1, "fail", "user")),
+            "late_run_error": await message_of(actor.one(1, "fail", "run")),
+            "late_other_error": await message_of(actor.one(1, "fail", "other")),
+            "still_works": await actor.all("echo", 1),
+        }
+        began = time.monotonic()
+    signal.signal(signal.SIGTERM, handler)
+    return {**seen, "closed_s": time.monotonic() - began}
+
+
+async def deaths(logs: str) -> dict[str, Any]:
+    """Actor and rollout apart, and rollouts that die."""
+    placement = {"actor": "0-1", "rollout": "2-3"}
+    async with running(logs, nodes=2, devices_per_node=2, placement=placement) as runtime:
+        rollout, pids = (
+            runtime.groups["rollout"],
+            [facts["pid"] for facts in await runtime.groups["rollout"].all("facts")],
+        )
+        seen: dict[str, Any] = {
+            "sets": [[one.roles, one.devices, one.is_world] for one in runtime.sets],
+            "actor": await runtime.groups["actor"].all("facts"),
+            "rollout": await rollout.all("facts"),
+            "all_reduce": await runtime.groups["actor"].all("all_reduce"),
+        }
+        began = time.monotonic()
+        seen["killed"] = await lost_of(rollout.one(1, "end", "SIGKILL"))
+        seen["killed_s"] = time.monotonic() - began
+        seen["again"] = await lost_of(rollout.one(1, "echo", 1))
+        await runtime.replace(3)
+        await runtime.build("rollout", runtime.recipe, None, rank=1)
+        after = await rollout.all("facts")
+        seen["replaced"] = [new["pid"] == old for new, old in zip(after, pids, strict=True)]
+        seen["exited"] = await lost_of(rollout.all("end", "exit", ranks=[0]))
+        said: list[str] = []
+        again = {"nodes": 2, "devices_per_node": 2}
+        seen["booked"] = await message_of(runtime_of(logs, said, start_timeout_s=2, **again))
+        seen["said"] = said
+        seen["actor_lives"] = await runtime.groups["actor"].all("all_reduce")
+    async with running(logs, build=False, **again) as runtime:
+        seen["freed"] = runtime.groups["worker"].size
+    return seen
+
+
+async def runtime_of(logs: str, said: list[str], **cluster: Any) -> None:
+    async with running(logs, said, **cluster):
+        pass
+
+
+async def lost_of(work: Any) -> dict[str, Any]:
+    try:
+        await work
+    except WorkerLost as lost:
+        return {"message": str(lost), "device": lost.device, "node": lost.node}
+    raise AssertionError("nothing was lost")
+
+
+async def refusals(logs: str) -> dict[str, Any]:
+    said: list[str] = []
+    small = {"devices_per_node": 2, "start_timeout_s": 1}
+    return {
+        "three_nodes": await message_of(runtime_of(logs, said, nodes=3, **small)),
+        "said": said,
+        "no_cluster": await message_of(runtime_of(logs, [], address="127.0.0.1:1", **small)),
+    }
+
+
+# --- without a cluster
+
+
+async def started_here(logs: str) -> dict[str, Any]:
+    """Ray is started for the run, and ended with it."""
+    began = time.monotonic()
+    two = await message_of(runtime_of(logs, [], nodes=2))
+    async with running(logs, devices_per_node=2) as runtime:
+        seen = {
+            "two_nodes": two,
+            "started_s": time.monotonic() - began,
+            "all_reduce": await runtime.groups["actor"].all("all_reduce"),
+            "interfaces": await runtime.groups["actor"].all("interface"),
+        }
+    return seen
+
+
+# --- on a cluster that loses nodes
+
+
+async def node_cut(logs: str, ready: str) -> dict[str, Any]:
+    """A worker's node is cut off while it is asked for something."""
+    async with running(logs, nodes=3, devices_per_node=1, placement={"actor": "0", "rollout": "1-2"}) as runtime:
+        rollout = runtime.groups["rollout"]
+        seen: dict[str, Any] = {
+            "nodes": [[node.rank, node.hostname] for node in runtime.nodes],
+            "accelerators": [device.process.accelerators for device in runtime.devices.values()],
+        }
+        waiting = asyncio.ensure_future(lost_of(rollout.one(1, "hang")))
+        watching = asyncio.ensure_future(lost_of(runtime.watch()))
+        Path(ready).touch()
+        while not Path(f"{ready}.cut").exists():
+            await asyncio.sleep(0.05)
+        began = time.monotonic()
+        seen["watch"] = await watching
+        seen["noticed_s"] = time.monotonic() - began
+        seen["call"] = await waiting
+        seen["others"] = await rollout.one(0, "echo", 1)
+        seen["num_nodes"] = runtime.num_nodes
+        seen["replace"] = await lost_of(runtime.replace(2))
+        seen["error_elsewhere"] = await message_of(rollout.one(0, "fail", "other"))
+        began = time.monotonic()
+    return {**seen, "closed_s": time.monotonic() - began}
+
+
+async def without_node(logs: str, address: str) -> dict[str, Any]:
+    """The run goes on with the nodes that are left."""
+    common: dict[str, Any] = {"nodes": 3, "devices_per_node": 1, "without": [address]}
+    async with running(logs, min_nodes=2, placement={"actor": "all"}, **common) as runtime:
+        seen: dict[str, Any] = {
+            "roles": dict(runtime.placement.roles),
+            "nodes": [[node.rank, node.hostname] for node in runtime.nodes],
+            "all_reduce": await runtime.groups["actor"].all("all_reduce"),
+        }
+    gone = runtime_of(logs, [], min_nodes=2, placement={"actor": "0-1", "rollout": "2"}, **common)
+    seen["role_gone"] = await message_of(gone)
+    seen["too_few"] = await message_of(runtime_of(logs, [], start_timeout_s=1, **common))
+    return seen
+
+
+async def host_killed(logs: str, ready: str, address: str) -> dict[str, Any]:
+    """A host ends while others compute with it: they see broken connections sooner than anyone sees the loss."""
+    common: dict[str, Any] = {"nodes": 3, "devices_per_node": 1, "without": [address], "min_nodes": 2}
+    async with running(logs, placement={"actor": "all"}, **common) as runtime:
+        actor = runtime.groups["actor"]
+
+        async def compute() -> None:
+            while True:
+                await actor.all("all_reduce")
+
+        working = asyncio.ensure_future(lost_of(compute()))
+        Path(ready).touch()
+        seen = {"lost": await working}
+        began = time.monotonic()
+    return {**seen, "closed_s": time.monotonic() - began}
+
+
+async def many_exits(logs: str) -> Any:
+    out = []
+    async with running(logs, nodes=1, devices_per_node=2, placement={"rollout": "0-1"}) as runtime:
+        g = runtime.groups["rollout"]
+        for how in ["exit", "SIGKILL", "exit", "SIGSEGV", "exit", "exit"]:
+            t = time.monotonic()
+            m = await lost_of(g.one(0, "end", how))
+            out.append([how, m["message"][:150], time.monotonic() - t])
+            t = time.monotonic()
+            await runtime.replace(0)
+            await runtime.build("rollout", runtime.recipe, None, rank=0)
+            out[-1].append(time.monotonic() - t)
+    return out

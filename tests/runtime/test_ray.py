@@ -1,0 +1,147 @@
+"""Workers on a Ray cluster of two hosts whose own names are loopback addresses, and on one without a cluster."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hosts import Driver, Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """The third host has no Ray."""
+    with Lab(3, loopback_names=True) as lab:
+        lab.start_ray(devices=2, hosts=[0, 1])
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def driver(lab: Lab) -> Driver:
+    return Driver(lab, 0)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def colocated(driver: Driver, logs: Path) -> Any:
+    return driver.call("scenarios:colocated", logs=str(logs))
+
+
+@pytest.fixture(scope="module")
+def deaths(driver: Driver, logs: Path) -> Any:
+    return driver.call("scenarios:deaths", logs=str(logs))
+
+
+def test_devices_are_numbered_node_by_node(colocated: Any, lab: Lab) -> None:
+    first, second = lab.hosts[0].address, lab.hosts[1].address
+    assert colocated["nodes"] == [[0, "h1", first, [0, 1]], [1, "h2", second, [2, 3]]]
+    assert [facts["rank"] for facts in colocated["actor"]] == [0, 1, 2, 3]
+    assert [facts["address"] for facts in colocated["actor"]] == [first, first, second, second]
+    assert colocated["names"][3] == f"device 3 on h2 ({second})"
+
+
+def test_roles_on_the_same_devices_are_in_the_same_process(colocated: Any) -> None:
+    assert colocated["sets"] == [[["actor", "rollout"], [0, 1, 2, 3]]]
+    assert [one["pid"] for one in colocated["actor"]] == [one["pid"] for one in colocated["rollout"]]
+    assert colocated["rollout"][0]["beside"] == ["actor", "rollout"]
+
+
+def test_workers_are_in_the_controllers_folder(colocated: Any) -> None:
+    assert {facts["cwd"] for facts in colocated["actor"]} == {str(Path.cwd())}
+
+
+def test_a_group_asks_one_each_or_some(colocated: Any) -> None:
+    assert colocated["one"] == "hello"
+    assert colocated["each"] == [0, 1, 2, 3]
+    assert colocated["some"] == ["x", "x"]
+    assert colocated["shared"] == [200_000.0] * 4
+
+
+def test_collectives_work_where_a_hosts_own_name_is_loopback(colocated: Any) -> None:
+    assert colocated["all_reduce"] == [10.0] * 4
+    assert colocated["interfaces"] == ["eth0"] * 4
+
+
+def test_a_deadline_names_what_was_waited_for(colocated: Any, lab: Lab) -> None:
+    assert f"actor.hang: no answer from device 3 on h2 ({lab.hosts[1].address}) within 0.5 s" in colocated["late"]
+
+
+def test_errors_for_the_user_arrive_as_they_are(colocated: Any) -> None:
+    assert colocated["late_user_error"] == "UserError: the reason"
+    assert colocated["late_run_error"] == "RunError: the reason"
+
+
+def test_other_errors_name_the_worker_and_their_traceback_is_in_its_log(colocated: Any, lab: Lab, logs: Path) -> None:
+    log = logs / "worker-1.log"
+    where = f"actor.fail on device 1 on h1 ({lab.hosts[0].address})"
+    assert colocated["late_other_error"] == f"RunError: {where}: ValueError: the reason (the traceback is in {log})"
+    assert "about to fail" in log.read_text()
+    assert "Traceback" in log.read_text()
+    assert colocated["still_works"] == [1] * 4
+
+
+def test_the_processs_signal_handlers_stay(colocated: Any) -> None:
+    assert colocated["keeps_signal_handler"]
+
+
+def test_roles_on_devices_of_their_own_are_worlds_of_their_own(deaths: Any) -> None:
+    assert deaths["sets"] == [[["actor"], [0, 1], True], [["rollout"], [2, 3], False]]
+    assert [facts["rank"] for facts in deaths["rollout"]] == [0, 1]
+    assert deaths["all_reduce"] == [3.0] * 2
+    assert deaths["rollout"][0]["beside"] == ["rollout"]
+
+
+def test_a_worker_that_is_killed_is_named_with_how_and_its_last_words(deaths: Any, lab: Lab) -> None:
+    message, pid = deaths["killed"]["message"], deaths["rollout"][1]["pid"]
+    where = f"device 3 on h2 ({lab.hosts[1].address}): its process (pid {pid})"
+    assert message.startswith(f"{where} was killed by signal 9 (SIGKILL; often out of memory")
+    assert "while rollout.end" in message
+    assert "my last words" in message
+    assert (deaths["killed"]["device"], deaths["killed"]["node"]) == (3, None)
+    assert deaths["killed_s"] < 10
+    assert "was killed by signal 9" in deaths["again"]["message"]
+
+
+def test_an_exit_code_is_told(deaths: Any) -> None:
+    assert "ended with exit code 3 while rollout.end" in deaths["exited"]["message"]
+
+
+def test_a_dead_worker_is_replaced_and_the_others_stay(deaths: Any) -> None:
+    assert deaths["replaced"] == [True, False]
+    assert deaths["actor_lives"] == [3.0] * 2
+
+
+def test_devices_are_never_used_twice(deaths: Any, lab: Lab) -> None:
+    table = f"h2 ({lab.hosts[1].address}) has 2 devices, 0 free"
+    assert deaths["booked"].startswith("UserError: devices of the Ray cluster were not free within 2 s")
+    assert table in deaths["booked"]
+    assert table in deaths["said"][0]
+    assert deaths["freed"] == 4
+
+
+def test_a_cluster_that_is_too_small_is_described(driver: Driver, logs: Path, lab: Lab) -> None:
+    seen = driver.call("scenarios:refusals", logs=str(logs))
+    lack = f"h1 ({lab.hosts[0].address}) has 2 devices, 2 free"
+    assert seen["three_nodes"].startswith("UserError: the Ray cluster is too small")
+    assert lack in seen["three_nodes"]
+    assert "needed: 3 nodes with 2 devices each" in seen["three_nodes"]
+    assert lack in seen["said"][0]
+    assert "`cluster.address`: there is no Ray cluster at 127.0.0.1:1" in seen["no_cluster"]
+
+
+def test_ray_is_started_for_the_run_where_there_is_none(lab: Lab, logs: Path) -> None:
+    seen = Driver(lab, 2).call("scenarios:started_here", logs=str(logs))
+    assert "no Ray cluster runs on this machine; start one: `ray start --head`" in seen["two_nodes"]
+    assert seen["all_reduce"] == [3.0] * 2
+    assert seen["interfaces"] == ["lo"] * 2
+    assert "raylet" not in lab.run(2, ["ps", "ax"]).stdout

@@ -1,0 +1,168 @@
+"""What the tests of sharded training run on each of their processes, and what one process makes of the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from tiny import tiny_config
+from torch import Tensor
+from trajectories import make_trajectory
+from transformers import AutoModelForCausalLM
+
+from corral.data.batch import Batch, Pack
+from corral.model.attention import register
+from corral.recipe.mesh import MeshShape
+from corral.recipe.schema import Optimiser
+from corral.train.mesh import Mesh
+from corral.train.native import NativePolicy
+
+CPU = torch.device("cpu")
+PACK = 45
+"""Distinct tokens in a micro-batch: two or three for the largest share."""
+
+
+def shapes(size: int, with_experts: bool) -> list[MeshShape]:
+    """All ways to cut this many processes into dimensions."""
+    sizes = [n for n in range(1, size + 1) if size % n == 0]
+    found = [MeshShape(*dims) for dims in product(sizes, repeat=5) if np.prod(dims) == size]
+    return [shape for shape in found if with_experts or shape.expert == 1]
+
+
+def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Heads, hidden units and experts can be cut into 2, 3 and 4."""
+    register()
+    config = tiny_config(family)
+    config.update({"hidden_size": 48, "head_dim": 4, "num_attention_heads": 24, "num_key_value_heads": 12})
+    config.update({"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 12, "num_local_experts": 12})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="corral").eval()
+    for name, parameter in model.named_parameters():
+        if "bias" in name or "norm" in name:  # which start at 0 and 1
+            torch.nn.init.normal_(parameter, float("norm" in name), 0.1)
+    return model.to(dtype)
+
+
+def policy_of(
+    model: Any, mesh: Mesh | None = None, recompute: bool = False, offload: Sequence[str] = ()
+) -> NativePolicy:
+    recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2, max_gradient_norm=1.0)
+    return NativePolicy(
+        model,
+        temperature=0.9,
+        logits_chunk=16,
+        optimiser=recipe,
+        total_updates=10,
+        recompute=recompute,
+        mesh=mesh,
+        offload=offload,
+    )
+
+
+def small_batch() -> Batch:
+    """Three groups of four with a common opening, and samples that start alike."""
+    rng = np.random.default_rng(4)
+    prompts = [[5, 6, 7, *rng.integers(3, 90, 5 + 3 * g)] for g in range(3)]
+    return Batch.of(
+        [
+            make_trajectory(prompt, rng.integers(3, 6, 2 + i).tolist(), group=g, sample=i)
+            for g, prompt in enumerate(prompts)
+            for i in range(4)
+        ]
+    )
+
+
+def own_packs(batch: Batch, mesh: Mesh | None) -> list[Pack | None]:
+    """Uneven: the first share has most, the others one trajectory each, and the last of four none at all."""
+    if mesh is None:
+        return list(batch.pack(PACK))
+    others = mesh.shape.num_data - 1
+    rows = [range(len(batch) - others), *([len(batch) - others + i] for i in range(others))][mesh.data_rank]
+    if mesh.data_rank == 3:
+        rows = []
+    elif mesh.data_rank == 2 and others == 3:
+        rows = [len(batch) - 2, len(batch) - 1]
+    packs: list[Pack | None] = list(batch.pack(PACK, rows)) if len(rows) else []
+    return packs + [None] * (mesh.max(len(packs)) - len(packs))
+
+
+def backward(policy: NativePolicy, packs: Sequence[Pack | None]) -> float:
+    """Returns this rank's shares of the loss."""
+    shares = 0.0
+    for pack in packs:
+        flat = pack.flat if pack is not None else []
+        batch = small_batch()
+        weights = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(5))[flat]
+
+        def loss(logprobs: Tensor, entropy: Tensor, weights: Tensor = weights) -> Tensor:
+            return (weights * logprobs).sum() + 0.1 * (weights * entropy).sum()
+
+        shares += policy.forward_backward(pack, loss)
+    return shares
+
+
+@dataclass
+class Outcome:
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first update, clipped."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
+    norms: list[float] = field(default_factory=list)
+    share: float = 0.0
+    """Of the loss of the first update, this rank's."""
+
+
+def outcome(policy: NativePolicy, mesh: Mesh | None = None) -> Outcome:
+    """Scores a pack, and makes two updates."""
+    optimiser = policy.optimiser
+    assert optimiser is not None
+    batch, result = small_batch(), Outcome()
+    packs = own_packs(batch, mesh)
+    result.logprobs = torch.zeros(len(batch.tokens))
+    scored = packs if mesh is None else packs[:1]
+    for pack, (logprobs, entropy) in zip(scored, policy.logprobs(scored), strict=True):
+        assert len(logprobs) == len(entropy) == (0 if pack is None else len(pack.flat))
+        if pack is not None:
+            result.logprobs[pack.flat] = logprobs.float()
+
+    def keep_gradients(*_: Any) -> None:
+        for slot in optimiser.slots:
+            if slot.gradient is not None:
+                result.gradients.setdefault(slot.name, policy.layout.whole(slot.name, slot.gradient).clone())
+
+    optimiser.adamw.register_step_pre_hook(keep_gradients)
+    for scale in (1.0, 0.5):
+        share = backward(policy, packs)
+        result.share = result.share or share
+        result.norms.append(policy.step(scale).gradient_norm)
+    result.weights = weights_of(policy)
+    return result
+
+
+def weights_of(policy: NativePolicy) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in policy.weights()}
+
+
+@cache
+def alone(family: str, dtype: torch.dtype = torch.float32) -> Outcome:
+    return outcome(policy_of(build_model(family, dtype)))
+
+
+def on_mesh(
+    shape: MeshShape,
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    offload: Sequence[str] = (),
+) -> Outcome:
+    mesh = Mesh.build(shape, CPU)
+    return outcome(policy_of(build_model(family, dtype), mesh, recompute, offload), mesh)
+
+
+def deviation(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest number in each tensor."""
+    assert list(ours) == list(expected)
+    return max(float((ours[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)

@@ -1,0 +1,243 @@
+"""A checkpoint does not show how many processes wrote it, and loads on any number of them."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sharded_cases import CPU, backward, build_model, deviation, own_packs, policy_of, small_batch, weights_of
+from team import Team
+from transformers import AutoModelForCausalLM
+
+from corral.model.attention import register
+from corral.recipe.errors import UserError
+from corral.recipe.mesh import MeshShape
+from corral.recipe.schema import Optimiser
+from corral.train import tensors as tensor_files
+from corral.train.mesh import Mesh
+from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.tensors import StoredTensors, write_tensors
+
+Teams = Callable[[int], Team]
+Weights = dict[str, torch.Tensor]
+
+
+def advance(policy: NativePolicy, mesh: Mesh | None, updates: int) -> None:
+    for _ in range(updates):
+        backward(policy, own_packs(small_batch(), mesh))
+        assert not policy.step().skipped
+
+
+def train_and_save(shape: MeshShape | None, family: str, dtype: torch.dtype, folder: Path, updates: int = 2) -> Weights:
+    """-> the weights one update after what was saved."""
+    mesh = None if shape is None else Mesh.build(shape, CPU)
+    policy = policy_of(build_model(family, dtype), mesh)
+    advance(policy, mesh, updates)
+    policy.save(folder)
+    advance(policy, mesh, 1)
+    return weights_of(policy)
+
+
+def loaded(shape: MeshShape | None, dtype: torch.dtype, folder: Path) -> tuple[NativePolicy, Mesh | None]:
+    mesh = None if shape is None else Mesh.build(shape, CPU)
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="corral").eval()
+    policy = policy_of(model, mesh)
+    policy.load(folder)
+    return policy, mesh
+
+
+def resume(shape: MeshShape | None, dtype: torch.dtype, folder: Path) -> Weights:
+    policy, mesh = loaded(shape, dtype, folder)
+    advance(policy, mesh, 1)
+    return weights_of(policy)
+
+
+def load_and_save(shape: MeshShape | None, dtype: torch.dtype, folder: Path, copy: Path) -> None:
+    loaded(shape, dtype, folder)[0].save(copy)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+CASES: Any = pytest.mark.parametrize(
+    ("family", "dtype", "shape"),
+    [
+        ("llama", torch.float32, MeshShape(replicate=2, shard=2)),
+        ("qwen2", torch.bfloat16, MeshShape(shard=2, tensor=2)),
+        ("qwen3_moe", torch.float32, MeshShape(expert=2, tensor=2)),
+    ],
+    ids=["llama", "qwen2-bfloat16", "qwen3_moe"],
+)
+
+
+@CASES
+def test_what_four_processes_saved_goes_on_anywhere(
+    team: Teams, tmp_path: Path, family: str, dtype: torch.dtype, shape: MeshShape
+) -> None:
+    expected = team(4).run(train_and_save, shape, family, dtype, tmp_path)[0]
+    tolerance = 5e-6 if dtype == torch.float32 else 0.02
+    assert deviation(resume(None, dtype, tmp_path), expected) < tolerance
+    for other in (MeshShape(context=2), MeshShape(replicate=2), MeshShape(shard=3)):
+        assert deviation(team(other.size).run(resume, other, dtype, tmp_path)[1], expected) < tolerance
+
+
+@CASES
+def test_files_are_the_same_whoever_writes_them(
+    team: Teams, tmp_path: Path, family: str, dtype: torch.dtype, shape: MeshShape
+) -> None:
+    four, one, three = tmp_path / "four", tmp_path / "one", tmp_path / "three"
+    team(4).run(train_and_save, shape, family, dtype, four)
+    load_and_save(None, dtype, four, one)
+    team(3).run(load_and_save, MeshShape(shard=3), dtype, four, three)
+    files = contents(four)
+    assert set(files) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "actor/optimiser.json",
+        "actor/optimiser.safetensors",
+    }
+    assert contents(one) == files
+    assert contents(three) == files
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "mixtral"])
+def test_the_models_files_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    policy_of(build_model(family)).save(tmp_path / "ours")
+    build_model(family).save_pretrained(tmp_path / "theirs")
+    ours = {name: content for name, content in contents(tmp_path / "ours").items() if "/" not in name}
+    assert ours == contents(tmp_path / "theirs")
+
+
+def test_large_models_are_split_into_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, team: Teams
+) -> None:
+    """(The processes are forked, some before this test: the limit is lowered in there.)"""
+    team(2).run(save_in_pieces, MeshShape(shard=2), tmp_path / "two")
+    monkeypatch.setattr(tensor_files, "MAX_FILE", 30_000)
+    save_in_pieces(None, tmp_path / "one")
+    files = contents(tmp_path / "one")
+    assert contents(tmp_path / "two") == files
+    index = json.loads(files["model.safetensors.index.json"])
+    assert len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in build_model("llama").parameters())
+    policy, _ = loaded(None, torch.float32, tmp_path / "two")
+    assert deviation(weights_of(policy), weights_of(policy_of(build_model("llama")))) == 0
+    assert policy.optimiser is not None
+    assert policy.optimiser.updates == 0
+
+
+def save_in_pieces(shape: MeshShape | None, folder: Path) -> None:
+    limit, tensor_files.MAX_FILE = tensor_files.MAX_FILE, 30_000
+    try:
+        mesh = None if shape is None else Mesh.build(shape, CPU)
+        policy_of(build_model("llama"), mesh).save(folder)
+    finally:
+        tensor_files.MAX_FILE = limit
+
+
+def save_where_seen(shape: MeshShape, folder: Path) -> None:
+    """Only ranks 1 and 2 see the folder."""
+    mesh = Mesh.build(shape, CPU)
+    writers = [1, 2]
+    policy_of(build_model("llama"), mesh).save(folder if mesh.rank in writers else folder / "elsewhere", writers)
+
+
+def test_only_ranks_that_see_the_folder_write(team: Teams, tmp_path: Path) -> None:
+    team(3).run(save_where_seen, MeshShape(shard=3), tmp_path / "there")
+    policy_of(build_model("llama")).save(tmp_path / "one")
+    assert contents(tmp_path / "there") == contents(tmp_path / "one")
+
+
+def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:
+    mesh = Mesh.build(shape, CPU)
+    policy = policy_of(build_model("llama"), mesh)
+    put = tensor_files.put
+
+    def full(descriptor: int, tensor: torch.Tensor, offset: int) -> None:
+        raise OSError("no space left")
+
+    tensor_files.put = full if mesh.rank == 1 else put
+    try:
+        with pytest.raises(OSError) as error:
+            policy.save(folder)
+    finally:
+        tensor_files.put = put
+    policy.save(folder)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(replicate=2)])
+def test_a_rank_that_cannot_write_is_heard_by_all(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
+    first, second = team(2).run(save_on_a_full_disk, shape, tmp_path)
+    assert (first, second) == ("another rank could not write its part", "no space left")
+
+
+# --- the critic
+
+
+def critic_of(mesh: Mesh | None, dtype: torch.dtype) -> NativeCritic:
+    recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2)
+    return NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
+
+
+def train_critic(critic: NativeCritic, mesh: Mesh | None) -> Weights:
+    for pack in own_packs(small_batch(), mesh):
+        critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
+    critic.step()
+    return {name: weight.clone() for name, weight in critic.weights()}
+
+
+def save_critic(shape: MeshShape, dtype: torch.dtype, folder: Path) -> Weights:
+    mesh = Mesh.build(shape, CPU)
+    critic = critic_of(mesh, dtype)
+    train_critic(critic, mesh)
+    critic.save(folder)
+    return train_critic(critic, mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_critic_goes_on_anywhere(team: Teams, tmp_path: Path, dtype: torch.dtype) -> None:
+    expected = team(2).run(save_critic, MeshShape(shard=2), dtype, tmp_path / "two")[0]
+    critic = critic_of(None, dtype)
+    critic.load(tmp_path / "two")
+    critic.save(tmp_path / "one")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert deviation(train_critic(critic, None), expected) < (1e-4 if dtype == torch.float32 else 0.05)
+
+
+# --- the files themselves
+
+
+def test_bytes_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 4).bfloat16(),
+        "a": torch.randn(2, 3),
+        "step": torch.tensor(2.0),
+        "counts": torch.arange(5),
+        "half": torch.randn(7).half(),
+        "mask": torch.tensor([True, False, True]),
+        "äöü": torch.randn(0, 3),
+    }
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_tensors(tmp_path, "ours", kinds, tensors.items(), Mesh.build(MeshShape(), CPU))
+    save_file(tensors, tmp_path / "theirs.safetensors", {"format": "pt"})
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+    stored = StoredTensors(tmp_path, "ours")
+    assert stored.names == set(tensors)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_optimiser_of_another_model_is_refused(tmp_path: Path) -> None:
+    policy = policy_of(build_model("qwen2"))
+    advance(policy, None, 1)
+    policy.save(tmp_path)
+    with pytest.raises(UserError, match="optimiser of another model: this one has no lm_head"):
+        policy_of(build_model("llama")).load(tmp_path)
+    assert os.listdir(tmp_path)

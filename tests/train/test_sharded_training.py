@@ -1,0 +1,220 @@
+"""Training on several processes is training on one: the same gradient and weights, to rounding, on every mesh."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+from sharded_cases import (
+    CPU,
+    Outcome,
+    alone,
+    build_model,
+    deviation,
+    on_mesh,
+    own_packs,
+    policy_of,
+    shapes,
+    small_batch,
+    weights_of,
+)
+from team import Team
+
+from corral.recipe.errors import UserError
+from corral.recipe.mesh import MeshShape
+from corral.recipe.schema import Optimiser
+from corral.train.mesh import Mesh
+from corral.train.native import NativeCritic, NativePolicy, ValueModel
+
+Teams = Callable[[int], Team]
+
+
+def name(shape: MeshShape) -> str:
+    sizes = vars(shape)
+    return "-".join(f"{dimension}{size}" for dimension, size in sizes.items() if size > 1)
+
+
+def check(outcomes: list[Outcome], expected: Outcome, shape: MeshShape, tolerance: float = 5e-6) -> None:
+    shares = {shape.data_rank(rank): outcome.share for rank, outcome in enumerate(outcomes)}
+    assert sum(shares.values()) == pytest.approx(expected.share, abs=tolerance * 10)
+    for rank, outcome in enumerate(outcomes):
+        assert deviation(outcome.gradients, expected.gradients) < tolerance
+        assert deviation(outcome.weights, expected.weights) < tolerance
+        assert outcome.norms == pytest.approx(expected.norms, rel=tolerance)
+        assert outcome.norms == outcomes[0].norms  # to the last bit: they decide what all ranks do
+        assert outcome.share == shares[shape.data_rank(rank)]
+        seen = outcome.logprobs != 0
+        torch.testing.assert_close(outcome.logprobs[seen], expected.logprobs[seen], atol=tolerance, rtol=tolerance)
+
+
+DENSE = [shape for size in (2, 3, 4) for shape in shapes(size, with_experts=False)]
+DEALT = [shape for size in (2, 3, 4) for shape in shapes(size, with_experts=True) if shape.expert > 1]
+
+
+@pytest.mark.parametrize("shape", DENSE, ids=name)
+def test_every_mesh_gives_the_same_gradient_and_weights(team: Teams, shape: MeshShape) -> None:
+    check(team(shape.size).run(on_mesh, shape, "llama"), alone("llama"), shape)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in DENSE if shape.tensor > 1 and shape.replicate == 1], ids=name)
+def test_biases_and_a_head_of_its_own_are_cut_right(team: Teams, shape: MeshShape) -> None:
+    check(team(shape.size).run(on_mesh, shape, "qwen2"), alone("qwen2"), shape)
+
+
+@pytest.mark.parametrize("shape", DEALT, ids=name)
+def test_experts_are_dealt_on_every_mesh(team: Teams, shape: MeshShape) -> None:
+    check(team(shape.size).run(on_mesh, shape, "qwen3_moe"), alone("qwen3_moe"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=3), MeshShape(tensor=2)], ids=name)
+def test_mixtral_trains_too(team: Teams, shape: MeshShape) -> None:
+    check(team(shape.size).run(on_mesh, shape, "mixtral"), alone("mixtral"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(context=2), MeshShape(shard=2)], ids=name)
+def test_a_mixture_can_be_cut_like_any_other_model(team: Teams, shape: MeshShape) -> None:
+    check(team(shape.size).run(on_mesh, shape, "qwen3_moe"), alone("qwen3_moe"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(expert=2)], ids=name)
+def test_activations_can_be_recomputed(team: Teams, shape: MeshShape) -> None:
+    family = "qwen3_moe" if shape.expert > 1 else "llama"
+    check(team(2).run(on_mesh, shape, family, torch.float32, True), alone(family), shape)
+
+
+@pytest.mark.parametrize(
+    "offload", [("optimiser",), ("parameters", "gradients"), ("parameters", "gradients", "optimiser")]
+)
+def test_offloading_changes_nothing(team: Teams, offload: Sequence[str]) -> None:
+    shape = MeshShape(shard=2)
+    check(team(2).run(on_mesh, shape, "llama", torch.float32, False, offload), alone("llama"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2)], ids=name)
+def test_bfloat16_is_as_close_as_it_can_be(team: Teams, shape: MeshShape) -> None:
+    check(team(2).run(on_mesh, shape, "llama", torch.bfloat16), alone("llama", torch.bfloat16), shape, tolerance=0.03)
+
+
+# --- what is not finite
+
+
+def one_bad_loss(shape: MeshShape, bad_rank: int, dtype: torch.dtype) -> tuple[bool, float, bool, bool, float]:
+    """-> (skipped, norm, whether the weights are as before, whether the next update is made, its loss scale)"""
+    mesh = Mesh.build(shape, CPU)
+    policy = policy_of(build_model("llama", dtype), mesh)
+    before = weights_of(policy)
+    for pack in own_packs(small_batch(), mesh):
+        factor = torch.nan if mesh.data_rank == bad_rank else 1.0
+        policy.forward_backward(pack, lambda logprobs, _, factor=factor: logprobs.sum() * factor)
+    result = policy.step()
+    unchanged = all(torch.equal(before[n], weight) for n, weight in policy.weights())
+    for pack in own_packs(small_batch(), mesh):
+        policy.forward_backward(pack, lambda logprobs, _: logprobs.sum() * 1e-3)
+    assert policy.optimiser is not None
+    return result.skipped, result.gradient_norm, unchanged, not policy.step().skipped, policy.optimiser.scaler.scale
+
+
+@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2)], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all(
+    team: Teams, shape: MeshShape, dtype: torch.dtype
+) -> None:
+    bad_rank = shape.num_data - 1
+    for skipped, norm, unchanged, goes_on, scale in team(2).run(one_bad_loss, shape, bad_rank, dtype):
+        assert skipped
+        assert norm != norm
+        assert unchanged
+        assert goes_on
+        assert scale == (2.0**15 if dtype == torch.float16 else 1.0)
+
+
+def overflow(shape: MeshShape) -> tuple[list[bool], float]:
+    mesh = Mesh.build(shape, CPU)
+    policy = policy_of(build_model("llama", torch.float16), mesh)
+    skipped = []
+    for _ in range(3):
+        for pack in own_packs(small_batch(), mesh):
+            steep = 1e3 if mesh.data_rank == 1 and not skipped else 1.0
+            policy.forward_backward(pack, lambda logprobs, _, steep=steep: (logprobs * steep).mean())
+        skipped.append(policy.step().skipped)
+    assert policy.optimiser is not None
+    return skipped, policy.optimiser.scaler.scale
+
+
+@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2)], ids=name)
+def test_ranks_agree_on_float16s_loss_scale(team: Teams, shape: MeshShape) -> None:
+    first, second = team(2).run(overflow, shape)
+    assert first == second
+    skipped, scale = first
+    assert skipped[0]
+    assert not skipped[-1]
+    assert scale < 2.0**15
+
+
+# --- the frozen reference and the critic
+
+
+def reference_logprobs(shape: MeshShape | None) -> torch.Tensor:
+    mesh = None if shape is None else Mesh.build(shape, CPU)
+    policy = NativePolicy(build_model("llama").requires_grad_(False), temperature=1.0, logits_chunk=8, mesh=mesh)
+    scored = [logprobs for logprobs, _ in policy.logprobs(small_batch().pack(1000))]
+    return scored[0]
+
+
+def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
+    expected = reference_logprobs(None)
+    for logprobs in team(3).run(reference_logprobs, MeshShape(shard=3)):
+        torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=2e-6)
+
+
+@cache
+def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mesh = None if shape is None else Mesh.build(shape, CPU)
+    recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2)
+    critic = NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
+    for _ in range(3):
+        for pack in own_packs(small_batch(), mesh):
+            critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
+        assert not critic.step().skipped
+    (values,) = critic.values(small_batch().pack(1000))
+    return values, weights_of(critic)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)], ids=name)
+def test_a_critic_learns_the_same_values(team: Teams, shape: MeshShape) -> None:
+    dtype = torch.bfloat16 if shape.shard > 1 else torch.float32
+    expected, weights = values_learnt(None, dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for values, weights_there in team(2).run(values_learnt, shape, dtype):
+        torch.testing.assert_close(values, expected, atol=tolerance, rtol=tolerance)
+        assert [w.dtype for w in weights_there.values()] == [w.dtype for w in weights.values()]
+
+
+# --- what is refused
+
+
+def refusal(shape: MeshShape, family: str, offload: Sequence[str] = ()) -> str:
+    with pytest.raises(UserError) as error:
+        policy_of(build_model(family), Mesh.build(shape, CPU), offload=offload)
+    return str(error.value)
+
+
+def narrow(shape: MeshShape) -> str:
+    """A model with 12 key-value heads on a mesh that does not divide them."""
+    model = build_model("llama")
+    model.config.num_key_value_heads = 7
+    with pytest.raises(UserError) as error:
+        policy_of(model, Mesh.build(shape, CPU))
+    return str(error.value)
+
+
+def test_what_cannot_be_cut_is_refused_with_the_numbers(team: Teams) -> None:
+    assert "2 does not divide the model's 7 (num_key_value_heads)" in team(2).run(narrow, MeshShape(tensor=2))[0]
+    assert "has no experts" in team(2).run(refusal, MeshShape(expert=2), "llama")[0]
+
+
+def test_offloads_that_make_no_sense_are_refused(team: Teams) -> None:
+    assert "name both" in team(2).run(refusal, MeshShape(shard=2), "llama", ("gradients",))[0]
+    assert "nothing is sharded here" in team(2).run(refusal, MeshShape(replicate=2), "llama", ("parameters",))[0]
+    with pytest.raises(UserError, match="nothing is sharded here"):
+        policy_of(build_model("llama"), offload=("parameters", "gradients"))
