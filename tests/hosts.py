@@ -110,6 +110,7 @@ class Lab:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,
             )
         self.background.append(process)
         return process

@@ -76,6 +76,7 @@ class Mender:
             for role in ("rewards", "rollout"):
                 await parts.runtime.build(role, parts.recipe, None, rank=rank)
             async with self.lock:
+                parts.publisher.reopen()
                 await parts.publisher.publish(self.version, {*parts.playground.lanes, rank})
                 parts.playground.open(rank)
             logger.warning("device %d plays again", device)
@@ -97,6 +98,7 @@ class Mender:
     def _can_do_without(self, lost: WorkerLost) -> bool:
         """Whether all that the node did was to play, and enough nodes are left."""
         placement, runtime = self.parts.runtime.placement, self.parts.runtime
+        assert lost.node is not None
         devices = runtime.devices_of(lost.node)
         only_played = all(placement.users(device) in (("rollout",), ()) for device in devices)
         others = set(placement.roles["rollout"]) - set(devices)

@@ -36,7 +36,13 @@ class Runtime(Protocol):
     """Where the workers are: `LocalRuntime` or `RayRuntime`."""
 
     placement: Placement
+    """Without the devices of nodes that were lost."""
     groups: dict[str, Group]
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    def devices_of(self, address: str) -> tuple[int, ...]: ...
 
     async def build(
         self,
@@ -103,7 +109,8 @@ class Parts(Players):
 @asynccontextmanager
 async def open_players(recipe: Recipe, console: Console, model_path: str | None = None) -> AsyncIterator[Players]:
     """`model_path`: another model than the recipe's, such as a checkpoint; the tokenizer is its own."""
-    if recipe.data.validation is None:
+    source = recipe.data.validation
+    if source is None:
         raise UserError("data.validation: there is nothing to evaluate on")
     if model_path is not None:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model_path})})
@@ -111,7 +118,7 @@ async def open_players(recipe: Recipe, console: Console, model_path: str | None 
     async with open_runtime(recipe, placement.only(["rollout"]), Path(recipe.logging.runs), console) as runtime:
         await runtime.build("rewards", recipe, None)
         tokenizer = tokenizer_of(recipe.model, console)
-        validation = prompts_of(recipe, recipe.data.validation, tokenizer, console)
+        validation = prompts_of(recipe, source, tokenizer, console)
         with console.stage("loading the model"):
             await runtime.build("rollout", recipe, None)
         async with open_playground(recipe, runtime) as playground:

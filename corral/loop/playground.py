@@ -58,7 +58,13 @@ class Playground:
         self._deal()
 
     def play(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, purpose: str = "train", *, first: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        purpose: str = "train",
+        *,
+        first: bool = False,
     ) -> list[Result]:
         """One future for each prompt, with its trajectories. `first`: before what waits already."""
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """The last stage of a step: the engines get the new weights, and a probe shows that they have them.
 
 In one process with whole tensors nothing travels: the engine decodes with the trainer's own. Otherwise weights go
-through a channel (`runtime/transfer.py`), in buckets, and every engine is asked for the log-probs of one prompt
+through a channel (`runtime/transfer`), in buckets, and every engine is asked for the log-probs of one prompt
 afterwards, which must be the trainer's.
 """
 
@@ -37,7 +37,11 @@ class Publisher:
         if self.kind == "shared":
             pauses = await self.rollout.all("share_weights", version)
         else:
-            pauses = await self._send(version, tuple(sorted(ranks)))
+            try:
+                pauses = await self._send(version, tuple(sorted(ranks)))
+            except BaseException:
+                self.reopen()
+                raise
         if not self.copies:
             return {}
         return {
@@ -46,7 +50,12 @@ class Publisher:
             "transfer/probe_deviation": await self._check(version, sorted(ranks)),
         }
 
+    def reopen(self) -> None:
+        """The channel is of no use any more: it failed, or one of its ends is another process now."""
+        self.joined = ()
+
     async def _send(self, version: int, ranks: tuple[int, ...]) -> list[float]:
+        pauses: list[float]
         if ranks != self.joined:
             await self._open(ranks)
         actor = self.actor.group
@@ -61,7 +70,6 @@ class Publisher:
         return pauses
 
     async def _open(self, ranks: tuple[int, ...]) -> None:
-        self.joined = ()
         actor, size = self.actor.group, len(ranks) + 1
         meeting = await actor.one(0, "open_channel", self.kind)
         receivers = [(self.kind, meeting, end, size) for end in range(1, size)]

@@ -19,6 +19,7 @@ from corral.loop.score import advantages, plan_updates, score, steer_kl
 from corral.recipe.doubts import why_learning_waits
 from corral.runtime.losses import Sums, UpdateTerms
 
+
 @dataclass
 class Streamed:
     """What has come of a step so far."""

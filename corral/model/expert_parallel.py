@@ -30,10 +30,9 @@ class ExpertExchange:
             raise UserError(f"train.parallel.expert: {size} does not divide the model's {experts.num_experts} experts")
         num_local = experts.num_experts // size
         for parameter in experts.parameters():
-            assert len(parameter) == experts.num_experts, "parameters of experts have one row for each of them"
             parameter.data = parameter.data.chunk(size)[rank].clone()
         experts.num_experts = num_local
-        experts._is_expert_parallel = True
+        experts._is_expert_parallel = True  # tokens of other ranks' experts are to be skipped
         inner = experts.forward
 
         def forward(tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
@@ -41,8 +40,9 @@ class ExpertExchange:
             extra = (0, 0, 0, 1)
             everyone = F.pad(self._gather(tokens), extra)
             local = all_gather(self._pad(experts_of_token, -1), self.group) - rank * num_local
-            local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # transformers skips these
-            output = inner(everyone, F.pad(local, extra), F.pad(self._gather(weights), extra))
+            elsewhere = (local < 0) | (local >= num_local)
+            local, shares = local.masked_fill(elsewhere, num_local), self._gather(weights).masked_fill(elsewhere, 0.0)
+            output = inner(everyone, F.pad(local, extra), F.pad(shares, extra))
             # A copy: some models add to it in place, which FSDP's hooks do not survive on a view.
             return scattered(output[:-1], self.group)[: len(tokens)].clone()
 
@@ -59,8 +59,14 @@ class ExpertExchange:
 def deal_experts(model: nn.Module, group: dist.ProcessGroup) -> ExpertExchange:
     exchange = ExpertExchange(group)
     for module in list(model.modules()):
-        if hasattr(module, "_is_expert_parallel"):
+        if holds_experts(module):
             exchange.deal(module)
     if not exchange.modules:
         raise UserError(f"train.parallel.expert: {type(model).__name__} has no experts to deal")
     return exchange
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """As transformers keeps them: all experts of a layer in one tensor for each of their matrices."""
+    own = list(module.parameters(recurse=False))
+    return any(p.dim() == 3 for p in own) and all(len(p) == getattr(module, "num_experts", None) for p in own)

@@ -54,7 +54,7 @@ class TensorParallel:
             raise UserError(f"train.parallel.tensor: transformers has no plan to cut {type(model).__name__}")
         linear = {"colwise": self._colwise, "packed_colwise": self._packed_colwise, "rowwise": self._rowwise}
         for name, module in trunk.named_modules():
-            style = style_of(name, plan)
+            style = None if isinstance(module, nn.Embedding) else style_of(name, plan)
             if style == "moe_tp_experts":
                 self._experts(module)
             elif style == "replicated_with_grad_allreduce":

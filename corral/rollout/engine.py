@@ -45,7 +45,13 @@ class Engine(Protocol):
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes new weights; an empty iterable only notes the version (the weights are shared with the trainer)."""
+        """Takes new weights; an empty iterable only notes the version (the weights are shared with the trainer).
+        Nothing may be in flight."""
+        ...
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
+        """Takes new weights with requests in flight, which go on with them. Returns the seconds for which nothing was
+        decoded."""
         ...
 
     def pause(self) -> None:

@@ -5,6 +5,8 @@ import logging
 import os
 import signal
 import socket
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,6 +110,28 @@ def signal_handlers_kept() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
+    """A class whose objects are actors, with the controller's import path: functions that a recipe names live there,
+    perhaps Corral too."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join(own_import_path()),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        ),  # names that cannot be resolved, and such
+    }
+    environment: dict[str, Any] = {"env_vars": variables}
+    if py_executable is not None:
+        environment["py_executable"] = py_executable
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=where, runtime_env=environment, **options)
+
+
+def own_import_path() -> list[str]:
+    """This process's, without what belongs to the Python installation, which may lie elsewhere on another node."""
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    entries = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+    return [entry for entry in entries if os.path.isdir(entry) and not entry.startswith(installed)]
 
 
 # --- devices

@@ -19,9 +19,10 @@ GRACE_S = 5.0
 class WorkerLost(RunError):
     """A worker's process has ended, or its node is gone. The message says which, how, and what it said last."""
 
-    def __init__(self, message: str, rank: int, *, node_lost: bool = False) -> None:
+    def __init__(self, message: str, *, device: int | None = None, node: str | None = None) -> None:
+        """`device`: its number in the recipe. `node`: the address of the node, where that is gone."""
         super().__init__(message)
-        self.rank, self.node_lost = rank, node_lost
+        self.device, self.node = device, node
 
 
 class Late(RunError):
@@ -72,10 +73,7 @@ class Group(ABC):
         """With its own arguments on each; answers in the order asked. If one fails, the others are not waited for."""
         chosen = range(self.size) if ranks is None else ranks
         return await together(
-            *(
-                self.one(rank, method, *own, timeout_s=timeout_s)
-                for rank, own in zip(chosen, arguments, strict=True)
-            )
+            *(self.one(rank, method, *own, timeout_s=timeout_s) for rank, own in zip(chosen, arguments, strict=True))
         )
 
 

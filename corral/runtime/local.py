@@ -13,8 +13,6 @@ from corral.runtime.worker import BUILDER, Worker
 class LocalRuntime:
     """Has what `RayRuntime` has, with one device."""
 
-    num_nodes = 1
-
     def __init__(self, recipe: Recipe, placement: Placement, *, builder: str = BUILDER) -> None:
         self.placement, self.builder = placement, builder
         self.timeout_s = recipe.cluster.call_timeout_s
@@ -36,6 +34,10 @@ class LocalRuntime:
     async def watch(self) -> None:
         """There is no node to lose."""
         await asyncio.Event().wait()
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
 
     def devices_of(self, address: str) -> tuple[int, ...]:
         return (0,)

@@ -21,6 +21,8 @@ from typing import Any
 
 import ray
 
+from corral.recipe.errors import RunError
+from corral.recipe.placement import Placement
 from corral.runtime import exits
 from corral.runtime.network import interface_towards
 
@@ -136,6 +138,22 @@ def place(entry: dict[str, Any]) -> tuple[float, bool, int]:
     return rank, not is_head, int(ipaddress.ip_address(entry["NodeManagerAddress"]))
 
 
+def restrict(placement: Placement, nodes: Iterable[Node], per_node: int, without: frozenset[str]) -> Placement:
+    """The roles on the devices that are there. Tells each node which of its devices are used."""
+    there = {node.rank: node for node in nodes}
+    roles = {
+        role: tuple(device for device in devices if device // per_node in there)
+        for role, devices in placement.roles.items()
+    }
+    for role, devices in roles.items():
+        if not devices:
+            raise RunError(f"{role} has no device left: it was on {', '.join(sorted(without)) or 'missing nodes'} only")
+    for node in there.values():
+        numbers = range(node.rank * per_node, (node.rank + 1) * per_node)
+        node.devices = tuple(number for number in numbers if any(number in devices for devices in roles.values()))
+    return Placement(placement.num_devices, roles)
+
+
 def head_address() -> str:
     entries = [entry for entry in ray.nodes() if entry["Alive"]]
     head = next((entry for entry in entries if HEAD_RESOURCE in entry["Resources"]), entries[0])
@@ -181,7 +199,10 @@ class Heartbeats:
     def _ask_ray(self) -> None:
         """Apart from the other, because it waits for the head node, which may be the one that is gone."""
         while not self.closed.wait(TICK_S):
-            alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
+            try:
+                alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
+            except Exception:  # the head node is gone, or this process has left the cluster
+                continue
             for node in self.nodes:
                 if node.id not in alive:
                     lose(node, "Ray found it dead")

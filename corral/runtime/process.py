@@ -83,5 +83,6 @@ def write_output_to(log: Path) -> None:
         os.dup2(file, number)
     os.close(file)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    print(f"process {os.getpid()}")  # the file may have the words of one that died before it
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)

@@ -5,10 +5,9 @@ import asyncio
 import os
 import shlex
 import sys
-import sysconfig
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,9 @@ from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from corral.runtime.cluster import WORKER_SLOT, book, connect, find_nodes
+from corral.runtime.cluster import WORKER_SLOT, book, connect, find_nodes, remote_class
 from corral.runtime.network import INTERFACE_VARIABLES
-from corral.runtime.nodes import Heartbeats, Node, NodeAgent, NodeFacts, head_address
+from corral.runtime.nodes import Heartbeats, Node, NodeAgent, head_address, restrict
 from corral.runtime.process import DeviceProcess, Seat
 from corral.runtime.remote import Device, NodeGone, Process, RayGroup, node_lost, reply
 
@@ -192,15 +191,12 @@ class RayRuntime:
         marker.touch()
         head = head_address()
         for node in self.nodes:
-            node.agent = self._actor(
-                NodeAgent,
-                NodeAffinitySchedulingStrategy(node.id, soft=False),
-                max_restarts=-1,
-                max_concurrency=AGENT_THREADS,
-            ).remote(head, marker, self.token)
-            self.actors.append(node.agent)
+            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            options = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS)
+            node.agent = options.remote(head, marker, self.token)
             node.gone = asyncio.wrap_future(node.lost)
-        facts = (self._node_facts(node) for node in self.nodes)
+            self.actors.append(node.agent)
+        facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in self.nodes)
         try:
             for node, known in zip(self.nodes, await asyncio.gather(*facts), strict=True):
                 node.facts = known
@@ -208,27 +204,17 @@ class RayRuntime:
             marker.unlink(missing_ok=True)
         self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s)
 
-    async def _node_facts(self, node: Node) -> NodeFacts:
-        limit = self.cluster.start_timeout_s
-        try:
-            facts: NodeFacts = await reply(node.agent.facts.remote(), node, limit)
-            return facts
-        except TimeoutError:
-            raise Late(f"node {node} did not start a process within {limit:g} s (`cluster.start_timeout_s`)") from None
-        except RayError as error:
-            raise RunError(f"node {node} could not start a process; is Corral installed there? {error}") from error
-
     async def _start_node(self, node: Node, bundles: dict[int, int]) -> None:
         """The processes of a node. Which accelerator each got is known afterwards: devices are numbered by these."""
         started = await asyncio.gather(*(self._start_process(node, bundles[number]) for number in node.devices))
+        folder = self.logs if node.facts.sees_logs else node.facts.folder
         for number, process in zip(node.devices, sorted(started, key=accelerator_order), strict=True):
-            folder = self.logs if node.facts.sees_logs else node.facts.folder
             self.devices[number] = Device(number, node, process, folder / f"worker-{number}.log")
 
     async def _start_process(self, node: Node, bundle: int) -> Process:
         facts = node.facts
         shim = [facts.python, "-I", "-S", facts.exits, str(facts.folder), facts.python]
-        actor = self._actor(
+        actor = remote_class(
             DeviceProcess,
             PlacementGroupSchedulingStrategy(self.booking, bundle),
             py_executable=shlex.join(shim),
@@ -236,23 +222,8 @@ class RayRuntime:
             **({"num_gpus": 1} if self.resource == "GPU" else {"resources": {self.resource: 1}}),
         ).remote()
         self.actors.append(actor)
-        limit = self.cluster.start_timeout_s
-        try:
-            pid, accelerators = await reply(actor.start.remote(), node, limit)
-        except NodeGone:
-            raise node_lost(node, None, "its workers started") from None
-        except TimeoutError:
-            raise Late(f"a worker on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)") from None
-        except RayError as error:
-            raise RunError(f"a worker on {node} could not start: {error}") from error
+        pid, accelerators = await self._in_time(actor.start.remote(), node, "a worker")
         return Process(actor, bundle, pid, accelerators)
-
-    def _actor(self, kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
-        """With the controller's import path: functions that a recipe names live there, perhaps Corral too."""
-        environment: dict[str, Any] = {"env_vars": {"PYTHONPATH": os.pathsep.join(own_import_path())}}
-        if py_executable is not None:
-            environment["py_executable"] = py_executable
-        return ray.remote(kind).options(num_cpus=0, scheduling_strategy=where, runtime_env=environment, **options)
 
     async def _seat(self, device: Device) -> None:
         own, facts = self._set_of(device.number), device.node.facts
@@ -270,7 +241,18 @@ class RayRuntime:
             folder=Path.cwd(),
             environment={name: value for name, value in chosen.items() if value is not None},
         )
-        await self._within_start(device, "start", device.process.actor.sit.remote(seat))
+        await self._in_time(device.process.actor.sit.remote(seat), device.node, f"device {device.number}")
+
+    async def _in_time(self, reference: Any, node: Node, who: str) -> Any:
+        limit = self.cluster.start_timeout_s
+        try:
+            return await reply(reference, node, limit)
+        except NodeGone:
+            raise node_lost(node, None, f"{who} started") from None
+        except TimeoutError:
+            raise Late(f"{who} on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)") from None
+        except RayError as error:
+            raise RunError(f"{who} on {node} could not start; is Corral installed there? {error}") from error
 
     async def _meet(self, one: DeviceSet) -> None:
         """Makes the world of a set."""
@@ -290,17 +272,6 @@ class RayRuntime:
                 f"({' and '.join(INTERFACE_VARIABLES)} choose another)"
             )
 
-    async def _within_start(self, device: Device, what: str, reference: Any) -> None:
-        limit = self.cluster.start_timeout_s
-        try:
-            await reply(reference, device.node, limit)
-        except NodeGone:
-            raise node_lost(device.node, device.number, what) from None
-        except TimeoutError:
-            raise Late(f"{device} did not {what} within {limit:g} s (`cluster.start_timeout_s`)") from None
-        except RayError as error:
-            raise RunError(f"{device} could not {what}: {error}") from error
-
     def _set_of(self, device: int) -> DeviceSet:
         return next(one for one in self.sets if device in one.devices)
 
@@ -309,30 +280,7 @@ class RayRuntime:
         return RayGroup(role, own, self.nodes, self.cluster.call_timeout_s, self.cluster.node_timeout_s)
 
 
-def restrict(placement: Placement, nodes: Iterable[Node], per_node: int, without: frozenset[str]) -> Placement:
-    """The roles on the devices that are there. Tells each node which of its devices are used."""
-    there = {node.rank: node for node in nodes}
-    roles = {
-        role: tuple(device for device in devices if device // per_node in there)
-        for role, devices in placement.roles.items()
-    }
-    for role, devices in roles.items():
-        if not devices:
-            raise RunError(f"{role} has no device left: it was on {', '.join(sorted(without)) or 'missing nodes'} only")
-    for node in there.values():
-        numbers = range(node.rank * per_node, (node.rank + 1) * per_node)
-        node.devices = tuple(number for number in numbers if any(number in devices for devices in roles.values()))
-    return Placement(placement.num_devices, roles)
-
-
 def accelerator_order(process: Process) -> tuple[int, str]:
     """By number; names of other kinds (parts of a GPU) by name. Without accelerators all are alike."""
     name = process.accelerators[0] if process.accelerators else ""
     return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
-
-
-def own_import_path() -> list[str]:
-    """This process's, without what belongs to the Python installation, which may lie elsewhere on another node."""
-    installed = tuple(set(sysconfig.get_paths().values()) - {sysconfig.get_path("data"), sysconfig.get_path("scripts")})
-    entries = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
-    return [entry for entry in entries if os.path.isdir(entry) and not entry.startswith(installed)]

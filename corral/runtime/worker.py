@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from corral.model.load import default_device
 from corral.recipe.schema import Recipe
@@ -46,7 +47,7 @@ class Worker:
         if threads is not None:
             torch.set_num_threads(threads)
         self.site = Site(rank, size, address, default_device(), timeout_s)
-        self.store: dist.TCPStore | None = None
+        self.store: TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
     # --- the worker's own methods
@@ -54,14 +55,14 @@ class Worker:
     def rendezvous(self) -> str:
         """Opens the place where the workers of this set meet; called on the first of them."""
         timeout = timedelta(seconds=self.site.timeout_s)
-        self.store = dist.TCPStore(self.site.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self.store = TCPStore(self.site.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return f"{self.site.address}:{self.store.port}"
 
     def join(self, rendezvous: str) -> None:
         """Makes this set's world of torch.distributed; returns when all workers of the set are there."""
         site, timeout = self.site, timedelta(seconds=self.site.timeout_s)
         host, port = rendezvous.rsplit(":", 1)
-        store = self.store or dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        store = self.store or TCPStore(host, int(port), is_master=False, timeout=timeout)
         backend = "nccl" if site.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=site.rank, world_size=site.size, timeout=timeout)
 

@@ -9,7 +9,7 @@ import torch
 
 from corral.recipe.errors import UserError
 from corral.train.checkpoint import problem_with
-from corral.train.tensors import load_tensors, save_tensors
+from corral.train.tensors import StoredTensors, load_tensors, save_tensors
 
 NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", "manifest.json"}
 
@@ -36,6 +36,11 @@ def convert(folder: Path, dtype: torch.dtype) -> None:
     for file in folder.glob("*.safetensors"):
         tensors = load_tensors(file)
         save_tensors({name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}, file)
+    for file in folder.glob("*.safetensors.index.json"):
+        index = json.loads(file.read_text())
+        stored = StoredTensors(folder, file.name.removesuffix(".safetensors.index.json"))
+        index["metadata"]["total_size"] = sum(stored[name].nbytes for name in stored.names)
+        file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -60,7 +60,8 @@ class Sharded:
         for module in [*self.experts, *layers, *in_float32, self.root]:
             if trained:  # then the shards are the optimiser's float32 masters
                 for parameter in module.parameters():
-                    parameter.data = parameter.data.float()
+                    if parameter.dtype != torch.float32:
+                        parameter.data = parameter.data.float()
             self._shard(module, torch.float32 if module in in_float32 else dtype, offload)
 
     @property

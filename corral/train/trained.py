@@ -92,10 +92,15 @@ class Trained:
         """One update with the gradients times `scale`; the same on all ranks."""
         assert self.optimiser is not None, "a frozen model is not trained"
         if self.mesh.any(self.poisoned):
-            self.poisoned = False
-            self.optimiser.zero_gradients()
+            self.forget_gradients()
             return UpdateResult(math.nan, self.optimiser.learning_rate(self.optimiser.updates), skipped=True)
         return self.optimiser.step(scale)
+
+    def forget_gradients(self) -> None:
+        """As if nothing had been learnt since the last update."""
+        assert self.optimiser is not None, "a frozen model is not trained"
+        self.poisoned = False
+        self.optimiser.zero_gradients()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, one after the other; on all ranks at the same time."""

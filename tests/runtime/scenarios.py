@@ -1,9 +1,5 @@
 """What the tests of runtimes do on a host, and roles that do next to nothing."""
 
-import sys
-
-sys.path.insert(0, "/tmp/dev")
-import patchlost
 import asyncio
 import os
 import signal
@@ -182,7 +178,7 @@ async def deaths(logs: str) -> dict[str, Any]:
         seen["booked"] = await message_of(runtime_of(logs, said, start_timeout_s=2, **again))
         seen["said"] = said
         seen["actor_lives"] = await runtime.groups["actor"].all("all_reduce")
-    async with running(logs, build=False, **again) as runtime:
+    async with running(logs, build=False, nodes=2, devices_per_node=1) as runtime:
         seen["freed"] = runtime.groups["worker"].size
     return seen
 
@@ -224,6 +220,11 @@ async def started_here(logs: str) -> dict[str, Any]:
             "all_reduce": await runtime.groups["actor"].all("all_reduce"),
             "interfaces": await runtime.groups["actor"].all("interface"),
         }
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.killpg(0, signal.SIGINT)
+        await asyncio.sleep(1.0)
+        signal.signal(signal.SIGINT, handler)
+        seen["after_ctrl_c"] = await runtime.groups["actor"].all("all_reduce")
     return seen
 
 
@@ -287,16 +288,11 @@ async def host_killed(logs: str, ready: str, address: str) -> dict[str, Any]:
     return {**seen, "closed_s": time.monotonic() - began}
 
 
-async def many_exits(logs: str) -> Any:
-    out = []
-    async with running(logs, nodes=1, devices_per_node=2, placement={"rollout": "0-1"}) as runtime:
-        g = runtime.groups["rollout"]
-        for how in ["exit", "SIGKILL", "exit", "SIGSEGV", "exit", "exit"]:
-            t = time.monotonic()
-            m = await lost_of(g.one(0, "end", how))
-            out.append([how, m["message"][:150], time.monotonic() - t])
-            t = time.monotonic()
-            await runtime.replace(0)
-            await runtime.build("rollout", runtime.recipe, None, rank=0)
-            out[-1].append(time.monotonic() - t)
-    return out
+async def head_killed(logs: str, ready: str) -> dict[str, Any]:
+    """The node with Ray's own memory of the cluster ends, and the controller is on another."""
+    async with running(logs, nodes=2, devices_per_node=1, placement={"actor": "0", "rollout": "1"}) as runtime:
+        Path(ready).touch()
+        began = time.monotonic()
+        seen: dict[str, Any] = {"lost": await lost_of(runtime.watch()), "noticed_s": time.monotonic() - began}
+        began = time.monotonic()
+    return {**seen, "closed_s": time.monotonic() - began}

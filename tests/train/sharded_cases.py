@@ -43,7 +43,8 @@ def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     for name, parameter in model.named_parameters():
         if "bias" in name or "norm" in name:  # which start at 0 and 1
             torch.nn.init.normal_(parameter, float("norm" in name), 0.1)
-    return model.to(dtype)
+        parameter.data = parameter.data.to(dtype)  # but not the frequencies of positions, as when it is loaded
+    return model
 
 
 def policy_of(

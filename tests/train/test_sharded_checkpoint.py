@@ -87,6 +87,15 @@ def test_what_four_processes_saved_goes_on_anywhere(
         assert deviation(team(other.size).run(resume, other, dtype, tmp_path)[1], expected) < tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(replicate=2)])
+def test_the_same_mesh_goes_on_to_the_last_bit(
+    team: Teams, tmp_path: Path, dtype: torch.dtype, shape: MeshShape
+) -> None:
+    expected = team(2).run(train_and_save, shape, "llama", dtype, tmp_path)[0]
+    assert deviation(team(2).run(resume, shape, dtype, tmp_path)[1], expected) == 0
+
+
 @CASES
 def test_files_are_the_same_whoever_writes_them(
     team: Teams, tmp_path: Path, family: str, dtype: torch.dtype, shape: MeshShape

@@ -62,5 +62,5 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UserError("cluster.transfer: `object` needs an extra: pip install 'corral[ray]'") from error
+        raise UserError("cluster.transfer: `object` needs an extra: pip install 'corral[cluster]'") from error
     return ray
