@@ -85,7 +85,7 @@ class Lab:
             subprocess.run(["ip", "link", "del", host.link], capture_output=True)
         for process in self.background:
             process.kill()
-            process.communicate()
+            process.wait()
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -224,6 +224,12 @@ class Driver:
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
+
+    def end(self) -> int:
+        """Its exit code, in good time."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(timeout=30)
 
 
 def serve() -> None:

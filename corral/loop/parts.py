@@ -1,8 +1,8 @@
 """What a run is made of, built from the recipe in the order in which mistakes are cheapest to find."""
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,6 +66,10 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
+OpenWorkers = Callable[[Recipe, Placement, Path, Console, frozenset[str]], AbstractAsyncContextManager[Runtime]]
+"""`open_runtime`, or another that takes its place to measure the rest."""
+
+
 @dataclass
 class Players:
     """All that plays: enough to evaluate a model."""
@@ -127,11 +131,16 @@ async def open_players(recipe: Recipe, console: Console, model_path: str | None 
 
 @asynccontextmanager
 async def open_parts(
-    recipe: Recipe, console: Console, logs: Path, resume_from: Path | None, lost_nodes: frozenset[str] = frozenset()
+    recipe: Recipe,
+    console: Console,
+    logs: Path,
+    resume_from: Path | None,
+    lost_nodes: frozenset[str] = frozenset(),
+    open_workers: OpenWorkers | None = None,
 ) -> AsyncIterator[Parts]:
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
-    async with open_runtime(recipe, placement, logs, console, lost_nodes) as runtime:
+    async with (open_workers or open_runtime)(recipe, placement, logs, console, lost_nodes) as runtime:
         await runtime.build("rewards", recipe, None)
         tokenizer = tokenizer_of(recipe.model, console)
         train = prompts_of(recipe, recipe.data.train, tokenizer, console)

@@ -15,7 +15,7 @@ from corral.loop.closing import close_runner
 from corral.loop.interrupt import Interrupt, Interrupted
 from corral.loop.learn import Learnt, learn
 from corral.loop.mend import Mender
-from corral.loop.parts import Parts, open_parts
+from corral.loop.parts import OpenWorkers, Parts, open_parts
 from corral.loop.play import Ahead, Played
 from corral.loop.record import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
 from corral.loop.saving import forget_after, restore, save
@@ -327,10 +327,11 @@ async def running(
     interrupt: Interrupt,
     checkpoint: Path | None = None,
     lost_nodes: frozenset[str] = frozenset(),
+    open_workers: OpenWorkers | None = None,
 ) -> AsyncIterator[Run]:
     """A run, ready for its next step; closed when the block ends."""
     state = {} if checkpoint is None else read_state(checkpoint)
-    async with open_parts(recipe, console, folder.logs, checkpoint, lost_nodes) as parts:
+    async with open_parts(recipe, console, folder.logs, checkpoint, lost_nodes, open_workers) as parts:
         if checkpoint is not None:
             await restore(parts, checkpoint, state)
         step = int(state.get("step", 0))

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import sysconfig
 import threading
@@ -20,6 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import Cluster
+from corral.runtime.network import answers
 from corral.runtime.nodes import Node, arrange
 from corral.runtime.remote import first_line
 
@@ -27,7 +27,6 @@ WORKER_SLOT = "corral_device"
 """The resource of a node without GPUs, one per worker: `ray start --resources='{"corral_device": 2}'`."""
 SAY_EVERY_S = 5.0
 POLL_S = 0.25
-CONNECT_S = 5.0
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -43,6 +42,9 @@ HOW_TO_START = (
 def connect(cluster: Cluster) -> bool:
     """Returns whether the cluster was started here, and so must be ended here."""
     if ray.is_initialized():
+        address = ray.get_runtime_context().gcs_address
+        if not answers(address):
+            raise RunError(f"Ray's head node, {address}, does not answer, and without it there is no cluster")
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -74,16 +76,6 @@ def running_cluster() -> str | None:
     and will end, which is what Ray's own `auto` would take."""
     found: str | None = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
     return found
-
-
-def answers(address: str) -> bool:
-    """Whether something listens there: what Ray noted of its last cluster may be long gone, and it would wait."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def start_here(cluster: Cluster) -> None:

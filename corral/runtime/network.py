@@ -1,4 +1,4 @@
-"""Which network interface the workers of a node should talk through.
+"""Which network interface the workers of a node should talk through, and who can be reached.
 
 gloo and NCCL otherwise guess, from the host's own name, or by taking the first interface. Debian resolves a host's name
 to 127.0.1.1, a container has bridges, a GPU node has several networks: a guess then hangs or fails far from its cause.
@@ -12,6 +12,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 SIOCGIFADDR = 0x8915
 NAME_BYTES = 16
+CONNECT_S = 3.0
 
 
 def interface_towards(address: str) -> str | None:
@@ -44,3 +45,13 @@ def address_of(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[NAME_BYTES + 4 : NAME_BYTES + 8])
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at `host:port`. Asked before Ray is, which waits for a minute and more."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True

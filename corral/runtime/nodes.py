@@ -24,7 +24,7 @@ import ray
 from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
 from corral.runtime import exits
-from corral.runtime.network import interface_towards
+from corral.runtime.network import CONNECT_S, answers, interface_towards
 
 RANK_LABEL = "corral.rank"
 """`ray start --labels corral.rank=3`: the node's place in the numbering of devices."""
@@ -168,8 +168,9 @@ class Heartbeats:
     not run does not count.
     """
 
-    def __init__(self, nodes: Sequence[Node], timeout_s: float) -> None:
-        self.nodes, self.timeout_s = nodes, timeout_s
+    def __init__(self, nodes: Sequence[Node], timeout_s: float, gcs_address: str) -> None:
+        """`gcs_address`: of the process on the head node that knows what Ray knows."""
+        self.nodes, self.timeout_s, self.gcs_address = nodes, timeout_s, gcs_address
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._ask_nodes, self._ask_ray)]
         for thread in self.threads:
@@ -178,7 +179,7 @@ class Heartbeats:
     def close(self) -> None:
         self.closed.set()
         for thread in self.threads:
-            thread.join(2 * TICK_S)
+            thread.join(TICK_S + CONNECT_S)
 
     def _ask_nodes(self) -> None:
         silent_s = {node.id: 0.0 for node in self.nodes}
@@ -199,10 +200,9 @@ class Heartbeats:
     def _ask_ray(self) -> None:
         """Apart from the other, because it waits for the head node, which may be the one that is gone."""
         while not self.closed.wait(TICK_S):
-            try:
-                alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
-            except Exception:  # the head node is gone, or this process has left the cluster
+            if not answers(self.gcs_address):
                 continue
+            alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
             for node in self.nodes:
                 if node.id not in alive:
                     lose(node, "Ray found it dead")

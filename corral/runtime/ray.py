@@ -2,6 +2,8 @@
 runs on a device twice."""
 
 import asyncio
+import atexit
+import faulthandler
 import os
 import shlex
 import sys
@@ -29,7 +31,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from corral.runtime.cluster import WORKER_SLOT, book, connect, find_nodes, remote_class
-from corral.runtime.network import INTERFACE_VARIABLES
+from corral.runtime.network import INTERFACE_VARIABLES, answers
 from corral.runtime.nodes import Heartbeats, Node, NodeAgent, head_address, restrict
 from corral.runtime.process import DeviceProcess, Seat
 from corral.runtime.remote import Device, NodeGone, Process, RayGroup, node_lost, reply
@@ -73,7 +75,7 @@ class RayRuntime:
     def __init__(self, recipe: Recipe, logs: Path, builder: str) -> None:
         self.recipe, self.cluster, self.builder = recipe, recipe.cluster, builder
         self.logs = logs.resolve()
-        self.token = uuid.uuid4().hex[:12]
+        self.token, self.gcs_address = uuid.uuid4().hex[:12], ""
         self.nodes, self.sets, self.groups = [], [], {}
         self.devices: dict[int, Device] = {}
         self.heartbeats: Heartbeats | None = None
@@ -105,6 +107,7 @@ class RayRuntime:
     async def _start(self, placement: Placement, say: Callable[[str], None], without: frozenset[str]) -> None:
         self.is_guest = ray.is_initialized()
         connect(self.cluster)
+        self.gcs_address = ray.get_runtime_context().gcs_address
         self.resource, nodes = await find_nodes(self.cluster, without, say)
         self.placement = restrict(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
@@ -161,16 +164,20 @@ class RayRuntime:
         own.is_dead = False
 
     def close(self) -> None:
-        """Ends what was started, in bounded time even if the cluster does not answer."""
-        thread = threading.Thread(target=self._close, daemon=True)
-        thread.start()
-        thread.join(CLOSE_S)
-
-    def _close(self) -> None:
+        """Ends what was started, in bounded time even if the cluster does not answer. Where its head is gone, Ray ends
+        the rest by itself."""
         if not ray.is_initialized():
             return
         if self.heartbeats is not None:
             self.heartbeats.close()
+        thread = threading.Thread(target=self._close, daemon=True)
+        if answers(self.gcs_address):
+            thread.start()
+            thread.join(CLOSE_S)
+        else:
+            atexit.register(end_within, CLOSE_S)
+
+    def _close(self) -> None:
         alive = [device for device in self.devices.values() if not device.is_dead and not device.node.lost.done()]
         goodbyes = [device.process.actor.call.remote("worker", "close") for device in alive]
         goodbyes += [node.agent.close.remote() for node in self.nodes if node.agent and not node.lost.done()]
@@ -202,7 +209,7 @@ class RayRuntime:
                 node.facts = known
         finally:
             marker.unlink(missing_ok=True)
-        self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s)
+        self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s, self.gcs_address)
 
     async def _start_node(self, node: Node, bundles: dict[int, int]) -> None:
         """The processes of a node. Which accelerator each got is known afterwards: devices are numbered by these."""
@@ -284,3 +291,10 @@ def accelerator_order(process: Process) -> tuple[int, str]:
     """By number; names of other kinds (parts of a GPU) by name. Without accelerators all are alike."""
     name = process.accelerators[0] if process.accelerators else ""
     return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+
+
+def end_within(limit_s: float) -> None:
+    """This process, with an error, should Ray still wait for its head then. Called at exit, before Ray's own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=os.open(os.devnull, os.O_WRONLY))

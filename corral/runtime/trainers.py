@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import FloatArray
@@ -38,7 +39,7 @@ class _Role:
     def load_model(self, path: str | None) -> Any:
         """On the host where it is going to be sharded: it may not fit the device."""
         model = self.recipe.model.model_copy(update={"path": path or self.recipe.model.path})
-        return load_model(model, self.site.device)
+        return load_model(model, torch.device("cpu") if self.mesh.is_sharded else self.site.device)
 
     def packs(self, share: Batch | None) -> Sequence[Pack | None]:
         """As many as the worker with the most has."""
@@ -103,7 +104,7 @@ class Actor(Scorer):
         )
 
     def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.trainer.model.dtype).removeprefix("torch.")}
+        return {"dtype": str(self.trainer.dtype).removeprefix("torch.")}
 
     def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
         """Adds the gradient of a share of the update."""
@@ -118,8 +119,7 @@ class Actor(Scorer):
         return self.trainer.step(scale)
 
     def forget_gradients(self) -> None:
-        assert self.trainer.optimiser is not None
-        self.trainer.optimiser.zero_gradients()
+        self.trainer.forget_gradients()
 
     def save(self, folder: Path, writers: Sequence[int]) -> None:
         self.trainer.save(folder, writers)

@@ -63,6 +63,8 @@ class Worker:
         site, timeout = self.site, timedelta(seconds=self.site.timeout_s)
         host, port = rendezvous.rsplit(":", 1)
         store = self.store or TCPStore(host, int(port), is_master=False, timeout=timeout)
+        if site.device.type == "cuda":
+            torch.cuda.set_device(site.device)
         backend = "nccl" if site.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=site.rank, world_size=site.size, timeout=timeout)
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from corral.model.collectives import all_gather
 from corral.model.tensor_parallel import Cut
@@ -54,11 +54,9 @@ class Layout:
         spread, mesh = self.spreads[name], self.mesh
         if not mesh.is_sharded:
             return whole
-        part = self._block(spread, whole)
-        sharded = self._shard_mesh(spread)
-        size, rank = sharded.size(), sharded.get_local_rank()
-        rows = -(-len(part) // size)
-        return part[rank * rows : (rank + 1) * rows]
+        part, group = self._block(spread, whole), self._shard_group(spread)
+        rows = -(-len(part) // group.size())
+        return part[group.rank() * rows : (group.rank() + 1) * rows]
 
     def _block(self, spread: Spread, whole: Tensor) -> Tensor:
         """What the ranks over which it is sharded hold together."""
@@ -70,15 +68,14 @@ class Layout:
 
     def _gather_shards(self, spread: Spread, local: Tensor) -> Tensor:
         """FSDP shards the first dimension into parts of equal length, of which the last may be shorter or empty."""
-        sharded = self._shard_mesh(spread)
+        group = self._shard_group(spread)
         block = self._block(spread, torch.empty(spread.shape, device="meta"))
-        rows = -(-len(block) // sharded.size())
+        rows = -(-len(block) // group.size())
         padded = F.pad(local, [0, 0] * (local.dim() - 1) + [0, rows - len(local)])
-        return all_gather(padded, sharded.get_group())[: len(block)]
+        return all_gather(padded, group)[: len(block)]
 
-    def _shard_mesh(self, spread: Spread) -> DeviceMesh:
-        mesh: DeviceMesh = self.mesh.by_expert if spread.by_expert else self.mesh.dense
-        return mesh if mesh.ndim == 1 else mesh["sharded"]
+    def _shard_group(self, spread: Spread) -> dist.ProcessGroup:
+        return self.mesh.groups["expert_sharded" if spread.by_expert else "sharded"]
 
 
 def local_tensor(parameter: nn.Parameter | Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 A mesh of one process has no groups and never touches `torch.distributed`.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class Mesh:
     def __init__(self, shape: MeshShape, device: torch.device, rank: int) -> None:
         self.shape, self.device, self.rank = shape, device, rank
         self.groups: dict[str, dist.ProcessGroup] = {}
-        """By dimension, those that have more than one rank; and `sharded`, all ranks that hold one copy's shards."""
+        """By dimension, those that have more than one rank. Besides, where the model is sharded, `sharded`: ranks that
+        hold the parts of one copy; and with experts `expert_sharded`: those that hold the parts of the same experts."""
         self.dense: Any = None
         """DeviceMesh over which a parameter is sharded; two-dimensional if there are replicas."""
         self.by_expert: Any = None
@@ -38,20 +40,42 @@ class Mesh:
         return mesh
 
     def _connect(self) -> None:
+        """In the same order on all ranks."""
+        for name in DIMENSIONS:
+            if getattr(self.shape, name) > 1:
+                self.groups[name] = self._group([name])
+        if self.is_sharded:
+            self.groups["sharded"] = self._group(["shard", "expert", "context"])
+            self.dense = self._device_mesh("sharded", ["shard", "expert", "context"])
+        if "expert" in self.groups:
+            self.groups["expert_sharded"] = self._group(["shard", "context"])
+            self.by_expert = self._device_mesh("expert_sharded", ["shard", "context"])
+
+    def _ranks(self, dimensions: Sequence[str]) -> Tensor:
+        """[all else, these dimensions]"""
+        ranks = torch.arange(self.shape.size).reshape([getattr(self.shape, name) for name in DIMENSIONS])
+        moved = ranks.movedim([DIMENSIONS.index(name) for name in dimensions], list(range(-len(dimensions), 0)))
+        return moved.reshape(-1, math.prod(getattr(self.shape, name) for name in dimensions))
+
+    def _group(self, dimensions: Sequence[str]) -> dist.ProcessGroup:
+        """Of this rank and those that differ from it in these dimensions only."""
+        ranks = self._ranks(dimensions)
+        if len(ranks) == 1 and dist.group.WORLD is not None:
+            return dist.group.WORLD
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+        return group
+
+    def _device_mesh(self, group: str, dimensions: Sequence[str]) -> Any:
+        """What FSDP wants to know, from groups that exist."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        sizes = [getattr(self.shape, name) for name in DIMENSIONS]
-        ranks = torch.arange(self.shape.size).reshape(sizes)
-        every = DeviceMesh(self.device.type, ranks, mesh_dim_names=DIMENSIONS)
-        self.groups = {name: every.get_group(name) for name, size in zip(DIMENSIONS, sizes, strict=True) if size > 1}
-        replicate, shard, expert, context, tensor = sizes
-        names = ("replicate", "sharded", "others")
-        dense = DeviceMesh(self.device.type, ranks.reshape(replicate, -1, tensor), mesh_dim_names=names)
-        experts = ranks.permute(0, 1, 3, 2, 4).reshape(replicate, shard * context, expert * tensor)
-        by_expert = DeviceMesh(self.device.type, experts, mesh_dim_names=names)
-        wanted = ("replicate", "sharded") if replicate > 1 else "sharded"
-        self.dense, self.by_expert = dense[wanted], by_expert[wanted]
-        self.groups["sharded"] = dense.get_group("sharded")
+        kind = self.device.type
+        if "replicate" not in self.groups:
+            return DeviceMesh.from_group(self.groups[group], kind, mesh_dim_names=(group,))
+        both = self._ranks(["replicate", *dimensions])
+        own = both[(both == self.rank).any(dim=1)].reshape(self.shape.replicate, -1)
+        groups = [self.groups["replicate"], self.groups[group]]
+        return DeviceMesh.from_group(groups, kind, mesh=own, mesh_dim_names=("replicate", group))
 
     @property
     def data_rank(self) -> int:

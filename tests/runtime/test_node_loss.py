@@ -87,15 +87,16 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cut: Any, driver: Driver, la
     assert seen["too_few"].startswith("RunError: the Ray cluster is too small")
 
 
-def test_a_host_that_ends_is_the_cause_even_if_others_fail_first(
-    cut: Any, driver: Driver, lab: Lab, tmp_path: Path
-) -> None:
-    ready = tmp_path / "ready"
+def test_a_host_that_ends_is_the_cause_even_if_others_fail_first(cut: Any, lab: Lab, tmp_path: Path) -> None:
+    """The host is Ray's head, and the controller on another one. It comes to its end, too."""
+    driver, ready = Driver(lab, 2), tmp_path / "ready"
     driver.begin("scenarios:host_killed", logs=str(tmp_path), ready=str(ready), address=lab.hosts[1].address)
     wait_for(ready)
     time.sleep(1.0)
-    lab.kill(2)
+    lab.kill(0)
     seen = driver.result()
-    assert seen["lost"]["node"] == lab.hosts[2].address
-    assert "node 1, h3" in seen["lost"]["message"]
+    assert seen["lost"]["node"] == lab.hosts[0].address
+    assert seen["lost"]["message"].startswith("node 0, h1")
     assert seen["closed_s"] < 16
+    assert "RunError: Ray's head node" in seen["again"]
+    assert driver.end() == 0

@@ -32,6 +32,12 @@ def shapes(size: int, with_experts: bool) -> list[MeshShape]:
     return [shape for shape in found if with_experts or shape.expert == 1]
 
 
+@cache
+def mesh_of(shape: MeshShape | None) -> Mesh | None:
+    """Built once in each process: its groups have threads, which stay."""
+    return None if shape is None else Mesh.build(shape, CPU)
+
+
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Heads, hidden units and experts can be cut into 2, 3 and 4."""
     register()
@@ -159,7 +165,7 @@ def on_mesh(
     recompute: bool = False,
     offload: Sequence[str] = (),
 ) -> Outcome:
-    mesh = Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
     return outcome(policy_of(build_model(family, dtype), mesh, recompute, offload), mesh)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sharded_cases import CPU, backward, build_model, deviation, own_packs, policy_of, small_batch, weights_of
+from sharded_cases import CPU, backward, build_model, deviation, mesh_of, own_packs, policy_of, small_batch, weights_of
 from team import Team
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def advance(policy: NativePolicy, mesh: Mesh | None, updates: int) -> None:
 
 def train_and_save(shape: MeshShape | None, family: str, dtype: torch.dtype, folder: Path, updates: int = 2) -> Weights:
     """-> the weights one update after what was saved."""
-    mesh = None if shape is None else Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
     policy = policy_of(build_model(family, dtype), mesh)
     advance(policy, mesh, updates)
     policy.save(folder)
@@ -43,7 +43,7 @@ def train_and_save(shape: MeshShape | None, family: str, dtype: torch.dtype, fol
 
 
 def loaded(shape: MeshShape | None, dtype: torch.dtype, folder: Path) -> tuple[NativePolicy, Mesh | None]:
-    mesh = None if shape is None else Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="corral").eval()
     policy = policy_of(model, mesh)
@@ -145,7 +145,7 @@ def test_large_models_are_split_into_several_files(
 def save_in_pieces(shape: MeshShape | None, folder: Path) -> None:
     limit, tensor_files.MAX_FILE = tensor_files.MAX_FILE, 30_000
     try:
-        mesh = None if shape is None else Mesh.build(shape, CPU)
+        mesh = mesh_of(shape)
         policy_of(build_model("llama"), mesh).save(folder)
     finally:
         tensor_files.MAX_FILE = limit
@@ -153,7 +153,8 @@ def save_in_pieces(shape: MeshShape | None, folder: Path) -> None:
 
 def save_where_seen(shape: MeshShape, folder: Path) -> None:
     """Only ranks 1 and 2 see the folder."""
-    mesh = Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
+    assert mesh is not None
     writers = [1, 2]
     policy_of(build_model("llama"), mesh).save(folder if mesh.rank in writers else folder / "elsewhere", writers)
 
@@ -165,7 +166,8 @@ def test_only_ranks_that_see_the_folder_write(team: Teams, tmp_path: Path) -> No
 
 
 def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:
-    mesh = Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
+    assert mesh is not None
     policy = policy_of(build_model("llama"), mesh)
     put = tensor_files.put
 
@@ -204,7 +206,8 @@ def train_critic(critic: NativeCritic, mesh: Mesh | None) -> Weights:
 
 
 def save_critic(shape: MeshShape, dtype: torch.dtype, folder: Path) -> Weights:
-    mesh = Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
+    assert mesh is not None
     critic = critic_of(mesh, dtype)
     train_critic(critic, mesh)
     critic.save(folder)

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 from sharded_cases import (
-    CPU,
     Outcome,
     alone,
     build_model,
     deviation,
+    mesh_of,
     on_mesh,
     own_packs,
     policy_of,
@@ -23,7 +23,6 @@ from team import Team
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimiser
-from corral.train.mesh import Mesh
 from corral.train.native import NativeCritic, NativePolicy, ValueModel
 
 Teams = Callable[[int], Team]
@@ -100,7 +99,8 @@ def test_bfloat16_is_as_close_as_it_can_be(team: Teams, shape: MeshShape) -> Non
 
 def one_bad_loss(shape: MeshShape, bad_rank: int, dtype: torch.dtype) -> tuple[bool, float, bool, bool, float]:
     """-> (skipped, norm, whether the weights are as before, whether the next update is made, its loss scale)"""
-    mesh = Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
+    assert mesh is not None
     policy = policy_of(build_model("llama", dtype), mesh)
     before = weights_of(policy)
     for pack in own_packs(small_batch(), mesh):
@@ -129,7 +129,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all(
 
 
 def overflow(shape: MeshShape) -> tuple[list[bool], float]:
-    mesh = Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
+    assert mesh is not None
     policy = policy_of(build_model("llama", torch.float16), mesh)
     skipped = []
     for _ in range(3):
@@ -155,7 +156,7 @@ def test_ranks_agree_on_float16s_loss_scale(team: Teams, shape: MeshShape) -> No
 
 
 def reference_logprobs(shape: MeshShape | None) -> torch.Tensor:
-    mesh = None if shape is None else Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
     policy = NativePolicy(build_model("llama").requires_grad_(False), temperature=1.0, logits_chunk=8, mesh=mesh)
     scored = [logprobs for logprobs, _ in policy.logprobs(small_batch().pack(1000))]
     return scored[0]
@@ -169,7 +170,7 @@ def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
 
 @cache
 def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mesh = None if shape is None else Mesh.build(shape, CPU)
+    mesh = mesh_of(shape)
     recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2)
     critic = NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
     for _ in range(3):
@@ -195,7 +196,7 @@ def test_a_critic_learns_the_same_values(team: Teams, shape: MeshShape) -> None:
 
 def refusal(shape: MeshShape, family: str, offload: Sequence[str] = ()) -> str:
     with pytest.raises(UserError) as error:
-        policy_of(build_model(family), Mesh.build(shape, CPU), offload=offload)
+        policy_of(build_model(family), mesh_of(shape), offload=offload)
     return str(error.value)
 
 
@@ -204,7 +205,7 @@ def narrow(shape: MeshShape) -> str:
     model = build_model("llama")
     model.config.num_key_value_heads = 7
     with pytest.raises(UserError) as error:
-        policy_of(model, Mesh.build(shape, CPU))
+        policy_of(model, mesh_of(shape))
     return str(error.value)
 
 

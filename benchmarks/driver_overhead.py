@@ -1,0 +1,359 @@
+"""What the loop itself costs at 1,024 devices: CPU time of the driver's process for each step.
+
+    python benchmarks/driver_overhead.py            # about 5 minutes, and 4 GB of memory
+    python benchmarks/driver_overhead.py --smoke    # 8 devices, to see whether it works
+
+The driver is the real loop. All workers are in its process, do nothing and answer after as long as a profile says,
+with trajectories made beforehand; so the CPU time of the process is the driver's. What Ray adds for each call is not in
+that, and is measured separately, with a few real workers.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from overlap import open_simulated, ray_cluster
+from report import HERE, RESULTS, Measured, Report
+from simulated import Profile, SimulatedPlayer, SimulatedTrainer, profile_of, random_trajectory
+from timed import bench_folder, timed_steps
+from tiny import save_tiny_model
+
+from corral.algorithms.aggregate import GlobalCounts
+from corral.data.batch import Batch
+from corral.data.trajectory import Trajectory
+from corral.observe.console import Console
+from corral.recipe.placement import Placement, parse_placement
+from corral.recipe.schema import Recipe
+from corral.rollout.driver import Prompt
+from corral.rollout.engine import Sampling
+from corral.runtime.group import Group, LocalGroup
+from corral.runtime.losses import UpdateTerms
+from corral.runtime.player import Game
+
+PROFILE = Profile(
+    prompt_tokens=200,
+    median_tokens=700,
+    sigma=0.5,
+    prefill_s=0.5,
+    token_s=0.02,
+    score_token_s=5e-5,
+    learn_token_s=5e-4,
+    call_s=0.1,
+    step_s=1.0,
+    transfer_s=3.0,
+)
+FASTER = 6
+"""The clock of the workers runs so many times faster than the profile says; the driver's CPU time is the same."""
+NUM_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    num_players: int
+    num_trainers: int
+    num_prompts: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_players + self.num_trainers
+
+    @property
+    def num_trajectories(self) -> int:
+        return self.num_prompts * NUM_SAMPLES
+
+
+SIZE = Size(num_players=768, num_trainers=256, num_prompts=1024)
+SMOKE = Size(num_players=6, num_trainers=2, num_prompts=8)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "without trajectory files": {},
+    "pipelined, without trajectory files": {"schedule": {"pipelined": True}},
+    "with trajectory files": {"logging": {"trajectories": True}},
+}
+STAGES = {
+    "games dealt and collected": ["playground.py:_feed", "playground.py:play"],
+    "one batch of all trajectories": ["batch.py:of"],
+    "score: shares out, numbers in": ["score.py:score"],
+    "advantages": ["score.py:advantages"],
+    "learn: shares out, sums in": ["learn.py:learn"],
+    "publish": ["mend.py:publish"],
+    "ledger": ["ledger.py:_record"],
+    "numbers of the step": ["record.py:step_metrics", "train.py:log_step"],
+}
+"""Functions that are not called by one another, each with all that it calls."""
+PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]
+FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_play", "driver_overhead.py:send"]
+"""Of these only what they do themselves."""
+
+
+def main() -> None:
+    options = parse_options()
+    size = SMOKE if options.smoke else SIZE
+    title = f"The driver's CPU time at {size.num_devices:,} devices"
+    report = Report("driver_overhead", title, options.results, ["ray"])
+    with bench_folder() as folder:
+        save_tiny_model(Path(folder) / "model")
+        recipes = {name: recipe_of(size, Path(folder), options.steps, changes) for name, changes in VARIANTS.items()}
+        recipe = next(iter(recipes.values()))
+        step_s = step_seconds(recipe, size)
+        print(f"making {size.num_trajectories:,} trajectories", flush=True)
+        workers = Workers(size, make_games(recipe))
+        steps = {name: timed_steps(recipes[name], workers.open) for name in options.variants}
+        add_totals(report, size, steps, step_s)
+        workers.calls.clear()
+        add_stages(report, *profiled(recipe, workers), step_s)
+        if options.ray:
+            add_ray(report, recipe, {name: n / options.steps for name, n in workers.calls.items()}, step_s)
+    print(f"wrote {report.out}.json and .md")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="of each variant; the first one is not counted")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--no-ray", dest="ray", action="store_false", help="without the cost of Ray's calls")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and Markdown files")
+    parser.add_argument("--smoke", action="store_true", help="8 devices; the numbers mean nothing")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps = 2
+    return options
+
+
+def recipe_of(size: Size, folder: Path, steps: int, changes: dict[str, Any]) -> Recipe:
+    profile = PROFILE.faster(FASTER)
+    return Recipe.model_validate(
+        {
+            "name": "overhead",
+            "model": {"path": str(folder / "model")},
+            "data": {
+                "train": {
+                    "path": f"{HERE / 'simulated.py'}:rows",
+                    "options": {"num_rows": size.num_prompts, "prompt_tokens": profile.prompt_tokens},
+                },
+                "chat": False,
+                "shuffle": False,
+            },
+            "environment": {"name": "simulated:Profile", "options": asdict(profile)},
+            "rollout": {"max_response_tokens": 2048},
+            "batch": {"prompts_per_step": size.num_prompts, "samples_per_prompt": NUM_SAMPLES},
+            "algorithm": {"kl": {"where": "loss"}},
+            "schedule": {"steps": steps, **changes.get("schedule", {})},
+            "logging": {"runs": str(folder / "runs"), "trajectories": False, **changes.get("logging", {})},
+            "cluster": {
+                "runtime": "ray",
+                "devices_per_node": size.num_devices,
+                "placement": {
+                    "rollout": f"0-{size.num_players - 1}",
+                    "actor,reference": f"{size.num_players}-{size.num_devices - 1}",
+                },
+            },
+        }
+    )
+
+
+def step_seconds(recipe: Recipe, size: Size) -> float:
+    """What a step takes by the profile, with a driver that costs nothing: all trajectories are decoded at once."""
+    lengths = PROFILE.lengths(recipe, range(size.num_prompts))
+    share = (int(lengths.sum()) + size.num_trajectories * PROFILE.prompt_tokens) / size.num_trainers
+    play = PROFILE.game_s(int(lengths.max()))
+    return play + PROFILE.score_s(share) + PROFILE.learn_s(share) + PROFILE.step_s + PROFILE.transfer_s
+
+
+# --- workers in this process
+
+
+Games = list[list[Trajectory]]
+"""Of each prompt of a step."""
+
+
+def make_games(recipe: Recipe) -> Games:
+    dice = np.random.default_rng(0)
+    prompts = range(recipe.batch.prompts_per_step)
+    prompt_tokens = profile_of(recipe).prompt_tokens
+    return [
+        [
+            random_trajectory(Prompt(i, i, None, [5 + i % 50] * prompt_tokens), sample, dice, np.zeros(length, np.int64))
+            for sample, length in enumerate(lengths.tolist())
+        ]
+        for i, lengths in zip(prompts, profile_of(recipe).lengths(recipe, prompts), strict=True)
+    ]
+
+
+class ReadyPlayer(SimulatedPlayer):
+    """Plays what was made before; one timer for each prompt."""
+
+    def __init__(self, recipe: Recipe, games: Games) -> None:
+        super().__init__(recipe)
+        self.games = games
+
+    async def _play(self, game: Game) -> None:
+        trajectories = self.games[game.prompt.ordinal % len(self.games)]
+        await asyncio.sleep(self.profile.game_s(max(trajectory.num_generated for trajectory in trajectories)))
+        self.finished.append((game.number, [replace(one, ordinal=game.prompt.ordinal) for one in trajectories]))
+        self.news.set()
+
+
+class CountingGroup(LocalGroup):
+    def __init__(self, role: str, hosted: Sequence[Any], calls: "Counter[str]") -> None:
+        super().__init__(role, hosted, timeout_s=3600.0)
+        self.calls = calls
+
+    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any]:
+        self.calls[f"{self.role}.{method}"] += 1
+        return super().send(rank, method, arguments)
+
+
+class Workers:
+    """A runtime for any number of devices."""
+
+    def __init__(self, size: Size, games: Games) -> None:
+        self.size, self.games = size, games
+        self.calls: Counter[str] = Counter()
+        self.groups: dict[str, Group] = {}
+
+    @asynccontextmanager
+    async def open(
+        self, recipe: Recipe, placement: Placement, logs: Path, console: Console, lost_nodes: frozenset[str]
+    ) -> AsyncIterator["Workers"]:
+        self.placement = placement
+        yield self
+
+    async def build(self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None) -> Any:
+        if role == "rewards":
+            return []
+        hosted: list[Any]
+        if role == "rollout":
+            hosted = [ReadyPlayer(recipe, self.games) for _ in self.placement.roles[role]]
+        else:
+            hosted = [SimulatedTrainer(recipe) for _ in self.placement.roles[role]]
+        self.groups[role] = CountingGroup(role, hosted, self.calls)
+        return [{"dtype": "float32"}] * len(hosted)
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+# --- results
+
+
+def add_totals(report: Report, size: Size, steps: dict[str, Measured], step_s: float) -> None:
+    rows = [
+        [name, f"{cpu_s(measured):.2f}", f"{100 * cpu_s(measured) / step_s:.1f} %"] for name, measured in steps.items()
+    ]
+    heading = (
+        f"{size.num_players} devices play and {size.num_trainers} learn; {size.num_trajectories:,} trajectories of "
+        f"about {PROFILE.prompt_tokens + 800} tokens; a step of {step_s:.0f} s by the profile"
+    )
+    columns = ["", "CPU s per step", "of the step"]
+    report.add("total", heading, columns, rows, {"profile": asdict(PROFILE), "step_s": step_s, "steps": steps})
+
+
+def cpu_s(steps: Measured) -> float:
+    return statistics.median(step["cpu_s"] for step in steps)
+
+
+def profiled(recipe: Recipe, workers: Workers) -> tuple[pstats.Stats, int]:
+    """Without trajectory files; of all steps, the first included."""
+    profiler = cProfile.Profile(time.process_time)
+    profiler.runcall(timed_steps, recipe, workers.open)
+    assert recipe.schedule.steps is not None
+    return pstats.Stats(profiler), recipe.schedule.steps
+
+
+def add_stages(report: Report, stats: pstats.Stats, num_steps: int, step_s: float) -> None:
+    own, whole = Counter[str](), Counter[str]()
+    for (file, _, function), (_, _, own_s, whole_s, _) in stats.stats.items():  # type: ignore[attr-defined]
+        own[f"{Path(file).name}:{function}"] += own_s / num_steps
+        whole[f"{Path(file).name}:{function}"] += whole_s / num_steps
+    seconds = {name: sum(whole[function] for function in functions) for name, functions in STAGES.items()}
+    seconds |= {f"of these, {name.partition(':')[2]}": whole[name] for name in PARTS}
+    seconds["of these, the workers' own"] = sum(own[name] for name in FAKES)
+    rows = [[name, f"{value:.2f}", f"{100 * value / step_s:.2f} %"] for name, value in seconds.items()]
+    heading = "by stage, with a profiler, which adds to it; without trajectory files"
+    report.add("stages", heading, ["", "CPU s per step", "of the step"], rows, seconds)
+    hot = [[name, f"{value:.3f}"] for name, value in own.most_common(12)]
+    report.add("functions", "those that use most themselves", ["", "CPU s per step"], hot, dict(own.most_common(40)))
+
+
+# --- Ray
+
+
+def add_ray(report: Report, recipe: Recipe, calls: dict[str, float], step_s: float) -> None:
+    """CPU time of the driver for each kind of call, times the calls that a step made above."""
+    per_call = asyncio.run(ray_costs(recipe))
+    rows, total = [], 0.0
+    for name, number in sorted(calls.items()):
+        cost = per_call[KIND_OF.get(name.partition(".")[2], "small")]
+        total += number * cost
+        rows.append([name, f"{number:,.0f}", f"{1000 * cost:.2f}", f"{number * cost:.2f}"])
+    rows.append(["all", "", "", f"{total:.2f} ({100 * total / step_s:.1f} % of the step)"])
+    heading = "what Ray adds, extrapolated from 4 workers on this machine"
+    columns = ["call", "calls per step", "CPU ms per call", "CPU s per step"]
+    report.add("ray", heading, columns, rows, {"per_call_s": per_call, "calls": calls, "cpu_s": total})
+
+
+KIND_OF = {"submit": "submit", "collect": "collect", "logprobs": "logprobs", "accumulate": "accumulate"}
+"""Calls that carry data; the others are `small`."""
+
+
+async def ray_costs(recipe: Recipe) -> dict[str, float]:
+    """Of games of 8 trajectories, and of shares of 32."""
+    instant = {name: 0.0 if name.endswith("_s") else value for name, value in asdict(PROFILE).items()}
+    environment = recipe.environment.model_copy(update={"options": instant})
+    cluster = recipe.cluster.model_copy(update={"devices_per_node": 4})
+    recipe = recipe.model_copy(update={"environment": environment, "cluster": cluster})
+    placement = parse_placement({"rollout": "0-1", "actor": "2-3"}, 4)
+    prompt = Prompt(0, 0, None, [5] * PROFILE.prompt_tokens)
+    dice = np.random.default_rng(0)
+    share = Batch.of([random_trajectory(prompt, i, dice, np.zeros(800, np.int64)) for i in range(32)])
+    scored = replace(share, columns={name: share.logprobs for name in ("old_logprobs", "reference_logprobs")})
+    learnt = replace(share, columns={**scored.columns, "advantages": share.logprobs, "returns": share.logprobs})
+    terms = UpdateTerms(GlobalCounts(1, 1), 0, 0.0)
+    game = Game(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
+    with ray_cluster():
+        async with open_simulated(recipe, placement, Path(recipe.logging.runs), Console(), frozenset()) as runtime:
+            await runtime.build("actor", recipe, None)
+            await runtime.build("rollout", recipe, None)
+            actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
+            return {
+                "submit": await cost(lambda: rollout.each("submit", [([game],), ([game],)])),
+                "collect": await collect_cost(rollout, game),
+                "logprobs": await cost(lambda: actor.each("logprobs", [([share],), ([share],)])),
+                "accumulate": await cost(lambda: actor.each("accumulate", [(learnt, terms), (replace(learnt), terms)])),
+                "small": await cost(lambda: actor.all("step", 1.0)),
+            }
+
+
+async def cost(call: Callable[[], Awaitable[Any]], times: int = 100) -> float:
+    """CPU seconds of this process for each of two calls, made at the same time."""
+    await call()
+    started = time.process_time()
+    for _ in range(times):
+        await call()
+    return (time.process_time() - started) / times / 2
+
+
+async def collect_cost(rollout: Group, game: Game, times: int = 100) -> float:
+    """Of calls that find one game each."""
+
+    async def both() -> None:
+        await rollout.all("submit", [game])
+        await rollout.all("collect")
+
+    await rollout.all("cancel")
+    return await cost(both, times) - await cost(lambda: rollout.all("cancel"), times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""How much of a step is hidden behind another: the real loop on real Ray processes, with stages of a known length.
+
+    python benchmarks/overlap.py                # about 3 minutes
+    python benchmarks/overlap.py --smoke        # a profile 20 times shorter, to see whether it works
+
+Two devices play, one holds the reference and one learns. The stages sleep for as long as a profile says (see
+`simulated.py`), so the best possible time of a step is known, and whatever is above it is the loop's, Ray's and the
+machine's. The four schedules do the same work: the actor's log-probs are computed again in all of them.
+"""
+
+import argparse
+import heapq
+import statistics
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from report import HERE, RESULTS, Measured, Report
+from simulated import BUILDER, Profile
+from timed import bench_folder, timed_steps
+from tiny import save_tiny_model
+
+from corral.loop.parts import Runtime
+from corral.loop.play import PIECES_PER_STEP
+from corral.observe.console import Console
+from corral.recipe.placement import Placement
+from corral.recipe.schema import Cluster, Recipe
+from corral.runtime.probe import PROBE_TOKENS
+
+PROFILE = Profile(
+    prompt_tokens=60,
+    median_tokens=200,
+    sigma=0.6,
+    prefill_s=0.02,
+    token_s=0.002,
+    score_token_s=1e-5,
+    learn_token_s=3e-5,
+    call_s=0.01,
+    step_s=0.1,
+    transfer_s=0.15,
+)
+NUM_PLAYERS = 2
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "pipelined": {"pipelined": True},
+    "staleness 1": {"max_staleness": 1},
+    "staleness 1, pipelined": {"max_staleness": 1, "pipelined": True},
+}
+WARM_UP = 2
+"""Steps at the beginning that are not counted, and one at the end, which nothing is played beside."""
+
+
+def main() -> None:
+    options = parse_options()
+    profile = PROFILE.faster(20) if options.smoke else PROFILE
+    report = Report("overlap", "A step's stages, one after the other and at the same time", options.results, ["ray"])
+    measured: dict[str, Measured] = {}
+    bounds: dict[str, float] = {}
+    with bench_folder() as folder, ray_cluster():
+        model = Path(folder) / "model"
+        save_tiny_model(model)
+        for name in options.schedules:
+            recipe = recipe_of(name, profile, Path(folder), model, options.steps)
+            measured[name] = timed_steps(recipe, open_simulated)[WARM_UP - 1 : -1]
+            bounds[name] = statistics.mean(
+                bound(recipe, profile, step) for step in range(WARM_UP + 1, options.steps)
+            )
+            print(f"  {name}: " + ", ".join(f"{step['seconds']:.2f}" for step in measured[name]) + " s", flush=True)
+        play = play_of(recipe, profile, WARM_UP + 1)
+    report.add(
+        "overlap",
+        f"{NUM_PLAYERS} devices play, one is the reference, one learns; {len(measured[name])} steps of each",
+        ["schedule", "step s: mean", "against synchronous", "bound s", "measured / bound"],
+        list(table(measured, bounds)),
+        {"profile": asdict(profile), "bounds": bounds, "steps": measured},
+    )
+    report.tables.append(about(recipe, profile, play))
+    report.write()
+    print(report.tables[-1], f"wrote {report.out}.json and .md", sep="\n\n")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--steps", type=int, default=11, help=f"of each; {WARM_UP + 1} of them are not counted")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and Markdown files")
+    parser.add_argument("--smoke", action="store_true", help="20 times shorter; the numbers mean little")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps = WARM_UP + 2
+    return options
+
+
+def recipe_of(schedule: str, profile: Profile, folder: Path, model: Path, steps: int) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": schedule.replace(" ", "-").replace(",", ""),
+            "model": {"path": str(model)},
+            "data": {
+                "train": {
+                    "path": f"{HERE / 'simulated.py'}:rows",
+                    "options": {"num_rows": 1024, "prompt_tokens": profile.prompt_tokens},
+                },
+                "chat": False,
+            },
+            "environment": {"name": "simulated:Profile", "options": asdict(profile)},
+            "rollout": {"max_response_tokens": 1024, "max_sequences": 16},
+            "batch": {"prompts_per_step": 16, "samples_per_prompt": 8},
+            "algorithm": {"kl": {"where": "loss"}, "old_logprobs": "recompute"},
+            "schedule": {"steps": steps, **SCHEDULES[schedule]},
+            "logging": {"runs": str(folder / "runs"), "trajectories": False},
+            "cluster": {
+                "runtime": "ray",
+                "devices_per_node": NUM_PLAYERS + 2,
+                "placement": {
+                    "rollout": f"0-{NUM_PLAYERS - 1}",
+                    "reference": NUM_PLAYERS,
+                    "actor": NUM_PLAYERS + 1,
+                },
+            },
+        }
+    )
+
+
+# --- Ray
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """One for all runs; not one that runs on this machine for something else."""
+    import ray
+
+    from corral.runtime.cluster import start_here
+
+    start_here(Cluster(devices_per_node=NUM_PLAYERS + 2))
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def open_simulated(
+    recipe: Recipe, placement: Placement, logs: Path, console: Console, lost_nodes: frozenset[str]
+) -> AsyncIterator[Runtime]:
+    from corral.runtime.ray import RayRuntime
+
+    runtime = await RayRuntime.start(recipe, placement, logs, say=print, builder=BUILDER)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+# --- what the profile allows
+
+
+@dataclass(frozen=True)
+class Play:
+    """A step's games on all places of the engines, none of them ever free while a game waits."""
+
+    ends: list[float]
+    """Of each prompt, when its last sample is done."""
+    work_s: float
+    """Of all games, divided by the places."""
+    tokens: list[int]
+    """Of each prompt."""
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.ends)
+
+
+def play_of(recipe: Recipe, profile: Profile, step: int) -> Play:
+    prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
+    lengths = profile.lengths(recipe, range((step - 1) * prompts, step * prompts))
+    free_at = [0.0] * (NUM_PLAYERS * recipe.rollout.max_sequences)
+    ends, work = [], 0.0
+    for group in lengths.tolist():
+        end = 0.0
+        for length in group:
+            done = heapq.heappop(free_at) + profile.game_s(length)
+            heapq.heappush(free_at, done)
+            end, work = max(end, done), work + profile.game_s(length)
+        ends.append(end)
+    tokens = (lengths.sum(axis=1) + samples * profile.prompt_tokens).tolist()
+    return Play(ends, work / len(free_at), tokens)
+
+
+def bound(recipe: Recipe, profile: Profile, step: int) -> float:
+    """Seconds from one step to the next at best; `FORMULAS` says it in words."""
+    play, schedule = play_of(recipe, profile, step), recipe.schedule
+    publish = profile.transfer_s + profile.score_s(min(profile.prompt_tokens, PROBE_TOKENS))
+    busy = profile.score_s(sum(play.tokens)) + profile.learn_s(sum(play.tokens)) + profile.step_s + publish
+    whole = play.makespan_s + busy
+    if schedule.pipelined:
+        whole = end_of_pipeline(play, profile) + profile.step_s + publish
+    if not schedule.max_staleness:
+        return whole
+    return max(play.work_s + profile.transfer_s, busy, whole / (1 + schedule.max_staleness))
+
+
+def end_of_pipeline(play: Play, profile: Profile) -> float:
+    """When the last piece is learnt from. A piece is what is finished, in the order drawn, when the trainer is free for
+    it, and at least an eighth of the step: start(k) = max(played(k), end(k - 1)), end(k) = start(k) + score + learn."""
+    size, taken, now = -(-len(play.ends) // PIECES_PER_STEP), 0, 0.0
+    while taken < len(play.ends):
+        end = min(taken + size, len(play.ends))
+        now = max(now, *play.ends[taken:end])
+        while end < len(play.ends) and play.ends[end] <= now:
+            end += 1
+        tokens = sum(play.tokens[taken:end])
+        now += profile.score_s(tokens) + profile.learn_s(tokens)
+        taken = end
+    return now
+
+
+FORMULAS = """\
+Bounds, means over the measured steps, with `play` the time of the step's games on all places of the engines without a
+gap (first come, first served), `work` the same without the tail (all games / places), `busy` = score + learn +
+optimiser + publish, `publish` = transfer + probe:
+
+- synchronous: play + busy
+- pipelined: end of the last piece + optimiser + publish, where a piece begins when it is played and the one before it
+  is learnt from (max-plus)
+- staleness 1: the largest of work + transfer (engines pause for it), busy, and half of the synchronous bound (a step's
+  games begin when the weights of two steps before are there)
+- staleness 1, pipelined: the largest of work + transfer, busy, and half of the pipelined bound"""
+
+
+def about(recipe: Recipe, profile: Profile, play: Play) -> str:
+    batch, tokens = recipe.batch, sum(play.tokens)
+    return f"""\
+A step is {batch.prompts_per_step} prompts of {profile.prompt_tokens} tokens x {batch.samples_per_prompt} samples;
+responses are log-normal, median {profile.median_tokens:g}, sigma {profile.sigma:g}, at most
+{recipe.rollout.max_response_tokens} tokens. A sample takes {1000 * profile.prefill_s:g} ms + {1000 * profile.token_s:g} ms per token,
+{recipe.rollout.max_sequences} at once on each of {NUM_PLAYERS} devices; scoring {1e6 * profile.score_token_s:g} us and learning
+{1e6 * profile.learn_token_s:g} us per token, + {1000 * profile.call_s:g} ms per call; the optimiser {profile.step_s:g} s; new weights
+{profile.transfer_s:g} s. For the first measured step: play {play.makespan_s:.2f} s (work {play.work_s:.2f}), score
+{profile.score_s(tokens):.2f}, learn {profile.learn_s(tokens):.2f}.
+
+{FORMULAS}"""
+
+
+def table(measured: dict[str, Measured], bounds: dict[str, float]) -> Iterator[list[str]]:
+    first = mean_s(next(iter(measured.values())))
+    for name, steps in measured.items():
+        mean = mean_s(steps)
+        yield [name, f"{mean:.2f}", f"{mean / first:.2f} x", f"{bounds[name]:.2f}", f"{mean / bounds[name]:.2f}"]
+
+
+def mean_s(steps: Measured) -> float:
+    return statistics.mean(step["seconds"] for step in steps)
+
+
+if __name__ == "__main__":
+    main()

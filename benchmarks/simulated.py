@@ -1,0 +1,242 @@
+"""Roles that take as long as a profile says, and compute nothing: what is left is the loop, the runtime and Ray.
+
+`simulated:build_role` has the signature of `corral.runtime.roles:build_role`. Workers find the profile in the recipe,
+as the options of its environment, which nothing else reads.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corral.data.batch import Batch
+from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
+from corral.recipe.schema import Recipe
+from corral.rollout.driver import Prompt, seed_of
+from corral.runtime.losses import Sums, UpdateTerms
+from corral.runtime.player import Finished, Game
+from corral.runtime.worker import Site
+from corral.train.optimiser import UpdateResult
+
+BUILDER = "simulated:build_role"
+FIRST_LETTER, LAST_LETTER = 60, 85
+"""Token ids that stand for letters in the tiny tokenizer."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of one device. Tokens of a share are those of its trajectories, prompts included."""
+
+    prompt_tokens: int
+    median_tokens: float
+    """Of a response. Lengths are log-normal: exp(normal) x median, cut at `rollout.max_response_tokens`."""
+    sigma: float
+    """Of the normal distribution; 0.6 makes one response in twenty 2.7 times as long as the median."""
+    prefill_s: float
+    """Of a sample."""
+    token_s: float
+    """From one token of a sequence to the next, however many sequences are decoded beside it."""
+    score_token_s: float
+    learn_token_s: float
+    call_s: float
+    """Of each call that scores or learns, whatever its size."""
+    step_s: float
+    """The optimiser's."""
+    transfer_s: float
+    """New weights; nothing is decoded meanwhile."""
+
+    def faster(self, times: float) -> "Profile":
+        fields = asdict(self)
+        return Profile(**{name: value / times if name.endswith("_s") else value for name, value in fields.items()})
+
+    def lengths(self, recipe: Recipe, ordinals: Sequence[int]) -> IntArray:
+        """[prompts, samples], tokens of the responses; the same wherever and whenever they are asked for."""
+        samples, most = recipe.batch.samples_per_prompt, recipe.rollout.max_response_tokens
+        drawn = [
+            [np.random.default_rng(seed_of(recipe.seed, "length", ordinal, sample)) for sample in range(samples)]
+            for ordinal in ordinals
+        ]
+        normal = np.array([[dice.standard_normal() for dice in group] for group in drawn])
+        return np.clip(self.median_tokens * np.exp(self.sigma * normal), 1, most).astype(np.int64)
+
+    def game_s(self, length: int) -> float:
+        return self.prefill_s + self.token_s * length
+
+    def score_s(self, tokens: int) -> float:
+        return self.call_s + self.score_token_s * tokens
+
+    def learn_s(self, tokens: int) -> float:
+        return self.call_s + self.learn_token_s * tokens
+
+
+def profile_of(recipe: Recipe) -> Profile:
+    return Profile(**recipe.environment.options)
+
+
+def rows(num_rows: int, prompt_tokens: int) -> Iterator[dict[str, Any]]:
+    """Prompts of so many characters, which are tokens of the tiny tokenizer; all different."""
+    for row in range(num_rows):
+        yield {"prompt": f"{row:08d}".ljust(prompt_tokens, "?"), "answer": ""}
+
+
+def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+    match role:
+        case "rewards":
+            return object()
+        case "rollout":
+            return SimulatedPlayer(recipe)
+    return SimulatedTrainer(recipe)
+
+
+class SimulatedPlayer:
+    """An engine with `rollout.max_sequences` places; what finds none waits for the next free one."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.profile = recipe, profile_of(recipe)
+        self.places = asyncio.Semaphore(recipe.rollout.max_sequences)
+        self.finished: list[Finished] = []
+        self.failure: Exception | None = None
+        self.news = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.versions = [0]
+        self.since = [0.0]
+        """When each version came."""
+        self.paused_s = 0.0
+
+    async def submit(self, games: Sequence[Game]) -> None:
+        for game in games:
+            task = asyncio.get_running_loop().create_task(self._play(game))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def collect(self) -> list[Finished]:
+        await self.news.wait()
+        self.news.clear()
+        if self.failure is not None:
+            raise self.failure
+        finished, self.finished = self.finished, []
+        return finished
+
+    async def cancel(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+        self.finished.clear()
+        self.news.clear()
+
+    async def _play(self, game: Game) -> None:
+        try:
+            (lengths,) = self.profile.lengths(self.recipe, [game.prompt.ordinal])
+            samples = (self._sample(game.prompt, sample, int(lengths[sample])) for sample in range(game.samples))
+            trajectories = await asyncio.gather(*samples)
+            self.finished.append((game.number, trajectories))
+        except Exception as error:
+            self.failure = error
+        self.news.set()
+
+    async def _sample(self, prompt: Prompt, sample: int, length: int) -> Trajectory:
+        async with self.places:
+            started = time.monotonic()
+            left, paused = self.profile.game_s(length), self.paused_s
+            while left > 0:
+                await asyncio.sleep(left)
+                left, paused = self.paused_s - paused, self.paused_s
+            drawn_at = np.linspace(started, time.monotonic(), length)
+        versions = np.array(self.versions)[np.searchsorted(self.since, drawn_at, side="right") - 1]
+        dice = np.random.default_rng(seed_of(self.recipe.seed, "tokens", prompt.ordinal, sample))
+        return random_trajectory(prompt, sample, dice, versions)
+
+    # --- new weights
+
+    async def join_channel(self, kind: str, meeting: str, rank: int, size: int) -> None:
+        """There is no channel."""
+
+    async def take_weights(self, parcel: Any, version: int) -> float:
+        self.paused_s += self.profile.transfer_s
+        await asyncio.sleep(self.profile.transfer_s)
+        self.note_version(version)
+        return self.profile.transfer_s
+
+    def share_weights(self, version: int) -> float:
+        self.note_version(version)
+        return 0.0
+
+    def note_version(self, version: int) -> None:
+        self.versions.append(version)
+        self.since.append(time.monotonic())
+
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
+        return [0.0] * (len(tokens) - 1)
+
+
+def random_trajectory(prompt: Prompt, sample: int, dice: np.random.Generator, versions: IntArray) -> Trajectory:
+    """One whose response has as many tokens as `versions`; its reward is different from all others."""
+    length, start = len(versions), len(prompt.tokens)
+    empty = np.zeros(start, np.float32)
+    return Trajectory(
+        tokens=np.concatenate([np.array(prompt.tokens, np.int64), dice.integers(FIRST_LETTER, LAST_LETTER, length)]),
+        generated=np.arange(start + length) >= start,
+        logprobs=np.concatenate([empty, -dice.random(length, np.float32)]),
+        versions=np.concatenate([np.full(start, -1), versions]),
+        turn_rewards=[(start + length - 1, float(dice.random()))],
+        stop=StopReason.END_OF_TURN,
+        ordinal=prompt.ordinal,
+        sample=sample,
+        row=prompt.index,
+    )
+
+
+class SimulatedTrainer:
+    """Actor or reference; one thing after the other, as on a device. Its log-probs are those of the engine."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.profile = profile_of(recipe)
+        self.device = asyncio.Lock()
+
+    def facts(self) -> dict[str, Any]:
+        return {"dtype": "float32"}
+
+    async def logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
+        for share in shares:
+            await self._compute(self.profile.score_s(num_tokens(share)))
+        return [np.zeros(0, np.float32) if share is None else share.logprobs for share in shares]
+
+    async def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
+        await self._compute(self.profile.learn_s(num_tokens(share)))
+        return Sums(num_tokens=0 if share is None else share.num_generated)
+
+    async def step(self, scale: float = 1.0) -> UpdateResult:
+        await self._compute(self.profile.step_s)
+        return UpdateResult(gradient_norm=1.0, learning_rate=1e-6, skipped=False)
+
+    async def forget_gradients(self) -> None:
+        """There are none."""
+
+    async def open_channel(self, kind: str) -> str:
+        return ""
+
+    async def join_channel(self, meeting: str, size: int) -> None:
+        """There is no channel."""
+
+    async def send_weights(self) -> None:
+        await self._compute(self.profile.transfer_s)
+
+    async def release_weights(self) -> None:
+        """None were kept."""
+
+    async def save(self, folder: Path, writers: Sequence[int]) -> None:
+        """There is nothing to save."""
+
+    async def sees(self, file: Path) -> bool:
+        return True
+
+    async def _compute(self, seconds: float) -> None:
+        async with self.device:
+            await asyncio.sleep(seconds)
+
+
+def num_tokens(share: Batch | None) -> int:
+    return 0 if share is None else len(share.tokens)

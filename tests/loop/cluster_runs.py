@@ -1,0 +1,59 @@
+"""`corral train` on hosts of a lab, watched from outside."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hosts import Lab
+from runs import write_recipe
+
+from corral.observe.ledger import Audit, Ledger
+
+CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
+NODES = ("cluster.nodes=2", "cluster.devices_per_node=2")
+APART = (*NODES, "cluster.placement={rollout: 0-1, actor: 2-3}")
+"""The first host plays, the second learns."""
+LIMIT_S = 180.0
+
+
+class ClusterRun:
+    """A run that the first host controls."""
+
+    def __init__(self, lab: Lab, folder: Path, model: Path, name: str, *overrides: str) -> None:
+        self.lab, self.path = lab, folder / "runs" / name
+        recipe = write_recipe(folder, model)
+        self.started = time.monotonic()
+        self.process: subprocess.Popen[str] = lab.begin(
+            0, [*CORRAL, "train", str(recipe), f"name={name}", *overrides], OMP_NUM_THREADS="1"
+        )
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def wait(self) -> str:
+        """What it said."""
+        said, _ = self.process.communicate(timeout=LIMIT_S)
+        return said + self.lab.errors.read_text()
+
+    @property
+    def code(self) -> int | None:
+        return self.process.returncode
+
+    @property
+    def num_steps(self) -> int:
+        metrics = self.path / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def kill_a_worker(self, host: int) -> None:
+        """As the kernel does when memory runs out."""
+        found = self.lab.run(host, ["pgrep", "-f", "^ray::DeviceProcess"]).stdout.split()
+        self.lab.run(host, ["kill", "-9", found[-1]])
+
+    def audit(self) -> Audit:
+        return Ledger(self.path / "ledger.jsonl").audit()
