@@ -24,7 +24,7 @@ seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what
 	$(BIN)/python recipes/three_seeds.py $(ARGS)
 
 test: .venv/.installed-dev  ## install, then run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check $(SOURCES)

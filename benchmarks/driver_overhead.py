@@ -83,7 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 STAGES = {
     "games dealt and collected": ["playground.py:_feed", "playground.py:play"],
     "one batch of all trajectories": ["batch.py:of"],
-    "score: shares out, numbers in": ["score.py:score"],
+    "score: shares out, numbers in": ["shares.py:column"],
     "advantages": ["score.py:advantages"],
     "learn: shares out, sums in": ["learn.py:learn"],
     "publish": ["mend.py:publish"],
@@ -92,7 +92,7 @@ STAGES = {
 }
 """Functions that are not called by one another, each with all that it calls."""
 PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]
-FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_play", "driver_overhead.py:send"]
+FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_play", "dataclasses.py:replace"]
 """Of these only what they do themselves."""
 
 
@@ -294,21 +294,18 @@ def add_ray(report: Report, recipe: Recipe, calls: dict[str, float], step_s: flo
     per_call = asyncio.run(ray_costs(recipe))
     rows, total = [], 0.0
     for name, number in sorted(calls.items()):
-        cost = per_call[KIND_OF.get(name.partition(".")[2], "small")]
-        total += number * cost
-        rows.append([name, f"{number:,.0f}", f"{1000 * cost:.2f}", f"{number * cost:.2f}"])
+        cost_s = per_call.get(name, per_call["small"])
+        total += number * cost_s
+        rows.append([name, f"{number:,.0f}", f"{1000 * cost_s:.2f}", f"{number * cost_s:.2f}"])
     rows.append(["all", "", "", f"{total:.2f} ({100 * total / step_s:.1f} % of the step)"])
     heading = "what Ray adds, extrapolated from 4 workers on this machine"
     columns = ["call", "calls per step", "CPU ms per call", "CPU s per step"]
     report.add("ray", heading, columns, rows, {"per_call_s": per_call, "calls": calls, "cpu_s": total})
 
 
-KIND_OF = {"submit": "submit", "collect": "collect", "logprobs": "logprobs", "accumulate": "accumulate"}
-"""Calls that carry data; the others are `small`."""
-
-
 async def ray_costs(recipe: Recipe) -> dict[str, float]:
-    """Of games of 8 trajectories, and of shares of 32."""
+    """By name, of calls that carry games of 8 trajectories or shares of 32; `small`: of one that carries next to
+    nothing, such as the log-probs of a probe."""
     instant = {name: 0.0 if name.endswith("_s") else value for name, value in asdict(PROFILE).items()}
     environment = recipe.environment.model_copy(update={"options": instant})
     cluster = recipe.cluster.model_copy(update={"devices_per_node": 4})
@@ -317,8 +314,8 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
     prompt = Prompt(0, 0, None, [5] * PROFILE.prompt_tokens)
     dice = np.random.default_rng(0)
     share = Batch.of([random_trajectory(prompt, i, dice, np.zeros(800, np.int64)) for i in range(32)])
-    scored = replace(share, columns={name: share.logprobs for name in ("old_logprobs", "reference_logprobs")})
-    learnt = replace(share, columns={**scored.columns, "advantages": share.logprobs, "returns": share.logprobs})
+    columns = ("old_logprobs", "reference_logprobs", "advantages", "returns")
+    learnt = replace(share, columns={name: share.logprobs for name in columns})
     terms = UpdateTerms(GlobalCounts(1, 1), 0, 0.0)
     game = Game(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
     with ray_cluster():
@@ -326,33 +323,31 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
             await runtime.build("actor", recipe, None)
             await runtime.build("rollout", recipe, None)
             actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
+            submit = await cost(lambda: rollout.each("submit", [([game],), ([game],)]))
+            await rollout.all("cancel")
+
+            async def play() -> None:
+                await rollout.each("submit", [([game],), ([game],)])
+                await rollout.all("collect")
+
             return {
-                "submit": await cost(lambda: rollout.each("submit", [([game],), ([game],)])),
-                "collect": await collect_cost(rollout, game),
-                "logprobs": await cost(lambda: actor.each("logprobs", [([share],), ([share],)])),
-                "accumulate": await cost(lambda: actor.each("accumulate", [(learnt, terms), (replace(learnt), terms)])),
+                "rollout.submit": submit,
+                "rollout.collect": await cost(play) - submit,
+                "reference.logprobs": await cost(lambda: actor.each("logprobs", [([share],), ([replace(share)],)])),
+                "actor.accumulate": await cost(
+                    lambda: actor.each("accumulate", [(learnt, terms), (replace(learnt), terms)])
+                ),
                 "small": await cost(lambda: actor.all("step", 1.0)),
             }
 
 
 async def cost(call: Callable[[], Awaitable[Any]], times: int = 100) -> float:
-    """CPU seconds of this process for each of two calls, made at the same time."""
+    """CPU seconds of this process, all of its threads, for each of two calls that are made at the same time."""
     await call()
     started = time.process_time()
     for _ in range(times):
         await call()
     return (time.process_time() - started) / times / 2
-
-
-async def collect_cost(rollout: Group, game: Game, times: int = 100) -> float:
-    """Of calls that find one game each."""
-
-    async def both() -> None:
-        await rollout.all("submit", [game])
-        await rollout.all("collect")
-
-    await rollout.all("cancel")
-    return await cost(both, times) - await cost(lambda: rollout.all("cancel"), times)
 
 
 if __name__ == "__main__":

@@ -58,10 +58,12 @@ class Mender:
         placement, playground = self.parts.runtime.placement, self.parts.playground
         if lost.device is None or placement.users(lost.device) != ("rollout",):
             return False
+        if lost.node is not None and not self._can_do_without(lost):
+            return False
         rank = placement.roles["rollout"].index(lost.device)
         playground.lose(rank, lost)
         if lost.node is not None:
-            return bool(playground.lanes)
+            return True
         task = asyncio.get_running_loop().create_task(self._replace(rank, lost.device))
         self.mending.add(task)
         task.add_done_callback(self.mending.discard)
@@ -103,4 +105,4 @@ class Mender:
         only_played = all(placement.users(device) in (("rollout",), ()) for device in devices)
         others = set(placement.roles["rollout"]) - set(devices)
         least = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
-        return only_played and bool(others) and runtime.num_nodes - 1 >= least
+        return only_played and bool(others) and runtime.num_nodes >= least

@@ -27,9 +27,11 @@ from corral.runtime.group import Group
 from corral.runtime.local import LocalRuntime
 from corral.runtime.roles import ORDER
 
-ROOM = 1.5
+ROOM = 3.0
 """Trajectories that a worker has in flight, in multiples of what its engine decodes at once: the rest waits at the
-controller, so that a worker that is slow takes less."""
+controller, so that a worker that is slow takes less. A prompt counts with all its samples until the longest is done, so
+with less an engine is half empty while its prompts wait for their last samples (`benchmarks/overlap.py`: with 1.5,
+playing took 1.2 times as long)."""
 
 
 class Runtime(Protocol):

@@ -170,4 +170,5 @@ class Playground:
         for result in self.results.values():
             if not result.done():
                 result.set_exception(error)
+                result.exception()  # one of them is going to be asked for it, and that is enough
         self.results.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from corral.data.batch import Batch
-from corral.data.trajectory import StopReason, Trajectory
+from corral.data.trajectory import FloatArray, StopReason, Trajectory
 from corral.loop.play import Played
 
 
@@ -68,13 +68,19 @@ def trajectory_records(
             "prompt_tokens": trajectory.tokens[:start].tolist(),
             "response_tokens": trajectory.tokens[start:].tolist(),
             "generated": trajectory.generated[start:].astype(int).tolist(),
-            "logprobs": [round(float(value), 6) for value in trajectory.logprobs[start:]],
+            "logprobs": rounded(trajectory.logprobs[start:]),
             "versions": trajectory.versions[start:].tolist(),
         }
         if batch is not None:
             span = slice(int(batch.offsets[i]) + start, int(batch.offsets[i + 1]))
-            record["advantages"] = [round(float(value), 6) for value in batch.columns["advantages"][span]]
+            record["advantages"] = rounded(batch.columns["advantages"][span])
         yield record
+
+
+def rounded(numbers: FloatArray) -> list[float]:
+    """To six digits behind the point, as `round` does: times 10^6 a float32 is still exact in float64."""
+    digits: list[float] = np.round(numbers.astype(np.float64), 6).tolist()
+    return digits
 
 
 def save_failed_batch(batch: Batch, path: Path) -> None:

@@ -309,10 +309,11 @@ async def supervise(
             own = find_checkpoint(folder.checkpoints, "auto")
             step = -1 if own is None else int(read_state(own)["step"])
             restarts = 1 if step > saved_step else restarts + 1
-            if restarts > recipe.cluster.max_restarts or interrupt.requested:
+            lost_nodes |= {lost.node} if lost.node is not None else set()
+            least = recipe.cluster.min_nodes or recipe.cluster.nodes
+            too_few = recipe.cluster.nodes - len(lost_nodes) < least
+            if too_few or restarts > recipe.cluster.max_restarts or interrupt.requested:
                 raise
-            if lost.node is not None:
-                lost_nodes |= {lost.node}
             saved_step, checkpoint = step, own or checkpoint
             where = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
             console.warn(f"{lost}")

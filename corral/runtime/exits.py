@@ -32,9 +32,10 @@ def main(folder: Path, command: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    work = folder / f".exit-{child}"
-    work.write_text(str(code))
-    work.rename(folder / f"exit-{child}")
+    if folder.is_dir():  # it is removed at the end of a run, when nobody asks any more
+        work = folder / f".exit-{child}"
+        work.write_text(str(code))
+        work.rename(folder / f"exit-{child}")
     return code if code >= 0 else 128 - code
 
 

@@ -120,6 +120,7 @@ class NodeGone(Exception):
 async def reply(reference: Any, node: Node, timeout_s: float | None = None) -> Any:
     """What the reference refers to, unless its node is lost first. When the caller is cancelled, so is the call."""
     answer = reference.as_future()
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains of late ones
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.wait({answer, node.gone}, return_when=asyncio.FIRST_COMPLETED)

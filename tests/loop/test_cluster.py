@@ -1,5 +1,6 @@
 """The same recipe on two hosts with two devices each: it learns the same, and loses nothing when something dies."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,38 @@ def test_a_trainer_that_dies_costs_the_steps_since_the_last_checkpoint(
     assert "the run goes on from step_" in said
     assert_same(steps_of(run.path), alone)
     assert run.audit().clean and run.audit().trained == 96
+
+
+def test_without_a_node_the_run_goes_on_with_the_rest(
+    tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
+) -> None:
+    slowly = [override.format(folder=tmp_path) for override in SLOWLY]
+    with Lab(2) as lab:
+        lab.start_ray(devices=2, health_checks={})
+        patience = ("cluster.min_nodes=1", "cluster.node_timeout_s=5", "checkpoint.every=2")
+        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *LONG, *slowly, *patience)
+        run.wait_until(lambda: run.num_steps >= 3)
+        lab.cut(1)
+        said = run.wait()
+    assert run.code == 0, said
+    assert f"node 1, h2 ({lab.hosts[1].address}), with devices 2-3, was lost" in said
+    assert_same(steps_of(run.path), alone)
+    assert run.audit().clean and run.audit().trained == 96
+
+
+def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(tmp_path: Path, tiny_model: Path) -> None:
+    slowly = [override.format(folder=tmp_path) for override in SLOWLY]
+    with Lab(2) as lab:
+        lab.start_ray(devices=2, health_checks={})
+        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *LONG, *slowly, "checkpoint.every=2")
+        run.wait_until(lambda: run.num_steps >= 3)
+        lab.cut(1)
+        cut = time.monotonic()
+        said = run.wait()
+    assert time.monotonic() - cut < 60
+    assert run.code == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(f"error: node 1, h2 ({lab.hosts[1].address}), with devices 2-3, was lost"), said
 
 
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
