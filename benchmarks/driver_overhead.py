@@ -55,6 +55,8 @@ PROFILE = Profile(
 FASTER = 6
 """The clock of the workers runs so many times faster than the profile says; the driver's CPU time is the same."""
 NUM_SAMPLES = 8
+AT_ONCE = 32
+"""Pairs of calls through Ray."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ STAGES = {
     "learn: shares out, sums in": ["learn.py:learn"],
     "publish": ["mend.py:publish"],
     "ledger": ["ledger.py:_record"],
-    "numbers of the step": ["record.py:step_metrics", "train.py:log_step"],
+    "numbers of the step": ["record.py:step_metrics", "steps.py:log_step"],
 }
 """Functions that are not called by one another, each with all that it calls."""
 PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]
@@ -183,7 +185,9 @@ def make_games(recipe: Recipe) -> Games:
     prompt_tokens = profile_of(recipe).prompt_tokens
     return [
         [
-            random_trajectory(Prompt(i, i, None, [5 + i % 50] * prompt_tokens), sample, dice, np.zeros(length, np.int64))
+            random_trajectory(
+                Prompt(i, i, None, [5 + i % 50] * prompt_tokens), sample, dice, np.zeros(length, np.int64)
+            )
             for sample, length in enumerate(lengths.tolist())
         ]
         for i, lengths in zip(prompts, profile_of(recipe).lengths(recipe, prompts), strict=True)
@@ -315,7 +319,7 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
     dice = np.random.default_rng(0)
     share = Batch.of([random_trajectory(prompt, i, dice, np.zeros(800, np.int64)) for i in range(32)])
     columns = ("old_logprobs", "reference_logprobs", "advantages", "returns")
-    learnt = replace(share, columns={name: share.logprobs for name in columns})
+    learnt = replace(share, columns=dict.fromkeys(columns, share.logprobs))
     terms = UpdateTerms(GlobalCounts(1, 1), 0, 0.0)
     game = Game(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
     with ray_cluster():
@@ -325,14 +329,9 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
             actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
             submit = await cost(lambda: rollout.each("submit", [([game],), ([game],)]))
             await rollout.all("cancel")
-
-            async def play() -> None:
-                await rollout.each("submit", [([game],), ([game],)])
-                await rollout.all("collect")
-
             return {
                 "rollout.submit": submit,
-                "rollout.collect": await cost(play) - submit,
+                "rollout.collect": await collect_cost(rollout, game),
                 "reference.logprobs": await cost(lambda: actor.each("logprobs", [([share],), ([replace(share)],)])),
                 "actor.accumulate": await cost(
                     lambda: actor.each("accumulate", [(learnt, terms), (replace(learnt), terms)])
@@ -341,13 +340,26 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
             }
 
 
-async def cost(call: Callable[[], Awaitable[Any]], times: int = 100) -> float:
-    """CPU seconds of this process, all of its threads, for each of two calls that are made at the same time."""
-    await call()
+async def cost(call: Callable[[], Awaitable[Any]], times: int = 10) -> float:
+    """CPU seconds of this process, all of its threads, for each call. `call` makes two, and `AT_ONCE` of it are under
+    way, as when many workers are asked for the same thing."""
+    await asyncio.gather(*(call() for _ in range(AT_ONCE)))
     started = time.process_time()
     for _ in range(times):
-        await call()
-    return (time.process_time() - started) / times / 2
+        await asyncio.gather(*(call() for _ in range(AT_ONCE)))
+    return (time.process_time() - started) / times / AT_ONCE / 2
+
+
+async def collect_cost(rollout: Group, game: Game, times: int = 100) -> float:
+    """The same of calls that find one game each; those come one by one, as games end."""
+    spent = 0.0
+    for _ in range(times):
+        await rollout.each("submit", [([game],), ([game],)])
+        await asyncio.sleep(0.02)
+        started = time.process_time()
+        await rollout.all("collect")
+        spent += time.process_time() - started
+    return spent / times / 2
 
 
 if __name__ == "__main__":

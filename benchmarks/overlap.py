@@ -11,7 +11,8 @@ machine's. The four schedules do the same work: the actor's log-probs are comput
 import argparse
 import heapq
 import statistics
-from collections.abc import AsyncIterator, Iterator
+import textwrap
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,9 +65,7 @@ def main() -> None:
         for name in options.schedules:
             recipe = recipe_of(name, profile, Path(folder), model, options.steps)
             measured[name] = timed_steps(recipe, open_simulated)[WARM_UP - 1 : -1]
-            bounds[name] = statistics.mean(
-                bound(recipe, profile, step) for step in range(WARM_UP + 1, options.steps)
-            )
+            bounds[name] = bound(recipe, profile, range(WARM_UP + 1, options.steps))
             print(f"  {name}: " + ", ".join(f"{step['seconds']:.2f}" for step in measured[name]) + " s", flush=True)
         play = play_of(recipe, profile, WARM_UP + 1)
     report.add(
@@ -189,17 +188,19 @@ def play_of(recipe: Recipe, profile: Profile, step: int) -> Play:
     return Play(ends, work / len(free_at), tokens)
 
 
-def bound(recipe: Recipe, profile: Profile, step: int) -> float:
-    """Seconds from one step to the next at best; `FORMULAS` says it in words."""
-    play, schedule = play_of(recipe, profile, step), recipe.schedule
+def bound(recipe: Recipe, profile: Profile, steps: Sequence[int]) -> float:
+    """Seconds from one step to the next, a mean over `steps`; `FORMULAS` says it in words."""
     publish = profile.transfer_s + profile.score_s(min(profile.prompt_tokens, PROBE_TOKENS))
-    busy = profile.score_s(sum(play.tokens)) + profile.learn_s(sum(play.tokens)) + profile.step_s + publish
-    whole = play.makespan_s + busy
-    if schedule.pipelined:
-        whole = end_of_pipeline(play, profile) + profile.step_s + publish
-    if not schedule.max_staleness:
+    plays = [play_of(recipe, profile, step) for step in steps]
+    tokens = [sum(play.tokens) for play in plays]
+    busy = statistics.mean(profile.score_s(n) + profile.learn_s(n) for n in tokens) + profile.step_s + publish
+    whole = statistics.mean(play.makespan_s for play in plays) + busy
+    if recipe.schedule.pipelined:
+        whole = statistics.mean(end_of_pipeline(play, profile) for play in plays) + profile.step_s + publish
+    if not recipe.schedule.max_staleness:
         return whole
-    return max(play.work_s + profile.transfer_s, busy, whole / (1 + schedule.max_staleness))
+    work = statistics.mean(play.work_s for play in plays)
+    return max(work + profile.transfer_s, busy, whole / (1 + recipe.schedule.max_staleness))
 
 
 def end_of_pipeline(play: Play, profile: Profile) -> float:
@@ -218,9 +219,10 @@ def end_of_pipeline(play: Play, profile: Profile) -> float:
 
 
 FORMULAS = """\
-Bounds, means over the measured steps, with `play` the time of the step's games on all places of the engines without a
-gap (first come, first served), `work` the same without the tail (all games / places), `busy` = score + learn +
-optimiser + publish, `publish` = transfer + probe:
+Bounds follow from the profile alone, from means over the measured steps. `play` is the time of a step's games on all
+places of the engines without a gap, first come, first served (in another order it can be a little shorter, so a step
+may lie below its bound); `work` the same without the tail, which is all games / places; `busy` = score + learn +
+optimiser + publish; `publish` = transfer + probe:
 
 - synchronous: play + busy
 - pipelined: end of the last piece + optimiser + publish, where a piece begins when it is played and the one before it
@@ -231,17 +233,19 @@ optimiser + publish, `publish` = transfer + probe:
 
 
 def about(recipe: Recipe, profile: Profile, play: Play) -> str:
-    batch, tokens = recipe.batch, sum(play.tokens)
-    return f"""\
-A step is {batch.prompts_per_step} prompts of {profile.prompt_tokens} tokens x {batch.samples_per_prompt} samples;
-responses are log-normal, median {profile.median_tokens:g}, sigma {profile.sigma:g}, at most
-{recipe.rollout.max_response_tokens} tokens. A sample takes {1000 * profile.prefill_s:g} ms + {1000 * profile.token_s:g} ms per token,
-{recipe.rollout.max_sequences} at once on each of {NUM_PLAYERS} devices; scoring {1e6 * profile.score_token_s:g} us and learning
-{1e6 * profile.learn_token_s:g} us per token, + {1000 * profile.call_s:g} ms per call; the optimiser {profile.step_s:g} s; new weights
-{profile.transfer_s:g} s. For the first measured step: play {play.makespan_s:.2f} s (work {play.work_s:.2f}), score
-{profile.score_s(tokens):.2f}, learn {profile.learn_s(tokens):.2f}.
-
-{FORMULAS}"""
+    batch, rollout, tokens = recipe.batch, recipe.rollout, sum(play.tokens)
+    sentences = [
+        f"A step is {batch.prompts_per_step} prompts of {profile.prompt_tokens} tokens x {batch.samples_per_prompt}",
+        f"samples. The tokens of a response are log-normal, median {profile.median_tokens:g}, sigma {profile.sigma:g},",
+        f"{rollout.max_response_tokens} at most. A sample takes {1000 * profile.prefill_s:g} ms and",
+        f"{1000 * profile.token_s:g} ms per token, {rollout.max_sequences} samples at once on each of {NUM_PLAYERS}",
+        f"devices. Scoring takes {1e6 * profile.score_token_s:g} us per token and learning",
+        f"{1e6 * profile.learn_token_s:g} us, and {1000 * profile.call_s:g} ms per call; the optimiser",
+        f"{profile.step_s:g} s; new weights {profile.transfer_s:g} s. So the first measured step has {tokens:,}",
+        f"tokens: play {play.makespan_s:.2f} s (work {play.work_s:.2f} s), score {profile.score_s(tokens):.2f} s,",
+        f"learn {profile.learn_s(tokens):.2f} s.",
+    ]
+    return textwrap.fill(" ".join(sentences), 120) + "\n\n" + FORMULAS
 
 
 def table(measured: dict[str, Measured], bounds: dict[str, float]) -> Iterator[list[str]]:

@@ -73,7 +73,7 @@ def parse_options() -> argparse.Namespace:
 
 def save_model(folder: Path, smoke: bool) -> int:
     """Returns its number of parameters."""
-    size = {"hidden_size": 32} if smoke else {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+    size = {"hidden_size": 32} if smoke else {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, **size}, tie_word_embeddings=True))
     model.save_pretrained(folder)
@@ -82,7 +82,7 @@ def save_model(folder: Path, smoke: bool) -> int:
 
 
 def recipe_of(cluster: dict[str, Any], model: Path, folder: Path, options: argparse.Namespace) -> Recipe:
-    prompts, new = (4, 4) if options.smoke else (16, 48)
+    prompts, new = (4, 4) if options.smoke else (16, 24)
     return Recipe.model_validate(
         {
             "name": "scaling",

@@ -121,6 +121,9 @@ class SimulatedPlayer:
         finished, self.finished = self.finished, []
         return finished
 
+    async def ping(self) -> None:
+        """To answer is enough."""
+
     async def cancel(self) -> None:
         for task in list(self.tasks):
             task.cancel()

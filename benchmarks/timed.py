@@ -7,14 +7,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from report import HERE, Measured
 
 from corral.loop.closing import close_runner
 from corral.loop.interrupt import Interrupt
 from corral.loop.parts import OpenWorkers
-from corral.loop.train import running, steps
+from corral.loop.steps import steps
+from corral.loop.train import running
 from corral.observe.console import Console
 from corral.observe.run_folder import RunFolder
 from corral.recipe.schema import Recipe

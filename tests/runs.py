@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.loop.interrupt import Interrupt
-from corral.loop.train import running, steps, train
+from corral.loop.steps import steps
+from corral.loop.train import running, train
 from corral.observe.console import Console
 from corral.observe.metrics import read
 from corral.observe.run_folder import RunFolder

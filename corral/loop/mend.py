@@ -15,15 +15,24 @@ from corral.runtime.group import WorkerLost
 
 logger = logging.getLogger(__name__)
 
+ATTEMPTS = 3
+"""To start a lost player again."""
+LAST_TRANSFER_S = 60.0
+"""For weights that are on their way to a new player when the run ends."""
+
 
 class Mender:
-    """Also the one way in which weights are published, since that is when a new worker gets its own."""
+    """Also the one way in which weights are published, since that is when a new player gets its own.
 
-    def __init__(self, parts: Parts, version: int) -> None:
-        self.parts, self.version = parts, version
-        self.lock = asyncio.Lock()
-        """Weights are either being changed or sent."""
-        self.mending: set[asyncio.Task[None]] = set()
+    `lost_nodes`: addresses are added as nodes are lost. `trainers`: to be held by who asks anything of the trainers,
+    which compute together and so must all be asked for the same things in the same order.
+    """
+
+    def __init__(self, parts: Parts, version: int, lost_nodes: set[str]) -> None:
+        self.parts, self.version, self.lost_nodes = parts, version, lost_nodes
+        self.trainers = asyncio.Lock()
+        self.mending: dict[int, asyncio.Task[None]] = {}
+        """By the player's rank."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         parts.playground.on_lost = self.lose
 
@@ -38,54 +47,77 @@ class Mender:
                 await asyncio.wait({task}, timeout=5.0)
                 await (watching if watching.done() else self.failure)
             await task
+            async with asyncio.timeout(LAST_TRANSFER_S):
+                await self.trainers.acquire()  # so that all trainers are free for the last checkpoint
+            self.trainers.release()
         finally:
-            for other in (task, watching, *self.mending):
+            for other in (task, watching, *self.mending.values()):
                 other.cancel()
 
     async def publish(self, version: int) -> dict[str, float]:
-        """To all engines that are there. One that is lost meanwhile is left out."""
+        """To all engines that are there. `trainers` is held."""
         self.version = version
-        async with self.lock:
-            while True:
-                try:
-                    return await self.parts.publisher.publish(version, self.parts.playground.lanes)
-                except WorkerLost as lost:
-                    if not self.lose(lost):
-                        raise
+        return await self._send()
+
+    async def _send(self, joining: int | None = None) -> dict[str, float]:
+        """Again without those that are lost meanwhile; the loss of `joining` is for the caller."""
+        playground, rollout = self.parts.playground, self.parts.runtime.placement.roles["rollout"]
+        while ranks := {*playground.lanes, *(() if joining is None else (joining,))}:
+            try:
+                return await self.parts.publisher.publish(self.version, ranks)
+            except WorkerLost as lost:
+                if joining is not None and lost.device == rollout[joining]:
+                    raise
+                if not self.lose(lost):
+                    raise
+        return {}
 
     def lose(self, lost: WorkerLost) -> bool:
-        """Whether the run goes on."""
-        placement, playground = self.parts.runtime.placement, self.parts.playground
-        if lost.device is None or placement.users(lost.device) != ("rollout",):
+        """Takes lost players out. Whether the run goes on, without them or with new ones."""
+        runtime, playground = self.parts.runtime, self.parts.playground
+        devices = set(runtime.devices_of(lost.node)) if lost.node is not None else {lost.device}
+        if any(devices & set(own) for role, own in runtime.placement.roles.items() if role != "rollout"):
             return False
-        if lost.node is not None and not self._can_do_without(lost):
-            return False
-        rank = placement.roles["rollout"].index(lost.device)
-        playground.lose(rank, lost)
         if lost.node is not None:
-            return True
-        task = asyncio.get_running_loop().create_task(self._replace(rank, lost.device))
-        self.mending.add(task)
-        task.add_done_callback(self.mending.discard)
-        return True
+            self.lost_nodes.add(lost.node)
+        rollout = runtime.placement.roles["rollout"]
+        for rank in [rank for rank, device in enumerate(rollout) if device in devices]:
+            if playground.lose(rank, lost) and lost.node is None:  # else it was heard of before
+                self.mending[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
+        least = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
+        return bool(playground.lanes or self.mending) and runtime.num_nodes >= least
 
     async def _replace(self, rank: int, device: int) -> None:
-        """Waits for the new process, then for the weights to be free; nothing waits for this, unless no engine is
-        left to play."""
-        parts = self.parts
+        """Waits for the new process, then for the trainers to be free. Nothing waits for this, unless no other player
+        is left."""
+        error: Exception | None = None
         try:
-            await parts.runtime.replace(device)
-            for role in ("rewards", "rollout"):
-                await parts.runtime.build(role, parts.recipe, None, rank=rank)
-            async with self.lock:
-                parts.publisher.reopen()
-                await parts.publisher.publish(self.version, {*parts.playground.lanes, rank})
-                parts.playground.open(rank)
-            logger.warning("device %d plays again", device)
-        except WorkerLost as lost:
-            if not parts.playground.lanes and not self.failure.done():
-                self.failure.set_exception(lost)
-            logger.warning("device %d could not be replaced: %s", device, lost)
+            for _ in range(ATTEMPTS):
+                try:
+                    await self._start_again(rank, device)
+                    return
+                except WorkerLost as lost:
+                    error = lost
+                    if lost.node is not None or lost.device != device:
+                        break
+        except Exception as other:
+            error = other
+        finally:
+            self.mending.pop(rank, None)
+        logger.warning("device %d could not be replaced: %s", device, error)
+        if error is not None and not self.parts.playground.lanes and not self.mending and not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def _start_again(self, rank: int, device: int) -> None:
+        parts = self.parts
+        await parts.runtime.replace(device)
+        for role in ("rewards", "rollout"):
+            await parts.runtime.build(role, parts.recipe, None, rank=rank)
+        async with self.trainers:
+            parts.publisher.reopen()
+            await self._send(joining=rank)
+            parts.playground.open(rank)
+        logger.warning("device %d plays again", device)
 
     async def _watch(self) -> None:
         """Until a node is lost that is needed."""
@@ -93,16 +125,6 @@ class Mender:
             try:
                 await self.parts.runtime.watch()
             except WorkerLost as lost:
-                if not self._can_do_without(lost):
+                if not self.lose(lost):
                     raise
                 logger.warning("%s; the run goes on without it", lost)
-
-    def _can_do_without(self, lost: WorkerLost) -> bool:
-        """Whether all that the node did was to play, and enough nodes are left."""
-        placement, runtime = self.parts.runtime.placement, self.parts.runtime
-        assert lost.node is not None
-        devices = runtime.devices_of(lost.node)
-        only_played = all(placement.users(device) in (("rollout",), ()) for device in devices)
-        others = set(placement.roles["rollout"]) - set(devices)
-        least = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
-        return only_played and bool(others) and runtime.num_nodes >= least

@@ -4,12 +4,12 @@ import asyncio
 import heapq
 import itertools
 import logging
-import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from corral.data.trajectory import Trajectory
+from corral.recipe.errors import RunError
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, WorkerLost
@@ -18,6 +18,9 @@ from corral.runtime.player import Game
 logger = logging.getLogger(__name__)
 
 Result = asyncio.Future[list[Trajectory]]
+CANCEL_S = 10.0
+MAX_DEATHS = 3
+"""Of workers, one after the other, that a prompt may have seen before it is taken to be the cause."""
 
 
 @dataclass
@@ -48,7 +51,10 @@ class Playground:
         self.waiting: deque[Game] = deque()
         self.results: dict[int, Result] = {}
         self.numbers = itertools.count()
-        self.num_replayed = 0
+        self.deaths: Counter[int] = Counter()
+        """Of workers, while they were playing a game."""
+        self.error: Exception | None = None
+        """After which nothing is played any more."""
 
     def open(self, rank: int) -> None:
         """From now on the worker takes games."""
@@ -70,12 +76,16 @@ class Playground:
         loop = asyncio.get_running_loop()
         games = [Game(next(self.numbers), prompt, samples, sampling, purpose) for prompt in prompts]
         self.results |= {game.number: loop.create_future() for game in games}
+        results = [self.results[game.number] for game in games]
+        if self.error is not None:
+            self._fail(self.error)
+            return results
         if first:
             self.waiting.extendleft(reversed(games))
         else:
             self.waiting.extend(games)
         self._deal()
-        return [self.results[game.number] for game in games]
+        return results
 
     async def cancel(self) -> None:
         """Forgets all games."""
@@ -87,7 +97,10 @@ class Playground:
             lane.inbox.clear()
             lane.playing.clear()
             self._load(lane, -lane.load)
-        await asyncio.gather(*(self.group.one(rank, "cancel", timeout_s=10.0) for rank in self.lanes))
+        calls = (self.group.one(rank, "cancel", timeout_s=CANCEL_S) for rank in self.lanes)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                logger.warning("a player did not drop its games: %s", answer)
 
     async def close(self) -> None:
         tasks = [lane.task for lane in self.lanes.values() if lane.task is not None]
@@ -113,10 +126,13 @@ class Playground:
     def _load(self, lane: Lane, more: int) -> None:
         lane.load += more
         heapq.heappush(self.by_load, (lane.load, lane.rank))
+        if len(self.by_load) > 8 * len(self.lanes) + 64:
+            self.by_load = [(lane.load, rank) for rank, lane in self.lanes.items()]
+            heapq.heapify(self.by_load)
 
     async def _feed(self, lane: Lane) -> None:
         """Consumes a lane's inbox, produces results. Waits for games (unblocked by `_deal`) and for the worker's next
-        finished ones (bounded by the group's deadline; a worker that is lost ends the wait)."""
+        finished ones (at most the group's deadline: a player that makes no progress says so before)."""
         collecting: asyncio.Task[list[tuple[int, list[Trajectory]]]] | None = None
         waking = asyncio.ensure_future(lane.wake.wait())
         try:
@@ -126,7 +142,7 @@ class Playground:
                     lane.playing |= {game.number: game for game in games}
                     await self.group.one(lane.rank, "submit", games)
                 if collecting is None and lane.playing:
-                    collecting = asyncio.ensure_future(self.group.one(lane.rank, "collect", timeout_s=math.inf))
+                    collecting = asyncio.ensure_future(self.group.one(lane.rank, "collect"))
                 await asyncio.wait({waking, *([collecting] if collecting else [])}, return_when="FIRST_COMPLETED")
                 if waking.done():
                     lane.wake.clear()
@@ -146,6 +162,7 @@ class Playground:
 
     def _finish(self, lane: Lane, finished: list[tuple[int, list[Trajectory]]]) -> None:
         for number, trajectories in finished:
+            self.deaths.pop(number, None)
             if (game := lane.playing.pop(number, None)) is not None:
                 self._load(lane, -game.samples)
             result = self.results.pop(number, None)
@@ -153,20 +170,29 @@ class Playground:
                 result.set_result(trajectories)
         self._deal()
 
-    def lose(self, rank: int, lost: WorkerLost) -> None:
-        """Takes a worker out; its games are played by the others, or by the next one that is opened."""
+    def lose(self, rank: int, lost: WorkerLost) -> bool:
+        """Takes a worker out; its games are played by the others, or by the next one that is opened. False: it was
+        taken out before."""
         lane = self.lanes.pop(rank, None)
         if lane is None:
-            return
+            return False
         if lane.task is not None and lane.task is not asyncio.current_task():
             lane.task.cancel()
         games = [*lane.playing.values(), *lane.inbox]
         logger.warning("%s; the %d prompts that it was playing are played elsewhere", lost, len(games))
-        self.num_replayed += len(games)
+        self.deaths.update(game.number for game in lane.playing.values())
+        for game in games:
+            if self.deaths[game.number] >= MAX_DEATHS:
+                self._fail(
+                    RunError(f"{MAX_DEATHS} workers died while they played prompt {game.prompt.ordinal}: {lost}")
+                )
+                return True
         self.waiting.extendleft(reversed(games))
         self._deal()
+        return True
 
     def _fail(self, error: Exception) -> None:
+        self.error = error
         for result in self.results.values():
             if not result.done():
                 result.set_exception(error)

@@ -22,7 +22,7 @@ class Publisher:
         self.actor, self.rollout, self.kind = actor, rollout, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.probe = probe_batch([prompt if len(prompt) > 1 else [*prompt, *prompt]])
-        self.joined: tuple[int, ...] = ()
+        self.joined: tuple[int, ...] | None = None
         """Ranks of the rollout that the channel reaches."""
 
     @property
@@ -34,6 +34,7 @@ class Publisher:
         """Consumes the trainers' weights; afterwards the engines of `ranks` draw with them. Waits for both sides. What
         is being generated goes on with the new weights, after a pause that is a metric."""
         started = time.perf_counter()
+        await self.rollout.all("ping", ranks=sorted(ranks))  # one that died idle is heard of before others wait for it
         if self.kind == "shared":
             pauses = await self.rollout.all("share_weights", version)
         else:
@@ -52,7 +53,7 @@ class Publisher:
 
     def reopen(self) -> None:
         """The channel is of no use any more: it failed, or one of its ends is another process now."""
-        self.joined = ()
+        self.joined = None
 
     async def _send(self, version: int, ranks: tuple[int, ...]) -> list[float]:
         pauses: list[float]

@@ -4,6 +4,7 @@ The random state is the seed, the sampler's position and the ledger: every draw 
 generator to save. What was being played when the checkpoint was made is open in the ledger, and is played again.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from corral.observe.run_folder import RunFolder
 from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.train.checkpoint import prune, set_aside_after, step_folder, writing_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 async def save(parts: Parts, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]) -> None:
@@ -52,8 +55,14 @@ async def writers(learners: Learners, folder: Path) -> Sequence[int]:
     mark.unlink()
     if not any(sees):
         raise RunError(
-            f"no worker of {learners.group.role} can write to {folder}: put `logging.runs` on a file system that all nodes share, or start the "
-            "run on a node that has one"
+            f"no worker of {learners.group.role} can write to {folder}: put `logging.runs` on a file system that all "
+            "nodes share, or start the run on a node that has one"
+        )
+    if not all(sees):
+        logger.warning(
+            "not all workers of %s see %s: copy a checkpoint to the same path on their nodes before it is resumed from",
+            learners.group.role,
+            folder.parent,
         )
     return [rank for rank, sees_it in enumerate(sees) if sees_it]
 

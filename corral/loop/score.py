@@ -1,6 +1,5 @@
 """The second stage of a step: what was played is scored, and rewards become advantages."""
 
-import asyncio
 import math
 
 import numpy as np
@@ -16,6 +15,7 @@ from corral.data.batch import Batch
 from corral.loop.parts import Parts
 from corral.loop.play import Played
 from corral.loop.shares import Learners
+from corral.runtime.group import together
 
 
 def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
@@ -28,8 +28,9 @@ async def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
     """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
 
     Consumes what was played; waits for actor, reference and critic: at the same time where they have devices of their
-    own, else one after the other, in the same order on all of these devices. The actor's are computed in the very packs that will be learnt
-    from, so that a recomputed log-prob is the same number, bit for bit, as the one of the first update's forward pass.
+    own, else one after the other, in the same order on all of these devices. The actor's are computed in the very
+    packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit, as the one of the
+    first update's forward pass.
     """
     wanted: dict[str, tuple[Learners, str]] = {}
     if parts.algorithm.old_logprobs == "recompute":
@@ -48,7 +49,7 @@ async def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
             batch.columns[column] = await learners.column(method, batch, updates)
 
     batch.columns["old_logprobs"] = batch.logprobs
-    await asyncio.gather(*map(one_after_the_other, by_devices.values()))
+    await together(*map(one_after_the_other, by_devices.values()))
 
 
 def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:

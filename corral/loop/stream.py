@@ -6,6 +6,7 @@ update is that of the synchronous loop, to rounding. Where something looks at th
 updates or passes, dynamic sampling), scoring streams and learning waits.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from corral.loop.interrupt import Interrupt
 from corral.loop.learn import Learnt, is_broken, kl_coefficient, learn, trainable_rows
 from corral.loop.parts import Parts
 from corral.loop.play import Played, Playing
-from corral.loop.score import advantages, plan_updates, score, steer_kl
+from corral.loop.score import advantages, plan_updates, score
 from corral.recipe.doubts import why_learning_waits
 from corral.runtime.losses import Sums, UpdateTerms
 
@@ -38,7 +39,7 @@ class Streamed:
 
 
 async def learn_while_playing(
-    parts: Parts, playing: Playing, step: int, interrupt: Interrupt
+    parts: Parts, playing: Playing, step: int, interrupt: Interrupt, trainers: asyncio.Lock
 ) -> tuple[Played, Batch | None, dict[str, float], Learnt]:
     """Consumes pieces of the step as they are finished, in the order drawn. Waits for the next piece (unblocked by the
     engine; a request to stop ends the wait) or for the workers that score and learn."""
@@ -49,21 +50,21 @@ async def learn_while_playing(
         if not played.trajectories:
             continue
         batch = Batch.of(played.trajectories)
-        await score(parts, batch, [list(range(len(batch)))])
         so_far.batches.append(batch)
-        if streams:
-            await add_gradient(parts, played, batch, so_far)
+        async with trainers:
+            await score(parts, batch, [list(range(len(batch)))])
+            if streams:
+                await add_gradient(parts, played, batch, so_far)
     whole = Played.join(so_far.played)
     if not so_far.batches:
         return whole, None, {}, so_far.learnt
     batch = so_far.batch
-    if not streams:
-        metrics = advantages(parts, batch, whole)
-        steer_kl(parts, metrics, len(batch))
-        return whole, batch, metrics, await learn(parts, batch, plan_updates(parts, batch), step)
+    async with trainers:
+        if not streams:
+            metrics = advantages(parts, batch, whole)
+            return whole, batch, metrics, await learn(parts, batch, plan_updates(parts, batch), step)
+        await make_update(parts, batch, so_far)
     metrics = {name: value / len(batch) for name, value in so_far.metrics.items()}
-    steer_kl(parts, metrics, len(batch))
-    await make_update(parts, batch, so_far)
     return whole, batch, metrics, so_far.learnt
 
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
 from corral.model.attention import forward_hidden
-from corral.recipe.errors import RunError
 from corral.rollout.cache import Decode, Prefill, SlotCache
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.sampling import draw, scale_logits, truncate, uniform
@@ -89,8 +88,10 @@ class NativeEngine:
         self.head = model.get_output_embeddings()
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max(max_sequences, 2))
         self.version = 0
-        self.whole = True
-        """False when an update broke off: the weights are of no version."""
+        self.ready = asyncio.Event()
+        """Not set while weights are being taken, and when that broke off: then they are of no version, and nothing is
+        decoded until others have been taken whole."""
+        self.ready.set()
         self.stats = EngineStats()
         self.in_flight: set[Request] = set()
         self.waiting: list[Request] = []
@@ -123,8 +124,11 @@ class NativeEngine:
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
         """Takes new weights with requests in flight, which go on with them. Returns the seconds for which nothing was
-        decoded. If `weights` breaks off, all requests fail until others have been taken whole."""
-        return await self.between_steps(lambda: self._take(weights, version))
+        decoded. If `weights` breaks off, requests wait until others have been taken whole."""
+        self.ready.clear()
+        pause_s = await self.between_steps(lambda: self._take(weights, version))
+        self.ready.set()
+        return pause_s
 
     async def between_steps(self, work: Callable[[], T]) -> T:
         """Runs `work` while the model is not in use."""
@@ -145,16 +149,17 @@ class NativeEngine:
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
         started = time.perf_counter()
         self.stored.clear()
-        self.whole = False
         copy_weights(self.model, weights)
-        self.version, self.whole = version, True
+        self.version = version
         return time.perf_counter() - started
 
     async def _pump(self) -> None:
-        """Consumes waiting requests, produces completions. Waits for nothing but the model; ends when none is left."""
+        """Consumes waiting requests, produces completions; ends when none is left. Waits for the model, and for weights
+        that are on their way."""
         loop = asyncio.get_running_loop()
         try:
             while self.waiting or self.branches:
+                await self.ready.wait()
                 for request in await loop.run_in_executor(self.thread, self.step):
                     assert request.finish is not None
                     self.in_flight.discard(request)
@@ -171,8 +176,6 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One token for every request that runs or can start. Returns those that are finished."""
-        if not self.whole:
-            raise RunError("the engine has only part of its new weights: their transfer broke off")
         self._decode()
         self._admit()
         return self._draw()

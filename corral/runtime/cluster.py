@@ -81,15 +81,18 @@ def running_cluster() -> str | None:
 def start_here(cluster: Cluster) -> None:
     """On loopback: nobody else is to reach it."""
     gpus = torch.cuda.device_count()
-    ray.init(
-        address="local",
-        num_gpus=gpus,
-        resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        _system_config=HEALTH_CHECKS,
-        **QUIET,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_gpus=gpus,
+            resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _system_config=HEALTH_CHECKS,
+            **QUIET,
+        )
+    except Exception as error:  # Ray has no class of its own for this
+        raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
 
 
 @contextmanager
@@ -109,9 +112,8 @@ def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **
     perhaps Corral too."""
     variables = {
         "PYTHONPATH": os.pathsep.join(own_import_path()),
-        "TORCH_CPP_LOG_LEVEL": os.environ.get(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        ),  # names that cannot be resolved, and such
+        # Torch warns of host names that cannot be resolved, and such.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     environment: dict[str, Any] = {"env_vars": variables}
     if py_executable is not None:

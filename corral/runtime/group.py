@@ -80,6 +80,8 @@ class Group(ABC):
 async def together(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     """Their answers. If one fails the others are not waited for; a worker that was lost explains the rest."""
     tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if any(task.done() and task.exception() is not None for task in tasks):

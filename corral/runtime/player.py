@@ -12,7 +12,7 @@ from typing import Any
 from corral.data.trajectory import Trajectory
 from corral.envs.registry import make_env_factory
 from corral.model.load import end_tokens, load_tokenizer
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import Recipe
 from corral.rewards.pool import ScorerPool
 from corral.rollout.chat import Chat
@@ -70,14 +70,26 @@ class Player:
             task.add_done_callback(self.tasks.discard)
 
     async def collect(self) -> list[Finished]:
-        """What has finished since; waits until there is something. Raises what no other game could survive either."""
-        await self.news.wait()
+        """What has finished since; waits until there is something, or for so long that it is time for a sign of life.
+        Raises what no other game could survive either."""
+        before = self.engine.stats.decode_steps
+        try:
+            await asyncio.wait_for(self.news.wait(), self.site.timeout_s / 2)
+        except TimeoutError:
+            if self.engine.in_flight and self.engine.stats.decode_steps == before:
+                raise RunError(
+                    f"the engine has not generated anything for {self.site.timeout_s / 2:g} s "
+                    "(half of `cluster.call_timeout_s`), and something waits for it"
+                ) from None
         self.news.clear()
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
         finished, self.finished = self.finished, []
         return finished
+
+    async def ping(self) -> None:
+        """To answer is enough."""
 
     async def cancel(self) -> None:
         """Drops all games."""
@@ -111,7 +123,7 @@ class Player:
         """Through which weights will come from the trainers; `rank` among its ends, of which the sender is 0."""
         if self.channel is not None:
             self.channel.close()
-        channel = make_channel(kind, self.site.address, self.site.device, self.site.timeout_s)
+        channel = make_channel(kind, self.site.address, self.site.device)
         if isinstance(channel, CollectiveChannel):
             await asyncio.to_thread(channel.join, meeting, rank, size)
         self.channel = channel

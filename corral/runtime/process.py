@@ -69,7 +69,7 @@ class DeviceProcess:
             return await self.worker.call(role, method, arguments)
         except Exception as error:
             traceback.print_exc()
-            expected = error if isinstance(error, UserError | RunError) else None
+            expected = error if isinstance(error, UserError | RunError | OSError) else None
             return Raised(expected, traceback.format_exception_only(error)[-1].strip())
 
 

@@ -5,6 +5,7 @@ model (tensor, context) are given the same share. All workers of a role are aske
 because their models compute together; a worker without a share takes part with nothing.
 """
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
@@ -34,7 +35,7 @@ class _Role:
     def __init__(self, role: str, site: Site, recipe: Recipe) -> None:
         self.recipe, self.site = recipe, site
         self.algorithm = resolve_algorithm(recipe)
-        self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device)
+        self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device, site.timeout_s)
 
     def load_model(self, path: str | None) -> Any:
         """On the host where it is going to be sharded: it may not fit the device."""
@@ -129,24 +130,25 @@ class Actor(Scorer):
 
     # --- sending weights to engines in other processes
 
-    def open_channel(self, kind: str) -> str:
+    async def open_channel(self, kind: str) -> str:
         """On the first worker, which sends. Returns where the receivers join."""
         if self.channel is not None:
-            self.channel.close()
-        self.channel = make_channel(kind, self.site.address, self.site.device, self.site.timeout_s)
+            await asyncio.to_thread(self.channel.close)  # also ends what may still wait in it
+        self.channel = make_channel(kind, self.site.address, self.site.device)
         return self.channel.open() if isinstance(self.channel, CollectiveChannel) else ""
 
-    def join_channel(self, meeting: str, size: int) -> None:
+    async def join_channel(self, meeting: str, size: int) -> None:
         if isinstance(self.channel, CollectiveChannel):
-            self.channel.join(meeting, 0, size)
+            await asyncio.to_thread(self.channel.join, meeting, 0, size)
 
     def send_weights(self) -> Parcel:
         """The first worker sends; the others help to put sharded tensors together."""
-        if self.channel is not None:
-            return self.channel.send(self.trainer.weights())
-        for _ in self.trainer.weights():
-            pass
-        return None
+        weights = self.trainer.weights()
+        try:
+            return None if self.channel is None else self.channel.send(weights)
+        finally:
+            for _ in weights:  # the others wait for this one, also when sending has failed
+                pass
 
     def release_weights(self) -> None:
         assert self.channel is not None

@@ -81,7 +81,8 @@ class Worker:
         target = getattr(self if role == "worker" else self.site.hosted[role], method)
         if asyncio.iscoroutinefunction(target):
             return await target(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self.thread, lambda: target(*arguments))
+        # Not cancelled with the call: workers that compute together would no longer do the same things.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.thread, lambda: target(*arguments)))
 
     def close(self) -> None:
         for role in self.site.hosted.values():

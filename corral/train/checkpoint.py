@@ -48,12 +48,6 @@ def writing_checkpoint(folder: Path, state: dict[str, Any]) -> Iterator[Path]:
         raise
 
 
-def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """In Hugging Face layout."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def describe(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

@@ -5,6 +5,7 @@ A mesh of one process has no groups and never touches `torch.distributed`.
 
 import math
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,23 +33,24 @@ class Mesh:
         """The same for the parameters of experts, which are dealt over the expert group already."""
 
     @classmethod
-    def build(cls, shape: MeshShape, device: torch.device) -> "Mesh":
+    def build(cls, shape: MeshShape, device: torch.device, timeout_s: float | None = None) -> "Mesh":
+        """`timeout_s`: for collectives within it; None: torch's own."""
         mesh = cls(shape, device, dist.get_rank() if shape.size > 1 else 0)
         if shape.size > 1:
             assert dist.get_world_size() == shape.size, "one process for each place of the mesh"
-            mesh._connect()
+            mesh._connect(None if timeout_s is None else timedelta(seconds=timeout_s))
         return mesh
 
-    def _connect(self) -> None:
+    def _connect(self, timeout: timedelta | None) -> None:
         """In the same order on all ranks."""
         for name in DIMENSIONS:
             if getattr(self.shape, name) > 1:
-                self.groups[name] = self._group([name])
+                self.groups[name] = self._group([name], timeout)
         if self.is_sharded:
-            self.groups["sharded"] = self._group(["shard", "expert", "context"])
+            self.groups["sharded"] = self._group(["shard", "expert", "context"], timeout)
             self.dense = self._device_mesh("sharded", ["shard", "expert", "context"])
         if "expert" in self.groups:
-            self.groups["expert_sharded"] = self._group(["shard", "context"])
+            self.groups["expert_sharded"] = self._group(["shard", "context"], timeout)
             self.by_expert = self._device_mesh("expert_sharded", ["shard", "context"])
 
     def _ranks(self, dimensions: Sequence[str]) -> Tensor:
@@ -57,12 +59,12 @@ class Mesh:
         moved = ranks.movedim([DIMENSIONS.index(name) for name in dimensions], list(range(-len(dimensions), 0)))
         return moved.reshape(-1, math.prod(getattr(self.shape, name) for name in dimensions))
 
-    def _group(self, dimensions: Sequence[str]) -> dist.ProcessGroup:
+    def _group(self, dimensions: Sequence[str], timeout: timedelta | None) -> dist.ProcessGroup:
         """Of this rank and those that differ from it in these dimensions only."""
         ranks = self._ranks(dimensions)
         if len(ranks) == 1 and dist.group.WORLD is not None:
             return dist.group.WORLD
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0]
         return group
 
     def _device_mesh(self, group: str, dimensions: Sequence[str]) -> Any:
@@ -76,10 +78,6 @@ class Mesh:
         own = both[(both == self.rank).any(dim=1)].reshape(self.shape.replicate, -1)
         groups = [self.groups["replicate"], self.groups[group]]
         return DeviceMesh.from_group(groups, kind, mesh=own, mesh_dim_names=("replicate", group))
-
-    @property
-    def data_rank(self) -> int:
-        return self.shape.data_rank(self.rank)
 
     @property
     def is_sharded(self) -> bool:

@@ -50,10 +50,10 @@ class ClusterRun:
         metrics = self.path / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    def kill_a_worker(self, host: int) -> None:
+    def kill_workers(self, host: int, number: int = 1) -> None:
         """As the kernel does when memory runs out."""
         found = self.lab.run(host, ["pgrep", "-f", "^ray::DeviceProcess"]).stdout.split()
-        self.lab.run(host, ["kill", "-9", found[-1]])
+        self.lab.run(host, ["kill", "-9", *found[-number:]])
 
     def audit(self) -> Audit:
         return Ledger(self.path / "ledger.jsonl").audit()

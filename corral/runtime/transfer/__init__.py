@@ -33,13 +33,17 @@ __all__ = [
 ]
 
 
-def make_channel(kind: str, address: str, device: torch.device, timeout_s: float) -> Channel:
+TIMEOUT_S = 120.0
+"""For both sides to join, and for any one bucket."""
+
+
+def make_channel(kind: str, address: str, device: torch.device) -> Channel:
     """One end. `address`: of this node, as the others reach it."""
     match kind:
         case "collective":
-            return CollectiveChannel(address, device, timeout_s=timeout_s)
+            return CollectiveChannel(address, device, timeout_s=TIMEOUT_S)
         case "object":
-            return ObjectChannel(device, timeout_s=timeout_s)
+            return ObjectChannel(device, timeout_s=TIMEOUT_S)
         case "ipc":
             return IpcChannel(device)
     raise ValueError(f"there is no way {kind} for weights to travel")

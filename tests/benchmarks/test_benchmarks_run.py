@@ -1,0 +1,40 @@
+"""The benchmarks of the loop still run; what they measure is not looked at."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, results: Path, *options: str) -> dict[str, object]:
+    """What the benchmark found."""
+    subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), "--smoke", "--results", str(results), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCHMARKS.parent)},
+        cwd=results,
+        check=True,
+        timeout=180,
+    )
+    workloads: dict[str, object] = json.loads((results / script).with_suffix(".json").read_text())["workloads"]
+    return workloads
+
+
+def test_the_driver_overhead_is_measured_without_ray(tmp_path: Path) -> None:
+    assert run("driver_overhead.py", tmp_path, "--no-ray").keys() == {"total", "stages", "functions"}
+
+
+@pytest.mark.slow
+def test_overlap_is_measured_on_ray(tmp_path: Path) -> None:
+    found = run("overlap.py", tmp_path, "--schedules", "staleness 1, pipelined")
+    assert "overlap" in found
+
+
+@pytest.mark.slow
+def test_scaling_is_measured(tmp_path: Path) -> None:
+    found = run("scaling.py", tmp_path, "--layouts", "no Ray, 1 process", "Ray, 1 worker")
+    assert "scaling" in found
