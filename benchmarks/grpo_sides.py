@@ -56,7 +56,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
 
 
 def corral_steps(options: argparse.Namespace) -> Measured:
-    """The loop of `corral.loop.train.steps`, with a clock. Generation includes the rewards."""
+    """The loop of `corral.loop.steps.steps`, with a clock. Generation includes the rewards."""
     return asyncio.run(timed_corral_steps(recipe_of(options), options.steps + 1))
 
 

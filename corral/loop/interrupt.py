@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 
 class Interrupted(Exception):
-    """The user asked to stop while something was being played. Nothing has been changed by it yet."""
+    """The user asked to stop while something was being played. No weight has been changed by it yet."""
 
 
 class Interrupt:

@@ -1,7 +1,7 @@
 """What became of every prompt, in `ledger.jsonl`: it was issued, played, and trained once or dropped for a reason.
 
 A prompt is its ordinal, which the sampler hands out: 0, 1, 2, ... over the whole run. The file has one line for each
-thing that happened, with the ordinals as spans, and every line is complete on disk when its call returns:
+thing that happened, with the ordinals as spans, and a line is in the file as a whole or not at all:
 
     {"step": 4, "issued": "32-39"}
     {"step": 4, "played": "32-39"}
