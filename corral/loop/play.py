@@ -78,7 +78,7 @@ class Playing:
         self._issue(draws)
 
     async def whole(self) -> Played:
-        """Everything. Waits until it is played: a player that makes no progress says so, environments have deadlines."""
+        """Everything. Waits until it is played: a player without progress says so, environments have deadlines."""
         return Played.join([piece async for piece in self.parts(1)])
 
     async def parts(self, most: int = PIECES_PER_STEP) -> AsyncIterator[Played]:
