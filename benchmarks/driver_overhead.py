@@ -52,8 +52,6 @@ PROFILE = Profile(
     step_s=1.0,
     transfer_s=3.0,
 )
-FASTER = 6
-"""The clock of the workers runs so many times faster than the profile says; the driver's CPU time is the same."""
 NUM_SAMPLES = 8
 AT_ONCE = 32
 """Pairs of calls through Ray."""
@@ -105,7 +103,7 @@ def main() -> None:
     report = Report("driver_overhead", title, options.results, ["ray"])
     with bench_folder() as folder:
         save_tiny_model(Path(folder) / "model")
-        recipes = {name: recipe_of(size, Path(folder), options.steps, changes) for name, changes in VARIANTS.items()}
+        recipes = {name: recipe_of(size, Path(folder), options, changes) for name, changes in VARIANTS.items()}
         recipe = next(iter(recipes.values()))
         step_s = step_seconds(recipe, size)
         print(f"making {size.num_trajectories:,} trajectories", flush=True)
@@ -123,17 +121,19 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="of each variant; the first one is not counted")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    faster = "than the profile says, the workers' clock runs; the driver's CPU time is the same"
+    parser.add_argument("--faster", type=float, default=6, metavar="TIMES", help=faster)
     parser.add_argument("--no-ray", dest="ray", action="store_false", help="without the cost of Ray's calls")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and Markdown files")
     parser.add_argument("--smoke", action="store_true", help="8 devices; the numbers mean nothing")
     options = parser.parse_args()
     if options.smoke:
-        options.steps = 2
+        options.steps, options.faster = 2, 500
     return options
 
 
-def recipe_of(size: Size, folder: Path, steps: int, changes: dict[str, Any]) -> Recipe:
-    profile = PROFILE.faster(FASTER)
+def recipe_of(size: Size, folder: Path, options: argparse.Namespace, changes: dict[str, Any]) -> Recipe:
+    profile = PROFILE.faster(options.faster)
     return Recipe.model_validate(
         {
             "name": "overhead",
@@ -150,7 +150,7 @@ def recipe_of(size: Size, folder: Path, steps: int, changes: dict[str, Any]) -> 
             "rollout": {"max_response_tokens": 2048},
             "batch": {"prompts_per_step": size.num_prompts, "samples_per_prompt": NUM_SAMPLES},
             "algorithm": {"kl": {"where": "loss"}},
-            "schedule": {"steps": steps, **changes.get("schedule", {})},
+            "schedule": {"steps": options.steps, **changes.get("schedule", {})},
             "logging": {"runs": str(folder / "runs"), "trajectories": False, **changes.get("logging", {})},
             "cluster": {
                 "runtime": "ray",

@@ -29,7 +29,9 @@ class Mender:
     """
 
     def __init__(self, parts: Parts, version: int, lost_nodes: set[str]) -> None:
-        self.parts, self.version, self.lost_nodes = parts, version, lost_nodes
+        self.parts, self.lost_nodes = parts, lost_nodes
+        self.version = version
+        """Of the trainers' weights."""
         self.trainers = asyncio.Lock()
         self.mending: dict[int, asyncio.Task[None]] = {}
         """By the player's rank."""
@@ -54,13 +56,9 @@ class Mender:
             for other in (task, watching, *self.mending.values()):
                 other.cancel()
 
-    async def publish(self, version: int) -> dict[str, float]:
-        """To all engines that are there. `trainers` is held."""
-        self.version = version
-        return await self._send()
-
-    async def _send(self, joining: int | None = None) -> dict[str, float]:
-        """Again without those that are lost meanwhile; the loss of `joining` is for the caller."""
+    async def publish(self, joining: int | None = None) -> dict[str, float]:
+        """To all engines that are there, and to a new one; again without those that are lost meanwhile. The loss of
+        `joining` is for the caller. `trainers` is held."""
         playground, rollout = self.parts.playground, self.parts.runtime.placement.roles["rollout"]
         while ranks := {*playground.lanes, *(() if joining is None else (joining,))}:
             try:
@@ -115,7 +113,7 @@ class Mender:
             await parts.runtime.build(role, parts.recipe, None, rank=rank)
         async with self.trainers:
             parts.publisher.reopen()
-            await self._send(joining=rank)
+            await self.publish(joining=rank)
             parts.playground.open(rank)
         logger.warning("device %d plays again", device)
 

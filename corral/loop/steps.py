@@ -88,9 +88,9 @@ async def steps(run: Run) -> None:
                     with run.timed("learn"):
                         learnt = await learn(parts, batch, updates, run.step + 1)
             steer_kl(parts, metrics, len(batch))
-            run.step += 1
+            run.step = run.mender.version = run.step + 1
             async with trainers:
-                metrics |= await run.mender.publish(run.step)
+                metrics |= await run.mender.publish()
         settle(run, played, learnt)
 
         if parts.recipe.schedule.max_staleness:

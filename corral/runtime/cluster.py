@@ -27,6 +27,8 @@ WORKER_SLOT = "corral_device"
 """The resource of a node without GPUs, one per worker: `ray start --resources='{"corral_device": 2}'`."""
 SAY_EVERY_S = 5.0
 POLL_S = 0.25
+PATIENCE_S = 1.0
+"""Before anything is said: mostly it does not take that long."""
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -187,7 +189,7 @@ class Waiting:
 
     def __init__(self, timeout_s: float, say: Callable[[str], None]) -> None:
         self.deadline, self.say = time.monotonic() + timeout_s, say
-        self.next = time.monotonic() + POLL_S
+        self.next = time.monotonic() + PATIENCE_S
 
     @property
     def is_over(self) -> bool:
