@@ -27,7 +27,7 @@ class TrajectoryWriter:
         # No time and no name in the header: equal trajectories are equal files.
         with (
             replacing(path) as file,
-            gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as zipped,
+            gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
         ):
             for record in records:
                 zipped.write(json_line(record))

@@ -87,7 +87,7 @@ def own_packs(batch: Batch, mesh: Mesh | None) -> list[Pack | None]:
     if mesh is None:
         return list(batch.pack(PACK))
     others = mesh.shape.num_data - 1
-    rows = [range(len(batch) - others), *([len(batch) - others + i] for i in range(others))][mesh.data_rank]
+    rows = [range(len(batch) - others), *([len(batch) - others + i] for i in range(others))][mesh.shape.data_rank(mesh.rank)]
     if mesh.data_rank == 3:
         rows = []
     elif mesh.data_rank == 2 and others == 3:
