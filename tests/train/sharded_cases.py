@@ -82,15 +82,19 @@ def small_batch() -> Batch:
     )
 
 
+def data_rank(mesh: Mesh) -> int:
+    return mesh.shape.data_rank(mesh.rank)
+
+
 def own_packs(batch: Batch, mesh: Mesh | None) -> list[Pack | None]:
     """Uneven: the first share has most, the others one trajectory each, and the last of four none at all."""
     if mesh is None:
         return list(batch.pack(PACK))
     others = mesh.shape.num_data - 1
-    rows = [range(len(batch) - others), *([len(batch) - others + i] for i in range(others))][mesh.shape.data_rank(mesh.rank)]
-    if mesh.data_rank == 3:
+    rows = [range(len(batch) - others), *([len(batch) - others + i] for i in range(others))][data_rank(mesh)]
+    if data_rank(mesh) == 3:
         rows = []
-    elif mesh.data_rank == 2 and others == 3:
+    elif data_rank(mesh) == 2 and others == 3:
         rows = [len(batch) - 2, len(batch) - 1]
     packs: list[Pack | None] = list(batch.pack(PACK, rows)) if len(rows) else []
     return packs + [None] * (mesh.max(len(packs)) - len(packs))

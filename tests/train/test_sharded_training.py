@@ -9,6 +9,7 @@ from sharded_cases import (
     Outcome,
     alone,
     build_model,
+    data_rank,
     deviation,
     mesh_of,
     on_mesh,
@@ -104,7 +105,7 @@ def one_bad_loss(shape: MeshShape, bad_rank: int, dtype: torch.dtype) -> tuple[b
     policy = policy_of(build_model("llama", dtype), mesh)
     before = weights_of(policy)
     for pack in own_packs(small_batch(), mesh):
-        factor = torch.nan if mesh.data_rank == bad_rank else 1.0
+        factor = torch.nan if data_rank(mesh) == bad_rank else 1.0
         policy.forward_backward(pack, lambda logprobs, _, factor=factor: logprobs.sum() * factor)
     result = policy.step()
     unchanged = all(torch.equal(before[n], weight) for n, weight in policy.weights())
@@ -135,7 +136,7 @@ def overflow(shape: MeshShape) -> tuple[list[bool], float]:
     skipped = []
     for _ in range(3):
         for pack in own_packs(small_batch(), mesh):
-            steep = 1e3 if mesh.data_rank == 1 and not skipped else 1.0
+            steep = 1e3 if data_rank(mesh) == 1 and not skipped else 1.0
             policy.forward_backward(pack, lambda logprobs, _, steep=steep: (logprobs * steep).mean())
         skipped.append(policy.step().skipped)
     assert policy.optimiser is not None
