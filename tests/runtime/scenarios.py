@@ -198,7 +198,7 @@ async def lost_of(work: Any) -> dict[str, Any]:
 
 async def refusals(logs: str) -> dict[str, Any]:
     said: list[str] = []
-    small = {"devices_per_node": 2, "start_timeout_s": 1}
+    small = {"devices_per_node": 2, "start_timeout_s": 3}
     return {
         "three_nodes": await message_of(runtime_of(logs, said, nodes=3, **small)),
         "said": said,
