@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from corral.data.batch import Batch
 from corral.data.trajectory import StopReason, Trajectory
 
 
@@ -26,4 +27,17 @@ def make_trajectory(
         ordinal=group,
         sample=sample,
         row=group,
+    )
+
+
+def small_batch() -> Batch:
+    """Three groups of four with a common opening, and samples that start alike."""
+    rng = np.random.default_rng(4)
+    prompts = [[5, 6, 7, *rng.integers(3, 90, 5 + 3 * g)] for g in range(3)]
+    return Batch.of(
+        [
+            make_trajectory(prompt, rng.integers(3, 6, 2 + i).tolist(), group=g, sample=i)
+            for g, prompt in enumerate(prompts)
+            for i in range(4)
+        ]
     )

@@ -41,13 +41,13 @@ HOW_TO_START = (
 )
 
 
-def connect(cluster: Cluster) -> bool:
-    """Returns whether the cluster was started here, and so must be ended here."""
+def connect(cluster: Cluster) -> None:
+    """To the recipe's cluster, or to one that is started for it. `ray.shutdown` leaves the one and ends the other."""
     if ray.is_initialized():
         address = ray.get_runtime_context().gcs_address
         if not answers(address):
             raise RunError(f"Ray's head node, {address}, does not answer, and without it there is no cluster")
-        return False
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray._private.worker._worker_logs_enabled = False  # it prints deaths, which are told better here
@@ -60,14 +60,13 @@ def connect(cluster: Cluster) -> bool:
                 raise UserError(
                     f"the Ray cluster at {address} cannot be used from here: {first_line(error)}"
                 ) from error
-            return False
+            return
         if cluster.address != "auto":
             raise UserError(f"`cluster.address`: there is no Ray cluster at {address}; {HOW_TO_START}")
         if cluster.nodes > 1:
             lack = f"`cluster.nodes` is {cluster.nodes}, and no Ray cluster runs on this machine"
             raise UserError(f"{lack}; {HOW_TO_START}")
         start_here(cluster)
-        return True
 
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

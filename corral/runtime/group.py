@@ -5,7 +5,6 @@ with its own arguments on each. Every wait has a deadline, and an error says whi
 """
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
@@ -44,10 +43,9 @@ class Group(ABC):
         """The answer, or what the worker raised, or `WorkerLost`."""
 
     async def one(self, rank: int, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """`timeout_s` of infinity: until it answers or is lost, for what may rightly take any time."""
         limit = timeout_s or self.timeout_s
         try:
-            async with asyncio.timeout(None if limit == math.inf else limit):
+            async with asyncio.timeout(limit):
                 return await self.send(rank, method, arguments)
         except TimeoutError:
             raise Late(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tiny import tiny_config
 from torch import Tensor
-from trajectories import make_trajectory
+from trajectories import small_batch
 from transformers import AutoModelForCausalLM
 
 from corral.data.batch import Batch, Pack
@@ -66,19 +66,6 @@ def policy_of(
         recompute=recompute,
         mesh=mesh,
         offload=offload,
-    )
-
-
-def small_batch() -> Batch:
-    """Three groups of four with a common opening, and samples that start alike."""
-    rng = np.random.default_rng(4)
-    prompts = [[5, 6, 7, *rng.integers(3, 90, 5 + 3 * g)] for g in range(3)]
-    return Batch.of(
-        [
-            make_trajectory(prompt, rng.integers(3, 6, 2 + i).tolist(), group=g, sample=i)
-            for g, prompt in enumerate(prompts)
-            for i in range(4)
-        ]
     )
 
 

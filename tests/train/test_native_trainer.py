@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import DEVICE, tiny_config
 from torch import Tensor
-from trajectories import make_trajectory
+from trajectories import small_batch
 from transformers import AutoModelForCausalLM
 
 from corral.data.batch import Batch, Pack
@@ -23,19 +23,6 @@ def tiny_policy(dtype: torch.dtype = torch.float32, recompute: bool = False, **o
     recipe = Optimiser(**{"learning_rate": 1e-2, "max_gradient_norm": 1e9, **optimiser})
     return NativePolicy(
         model, temperature=0.9, logits_chunk=16, optimiser=recipe, total_updates=10, recompute=recompute
-    )
-
-
-def small_batch() -> Batch:
-    """Three groups of four with a common opening, and samples that start alike."""
-    rng = np.random.default_rng(4)
-    prompts = [[5, 6, 7, *rng.integers(3, 90, 5 + 3 * g)] for g in range(3)]
-    return Batch.of(
-        [
-            make_trajectory(prompt, rng.integers(3, 6, 2 + i).tolist(), group=g, sample=i)
-            for g, prompt in enumerate(prompts)
-            for i in range(4)
-        ]
     )
 
 

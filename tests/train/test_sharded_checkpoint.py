@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sharded_cases import CPU, backward, build_model, deviation, mesh_of, own_packs, policy_of, small_batch, weights_of
+from sharded_cases import CPU, backward, build_model, deviation, mesh_of, own_packs, policy_of, weights_of
 from team import Team
+from trajectories import small_batch
 from transformers import AutoModelForCausalLM
 
 from corral.model.attention import register

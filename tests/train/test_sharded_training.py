@@ -16,10 +16,10 @@ from sharded_cases import (
     own_packs,
     policy_of,
     shapes,
-    small_batch,
     weights_of,
 )
 from team import Team
+from trajectories import small_batch
 
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
