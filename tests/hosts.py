@@ -1,6 +1,7 @@
 """Several hosts out of one machine, for tests of what happens between machines.
 
-A host is a set of Linux namespaces: its own address, name, /etc/hosts, processes, /tmp/ray and /dev/shm. Everything
+A host is a set of Linux namespaces: its own address, name, /etc/hosts, processes, /dev/shm, and what Ray and Corral
+keep in /tmp. The home directory is one for all hosts of a lab. Everything
 ends with the process that made it, even if that is killed: the kernel ends the hosts, and the bridge between them,
 which it leaves behind, is removed by the next one.
 
@@ -35,30 +36,35 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """With these Ray notices in seconds that a node is gone. By default a cable that was pulled takes it a minute."""
+FONTS = Path("~/.cache/matplotlib").expanduser()
+"""That matplotlib has collected; it needs seconds for it."""
+DECOY = "192.168.231"
 START_S = 120
 NUMBERS = itertools.count()
 
 
 class Host:
-    """`process`: ends the host when it is killed. `pid`: of the host's first process."""
+    """`process`: ends the host when it is killed. `pid`: of the host's first process. `home`: not that of the user who
+    runs the tests, whose files are nobody's business."""
 
-    def __init__(self, name: str, address: str, link: str, process: "subprocess.Popen[bytes]") -> None:
-        self.name, self.address, self.link, self.process = name, address, link, process
+    def __init__(self, name: str, address: str, link: str, home: Path, process: "subprocess.Popen[bytes]") -> None:
+        self.name, self.address, self.link, self.home, self.process = name, address, link, home, process
         self.pid = first_child(process)
 
     def command(self, command: Sequence[str], env: dict[str, str]) -> list[str]:
         enter = ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", "-i", f"--wd={os.getcwd()}", "--"]
-        every = {"RAY_AUTH_MODE": "disabled", **env}  # whatever the user who runs the tests has in ~/.ray
+        every = {"HOME": str(self.home), "MPLCONFIGDIR": str(FONTS), **env}
         return [*enter, "env", *(f"{name}={value}" for name, value in every.items()), *command]
 
 
 class Lab:
-    """`loopback_names`: each host's own name is 127.0.1.1 in its /etc/hosts, as Debian has it."""
+    """`loopback_names`: each host's own name is 127.0.1.1 in its /etc/hosts, as Debian has it. `decoys`: each host has
+    a network before the right one that leads nowhere."""
 
-    def __init__(self, num_hosts: int, *, loopback_names: bool = False) -> None:
+    def __init__(self, num_hosts: int, *, loopback_names: bool = False, decoys: bool = False) -> None:
         skip_unless_possible()
         remove_old_bridges()
-        self.num_hosts, self.loopback_names = num_hosts, loopback_names
+        self.num_hosts, self.loopback_names, self.decoys = num_hosts, loopback_names, decoys
         self.bridge = f"crl{os.getpid():x}x{next(NUMBERS)}"
         self.folder = Path(tempfile.mkdtemp(prefix="lab-"))
         self.errors = self.folder / "errors.txt"
@@ -171,20 +177,28 @@ class Lab:
     def _make_host(self, number: int) -> Host:
         name, address, link = f"h{number + 1}", f"{self.net}.{number + 11}", f"{self.bridge}h{number}"
         ray, hosts, resolver = self.folder / f"ray.{name}", self.folder / f"hosts.{name}", self.folder / "resolv.conf"
+        home, state = self.folder / "home", f"/tmp/corral-{os.getuid()}"
+        home.mkdir(exist_ok=True)
         ray.mkdir()
         resolver.touch()
         hosts.write_text(self._hosts_file(number))
         script = (
             f"hostname {name}; mount --bind {hosts} /etc/hosts; mount --bind {resolver} /etc/resolv.conf; "
             f"mount -t tmpfs -o size=1g tmpfs /dev/shm; mkdir -p /tmp/ray; mount --bind {ray} /tmp/ray; "
+            f"mkdir -p -m 700 {state}; mount -t tmpfs -o size=1g,mode=0700 tmpfs {state}; "
             "exec tini -s -g -- sleep infinity"
         )
         spaces = ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
         process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "sh", "-c", script])
-        host = Host(name, address, link, process)
+        host = Host(name, address, link, home, process)
+        inside = ["nsenter", "-t", str(host.pid), "-n", "ip"]
+        if self.decoys:
+            pair = "link add ens1 type veth peer name nowhere"
+            wrong = f"addr add {DECOY}.{number + 11}/24 dev ens1"
+            for command in (pair, wrong, "link set ens1 up", "link set nowhere up"):
+                subprocess.run([*inside, *command.split()], check=True)
         ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
         ip("link", "set", link, "master", self.bridge, "up")
-        inside = ["nsenter", "-t", str(host.pid), "-n", "ip"]
         for command in (f"addr add {address}/24 dev eth0", "link set lo up", "link set eth0 up"):
             subprocess.run([*inside, *command.split()], check=True)
         return host

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from corral.cli import cluster, jobs
+from corral.cli.launch import verbs as launch
 from corral.recipe.errors import RunError, UserError
 
 app = typer.Typer(
@@ -31,18 +33,33 @@ Overrides = Annotated[
 
 
 @app.command()
-def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="All in this process, on one device: breakpoint() opens a debugger.")
+    ] = False,
+    post_mortem: Annotated[
+        bool, typer.Option("--post-mortem", help="Open a debugger where the run fails, on a cluster in the worker.")
+    ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
+    ] = False,
+) -> None:
     """Train as the recipe says. The same command again goes on where a stopped run was."""
     from corral.cli.planning import planned
+    from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
     from corral.recipe.plan import batch_in_words, schedule_in_words
 
-    loaded, plan = planned(recipe, overrides or [])
-    console = Console()
+    debugging = Debugging(debug, post_mortem, insecure)
+    loaded, plan = planned(recipe, overrides or [], debugging.adapt)
+    console = Console(live=not debug)
     for warning in plan.warnings:
         console.warn(warning)
-    run_training(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console)
+    with debugging.watching(loaded, console):
+        run_training(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console, debugging)
 
 
 @app.command()
@@ -144,6 +161,11 @@ def version() -> None:
             print(f"{package} {version_of(package)}")
         except PackageNotFoundError:
             print(f"{package} is not installed as a package")
+
+
+cluster.register(app)
+jobs.register(app)
+launch.register(app)
 
 
 def main() -> None:

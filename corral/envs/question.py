@@ -2,14 +2,14 @@
 
 from corral.data.rows import Message, Row
 from corral.envs.base import StepResult
-from corral.rewards.pool import ScorerPool
+from corral.rewards.pool import Rewards
 
 
 class QuestionEnv:
     bounds_itself = True
     """Each call of the reward function has its own deadline in the pool; waiting for a free worker has none."""
 
-    def __init__(self, pool: ScorerPool) -> None:
+    def __init__(self, pool: Rewards) -> None:
         self._pool = pool
         self._row: Row | None = None
 

@@ -8,12 +8,12 @@ from corral.envs.base import Env
 from corral.envs.question import QuestionEnv
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment
-from corral.rewards.pool import ScorerPool
+from corral.rewards.pool import Rewards
 
 BUILT_IN: dict[str, Callable[..., Env]] = {"question": QuestionEnv}
 
 
-def make_env_factory(environment: Environment, pool: ScorerPool) -> Callable[[], Env]:
+def make_env_factory(environment: Environment, pool: Rewards) -> Callable[[], Env]:
     """A function that makes a new environment for each trajectory.
 
     `options` are the class's arguments; a class with an argument `pool` gets the pool that runs the reward function.

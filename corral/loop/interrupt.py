@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
+Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupted(Exception):
@@ -17,15 +18,17 @@ class Interrupted(Exception):
 class Interrupt:
     """A request to stop waits for the end of the step while weights are being changed, and cuts playing short."""
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None], on_ctrl_c: Handler | None = None) -> None:
+        """`on_ctrl_c`: a debugger's, which then has Ctrl-C for itself."""
         self.notify = notify
+        self.handlers = {signal.SIGINT: on_ctrl_c or self._handle, signal.SIGTERM: self._handle}
         self.requested = False
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        for number, handler in self.handlers.items():
+            self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,6 +25,7 @@ from corral.recipe.schema import Model, Recipe, Source
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group
 from corral.runtime.local import LocalRuntime
+from corral.runtime.remote_debugger import Wanted
 from corral.runtime.roles import ORDER
 
 ROOM = 3.0
@@ -181,14 +182,21 @@ async def open_parts(
 
 @asynccontextmanager
 async def open_runtime(
-    recipe: Recipe, placement: Placement, logs: Path, console: Console, lost_nodes: frozenset[str] = frozenset()
+    recipe: Recipe,
+    placement: Placement,
+    logs: Path,
+    console: Console,
+    lost_nodes: frozenset[str] = frozenset(),
+    debugger: Wanted = Wanted(),
 ) -> AsyncIterator[Runtime]:
     runtime: Runtime
     if runs_on_ray(recipe):
         from corral.runtime.ray import RayRuntime
 
         with console.stage("starting workers"):
-            runtime = await RayRuntime.start(recipe, placement, logs, say=console.note, without_nodes=lost_nodes)
+            runtime = await RayRuntime.start(
+                recipe, placement, logs, say=console.note, without_nodes=lost_nodes, debugger=debugger
+            )
     else:
         runtime = LocalRuntime(recipe, placement)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.loop.closing import close_runner
+from corral.loop.debug import Debugging
 from corral.loop.interrupt import Interrupt, Interrupted
 from corral.loop.mend import Mender
 from corral.loop.parts import OpenWorkers, open_parts
@@ -22,10 +23,13 @@ from corral.observe.trackers import make_trackers
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
+from corral.runtime.presence import announce
 from corral.train.checkpoint import find_checkpoint, read_state, step_folder
 
 
-def train(recipe: Recipe, plan_text: str, plan_lines: list[str], console: Console) -> Path:
+def train(
+    recipe: Recipe, plan_text: str, plan_lines: list[str], console: Console, debugging: Debugging = Debugging()
+) -> Path:
     """Runs the recipe to its end and returns the run folder."""
     runner = asyncio.Runner()
     try:
@@ -34,9 +38,11 @@ def train(recipe: Recipe, plan_text: str, plan_lines: list[str], console: Consol
             recipe_file = folder.write_recipe(dump_recipe(recipe))
             folder.write_plan(plan_text)
             step = None if checkpoint is None else read_state(checkpoint)["step"]
+            announce("controller", folder.name)
             console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
-            with Interrupt(console.warn) as interrupt, run_log(folder.logs / "main.log", console):
-                runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file))
+            with Interrupt(console.warn, debugging.on_ctrl_c) as interrupt, run_log(folder.logs / "main.log", console):
+                open_workers = debugging.open_workers
+                runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
         return folder.path
     finally:
         console.close()
@@ -50,6 +56,7 @@ async def supervise(
     interrupt: Interrupt,
     checkpoint: Path | None,
     recipe_file: Path,
+    open_workers: OpenWorkers | None = None,
 ) -> None:
     """Runs to the end. A run that has lost a worker it cannot do without begins again at its last checkpoint, on the
     nodes that are left."""
@@ -57,7 +64,7 @@ async def supervise(
     restarts, saved_step, began = 0, -1, False
     while True:
         try:
-            async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes) as run:
+            async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes, open_workers) as run:
                 began = True
                 try:
                     await run.mender.guard(steps(run))

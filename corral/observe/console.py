@@ -41,7 +41,10 @@ class Sample:
 class Console:
     """Also a `Tracker`: it logs a step as a line. To be closed, whatever happens: a live display hides the cursor."""
 
-    def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic, *, live: bool = True
+    ) -> None:
+        """`live`: with a progress bar, if it is a terminal. Not where someone else writes there too, as a debugger."""
         stream = stream or sys.stdout
         is_terminal = stream.isatty()
         self._rich = RichConsole(
@@ -50,7 +53,7 @@ class Console:
             highlight=False,
             emoji=False,
         )
-        self._is_live = is_terminal and self._rich.is_interactive
+        self._is_live = live and is_terminal and self._rich.is_interactive
         self._clock = clock
         self._last_line_at = clock()
         self._total: int | None = None

@@ -85,7 +85,7 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether anything was done in it."""
-        return _holds_run(self.path)
+        return holds_run(self.path)
 
     @property
     def recipe(self) -> Path:
@@ -205,7 +205,8 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _holds_run(path: Path) -> bool:
+def holds_run(path: Path) -> bool:
+    """Whether anything was done in a folder that nobody may have opened."""
     metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
     return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 

@@ -17,3 +17,8 @@ class RecipeError(UserError):
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+def first_line(error: BaseException) -> str:
+    """Of what others raise, which often goes on for pages."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

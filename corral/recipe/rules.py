@@ -26,6 +26,7 @@ Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
 PlacedRule = Callable[[Recipe, Placement], Findings]
 
+SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
 
 
@@ -259,6 +260,15 @@ def enough_nodes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield f"`cluster.min_nodes: {cluster.min_nodes}` is more than `cluster.nodes: {cluster.nodes}`"
 
 
+def environment_names(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    for name in recipe.cluster.environment:
+        written = f"`cluster.environment: {name.partition('=')[0]}`"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield f"{written} should be the name of a variable alone; its value is not for recipes, which are kept"
+        elif name in SET_BY_RAY or name.startswith("RAY_"):
+            yield f"{written} cannot be the same for all workers: Ray sets it for each of them"
+
+
 # --- rules that look at who is placed where
 
 
@@ -352,5 +362,6 @@ RULES: tuple[Rule, ...] = (
     logging_keys,
     local_runtime,
     enough_nodes,
+    environment_names,
 )
 PLACED_RULES: tuple[PlacedRule, ...] = (running_ahead, ways_of_weights, mesh_sizes, offloaded_parts)

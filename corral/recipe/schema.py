@@ -358,6 +358,9 @@ class Cluster(Section):
     """How new weights reach the rollout. shared: within a process. collective: broadcast (NCCL, gloo). object: through
     Ray's object store. ipc: through memory of the node that both processes map; of a GPU, only if both see it. auto:
     shared where actor and rollout have the same devices, else collective."""
+    environment: list[str] = []
+    """Names of environment variables, such as HF_TOKEN, that workers get with the values they have where `corral train`
+    or `corral submit` is started. Where they are not set there, workers keep their node's own."""
     min_nodes: PositiveInt | None = None
     """When nodes are lost the run goes on with the rest, down to so many. None: all are needed."""
     max_restarts: NaturalInt = 3

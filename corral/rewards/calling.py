@@ -61,10 +61,17 @@ def load_function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 def call(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Result:
     """Score one response. Raises what the function raises, or ValueError for a result that is no finite number."""
-    offered = _offer(function, response, row)
-    result = function(**{**offered, **options})
-    if inspect.isawaitable(result):
-        result = asyncio.run(_wait_for(result))
+    answer = function(**{**_offer(function, response, row), **options})
+    return _read(asyncio.run(_wait_for(answer)) if inspect.isawaitable(answer) else answer)
+
+
+async def call_here(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Result:
+    """The same, from an event loop."""
+    answer = function(**{**_offer(function, response, row), **options})
+    return _read(await answer if inspect.isawaitable(answer) else answer)
+
+
+def _read(result: Any) -> Result:
     if not isinstance(result, Mapping):
         return Result(_finite(result, "the reward"), {})
     if "score" not in result:

@@ -18,7 +18,7 @@ import queue
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from corral.data.plugins import error_line
 from corral.data.rows import Row
@@ -52,6 +52,19 @@ class Counts:
 
 
 Outcome = Literal["ok", "raised", "timed_out", "died"]
+
+
+class Rewards(Protocol):
+    """What runs the reward function: a `ScorerPool`, or for a debugger `RewardsHere`."""
+
+    @property
+    def counts(self) -> Counts: ...
+
+    async def score(self, response: str, row: Row) -> Score:
+        """Run the function on one response. Never raises for what the function does; see `Score.error`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ PR_SET_PDEATHSIG = 1
 def main(descriptor: int) -> None:
     """Serve the pool at the other end of the socket `descriptor`."""
     _die_with_parent()
+    sys.breakpointhook = _no_terminal
     os.set_inheritable(descriptor, False)  # not for programs that the function starts
     connection = socket.socket(fileno=descriptor)
     try:
@@ -46,6 +47,11 @@ def _score(function: Any, request: bytes, options: dict[str, Any]) -> dict[str, 
     except BaseException as error:  # also SystemExit: the sample failed, the worker is well
         return {"error": error_line(error)}
     return {"score": result.score, "metrics": result.metrics}
+
+
+def _no_terminal(*_: Any, **__: Any) -> None:
+    if os.environ.get("PYTHONBREAKPOINT") != "0":
+        raise RuntimeError("a reward function has a terminal for breakpoint() with `corral train --debug` only")
 
 
 def _reply(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -1,111 +1,25 @@
-"""A Ray cluster: finding it or starting one on this machine, and booking its devices."""
+"""The devices of a Ray cluster: waiting for them and booking them."""
 
 import asyncio
-import logging
 import os
-import signal
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
-import torch
-from ray._private.services import find_bootstrap_address
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import Cluster
-from corral.runtime.network import answers
-from corral.runtime.nodes import Node, arrange
-from corral.runtime.remote import first_line
+from corral.runtime.nodes import WORKER_SLOT, Node, arrange
 
-WORKER_SLOT = "corral_device"
-"""The resource of a node without GPUs, one per worker: `ray start --resources='{"corral_device": 2}'`."""
 SAY_EVERY_S = 5.0
 POLL_S = 0.25
 PATIENCE_S = 1.0
 """Before anything is said: mostly it does not take that long."""
-HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 5,
-}
-HOW_TO_START = (
-    "start one: `ray start --head` on the first node, `ray start --address=FIRST_NODE:6379` on the others (with "
-    f"""`--resources='{{"{WORKER_SLOT}": 2}}'` where there are no GPUs), then this command on one of them"""
-)
-
-
-def connect(cluster: Cluster) -> None:
-    """To the recipe's cluster, or to one that is started for it. `ray.shutdown` leaves the one and ends the other."""
-    if ray.is_initialized():
-        address = ray.get_runtime_context().gcs_address
-        if not answers(address):
-            raise RunError(f"Ray's head node, {address}, does not answer, and without it there is no cluster")
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray._private.worker._worker_logs_enabled = False  # it prints deaths, which are told better here
-    address = running_cluster() if cluster.address == "auto" else cluster.address
-    with signal_handlers_kept():
-        if address is not None and answers(address):
-            try:
-                ray.init(address=address, **QUIET)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(
-                    f"the Ray cluster at {address} cannot be used from here: {first_line(error)}"
-                ) from error
-            return
-        if cluster.address != "auto":
-            raise UserError(f"`cluster.address`: there is no Ray cluster at {address}; {HOW_TO_START}")
-        if cluster.nodes > 1:
-            lack = f"`cluster.nodes` is {cluster.nodes}, and no Ray cluster runs on this machine"
-            raise UserError(f"{lack}; {HOW_TO_START}")
-        start_here(cluster)
-
-
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-
-
-def running_cluster() -> str | None:
-    """As `RAY_ADDRESS` says, else one that was started with `ray start`. Not one that another run started for itself
-    and will end, which is what Ray's own `auto` would take."""
-    found: str | None = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
-    return found
-
-
-def start_here(cluster: Cluster) -> None:
-    """On loopback: nobody else is to reach it."""
-    gpus = torch.cuda.device_count()
-    try:
-        ray.init(
-            address="local",
-            num_gpus=gpus,
-            resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _system_config=HEALTH_CHECKS,
-            **QUIET,
-        )
-    except Exception as error:  # Ray has no class of its own for this
-        raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
-
-
-@contextmanager
-def signal_handlers_kept() -> Iterator[None]:
-    """Ray sets its own for SIGTERM."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
@@ -123,10 +37,19 @@ def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **
 
 
 def own_import_path() -> list[str]:
-    """This process's, without what belongs to the Python installation, which may lie elsewhere on another node."""
+    """This process's, without what may lie elsewhere on another node: what belongs to the Python installation, and what
+    Ray itself puts on each node."""
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     entries = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
-    return [entry for entry in entries if os.path.isdir(entry) and not entry.startswith(installed)]
+    own = [entry for entry in entries if os.path.isdir(entry) and not entry.startswith(installed)]
+    return [entry for entry in own if not given_by_ray(Path(entry))]
+
+
+def given_by_ray(path: Path) -> bool:
+    """Whether it is in a job's copy of the folder that was submitted, or another thing that a `runtime_env` names. Ray
+    makes one on each node, and lets every process of the job find its own."""
+    folder = Path(ray._private.worker._global_node.get_runtime_env_dir_path())
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 # --- devices

@@ -25,9 +25,12 @@ from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
 from corral.runtime import exits
 from corral.runtime.network import CONNECT_S, answers, interface_towards
+from corral.runtime.remote_debugger import Kind, kind_here
 
 RANK_LABEL = "corral.rank"
 """`ray start --labels corral.rank=3`: the node's place in the numbering of devices."""
+WORKER_SLOT = "corral_device"
+"""The resource of a node without GPUs, one per worker."""
 HEAD_RESOURCE = "node:__internal_head__"
 TICK_S = 1.0
 LAST_LINES = 10
@@ -68,6 +71,7 @@ class NodeFacts:
     folder: Path
     """For exit statuses, and for logs where the run's folder is not visible."""
     sees_logs: bool
+    debugger: Kind | None
 
 
 class NodeAgent:
@@ -82,7 +86,8 @@ class NodeAgent:
     def facts(self) -> NodeFacts:
         cores = len(os.sched_getaffinity(0))
         interface = interface_towards(self.head)
-        return NodeFacts(sys.executable, exits.__file__, cores, interface, self.folder, self.marker.exists())
+        sees_logs = self.marker.exists()
+        return NodeFacts(sys.executable, exits.__file__, cores, interface, self.folder, sees_logs, kind_here())
 
     def ping(self) -> None:
         """To answer is enough."""

@@ -14,7 +14,7 @@ from corral.envs.registry import make_env_factory
 from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import Recipe
-from corral.rewards.pool import ScorerPool
+from corral.rewards.pool import Rewards
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt
 from corral.rollout.engine import Sampling
@@ -46,7 +46,7 @@ class Player:
 
     channel: Channel | None = None
 
-    def __init__(self, site: Site, recipe: Recipe, model: Any, pool: ScorerPool) -> None:
+    def __init__(self, site: Site, recipe: Recipe, model: Any, pool: Rewards) -> None:
         self.site, self.recipe, self.pool = site, recipe, pool
         self.tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, self.tokenizer)
@@ -171,7 +171,7 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     )
 
 
-def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pool: ScorerPool) -> Driver:
+def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pool: Rewards) -> Driver:
     rollout, environment = recipe.rollout, recipe.environment
     return Driver(
         engine=engine,

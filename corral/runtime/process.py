@@ -4,18 +4,21 @@ It becomes a worker in two steps, because only a process that runs knows which G
 the recipe it is. What a role raises comes back as a value, so that it arrives as it was and not as an error of Ray's.
 """
 
+import asyncio
 import faulthandler
 import logging
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from corral.recipe.errors import RunError, UserError
+from corral.runtime.presence import announce
+from corral.runtime.remote_debugger import WorkerDebugger
 from corral.runtime.worker import Worker
 
 
@@ -23,6 +26,10 @@ from corral.runtime.worker import Worker
 class Seat:
     """What a process must know to be a worker."""
 
+    device: int
+    roles: tuple[str, ...]
+    run: str
+    """Its name."""
     rank: int
     """Among the workers of its set of devices."""
     size: int
@@ -30,10 +37,15 @@ class Seat:
     timeout_s: float
     threads: int | None
     log: Path
-    folder: Path
-    """In which the controller was started; files that the recipe names are relative to it."""
+    folder: Path | None
+    """In which the controller was started; files that the recipe names are relative to it. None: Ray has put a copy of
+    it on every node, and the process is in its own."""
     environment: dict[str, str]
     """Set where the node's own environment does not."""
+    chosen: dict[str, str] = field(repr=False)
+    """Set whatever the node's own environment has (`cluster.environment`). Here, and not in Ray's `runtime_env`, which
+    Ray shows to whoever asks: they may be secrets."""
+    debugger: WorkerDebugger
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class DeviceProcess:
     """The actor. All methods are async, so that many calls are under way at once and one that computes blocks none."""
 
     worker: Worker
+    debugger: WorkerDebugger
 
     async def start(self) -> tuple[int, list[str]]:
         """Its process id and the accelerators that it got."""
@@ -57,10 +70,14 @@ class DeviceProcess:
 
     async def sit(self, seat: Seat) -> None:
         write_output_to(seat.log)
-        if seat.folder.is_dir():
+        if seat.folder is not None and seat.folder.is_dir():
             os.chdir(seat.folder)
         for name, value in seat.environment.items():
             os.environ.setdefault(name, value)
+        os.environ.update(seat.chosen)
+        announce("worker", seat.run, seat.device, seat.roles)
+        self.debugger = seat.debugger
+        self.debugger.install()
         self.worker = Worker(seat.rank, seat.size, seat.address, timeout_s=seat.timeout_s, threads=seat.threads)
 
     async def call(self, role: str, method: str, *arguments: Any) -> Any:
@@ -69,6 +86,8 @@ class DeviceProcess:
             return await self.worker.call(role, method, arguments)
         except Exception as error:
             traceback.print_exc()
+            if self.debugger.post_mortem and not isinstance(error, UserError):
+                await asyncio.to_thread(self.debugger.open_at, error)
             expected = error if isinstance(error, UserError | RunError | OSError) else None
             return Raised(expected, traceback.format_exception_only(error)[-1].strip())
 

@@ -30,11 +30,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from corral.runtime.cluster import WORKER_SLOT, book, connect, find_nodes, remote_class
+from corral.runtime.cluster import book, find_nodes, given_by_ray, remote_class
+from corral.runtime.connection import connect
 from corral.runtime.network import INTERFACE_VARIABLES, answers
-from corral.runtime.nodes import Heartbeats, Node, NodeAgent, head_address, restrict
+from corral.runtime.nodes import WORKER_SLOT, Heartbeats, Node, NodeAgent, head_address, restrict
 from corral.runtime.process import DeviceProcess, Seat
 from corral.runtime.remote import Device, NodeGone, Process, RayGroup, node_lost, reply
+from corral.runtime.remote_debugger import LOOPBACK, Lookout, Wanted, WorkerDebugger, check
 
 LIVES_WITH = {"rewards": "rollout"}
 """Roles that the placement does not name."""
@@ -72,13 +74,14 @@ class RayRuntime:
     nodes: list[Node]
     """Those with devices that are used, in the order of their ranks."""
 
-    def __init__(self, recipe: Recipe, logs: Path, builder: str) -> None:
-        self.recipe, self.cluster, self.builder = recipe, recipe.cluster, builder
+    def __init__(self, recipe: Recipe, logs: Path, builder: str, debugger: Wanted) -> None:
+        self.recipe, self.cluster, self.builder, self.debugger = recipe, recipe.cluster, builder, debugger
         self.logs = logs.resolve()
         self.token, self.gcs_address = uuid.uuid4().hex[:12], ""
         self.nodes, self.sets, self.groups = [], [], {}
         self.devices: dict[int, Device] = {}
         self.heartbeats: Heartbeats | None = None
+        self.lookout: Lookout | None = None
         self.booking: Any = None
         self.actors: list[Any] = []
         self.told: set[str] = set()
@@ -94,9 +97,10 @@ class RayRuntime:
         say: Callable[[str], None],
         without_nodes: frozenset[str] = frozenset(),
         builder: str = BUILDER,
+        debugger: Wanted = Wanted(),
     ) -> "RayRuntime":
         """`without_nodes`: addresses of those that were lost. Their devices are missing from the placement then."""
-        runtime = cls(recipe, logs, builder)
+        runtime = cls(recipe, logs, builder, debugger)
         try:
             await runtime._start(placement, say, without_nodes)
         except BaseException:
@@ -113,10 +117,13 @@ class RayRuntime:
         self.nodes = [node for node in nodes if node.devices]
         self.booking, bundles = await book(self.cluster, self.resource, self.nodes, say)
         await self._start_agents()
+        check(self.debugger, self.nodes)
         await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
         self.sets = [DeviceSet(roles, devices) for roles, devices in self.placement.groups().items()]
         self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
         self.groups["worker"] = self._group("worker", sorted(self.devices))
+        names = {number: str(device) for number, device in self.devices.items()}
+        self.lookout = Lookout(self.token, names, self.debugger.warn)
         await asyncio.gather(*(self._seat(device) for device in self.devices.values()))
         await asyncio.gather(*(self._meet(one) for one in self.sets if one.is_world))
 
@@ -168,8 +175,9 @@ class RayRuntime:
         the rest by itself."""
         if not ray.is_initialized():
             return
-        if self.heartbeats is not None:
-            self.heartbeats.close()
+        for watcher in (self.heartbeats, self.lookout):
+            if watcher is not None:
+                watcher.close()
         thread = threading.Thread(target=self._close, daemon=True)
         if answers(self.gcs_address):
             thread.start()
@@ -237,16 +245,27 @@ class RayRuntime:
         threads = self.recipe.train.threads
         if threads is None and self.resource == WORKER_SLOT:
             threads = max(1, facts.num_cores // len(device.node.devices))
-        chosen = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
+        interfaces = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
         seat = Seat(
+            device=device.number,
+            roles=own.roles,
+            run=self.recipe.name,
             rank=own.devices.index(device.number),
             size=len(own.devices),
             address=device.node.address,
             timeout_s=self.cluster.call_timeout_s,
             threads=threads,
             log=device.log,
-            folder=Path.cwd(),
-            environment={name: value for name, value in chosen.items() if value is not None},
+            folder=None if given_by_ray(Path.cwd()) else Path.cwd(),
+            environment={name: value for name, value in interfaces.items() if value is not None},
+            chosen={name: os.environ[name] for name in self.cluster.environment if name in os.environ},
+            debugger=WorkerDebugger(
+                self.token,
+                device.number,
+                facts.debugger,
+                self.debugger.post_mortem,
+                device.node.address if self.debugger.insecure else LOOPBACK,
+            ),
         )
         await self._in_time(device.process.actor.sit.remote(seat), device.node, f"device {device.number}")
 

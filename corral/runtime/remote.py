@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
 from corral.runtime.exits import describe_exit
 from corral.runtime.group import Group, WorkerLost
@@ -158,7 +158,3 @@ def put_once(arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     shared = {id(one): one for own in arguments for one in own if uses[id(one)] > 1}
     references = {identity: ray.put(one) for identity, one in shared.items()}
     return [tuple(references.get(id(one), one) for one in own) for own in arguments]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

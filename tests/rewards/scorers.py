@@ -19,6 +19,11 @@ async def slow_length(response: str) -> dict[str, float]:
     return {"score": float(len(response)), "words": len(response.split())}
 
 
+def stops(response: str) -> float:
+    breakpoint()
+    return 1.0
+
+
 def process_id(response: str) -> int:
     return os.getpid()
 

@@ -267,3 +267,9 @@ def test_a_function_whose_import_kills_the_process_is_an_error(tmp_path: Path) -
 def test_an_unknown_name_is_an_error_at_once() -> None:
     with pytest.raises(UserError, match="did you mean `exact`"):
         ScorerPool(Reward(name="exat"))
+
+
+def test_a_breakpoint_in_a_reward_function_says_where_it_would_work(make_pool: Callable[..., ScorerPool]) -> None:
+    [score] = score_all(make_pool("stops"), ["any"])
+    assert score.error is not None
+    assert "`corral train --debug`" in score.error

@@ -134,7 +134,3 @@ def reused(device: torch.device, *, pinned: bool = False) -> Allocate:
         return memory[:size]
 
     return allocate
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from corral.recipe.errors import RunError
-from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, Parcel, Place, first_line, pack, reused, unpack
+from corral.recipe.errors import RunError, first_line
+from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, Parcel, Place, pack, reused, unpack
 
 
 class CollectiveChannel:

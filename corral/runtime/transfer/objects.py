@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, first_line
 from corral.runtime.transfer.base import (
     BUCKET_BYTES,
     Bucket,
     Layout,
     Parcel,
     SentBucket,
-    first_line,
     pack,
     reused,
     unpack,

@@ -1,0 +1,174 @@
+"""`corral submit`, `jobs`, `logs` and `stop`: runs that the cluster does by itself."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from corral.recipe.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from corral.cluster.jobs.dashboard import JobApi
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address", help="Of the cluster's dashboard, http://HEAD:8265, if not this node's own.", show_default=False
+    ),
+]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Its id, or the beginning of it.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+def register(app: typer.Typer) -> None:
+    for command in (submit, jobs, logs, stop):
+        app.command()(command)
+
+
+def submit(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Changes to it, as for `corral train`.", show_default=False),
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow what the job says.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of that name, which must have a checkpoint.")
+    ] = False,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME=VALUE: a variable for the job and its workers.", show_default=False),
+    ] = None,
+    runtime_env: Annotated[
+        Path | None, typer.Option(help="A YAML file with a runtime_env for Ray (pip, ...).", show_default=False)
+    ] = None,
+    code: Annotated[
+        Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.", show_default=False)
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Other files in it that are sent, such as 'prompts/*.json'.", show_default=False),
+    ] = None,
+    no_code: Annotated[
+        bool, typer.Option("--no-code", help="Send none: the job runs in this folder, which all nodes must see.")
+    ] = False,
+    address: Address = None,
+) -> None:
+    """Train on a cluster as the recipe says, whether or not this terminal stays open. Sends the recipe and its code."""
+    from corral.cli.planning import planned
+    from corral.cluster.jobs.dashboard import open_jobs
+    from corral.cluster.jobs.environment import chosen_variables, read_runtime_env
+    from corral.cluster.jobs.submit import Order, prepare
+    from corral.cluster.jobs.submit import submit as submit_package
+
+    loaded, plan = planned(recipe, overrides or [])
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+    for_ray, its_variables, its_code = ({}, {}, None) if runtime_env is None else read_runtime_env(runtime_env)
+    if (code is not None) + (its_code is not None) + no_code > 1:
+        raise UserError("say once which code is sent: --code, --no-code, or `working_dir` of --runtime-env")
+    if no_code and include:
+        raise UserError("--include has no effect with --no-code, which sends nothing")
+    given = code or its_code
+    if given is not None and not given.is_dir():
+        raise UserError(f"{given} is not a folder")
+    variables, unset = chosen_variables(loaded.cluster.environment, env or [], os.environ)
+    for name in unset:
+        print(f"note: `cluster.environment`: {name} is not set here; the nodes keep their own")
+    root = None if no_code else (given or Path.cwd()).resolve()
+    order = Order(
+        recipe=loaded,
+        folder=Path.cwd(),
+        code=root,
+        include=include or (),
+        variables={**its_variables, **variables},
+        runtime_env=for_ray,
+        resume=resume,
+    )
+    package = prepare(order)
+    api = open_jobs(address)
+    sent = submit_package(api, package)
+    for note in sent.notes:
+        print(note)
+    print(f"submitted {sent.id} to {api.url}; run folder {sent.folder}", flush=True)
+    if no_wait:
+        print("\n".join(f"  corral {verb}" for verb in (f"logs {sent.id} -f", f"status {sent.id}", f"stop {sent.id}")))
+        return
+    watch(api, sent.id)
+
+
+def jobs(address: Address = None, as_json: AsJson = False) -> None:
+    """List the jobs of the cluster, the newest first."""
+    from corral.cluster.jobs.dashboard import open_jobs
+    from corral.cluster.jobs.job import list_jobs, table, with_true_folder
+
+    api = open_jobs(address)
+    found = [with_true_folder(api, job) for job in list_jobs(api)]
+    if as_json:
+        print(json.dumps([job.as_dict() for job in found], indent=2))
+    else:
+        print(table(found) if found else "no jobs yet; `corral submit RECIPE` makes one")
+
+
+def logs(
+    job: JobName,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the job ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only so many of the last lines.", show_default=False)] = None,
+    address: Address = None,
+) -> None:
+    """Print what a job has said."""
+    from corral.cluster.jobs.dashboard import open_jobs
+    from corral.cluster.jobs.follow import follow as follow_job
+    from corral.cluster.jobs.job import find_job, logs_of
+
+    api = open_jobs(address)
+    found = find_job(api, job)
+    said = logs_of(api, found.id)
+    lines = said.splitlines(keepends=True)
+    write("".join(lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]))
+    if follow and found.is_open:
+        try:
+            follow_job(api, found.id, write, skip=len(said))
+        except KeyboardInterrupt:
+            leave(found.id)
+
+
+def stop(
+    job: JobName,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to save and end.")] = 300.0,
+    address: Address = None,
+) -> None:
+    """Stop a job. Its run saves a checkpoint first."""
+    from corral.cluster.jobs.dashboard import open_jobs
+    from corral.cluster.jobs.follow import stop as stop_job
+
+    print(stop_job(open_jobs(address), job, write, timeout))
+
+
+def watch(api: "JobApi", job: str) -> None:
+    """Follows a job to its end. Fails if it does."""
+    from corral.cluster.jobs.follow import follow
+    from corral.cluster.jobs.job import outcome
+
+    try:
+        ended = follow(api, job, write)
+    except KeyboardInterrupt:
+        leave(job)
+    if ended.state != "succeeded":
+        if not ended.exit_code and ended.state == "failed":
+            print(ended.message, file=sys.stderr)  # it never got to say something itself
+        raise RunError(outcome(ended))
+    print(outcome(ended))
+
+
+def leave(job: str) -> NoReturn:
+    print(f"\njob {job} goes on: `corral logs {job} -f` follows it again, `corral stop {job}` stops it")
+    raise typer.Exit(1)
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Clusters: bringing one up on its nodes, checking it, submitting to it, and the files that launchers need for it."""

@@ -1,0 +1,128 @@
+"""Ray's and Corral's processes on a node, and those that earlier runs have left behind.
+
+Ray names its workers `ray::NAME`; their ancestor is the node's raylet, whose command line has the address of its head.
+A worker without a raylet, and a raylet whose head does not answer, belong to nobody any more.
+"""
+
+import os
+import pwd
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from corral.cluster.doctor.findings import Finding
+
+SERVERS = ("gcs_server", "raylet")
+HELPERS = ("ray/dashboard/", "ray/_private/", "ray/autoscaler/", "ray.util.client.server")
+"""Parts of the command lines of Ray's processes that are written in Python."""
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    name: str
+    command: str
+    user: str
+    token: bool | None = None
+    """Of Ray's servers: whether they want one. None: not known, as of another user's. (Workers, too, do as their raylet
+    does; but they write their name over the place where their environment was.)"""
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}, {self.user})"
+
+    @property
+    def is_rays(self) -> bool:
+        return self.name in SERVERS or self.name.startswith("ray::") or any(part in self.command for part in HELPERS)
+
+
+Table = Mapping[int, Process]
+
+
+def all_processes() -> dict[int, Process]:
+    found = (read_process(Path("/proc", name)) for name in os.listdir("/proc") if name.isdecimal())
+    return {process.pid: process for process in found if process is not None}
+
+
+def read_process(folder: Path) -> Process | None:
+    """None: it has ended, or is a thread of the kernel or a process of which only the exit code is left."""
+    try:
+        fields = (folder / "stat").read_text()
+        state, parent = fields.rpartition(")")[2].split()[:2]
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        name = (folder / "comm").read_text().strip()
+        uid = folder.stat().st_uid
+    except OSError:
+        return None
+    if state == "Z" or not command:
+        return None
+    if command.startswith("ray::"):
+        name = command.split()[0]  # the kernel keeps 15 characters of it
+    process = Process(int(folder.name), int(parent), name, command, user_name(uid))
+    if not process.is_rays or name.startswith("ray::"):
+        return process
+    try:
+        entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return process
+    return replace(process, token="RAY_AUTH_MODE=token" in entries)
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def raylet_of(process: Process, table: Table) -> Process | None:
+    """The raylet that started it, or it itself."""
+    current: Process | None = process
+    while current is not None:
+        if current.name == "raylet":
+            return current
+        current = table.get(current.parent)
+    return None
+
+
+def head_of(process: Process) -> str | None:
+    """host:port of the head that a process of Ray's was started for, from its command line."""
+    words = [word for word in process.command.split() if word.startswith("--")]
+    options = dict(word.lstrip("-").replace("_", "-").split("=", 1) for word in words if "=" in word)
+    if process.name == "gcs_server" and "gcs-server-port" in options:
+        return f"{options.get('node-ip-address', '127.0.0.1')}:{options['gcs-server-port']}"
+    is_client_server = "ray.util.client.server" in process.command
+    return options.get("address" if is_client_server else "gcs-address")
+
+
+def check_processes(table: Table, cluster: str | None, answers: Callable[[str], bool]) -> Iterator[Finding]:
+    """`cluster`: host:port of the head of the one that is checked. `answers`: whether a head does."""
+    rays = [process for process in table.values() if process.is_rays]
+    lost = [process for process in rays if process.name.startswith("ray::") and raylet_of(process, table) is None]
+    heads = {head for process in rays if (head := head_of(process)) is not None}
+    dead = {head for head in heads if head != cluster and not answers(head)}
+    stray = [*lost, *(process for process in rays if head_of(process) in dead)]
+    if stray:
+        yield Finding(
+            "warning",
+            "stray processes",
+            f"{words(stray)}: of a Ray cluster that is gone; they keep memory, ports and devices",
+            f"kill {' '.join(str(process.pid) for process in stray)}",
+        )
+    for head in sorted(heads - dead - {cluster}):
+        own = [process for process in rays if head_of(process) == head and process.name in SERVERS]
+        if own and cluster is None:
+            yield Finding("note", "other clusters", f"part of the Ray cluster of {head}: {words(own)}")
+        elif own:
+            what = f"also part of another Ray cluster, of {head}: {words(own)}; both may use the same devices"
+            fix = "`corral down` there if it is yours; else ask its user, or leave this node out"
+            yield Finding("warning", "other clusters", what, fix)
+    if not stray:
+        yield Finding("ok", "stray processes", "none of an earlier Ray")
+
+
+def words(processes: Iterable[Process]) -> str:
+    named = [str(process) for process in processes]
+    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more

@@ -1,0 +1,149 @@
+"""A way to a cluster's job API, which the dashboard serves over HTTP on the head node. Where `corral up` started it, it
+listens on the head's loopback only, unless asked otherwise."""
+
+import ipaddress
+import logging
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+from corral.recipe.errors import UserError, first_line
+from corral.runtime.membership import Membership, find_membership, own_memberships
+from corral.runtime.network import answers
+from corral.runtime.token import use_token_of
+
+try:
+    import requests
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+except ImportError as error:
+    raise UserError("jobs need Ray: pip install 'corral[cluster]'") from error
+
+ASK_S = 30.0
+TALKATIVE = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+)
+FROM_ELSEWHERE = (
+    "run this on the head node; or forward its port, `ssh -L {port}:127.0.0.1:{port} {head}`, and add "
+    "`--address http://127.0.0.1:{port}`; or start the head with `corral up --dashboard-host 0.0.0.0`"
+)
+PORT = 8265
+
+
+class JobApi(JobSubmissionClient):  # type: ignore[misc]
+    """Ray's own client, with an end to every wait and with errors in one line."""
+
+    def __init__(self, url: str) -> None:
+        for name in TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        os.environ["RAY_API_SERVER_ADDRESS"] = url  # or RAY_ADDRESS would be taken, whatever is passed here
+        self.url = url
+        super().__init__(url)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the head node."""
+        return any(member.is_head and member.dashboard == self.url for member in own_memberships())
+
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+        try:
+            return super()._do_request(method, endpoint, timeout=ASK_S, **options)
+        except AuthenticationError as error:
+            raise UserError(
+                f"the cluster at {self.url} refuses this token; copy the head's ~/.corral/token to this machine, or "
+                "set RAY_AUTH_TOKEN_PATH"
+            ) from error
+        except requests.RequestException as error:
+            raise no_answer(self.url) from error
+
+    def put_package(self, name: str, content: bytes) -> None:
+        """Among the packages of code that jobs bring with them. They are not listed, and not given out over HTTP."""
+        response = self._do_request("PUT", f"/api/packages/gcs/{name}", data=content)
+        if response.status_code != requests.codes.ok:
+            self._raise_error(response)
+
+
+def open_jobs(address: str | None = None) -> JobApi:
+    """Of the cluster that is meant: the one whose dashboard, or head process, is at `address`; else that of Ray's own
+    variables; else the one that this node is part of."""
+    url = find_dashboard(address)
+    parts = urlsplit(url)
+    if not answers(f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"):
+        raise no_answer(url)
+    try:
+        return JobApi(url)
+    except (RuntimeError, ValueError, requests.RequestException) as error:
+        raise UserError(f"{url} is not the dashboard of a Ray cluster: {first_line(error)}") from error
+
+
+def find_dashboard(address: str | None) -> str:
+    """Its URL. The cluster's token is used from here on."""
+    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or None
+    if named == "auto":
+        named = None
+    if named is not None and "://" in named:
+        if not named.startswith(("http://", "https://")):
+            raise UserError(f"{named} is not the address of a dashboard, such as http://HEAD:{PORT}")
+        url = named.rstrip("/")
+        use_token_of(next((member for member in own_memberships() if member.dashboard == url), None))
+        return url
+    member = find_membership(named)
+    use_token_of(member)
+    if member is not None:
+        return dashboard_of(member)
+    if named is not None and speaks_http(named):
+        return f"http://{named}"
+    return ask_head(named)
+
+
+def dashboard_of(member: Membership) -> str:
+    url = member.dashboard or ask_head(member.address)
+    parts = urlsplit(url)
+    if is_loopback(parts.hostname or "") and not member.is_head:
+        head = member.address.rpartition(":")[0]
+        how = FROM_ELSEWHERE.format(port=parts.port, head=head)
+        raise UserError(f"the dashboard listens on the loopback of the head node, {head}, only: {how}")
+    return url
+
+
+def ask_head(address: str | None) -> str:
+    """Of a cluster that `corral up` did not start: its head process knows."""
+    from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
+    from ray._private.services import find_bootstrap_address
+
+    from corral.cluster.gcs import ASK_S, Gcs
+
+    head = address or find_bootstrap_address(None)
+    if head is None:
+        how = FROM_ELSEWHERE.format(port=PORT, head="HEAD")
+        raise UserError(f"this machine is not part of a cluster that runs: {how}")
+    known = Gcs(head).client.internal_kv_get(DASHBOARD_ADDRESS.encode(), KV_NAMESPACE_DASHBOARD, ASK_S)
+    if not known:
+        raise UserError(f"the cluster at {head} was started without a dashboard, and jobs need one")
+    return f"http://{known.decode()}"
+
+
+def speaks_http(address: str) -> bool:
+    """The dashboard does, Ray's head process does not; both are told apart by that alone."""
+    if not answers(address):
+        raise no_answer(f"http://{address}")
+    try:
+        requests.get(f"http://{address}/api/version", timeout=ASK_S)
+    except requests.RequestException:
+        return False
+    return True
+
+
+def no_answer(url: str) -> UserError:
+    how = FROM_ELSEWHERE.format(port=urlsplit(url).port or PORT, head="HEAD")
+    return UserError(f"no dashboard of a Ray cluster answers at {url}: {how}")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,148 @@
+"""KubeRay: manifests for the operator that runs Ray on Kubernetes.
+
+The first pod is the head and has devices like any other node, so that the recipe's numbering is the same everywhere.
+The operator starts Ray itself, `corral up` is not involved; it also makes the token, and hands it to all pods.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from corral.cluster.launchers.base import Launch, Work
+from corral.cluster.launchers.texts import short_name, yaml_text
+from corral.recipe.errors import UserError
+from corral.recipe.load import dump_recipe
+from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
+
+Kind = Literal["job", "cluster"]
+
+LONGEST_NAME = 47
+"""Of a RayJob; the operator makes longer names out of it."""
+FOLDER = "/etc/corral"
+RECIPE = "recipe.yaml"
+GPU = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
+KEEP_FINISHED_S = 600
+
+
+def kuberay_launch(
+    work: Work,
+    *,
+    folder: Path,
+    image: str,
+    kind: Kind = "job",
+    ray_version: str,
+    namespace: str | None = None,
+    shm: str = "16Gi",
+    cpus: str | None = None,
+    memory: str | None = None,
+    claims: Sequence[str] = (),
+    secrets: Sequence[str] = (),
+    token_secret: str | None = None,
+    start_timeout_s: int = 1800,
+) -> Launch:
+    """`folder`: where the file will be. `claims`: persistent volume claims as `name:/path`. `secrets`: Secrets whose
+    keys become environment variables. `token_secret`: one with the key auth_token, instead of one that the operator
+    makes."""
+    name = short_name(work.name, LONGEST_NAME)
+    named = {"name": name, **({"namespace": namespace} if namespace else {})}
+    pods = Pods(work, image, name, shm, cpus, memory, claims, secrets)
+    cluster = {
+        "rayVersion": ray_version,
+        "authOptions": {"mode": "token", **({"secretName": token_secret} if token_secret else {})},
+        "headGroupSpec": {
+            # The operator and the submitter reach the dashboard over the pod's network; it asks for the token.
+            "rayStartParams": {"dashboard-host": "0.0.0.0"},
+            **pods.resources(),
+            "labels": {RANK_LABEL: "0"},
+            "template": pods.template("ray-head"),
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "workers",
+                "replicas": work.num_nodes - 1,
+                "minReplicas": work.num_nodes - 1,
+                "maxReplicas": work.num_nodes - 1,
+                "rayStartParams": {},
+                **pods.resources(),
+                "template": pods.template("ray-worker"),
+            }
+        ][: work.num_nodes - 1],
+    }
+    recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": named, "data": {RECIPE: dump_recipe(work.recipe)}}
+    job = {
+        # The operator pastes this into a shell's command line: no word of the recipe belongs here.
+        "entrypoint": f"corral train {FOLDER}/{RECIPE}",
+        "preRunningDeadlineSeconds": start_timeout_s,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": KEEP_FINISHED_S,
+        "rayClusterSpec": cluster,
+    }
+    kinds = {"job": ("RayJob", job), "cluster": ("RayCluster", cluster)}
+    called, spec = kinds[kind]
+    file = f"{name}.{called.lower()}.yaml"
+    manifest = {"apiVersion": "ray.io/v1", "kind": called, "metadata": named, "spec": spec}
+    where = ["--namespace", namespace] if namespace else []
+    in_words = " ".join(["kubectl", *where])
+    train = f"{in_words} exec --stdin service/{name}-head-svc -- corral train {FOLDER}/{RECIPE}"
+    then = {"job": f"follow it with: {in_words} logs --follow job/{name}", "cluster": f"then train with: {train}"}
+    return Launch(
+        files={file: yaml_text(recipe, manifest)},
+        commands=[["kubectl", *where, "apply", "--filename", str(folder / file)]],
+        notes=["needs KubeRay 1.6 or newer (`authOptions`) and Ray 2.52 or newer in the image", then[kind]],
+    )
+
+
+class Pods:
+    def __init__(
+        self,
+        work: Work,
+        image: str,
+        recipe_map: str,
+        shm: str,
+        cpus: str | None,
+        memory: str | None,
+        claims: Sequence[str],
+        secrets: Sequence[str],
+    ) -> None:
+        self.work, self.image, self.recipe_map, self.shm = work, image, recipe_map, shm
+        self.asked = {name: value for name, value in (("cpu", cpus), ("memory", memory)) if value is not None}
+        self.claims, self.secrets = [split_claim(claim) for claim in claims], secrets
+
+    def resources(self) -> dict[str, Any]:
+        """What Ray is told, where it cannot see it: the operator reads GPUs from the pod's limits."""
+        if self.work.accelerator != "none":
+            return {}
+        return {"resources": {WORKER_SLOT: str(self.work.devices_per_node)}}
+
+    def template(self, container: str) -> dict[str, Any]:
+        mounts = [
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "recipe", "mountPath": FOLDER, "readOnly": True},
+            *({"name": f"claim-{place}", "mountPath": path} for place, (_, path) in enumerate(self.claims)),
+        ]
+        volumes = [
+            # Kubernetes gives a pod 64 MB of shared memory; Ray's object store and NCCL need more.
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
+            {"name": "recipe", "configMap": {"name": self.recipe_map}},
+            *(
+                {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim}}
+                for place, (claim, _) in enumerate(self.claims)
+            ),
+        ]
+        inside = {"name": container, "image": self.image, **self._limits(), "volumeMounts": mounts}
+        if self.secrets:
+            inside["envFrom"] = [{"secretRef": {"name": secret}} for secret in self.secrets]
+        return {"spec": {"containers": [inside], "volumes": volumes}}
+
+    def _limits(self) -> dict[str, Any]:
+        accelerator = self.work.accelerator
+        devices = {} if accelerator == "none" else {GPU[accelerator]: str(self.work.devices_per_node)}
+        limits = {**self.asked, **devices}
+        return {"resources": {"limits": limits, "requests": limits}} if limits else {}
+
+
+def split_claim(claim: str) -> tuple[str, str]:
+    name, _, path = claim.partition(":")
+    if not name or not path.startswith("/"):
+        raise UserError(f"--claim {claim} is not the name of a claim and a path: models:/models")
+    return name, path

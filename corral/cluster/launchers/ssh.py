@@ -1,0 +1,264 @@
+"""ssh: from this machine to each line of a hosts file, brings a cluster up, trains on its head, and takes it down.
+
+The head first, then the others at the same time; each step is awaited, has a deadline, and names the hosts where it
+failed. The token goes through ssh's standard input into a file that only its owner can read: it is on no command line,
+here or there.
+"""
+
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.cluster.launchers.base import Work
+from corral.recipe.errors import RunError, UserError
+
+LINE = re.compile(r"(?:(?P<user>\w[\w.-]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>\d{1,5}))?", re.ASCII)
+CONNECTION = {
+    "BatchMode": "yes",  # a question nobody answers is a wait without end
+    "ConnectTimeout": "15",
+    "ServerAliveInterval": "15",
+    "ServerAliveCountMax": "4",
+}
+PREPARE_S = 60.0
+DOWN_S = 90.0
+SSH_FAILED = 255
+
+
+@dataclass(frozen=True)
+class SshHost:
+    name: str
+    """As ssh and the other hosts know it."""
+    user: str | None = None
+    port: int | None = None
+    devices: int | None = None
+
+    @property
+    def target(self) -> str:
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+def read_hosts(path: Path) -> list[SshHost]:
+    """One per line: `[user@]host[:port] [devices=N]`; `#` begins a comment. The first is the head."""
+    hosts: list[SshHost] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}:{number}"
+        found = LINE.fullmatch(words[0])
+        if found is None:
+            raise UserError(f"{where}: {words[0]!r} is not [user@]host[:port]")
+        devices = None
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key != "devices" or not value.isdecimal() or int(value) == 0:
+                raise UserError(f"{where}: {word!r} is not devices=N, the only thing that may follow a host")
+            devices = int(value)
+        port = None if found["port"] is None else int(found["port"])
+        if port is not None and not 0 < port < 65536:
+            raise UserError(f"{where}: {port} is not a port")
+        host = SshHost(found["host"], found["user"], port, devices)
+        if any((other.name, other.port) == (host.name, host.port) for other in hosts):
+            raise UserError(f"{where}: {words[0]} is there twice")
+        hosts.append(host)
+    if not hosts:
+        raise UserError(f"{path} names no host")
+    return hosts
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A line of shell for a host."""
+
+    host: SshHost
+    line: str
+    what: str
+    """In words, for messages."""
+    timeout_s: float | None = None
+    stdin: str | None = None
+
+    def command(self, config: Path | None, is_terminal: bool = False) -> list[str]:
+        """`is_terminal`: there is one, through which Ctrl-C reaches what runs on the host."""
+        options = ["-t"] if is_terminal else []
+        options += [word for name, value in CONNECTION.items() for word in ("-o", f"{name}={value}")]
+        options += [] if config is None else ["-F", str(config)]
+        options += [] if self.host.port is None else ["-p", str(self.host.port)]
+        # Whatever login shell the user has there, it only has to start `sh`.
+        return ["ssh", *options, "--", self.host.target, shlex.join(["sh", "-c", self.line])]
+
+
+@dataclass(frozen=True)
+class SshCluster:
+    """`folder`: on the hosts, where the recipe's relative paths begin. `head`: what the others call the first host.
+    `program`: how `corral` is called there. `config`: for ssh, instead of the user's."""
+
+    work: Work
+    hosts: Sequence[SshHost]
+    id: str
+    head: str
+    folder: Path
+    port: int = 6379
+    program: str = "corral"
+    config: Path | None = None
+    start_timeout_s: int = 600
+
+    def prepare(self, token: str | None = None) -> list[Remote]:
+        """The token arrives, and what is needed is there."""
+        program, recipe = shlex.quote(self.program), shlex.quote(str(self.work.file))
+        has_program = or_else(
+            f"command -v {program} > /dev/null", f"{self.program} is not there; name it with --corral"
+        )
+        has_recipe = or_else(f"test -r {recipe}", f"there is no {self.work.file} in {self.folder}")
+        line = f'umask 077 && mkdir -p "$HOME/.corral" && cat > {self._token} && {self._cd} && {has_program}'
+        lines = [f"{line} && {has_recipe}", *([line] * (len(self.hosts) - 1))]
+        pairs = zip(self.hosts, lines, strict=True)
+        return [Remote(host, line, "getting ready", PREPARE_S, token) for host, line in pairs]
+
+    def start_head(self) -> Remote:
+        return self._up(0)
+
+    def start_workers(self) -> list[Remote]:
+        return [self._up(rank) for rank in range(1, len(self.hosts))]
+
+    def check(self) -> Remote:
+        timeout = ["--timeout", str(self.start_timeout_s)]
+        words = ["check", str(self._num_devices), "--nodes", str(len(self.hosts)), *timeout]
+        return Remote(self.hosts[0], self._there(words), "corral check", self.start_timeout_s + PREPARE_S)
+
+    def train(self) -> Remote:
+        return Remote(self.hosts[0], self._there(self.work.train_command[1:]), "corral train")
+
+    def stop(self, host: SshHost) -> Remote:
+        line = f"{self.forget(host).line}; {self._there(['down', '--port', str(self.port), '--force'])}"
+        return Remote(host, line, "corral down", DOWN_S)
+
+    def forget(self, host: SshHost) -> Remote:
+        """The token, on a host that did not come up."""
+        return Remote(host, f"rm -f {self._token}", "removing the token", PREPARE_S)
+
+    def _up(self, rank: int) -> Remote:
+        host = self.hosts[rank]
+        who = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "MASTER_ADDR": self.head,
+            "MASTER_PORT": str(self.port),
+        }
+        words = ["up", "--no-wait", "--id", self.id, "--timeout", str(self.start_timeout_s)]
+        if (devices := host.devices or self._slots) is not None:
+            words += ["--devices", str(devices)]
+        line = f"{self._there(words, who)} --token-file {self._token}"
+        return Remote(host, line, "corral up", self.start_timeout_s + PREPARE_S)
+
+    def _there(self, words: Sequence[str], variables: dict[str, str] | None = None) -> str:
+        settings = [f"{name}={value}" for name, value in (variables or {}).items()]
+        command = shlex.join([*(["env", *settings] if settings else []), self.program, *words])
+        return f"{self._cd} && {command}"
+
+    @property
+    def _cd(self) -> str:
+        return f"cd {shlex.quote(str(self.folder))}"
+
+    @property
+    def _token(self) -> str:
+        """For a shell on the host. Of this launch alone: the user's own token stays what it is."""
+        return f'"$HOME/.corral/{self.id}.token"'
+
+    @property
+    def _slots(self) -> int | None:
+        return self.work.devices_per_node if self.work.accelerator == "none" else None
+
+    @property
+    def _num_devices(self) -> int:
+        return sum(host.devices or self.work.devices_per_node for host in self.hosts)
+
+
+def or_else(line: str, complaint: str) -> str:
+    return f"{{ {line} || {{ echo {shlex.quote(complaint)} >&2; exit 1; }}; }}"
+
+
+def new_id(name: str) -> str:
+    """No other cluster has it, so none is mistaken for this one."""
+    return f"{name}-{secrets.token_hex(4)}"
+
+
+def run_over_ssh(cluster: SshCluster, say: Callable[[str], None], *, is_kept: bool = False) -> None:
+    """All of it. However it ends, the hosts that came up are taken down, unless they are to be kept."""
+    token = secrets.token_hex(32)
+    up: list[SshHost] = []
+    try:
+        all_at_once(cluster.prepare(token), cluster.config)
+        for group in ([cluster.start_head()], cluster.start_workers()):
+            for remote in group:
+                say(f"{remote.host.target}: {remote.what}")
+            up += [remote.host for remote in group]
+            all_at_once(group, cluster.config, on_refusal=up.remove)
+        for remote in (cluster.check(), cluster.train()):
+            say(f"{remote.host.target}: {remote.what}")
+            run_shown(remote, cluster.config)
+    finally:
+        if not is_kept:
+            clean(cluster, up, say)
+
+
+def clean(cluster: SshCluster, up: Sequence[SshHost], say: Callable[[str], None]) -> None:
+    """Takes down what came up. That it cannot be reached is said, and hides no other error."""
+    if up:
+        say(f"{', '.join(host.target for host in up)}: corral down")
+    remotes = [cluster.stop(host) if host in up else cluster.forget(host) for host in cluster.hosts]
+    try:
+        all_at_once(remotes, cluster.config)
+    except RunError as error:
+        say(str(error))
+
+
+def all_at_once(
+    remotes: Sequence[Remote], config: Path | None, on_refusal: Callable[[SshHost], object] = lambda host: None
+) -> None:
+    """Waits for all of them, and then says where it went wrong. `on_refusal`: told of hosts where the command itself
+    failed and so left nothing behind; one that was cut off may have."""
+    if not remotes:
+        return
+    with ThreadPoolExecutor(len(remotes)) as pool:
+        results = list(pool.map(lambda remote: run_quietly(remote, config), remotes))
+    failed = []
+    for remote, (code, said) in zip(remotes, results, strict=True):
+        if code != 0:
+            failed.append(f"{remote.host.target}: {remote.what} failed: {said}")
+        if code not in (0, None, SSH_FAILED):
+            on_refusal(remote.host)
+    if failed:
+        raise RunError("\n".join(failed))
+
+
+def run_quietly(remote: Remote, config: Path | None) -> tuple[int | None, str]:
+    """Its exit code, and the last thing that it said. None: it was cut off by its deadline."""
+    try:
+        result = subprocess.run(
+            remote.command(config), input=remote.stdin or "", capture_output=True, text=True, timeout=remote.timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"nothing within {remote.timeout_s:g} s"
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return result.returncode, (errors or lines or [f"exit code {result.returncode}"])[-1].removeprefix("error: ")
+
+
+def run_shown(remote: Remote, config: Path | None) -> None:
+    """What it says is seen as it is said."""
+    where = f"{remote.host.target}: {remote.what}"
+    try:
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        stdin = None if is_terminal else subprocess.DEVNULL
+        code = subprocess.run(remote.command(config, is_terminal), stdin=stdin, timeout=remote.timeout_s).returncode
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{where} did not end within {remote.timeout_s:g} s") from None
+    if code:
+        why = "the connection was lost" if code == SSH_FAILED else f"exit code {code}"
+        raise RunError(f"{where} failed: {why}")

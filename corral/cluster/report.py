@@ -1,0 +1,101 @@
+"""What a node says of itself when it joins: versions, memory, devices. Other nodes read it without asking the node."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+SAME_EVERYWHERE = ("corral", "ray", "python", "torch")
+"""Ray's messages and torch's collectives change between versions; a mixture fails late, or hangs."""
+TOOL_S = 20.0
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    corral: str
+    ray: str
+    python: str
+    torch: str
+    driver: str
+    """Of the GPUs, or empty."""
+    device_names: tuple[str, ...]
+    memory_bytes: int
+    executable: str
+    """The Python that runs Corral there."""
+
+    @classmethod
+    def own(cls) -> Self:
+        driver, names = accelerators()
+        return cls(
+            corral=installed("corral"),
+            ray=installed("ray"),
+            python=platform.python_version(),
+            torch=torch_version(),
+            driver=driver,
+            device_names=names,
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            executable=sys.executable,
+        )
+
+    @classmethod
+    def read(cls, found: Any) -> Self | None:
+        """None where the node was not started with `corral up`, or with another version of it."""
+        try:
+            return cls(**{**found, "device_names": tuple(found["device_names"])})
+        except (TypeError, KeyError):
+            return None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def differences(self, other: "NodeReport") -> list[str]:
+        """As `torch 2.13.0 here, 2.11.0 there`."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in SAME_EVERYWHERE)
+        return [f"{name} {here} here, {there} there" for name, here, there in pairs if here != there]
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def torch_version() -> str:
+    """With its build (`+cpu`, `+cu130`), which the package's own version leaves out; without the seconds that an import
+    takes."""
+    for folder in sys.path:
+        file = Path(folder, "torch", "version.py")
+        if file.is_file():
+            line = next((line for line in file.read_text().splitlines() if line.startswith("__version__")), "")
+            return line.partition("=")[2].strip().strip("'\"") or installed("torch")
+    return installed("torch")
+
+
+@cache
+def accelerators() -> tuple[str, tuple[str, ...]]:
+    """The driver's version and the names of the GPUs that processes of this node may use, as the vendor's tool says."""
+    if tool := shutil.which("nvidia-smi"):
+        rows = lines_of(tool, "--query-gpu=driver_version,name", "--format=csv,noheader")
+        cells = [row.split(", ", 1) for row in rows if ", " in row]
+        return (cells[0][0] if cells else ""), tuple(name for _, name in cells)
+    if tool := shutil.which("rocm-smi"):
+        rows = lines_of(tool, "--showdriverversion", "--showproductname", "--csv")
+        names = tuple(row for row in rows if row.startswith("card"))
+        driver = next((row.rpartition(",")[2] for row in rows if "driver" in row.lower()), "")
+        return driver, names
+    return "", ()
+
+
+def lines_of(*command: str) -> list[str]:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return result.stdout.splitlines() if result.returncode == 0 else []

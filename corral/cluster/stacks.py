@@ -1,0 +1,262 @@
+"""What every process of Corral is doing right now, on this node or on all nodes of a cluster: `corral stacks`.
+
+py-spy reads the Python stacks of a process from outside, so it does not matter whether that process hangs. Controllers
+and workers say what they are in a file (`runtime/presence.py`), reward functions are recognised by their command line.
+Nothing is waited for without end: neither a process nor a node.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import corral
+from corral.recipe.errors import UserError
+from corral.recipe.placement import format_devices
+from corral.runtime.presence import present
+
+PROCESS_S = 15.0
+"""For py-spy to read one process."""
+NODE_S = 60.0
+"""For a node to answer."""
+AT_ONCE = 4
+REWARD_MARK = b"from corral.rewards.worker import main"
+"""In the command line of a process that runs a reward function."""
+AT_REST = {"ScorerPool._serve", "Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
+"""Functions in which a thread waits for work."""
+NO_PERMISSION = (
+    "no permission to look into it. Be the same user, or root; in a container, start that with --cap-add SYS_PTRACE "
+    "(Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]); else `sysctl kernel.yama.ptrace_scope=0` on the node"
+)
+OWN = Path(corral.__file__).parent
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+
+Kind = Literal["controller", "worker", "reward"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    function: str
+    file: str
+    """Of Corral: below its folder. Of a library: with the library's name."""
+    line: int
+    is_own: bool
+    """Corral's or the user's."""
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Stack:
+    thread: str
+    is_active: bool
+    """Computes; else it waits."""
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+
+    @property
+    def own(self) -> Frame | None:
+        """The innermost frame that is Corral's or the user's."""
+        return next((frame for frame in self.frames if frame.is_own), None)
+
+    @property
+    def is_at_rest(self) -> bool:
+        return self.own is None or self.own.function in AT_REST
+
+    @property
+    def is_event_loop(self) -> bool:
+        """Waiting for whatever comes next."""
+        return not self.is_active and bool(self.frames) and self.frames[0].file == "selectors.py"
+
+
+@dataclass(frozen=True)
+class Process:
+    node: str
+    pid: int
+    kind: Kind
+    run: str
+    device: int | None
+    roles: tuple[str, ...]
+    stacks: tuple[Stack, ...] = ()
+    problem: str | None = None
+    """Why there are no stacks."""
+
+    @property
+    def shown(self) -> tuple[Stack, ...]:
+        """Without threads that wait for work; what says most comes first."""
+        busy = [stack for stack in self.stacks if not stack.is_at_rest]
+        return tuple(sorted(busy, key=lambda stack: (not stack.is_active, stack.is_event_loop)))
+
+    @property
+    def doing(self) -> str:
+        """In one line."""
+        if self.problem is not None:
+            return self.problem
+        if not self.shown:
+            return "waits for work"
+        first = self.shown[0]
+        return f"{first.own}" if first.is_active else f"{first.own}, waits"
+
+    def as_dict(self) -> dict[str, Any]:
+        threads = [
+            {"name": stack.thread, "active": stack.is_active, "frames": [str(frame) for frame in stack.frames]}
+            for stack in self.stacks
+        ]
+        about = {"node": self.node, "pid": self.pid, "kind": self.kind, "run": self.run}
+        about |= {"device": self.device, "roles": list(self.roles), "doing": self.doing, "problem": self.problem}
+        return {**about, "threads": threads}
+
+
+# --- on one node
+
+
+def stacks_here(native: bool = False) -> list[Process]:
+    """Of all processes of Corral on this node that are this user's."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return list(threads.map(lambda process: read(process, native), find_processes()))
+
+
+def find_processes() -> list[Process]:
+    node = socket.gethostname()
+    found = [Process(node, one.pid, one.kind, one.run, one.device, one.roles) for one in present()]
+    parents = {process.pid: process for process in found}
+    for pid, parent in reward_processes():
+        if (owner := parents.get(parent)) is not None:
+            found.append(replace(owner, pid=pid, kind="reward", roles=()))
+        else:
+            found.append(Process(node, pid, "reward", "", None, ()))
+    return found
+
+
+def reward_processes() -> Iterator[tuple[int, int]]:
+    """Their ids and their parents'."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if REWARD_MARK in (folder / "cmdline").read_bytes() and folder.stat().st_uid == os.getuid():
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                yield int(folder.name), int(parent)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def read(process: Process, native: bool) -> Process:
+    command = [find_py_spy(), "dump", "--json", *(["--native"] * native), "--pid", str(process.pid)]
+    try:
+        dump = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_S)
+    except subprocess.TimeoutExpired:
+        return replace(process, problem=f"py-spy could not read it within {PROCESS_S:g} s")
+    if dump.returncode:
+        return replace(process, problem=explain(dump.stderr))
+    return replace(process, stacks=tuple(map(stack_of, json.loads(dump.stdout))))
+
+
+def find_py_spy() -> str:
+    """Beside this Python, where `ray[default]` puts it, or on the path."""
+    beside = Path(sysconfig.get_path("scripts")) / "py-spy"
+    found = str(beside) if beside.is_file() else shutil.which("py-spy")
+    if found is None:
+        raise UserError(f"`corral stacks` needs py-spy on {socket.gethostname()}: pip install 'corral[debug]'")
+    return found
+
+
+def explain(errors: str) -> str:
+    """What py-spy says, in a line."""
+    if "ermission" in errors or "not permitted" in errors:
+        return NO_PERMISSION
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return f"py-spy: {lines[0].removeprefix('Error: ')}" if lines else "py-spy failed"
+
+
+def stack_of(thread: dict[str, Any]) -> Stack:
+    frames = [frame_of(frame["name"], frame["filename"], frame["line"]) for frame in thread["frames"]]
+    return Stack(thread["thread_name"] or str(thread["os_thread_id"]), thread["active"], tuple(frames))
+
+
+def frame_of(function: str, file: str, line: int) -> Frame:
+    path = Path(file)
+    if path.is_relative_to(OWN):
+        return Frame(function, str(path.relative_to(OWN)), line, True)
+    library = next((folder for folder in LIBRARIES if path.is_relative_to(folder)), None)
+    if library is not None:
+        return Frame(function, str(path.relative_to(library)), line, False)
+    return Frame(function, path.name, line, path.suffix == ".py" and "site-packages" not in path.parts)
+
+
+# --- on all nodes
+
+
+class StackReader:
+    """An actor on every node."""
+
+    def read(self, native: bool) -> list[Process]:
+        return stacks_here(native)
+
+
+def stacks_of_cluster(native: bool = False) -> tuple[list[Process], list[str]]:
+    """Of all nodes of the cluster that this process is attached to, and what is wrong with those that have none."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from corral.runtime.cluster import remote_class
+
+    nodes = [entry for entry in ray.nodes() if entry["Alive"]]
+    where = [NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False) for entry in nodes]
+    readers = [remote_class(StackReader, one).remote() for one in where]
+    answers = [reader.read.remote(native) for reader in readers]
+    ray.wait(answers, num_returns=len(answers), timeout=NODE_S)
+    found, problems = list[Process](), list[str]()
+    for entry, answer in zip(nodes, answers, strict=True):
+        name = f"{entry['NodeManagerHostname']} ({entry['NodeManagerAddress']})"
+        try:
+            found += ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            problems.append(f"{name} did not answer within {NODE_S:g} s")
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            problems.append(f"{name}: {str(cause).strip().splitlines()[-1]}")
+    return found, problems
+
+
+# --- as text
+
+
+def in_words(processes: Iterable[Process]) -> str:
+    """One block for each process, or for all that are alike in what they are and where they stand."""
+    order = {"controller": 0, "worker": 1, "reward": 2}
+    ordered = sorted(processes, key=lambda one: (one.run, order[one.kind], one.device or 0, one.node, one.pid))
+    blocks: dict[Any, list[Process]] = {}
+    for one in ordered:
+        blocks.setdefault((one.run, one.kind, one.roles, one.problem, one.shown), []).append(one)
+    return "\n\n".join("\n".join(block(alike)) for alike in blocks.values())
+
+
+def block(alike: Sequence[Process]) -> Iterator[str]:
+    first = alike[0]
+    yield f"{title(alike)}: {first.doing}"
+    by_node = groupby(sorted(alike, key=lambda one: one.node), key=lambda one: one.node)
+    yield "    " + "; ".join(f"{node}, pid {', '.join(str(one.pid) for one in own)}" for node, own in by_node)
+    for stack in first.shown:
+        yield f"    {stack.thread}{' (active)' if stack.is_active else ''}"
+        yield from (f"        {frame}" for frame in stack.frames)
+
+
+def title(alike: Sequence[Process]) -> str:
+    first = alike[0]
+    numbers = {one.device for one in alike if one.device is not None}
+    devices = f"device{'s' * (len(numbers) > 1)} {format_devices(numbers)}"
+    run = f" of run {first.run}" if first.run else ""
+    same = f" ({len(alike)} alike)" if len(alike) > 1 else ""
+    if first.kind == "worker":
+        return f"{devices}, {'+'.join(first.roles)}{run}{same}"
+    if first.kind == "reward":
+        return f"reward function{f' on {devices}' if numbers else ''}{run}{same}"
+    return f"controller{run}{same}"

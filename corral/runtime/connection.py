@@ -1,0 +1,108 @@
+"""A way into a Ray cluster: the one that is meant, or one that is started on this machine for the time of a run."""
+
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private.services import find_bootstrap_address
+
+from corral.recipe.errors import RunError, UserError, first_line
+from corral.recipe.schema import Cluster
+from corral.runtime.membership import find_membership
+from corral.runtime.network import answers
+from corral.runtime.nodes import WORKER_SLOT
+from corral.runtime.token import reread, use_token_of
+
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 5,
+}
+"""With these Ray notices within ten seconds that a node is gone; by default a cable that was pulled takes it a
+minute."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+HOW_TO_START = "start one with `corral up` on each node, then this command on one of them"
+
+
+def connect(cluster: Cluster) -> None:
+    """To the recipe's cluster, or to one that is started for it. `ray.shutdown` leaves the one and ends the other."""
+    if ray.is_initialized():
+        address = ray.get_runtime_context().gcs_address
+        if not answers(address):
+            raise RunError(f"Ray's head node, {address}, does not answer, and without it there is no cluster")
+        return
+    found = find_cluster(None if cluster.address == "auto" else cluster.address)
+    if found is not None and answers(found):
+        join(found)
+        return
+    if cluster.address != "auto":
+        raise UserError(f"`cluster.address`: there is no Ray cluster at {found}; {HOW_TO_START}")
+    if cluster.nodes > 1:
+        lack = f"`cluster.nodes` is {cluster.nodes}, and this machine is not part of a Ray cluster"
+        raise UserError(f"{lack}; {HOW_TO_START}")
+    with quietly():
+        start_here(cluster)
+
+
+def find_cluster(address: str | None) -> str | None:
+    """The address that was given, else `RAY_ADDRESS`, else the cluster that this node was made part of, with `corral
+    up` or `ray start`. Not one that another run started for itself and will end, which is what Ray's own `auto` would
+    take. Its token is used from here on."""
+    named = address or os.environ.get("RAY_ADDRESS") or None
+    member = find_membership(named)
+    use_token_of(member)
+    if named is None and member is not None:
+        return member.address
+    return named or find_bootstrap_address(None)
+
+
+def join(address: str) -> None:
+    with quietly():
+        try:
+            ray.init(address=address, **QUIET)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"the Ray cluster at {address} cannot be used from here: {first_line(error)}") from error
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Ray asks nobody at home, prints no deaths, which are told better here, and leaves signal handlers as they are."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray._private.worker._worker_logs_enabled = False
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def start_here(cluster: Cluster) -> None:
+    """On loopback, with a token that only this process and its children know: nobody else is to reach it."""
+    import torch
+
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        reread()
+    gpus = torch.cuda.device_count()
+    try:
+        ray.init(
+            address="local",
+            num_gpus=gpus,
+            resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _system_config=HEALTH_CHECKS,
+            **QUIET,
+        )
+    except Exception as error:  # Ray has no class of its own for this
+        raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error

@@ -1,0 +1,68 @@
+"""Roles for `corral train --debug`: reward functions and environments are called in this process, and nothing hurries
+them. With --post-mortem besides, a debugger opens where they fail; otherwise that costs a sample, as ever."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from corral.data.rows import Message, Row
+from corral.envs.base import Env, StepResult
+from corral.recipe.schema import Recipe
+from corral.rewards.here import RewardsHere
+from corral.runtime.player import Player
+from corral.runtime.roles import build_role
+from corral.runtime.terminal import open_at
+from corral.runtime.worker import Site
+
+HERE = "corral.runtime.debugged:build_here"
+OPENED = "corral.runtime.debugged:build_opened"
+"""The same, and a debugger opens where something fails."""
+
+
+def build_here(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+    if role == "rewards":
+        return RewardsHere(recipe.environment.reward)
+    made = build_role(role, site, recipe, resume_from)
+    if isinstance(made, Player):
+        made.driver.env_timeout_s = math.inf
+    return made
+
+
+def build_opened(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+    if role == "rewards":
+        return RewardsHere(recipe.environment.reward, on_error=open_at)
+    made = build_here(role, site, recipe, resume_from)
+    if isinstance(made, Player):
+        make_env = made.driver.make_env
+        made.driver.make_env = lambda: Opened(make_env)
+    return made
+
+
+class Opened:
+    """An environment, with a debugger for what it raises."""
+
+    def __init__(self, make_env: Callable[[], Env]) -> None:
+        with opening():
+            self.env = make_env()
+        self.bounds_itself = getattr(self.env, "bounds_itself", False)
+
+    async def reset(self, row: Row, seed: int) -> list[Message]:
+        with opening():
+            return await self.env.reset(row, seed)
+
+    async def step(self, reply: str) -> StepResult:
+        with opening():
+            return await self.env.step(reply)
+
+    async def close(self) -> None:
+        with opening():
+            await self.env.close()
+
+
+class opening:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            open_at(error)

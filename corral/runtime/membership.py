@@ -1,0 +1,115 @@
+"""This node's part in clusters that `corral up` started: what it wrote down here, and which processes are of it.
+
+Every process that `corral up` starts has a mark in its environment, and so have all that these start: Ray's own,
+workers, jobs. That is how `corral down` knows what is its own to stop, whatever else runs on the node.
+"""
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from corral.recipe.errors import UserError
+
+MARK_VARIABLE = "CORRAL_UP"
+RECORD = "member.json"
+
+
+def state_folder() -> Path:
+    """Of this user on this node. Not below $TMPDIR, which may differ between two shells; and short, because Ray's
+    sockets are in it."""
+    folder = Path(f"/tmp/corral-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"{folder} must be a folder that only you can open; someone else made it: remove it")
+    return folder
+
+
+@dataclass(frozen=True)
+class Membership:
+    id: str
+    """Of the cluster: of the launcher's job, or made by the head."""
+    mark: str
+    rank: int | None
+    num_nodes: int | None
+    """None: any number may join."""
+    address: str
+    """Of Ray's head process, host:port."""
+    node_address: str
+    is_head: bool
+    dashboard: str | None
+    """Where the head serves it, for those who can reach it."""
+    token_file: str | None
+    """None: the cluster is open to all who can reach it."""
+    devices: int
+    temp_dir: str
+    started: float
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def is_alive(self) -> bool:
+        return any(name == "raylet" for _, name in marked_processes(self.mark))
+
+    def write(self) -> None:
+        folder = member_folder(self.port)
+        folder.mkdir(exist_ok=True)
+        (folder / RECORD).write_text(json.dumps(asdict(self), indent=1))
+
+    def forget(self) -> None:
+        (member_folder(self.port) / RECORD).unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, record: Path) -> Self | None:
+        """None where another version of Corral wrote it, or it was never finished."""
+        try:
+            return cls(**json.loads(record.read_text()))
+        except (ValueError, TypeError, FileNotFoundError):
+            return None
+
+
+def member_folder(port: int) -> Path:
+    return state_folder() / f"ray-{port}"
+
+
+def own_memberships() -> list[Membership]:
+    """Of clusters that run; the records of others are of nodes that were switched off."""
+    records = sorted(state_folder().glob(f"ray-*/{RECORD}"))
+    found = [Membership.read(record) for record in records]
+    return [member for member in found if member is not None and member.is_alive]
+
+
+def find_membership(address: str | None = None) -> Membership | None:
+    """In the cluster with this address (host:port), or in the only one."""
+    found = own_memberships()
+    if address is not None:
+        return next((member for member in found if member.address == address), None)
+    if len(found) > 1:
+        names = ", ".join(member.address for member in found)
+        raise UserError(f"this node is part of several clusters: {names}; say which one with --address")
+    return found[0] if found else None
+
+
+def marked_processes(mark: str) -> list[tuple[int, str]]:
+    """Those of this node with that mark, and their names. Other users' are not readable, and not ours."""
+    wanted, found = f"{MARK_VARIABLE}={mark}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                found.append((int(process.name), (process / "comm").read_text().strip()))
+        except OSError:
+            continue
+    return found
+
+
+def process_command(pid: int) -> str:
+    """Its command line, or nothing if it has ended."""
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,125 @@
+"""The dstack task. dstack's own models read it, in a Python where dstack is installed; it cannot run one here, which takes
+a fleet of machines."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launching import HOSTILE, work
+
+from corral.cluster.launchers.base import Launch, Work
+from corral.cluster.launchers.dstack import RECIPE, dstack_launch
+from corral.recipe.errors import UserError
+from corral.recipe.load import load_recipe
+
+READ = """\
+import json, sys, yaml
+from dstack._internal.core.models.configurations import parse_run_configuration
+for text in json.load(sys.stdin):
+    try:
+        read = parse_run_configuration(yaml.safe_load(text))
+        print(json.dumps({"type": type(read).__name__, "nodes": read.nodes, "name": read.name}))
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+"""
+
+
+def launch(of: Work, folder: Path, **options: Any) -> Launch:
+    return dstack_launch(of, folder=folder, image="registry.example/corral:1", **options)
+
+
+def task_text(of: Work, folder: Path, **options: Any) -> str:
+    return next(text for name, text in launch(of, folder, **options).files.items() if name.endswith(".dstack.yml"))
+
+
+def task(of: Work, folder: Path, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(task_text(of, folder, **options))
+    return found
+
+
+def read_by_dstack(*texts: str) -> list[dict[str, Any]]:
+    python = os.environ.get("CORRAL_TEST_DSTACK_PYTHON")
+    if not python:
+        pytest.skip("CORRAL_TEST_DSTACK_PYTHON names no Python with dstack")
+    result = subprocess.run([python, "-c", READ], input=json.dumps(texts), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_dstack_reads_the_task(tmp_path):
+    texts = [
+        task_text(work(tmp_path), tmp_path, gpu="80GB", environment=["WANDB_API_KEY"], volumes=["/data:/data"]),
+        task_text(work(tmp_path, accelerator="amd"), tmp_path, gpu="MI300X", fleets=["mine"], volumes=["models:/m"]),
+        task_text(work(tmp_path, accelerator="none", nodes=1), tmp_path),
+        task_text(work(tmp_path, HOSTILE), tmp_path),
+    ]
+    read = read_by_dstack(*texts)
+    assert [found.get("type") for found in read] == ["TaskConfiguration"] * 4, read
+    assert [found["nodes"] for found in read] == [2, 2, 1, 2]
+
+
+def test_dstack_would_say_if_a_key_were_wrong(tmp_path):
+    good = task_text(work(tmp_path), tmp_path)
+    read = read_by_dstack(good.replace("commands:", "commandz:"), good.replace("shm_size", "shm"))
+    assert all("error" in found for found in read), read
+
+
+def test_every_node_comes_up_and_the_first_one_trains(tmp_path):
+    (script,) = task(work(tmp_path), tmp_path)["commands"]
+    head, _, others = script.partition("else")
+    assert 'if [ "$DSTACK_NODE_RANK" = 0 ]' in head
+    assert f"corral up && corral check 16 --nodes 2 && corral train {RECIPE}" in head
+    assert "corral up && { corral up --block ||" in others
+    assert subprocess.run(["sh", "-n", "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize(("worker", "code"), [("true", 0), ("false", 0), ("exit 1", 1)])
+def test_a_node_that_never_came_up_fails_and_one_that_outlives_the_head_does_not(tmp_path, worker, code):
+    """`worker`: what becomes of `corral up --block`, or of the first `corral up`."""
+    (script,) = task(work(tmp_path), tmp_path)["commands"]
+    program = tmp_path / "corral"
+    block, first = ("true", worker) if worker == "exit 1" else (worker, "true")
+    program.write_text(f'#!/bin/sh\ncase "$*" in *--block*) {block} ;; *) {first} ;; esac\n')
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DSTACK_NODE_RANK": "1"}
+    assert subprocess.run(["sh", "-c", script], env=env).returncode == code
+
+
+def test_the_run_is_over_when_the_first_node_is_done(tmp_path):
+    assert task(work(tmp_path), tmp_path)["stop_criteria"] == "master-done"
+
+
+def test_secrets_are_there_by_name_only(tmp_path):
+    assert task(work(tmp_path), tmp_path, environment=["WANDB_API_KEY"])["env"] == ["RAY_AUTH_TOKEN", "WANDB_API_KEY"]
+    with pytest.raises(UserError, match="WANDB_API_KEY="):
+        launch(work(tmp_path), tmp_path, environment=["WANDB_API_KEY=hunter2"])
+
+
+def test_devices_are_asked_for(tmp_path):
+    assert task(work(tmp_path), tmp_path, gpu="H100")["resources"]["gpu"] == "nvidia:H100:8"
+    assert task(work(tmp_path, accelerator="amd"), tmp_path)["resources"]["gpu"] == "amd:8"
+    assert task(work(tmp_path, accelerator="none"), tmp_path)["resources"]["gpu"] == 0
+
+
+def test_the_recipe_goes_along_with_its_overrides(tmp_path):
+    of = work(tmp_path, "seed=7")
+    files = launch(of, tmp_path).files
+    name, text = next((name, text) for name, text in files.items() if name.endswith(".recipe.yaml"))
+    assert task(of, tmp_path)["files"] == [f"{name}:{RECIPE}"]
+    (tmp_path / name).write_text(text)
+    assert load_recipe(tmp_path / name) == of.recipe
+
+
+def test_a_hostile_name_stays_text(tmp_path):
+    of = work(tmp_path, HOSTILE)
+    found = task(of, tmp_path)
+    assert found["name"] == "run-touch-no-x-rm-rf-y"
+    assert "touch" not in found["commands"][0]
+
+
+def test_a_long_name_is_cut_to_what_dstack_allows(tmp_path):
+    assert len(task(work(tmp_path, f"name={'long-' * 20}"), tmp_path)["name"]) <= 41

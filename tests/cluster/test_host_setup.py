@@ -1,0 +1,56 @@
+"""The script that prepares a machine. It is read and checked here, never run: it installs drivers' companions and a daemon
+as root, and takes them from the makers' servers."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from corral.cluster.launchers.host_setup import SOURCES, host_setup
+
+ALL = [(family, is_amd) for family in ("apt", "yum") for is_amd in (False, True)]
+
+
+@pytest.mark.parametrize(("family", "is_amd"), ALL)
+def test_a_shell_can_read_it(family, is_amd):
+    script = host_setup(family, is_amd)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "set -euo pipefail" in script
+
+
+@pytest.mark.parametrize(("family", "is_amd"), ALL)
+def test_shellcheck_finds_nothing(family, is_amd):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck")
+    result = subprocess.run(["shellcheck", "-"], input=host_setup(family, is_amd), capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(("family", "is_amd"), ALL)
+def test_nothing_from_the_network_is_run_as_a_program(family, is_amd):
+    script = host_setup(family, is_amd)
+    assert not re.search(r"\|\s*(sudo\s+)?(ba|z|)sh\b", script)
+    assert all(address.startswith(tuple(SOURCES.values())) for address in re.findall(r"https://[^\s\"']{5,}", script))
+    assert "/blob/" not in script
+
+
+@pytest.mark.parametrize("family", ["apt", "yum"])
+def test_docker_is_told_of_nvidias_runtime_after_both_are_there(family):
+    script = host_setup(family, False)
+    order = [script.index(word) for word in ("docker-ce ", "nvidia-container-toolkit\n", "nvidia-ctk runtime", "restart")]
+    assert order == sorted(order)
+
+
+def test_amds_gpus_need_no_toolkit():
+    assert "nvidia" not in host_setup("apt", True)
+
+
+def test_it_stops_for_anyone_but_root(tmp_path):
+    """Run as somebody else, who could do no harm."""
+    if shutil.which("setpriv") is None or subprocess.run(["id", "-u"], capture_output=True).stdout.strip() != b"0":
+        pytest.skip("needs root, to be somebody else")
+    nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    result = subprocess.run([*nobody, "bash"], input=host_setup("apt", False), capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "run this as root" in result.stderr

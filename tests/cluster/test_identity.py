@@ -1,0 +1,105 @@
+"""Who a node is: options, then the variables of guides, then those of launchers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.cluster.identity import Identity, Options, expand_hosts, find_identity
+from corral.recipe.errors import UserError
+
+SLURM = {"SLURM_JOB_NODELIST": "gpu-[07-09]", "SLURMD_NODENAME": "gpu-08", "SLURM_JOB_ID": "41"}
+
+
+def identity(environment: dict[str, str], **options: object) -> Identity:
+    return find_identity(Options(**options), environment)  # type: ignore[arg-type]
+
+
+def test_the_variables_of_the_guides_count_nodes() -> None:
+    found = identity({"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert (found.rank, found.num_nodes, found.head, found.port) == (2, 4, "10.0.0.1", 29500)
+    assert not found.is_head
+
+
+def test_the_port_is_6379_unless_it_is_given() -> None:
+    assert identity({"RANK": "0"}).port == 6379
+    assert identity({"RANK": "0", "MASTER_PORT": "7000"}, port=7001).port == 7001
+    assert identity({}, join="10.0.0.1:7002").port == 7002
+
+
+def test_without_anything_said_it_is_a_cluster_of_one_machine() -> None:
+    found = identity({})
+    assert found.is_head
+    assert found.num_nodes is None
+
+
+def test_one_that_joins_needs_no_rank() -> None:
+    found = identity({}, join="head.example")
+    assert (found.rank, found.head) == (None, "head.example")
+
+
+def test_slurm_numbers_nodes_by_their_place_in_the_list() -> None:
+    found = identity({**SLURM, "SLURM_NODEID": "0"})  # a step on one node calls it 0
+    assert (found.rank, found.num_nodes, found.head, found.id) == (1, 3, "gpu-07", "41")
+
+
+def test_dstack_says_rank_head_and_number() -> None:
+    found = identity({"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.1.0.5"})
+    assert (found.rank, found.num_nodes, found.head) == (1, 2, "10.1.0.5")
+
+
+def test_torchrun_counts_processes_in_rank_and_nodes_in_group_rank() -> None:
+    torchrun = {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    found = identity({**torchrun, "MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"})
+    assert (found.rank, found.num_nodes, found.id) == (1, 2, "job7")
+    assert found.port == 6379  # torchrun itself listens on MASTER_PORT
+
+
+def test_a_second_process_of_a_node_is_refused() -> None:
+    with pytest.raises(UserError, match="once per node"):
+        identity({"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0"})
+
+
+def test_options_come_before_variables() -> None:
+    found = identity({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, rank=3, nodes=4, join="b")
+    assert (found.rank, found.num_nodes, found.head) == (3, 4, "b")
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "words"),
+    [
+        ({"RANK": "two"}, {}, "RANK is 'two'"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, {}, "not below the number of nodes"),
+        ({"RANK": "0", "MASTER_PORT": "99999"}, {}, "between 1 and 65535"),
+        ({"RANK": "1"}, {"head": True}, "--head is rank 0"),
+        ({"RANK": "0"}, {"join": "a"}, "joins nobody"),
+        ({}, {"head": True, "join": "a"}, "one of them"),
+        ({}, {"nodes": 3}, "which node is this"),
+        ({}, {"join": "a:b"}, "HOST:PORT"),
+        ({**SLURM, "SLURMD_NODENAME": "login"}, {}, "not in SLURM_JOB_NODELIST"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(environment: dict[str, str], options: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        identity(environment, **options)
+
+
+@pytest.mark.parametrize(
+    ("short", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("gpu-[0,1]", ["gpu-0", "gpu-1"]),
+        ("gpu-[098-101]", ["gpu-098", "gpu-099", "gpu-100", "gpu-101"]),
+        ("a[1-2],b,c[3,5-6]x", ["a1", "a2", "b", "c3x", "c5x", "c6x"]),
+        ("r[0-1]n[1-2]", ["r0n1", "r0n2", "r1n1", "r1n2"]),
+    ],
+)
+def test_slurms_short_form_is_expanded(short: str, hosts: list[str]) -> None:
+    assert expand_hosts(short) == hosts
+
+
+@given(st.text(alphabet="ab0129-,[]", max_size=12))
+def test_any_list_of_hosts_is_expanded_or_refused(text: str) -> None:
+    try:
+        assert all(isinstance(host, str) for host in expand_hosts(text))
+    except UserError:
+        pass

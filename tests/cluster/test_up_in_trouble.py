@@ -1,0 +1,147 @@
+"""`corral up` where something is wrong: a node is missing, a head file is old, a network or a port is the wrong one.
+
+Hosts have two networks. The first one leads nowhere, and their own names are 127.0.1.1.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusters import begin_up, bring_up, corral
+from hosts import DECOY, Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("trouble")]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(2, loopback_names=True, decoys=True) as made:
+        assert made.run(0, ["hostname", "-I"]).stdout.split()[0].startswith(DECOY)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(lab: Lab) -> Iterator[None]:
+    yield
+    for host in (0, 1):
+        corral(lab, host, "down", "--force")
+
+
+def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(lab: Lab) -> None:
+    bring_up(lab, devices=1)
+    nodes = json.loads(corral(lab, 0, "status", "--json").stdout)["nodes"]
+    assert [node["address"] for node in nodes] == [host.address for host in lab.hosts]
+    for host in (0, 1):
+        [raylet] = lab.run(host, ["pgrep", "-x", "raylet"]).stdout.split()
+        variables = lab.run(host, ["cat", f"/proc/{raylet}/environ"]).stdout.split("\0")
+        assert "GLOO_SOCKET_IFNAME=eth0" in variables
+        assert "NCCL_SOCKET_IFNAME=eth0" in variables
+
+
+def test_a_head_with_two_networks_asks_which_one(lab: Lab) -> None:
+    result = corral(lab, 0, "up", "--head", "--nodes=2", "--devices=1")
+    assert result.returncode == 2
+    assert "several networks" in result.stderr
+    assert f"ens1 {DECOY}.11, eth0 {lab.hosts[0].address}" in result.stderr
+    wrong = corral(lab, 0, "up", "--head", "--nodes=2", MASTER_ADDR="10.0.0.99")
+    assert "but that is 10.0.0.99, and this node has ens1" in wrong.stderr
+
+
+def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(lab: Lab) -> None:
+    started = time.monotonic()
+    head = begin_up(
+        lab,
+        0,
+        "--timeout=3",
+        devices=1,
+        RANK="0",
+        WORLD_SIZE="2",
+        MASTER_ADDR=lab.hosts[0].address,
+        OMP_NUM_THREADS="1",
+    )
+    said = head.communicate(timeout=60)[0]
+    assert head.returncode == 1
+    assert "rank 0 (head)" in said
+    last = lab.errors.read_text().splitlines()[-1]
+    assert last.startswith("error: after 3 s the cluster lacks rank 1 of 2; here: 0 h1.")
+    assert time.monotonic() - started < 45
+    bring_up(lab, devices=1)  # what was up stays, and the rest can still come
+
+
+def test_a_head_that_is_missing_is_waited_for_in_bounded_time(lab: Lab) -> None:
+    result = corral(lab, 1, "up", "--timeout=2", RANK="1", WORLD_SIZE="2", MASTER_ADDR=lab.hosts[0].address)
+    assert result.returncode == 1
+    assert "the head was not there within 2 s: nothing answers at" in result.stderr
+    unknown = corral(lab, 1, "up", "--timeout=1", RANK="1", WORLD_SIZE="2", MASTER_ADDR="nobody")
+    assert "the name nobody is unknown on this node" in unknown.stderr
+    nowhere = corral(lab, 1, "up", RANK="1", WORLD_SIZE="2")
+    assert nowhere.returncode == 2
+    assert "where is the head?" in nowhere.stderr
+
+
+def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) -> None:
+    file, address = tmp_path / "head.json", lab.hosts[0].address
+    stale = {
+        "id": "old",
+        "cluster_id": "ab",
+        "address": f"{address}:6379",
+        "time": time.time() - 7300,
+        "hostname": "h1",
+    }
+    file.write_text(json.dumps(stale))
+    worker = ("--rank=1", "--nodes=2", f"--head-file={file}")
+    off = corral(lab, 1, "up", *worker, "--timeout=2")
+    assert off.returncode == 1
+    assert "it is stale: written 2.0 h ago by h1, and no cluster answers at" in off.stderr.splitlines()[-1]
+
+    head = begin_up(
+        lab, 0, "--rank=0", "--nodes=2", f"--head-file={file}", "--id=new", f"--address={address}", devices=1
+    )
+    fresh = wait_for(file, "new")
+    other = corral(lab, 1, "up", *worker, "--id=another", "--timeout=2")
+    assert "it is of another start (new, written" in other.stderr.splitlines()[-1]
+    file.write_text(json.dumps({**fresh, "cluster_id": "cd"}))
+    replaced = corral(lab, 1, "up", *worker, "--timeout=2")
+    assert "another cluster answers at" in replaced.stderr.splitlines()[-1]
+
+    file.write_text(json.dumps(fresh))
+    joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME="/nonexistent")
+    assert "all 2 nodes are there" in joined.communicate(timeout=60)[0]
+    assert "all 2 nodes are there" in head.communicate(timeout=60)[0]
+    token = file.with_name("head.json.token")
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def wait_for(file: Path, id: str) -> dict[str, object]:
+    """The file that the head with that id writes."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if file.exists() and (found := json.loads(file.read_text()))["id"] == id:
+            return dict(found)
+        time.sleep(0.1)
+    raise AssertionError(f"no {file} of {id}")
+
+
+def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
+    lab.begin(0, ["python3", "-m", "http.server", "--bind", "0.0.0.0", "7200"])
+    lab.run(0, ["sh", "-c", "until ss -ltn | grep -q 7200; do sleep 0.1; done"])
+    result = corral(lab, 0, "up", "--head", "--port=7200")
+    assert result.returncode == 2
+    assert "port 7200 of this node is in use by python3 (pid " in result.stderr
+
+
+def test_one_that_stays_ends_with_a_signal_and_says_why_when_the_head_is_gone(lab: Lab) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
+    head = begin_up(lab, 0, "--block", devices=1, RANK="0", **variables)
+    worker = begin_up(lab, 1, "--block", devices=1, RANK="1", **variables)
+    assert corral(lab, 1, "check", "2", "--nodes=2", "--timeout=60").returncode == 0
+    [blocking] = lab.run(0, ["pgrep", "-f", "corral.cli.main up"]).stdout.split()
+    lab.run(0, ["kill", f"-{signal.SIGTERM.value}", blocking])
+    assert head.wait(timeout=30) == 0
+    assert not lab.run(0, ["pgrep", "-x", "raylet|gcs_server"], check=False).stdout
+    assert worker.wait(timeout=60) == 1
+    assert "error: the head," in lab.errors.read_text().splitlines()[-1]
+    assert not lab.run(1, ["pgrep", "-x", "raylet"], check=False).stdout
