@@ -61,10 +61,10 @@ class Lab:
     """`loopback_names`: each host's own name is 127.0.1.1 in its /etc/hosts, as Debian has it. `decoys`: each host has
     a network before the right one that leads nowhere."""
 
-    def __init__(self, num_hosts: int, *, loopback_names: bool = False, decoys: bool = False) -> None:
+    def __init__(self, num_hosts: int, *, name: str = "h", loopback_names: bool = False, decoys: bool = False) -> None:
         skip_unless_possible()
         remove_old_bridges()
-        self.num_hosts, self.loopback_names, self.decoys = num_hosts, loopback_names, decoys
+        self.num_hosts, self.name, self.loopback_names, self.decoys = num_hosts, name, loopback_names, decoys
         self.bridge = f"crl{os.getpid():x}x{next(NUMBERS)}"
         self.folder = Path(tempfile.mkdtemp(prefix="lab-"))
         self.errors = self.folder / "errors.txt"
@@ -175,7 +175,7 @@ class Lab:
         return free[0]
 
     def _make_host(self, number: int) -> Host:
-        name, address, link = f"h{number + 1}", f"{self.net}.{number + 11}", f"{self.bridge}h{number}"
+        name, address, link = f"{self.name}{number + 1}", f"{self.net}.{number + 11}", f"{self.bridge}h{number}"
         ray, hosts, resolver = self.folder / f"ray.{name}", self.folder / f"hosts.{name}", self.folder / "resolv.conf"
         home, state = self.folder / "home", f"/tmp/corral-{os.getuid()}"
         home.mkdir(exist_ok=True)
@@ -207,7 +207,7 @@ class Lab:
         lines = ["127.0.0.1 localhost"]
         for number in range(self.num_hosts):
             loopback = self.loopback_names and number == own
-            lines.append(f"{'127.0.1.1' if loopback else f'{self.net}.{number + 11}'} h{number + 1}")
+            lines.append(f"{'127.0.1.1' if loopback else f'{self.net}.{number + 11}'} {self.name}{number + 1}")
         return "\n".join(lines) + "\n"
 
 

@@ -141,7 +141,7 @@ def test_a_cluster_that_is_too_small_is_described(driver: Driver, logs: Path, la
 
 def test_ray_is_started_for_the_run_where_there_is_none(lab: Lab, logs: Path) -> None:
     seen = Driver(lab, 2).call("scenarios:started_here", logs=str(logs))
-    assert "no Ray cluster runs on this machine; start one: `ray start --head`" in seen["two_nodes"]
+    assert "this machine is not part of a Ray cluster; start one with `corral up`" in seen["two_nodes"]
     assert seen["all_reduce"] == [3.0] * 2
     assert seen["interfaces"] == ["lo"] * 2
     assert seen["after_ctrl_c"] == [3.0] * 2
