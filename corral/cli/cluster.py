@@ -161,13 +161,29 @@ def check(
 
 
 def status(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Say how this job does instead.", show_default=False)
+    ] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say who is in the cluster, and what runs on it."""
+    """Say who is in the cluster, and what runs on it; or how one job does."""
     from corral.cluster.census import take_census
     from corral.cluster.gcs import Gcs
+    from corral.cluster.jobs.dashboard import open_jobs
+    from corral.cluster.jobs.job import describe_job, list_jobs, table
     from corral.cluster.reach import reach
 
+    if job is not None:
+        found, words = describe_job(open_jobs(address), job)
+        print(json.dumps(found.as_dict(), indent=2) if as_json else words)
+        return
     census = take_census(Gcs(reach(address)))
-    print(json.dumps(census.as_dict(), indent=2) if as_json else census.text())
+    try:
+        jobs = [one for one in list_jobs(open_jobs(address)) if one.is_open]
+    except UserError:  # only the head may be able to say
+        jobs = []
+    if as_json:
+        print(json.dumps({**census.as_dict(), "jobs": [one.as_dict() for one in jobs]}, indent=2))
+    else:
+        print("\n".join([census.text(), *([table(jobs)] if jobs else [])]))
