@@ -11,7 +11,7 @@ from pathlib import Path
 import pexpect.fdpexpect
 from commands import Command, start_corral
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
 SIZE = (40, 150)
 
 

@@ -76,6 +76,11 @@ def up(
 
     if debugger not in (None, "legacy"):
         raise UserError(f"--debugger {debugger}: there is only `legacy`; Ray's other debugger needs nothing here")
+    if debugger is not None:
+        from corral.runtime.remote_debugger import has_legacy_debugger
+
+        if not has_legacy_debugger():
+            raise UserError(f"--debugger {debugger}: the installed Ray has no `ray debug` any more")
     if port is not None:
         check_port(port, "--port")
     wish = Wish(

@@ -30,42 +30,21 @@ def doctor(
 ) -> None:
     """Look for what is wrong with this node, or with all nodes of the cluster: devices, memory, disks, network,
     versions, shared folders; with a recipe, what that needs. Exits with 1 if there is an error."""
-    from corral.cluster.doctor.findings import num_of
     from corral.cluster.doctor.diagnosis import Order
-    from corral.cluster.doctor.survey import check_cluster, check_here
+    from corral.cluster.doctor.findings import num_of
+    from corral.cluster.doctor.survey import check
     from corral.cluster.doctor.text import in_words
 
     if here and (everywhere or address):
         raise UserError("--here is this node only: leave out --all and --address")
-    order = Order(recipe, overrides or (), shared or (), timeout, say)
-    cluster = None if here else cluster_of(address, everywhere)
-    if cluster is None:
-        diagnosis = check_here(order)
-    else:
-        from corral.cluster.reach import attached
-
-        with attached(cluster):
-            diagnosis = check_cluster(order, cluster)
+    diagnosis = check(Order(recipe, overrides or (), shared or (), timeout, say), address, everywhere, here)
+    say("")
     print(json.dumps(diagnosis.as_dict(), indent=2) if as_json else in_words(diagnosis))
     if num_of("error", diagnosis.findings):
         raise typer.Exit(1)
 
 
-def cluster_of(address: str | None, everywhere: bool) -> str | None:
-    """The head of the cluster that is meant; None where there is none, and none has to be."""
-    try:
-        from corral.cluster.reach import reach
-        from corral.runtime.connection import find_cluster
-    except ImportError as error:
-        if everywhere or address:
-            raise UserError("a cluster needs Ray: pip install 'corral[cluster]'") from error
-        return None
-    if everywhere or address or find_cluster(None) is not None:
-        return reach(address)
-    return None
-
-
 def say(what: str) -> None:
     """While it goes on, on a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{what} ...", end="\r", file=sys.stderr, flush=True)
+        print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import cluster, jobs
+from corral.cli import cluster, debug, doctor, jobs
 from corral.cli.launch import verbs as launch
 from corral.recipe.errors import RunError, UserError
 
@@ -164,6 +164,8 @@ def version() -> None:
 
 
 cluster.register(app)
+debug.register(app)
+doctor.register(app)
 jobs.register(app)
 launch.register(app)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 CLOSE_TIMEOUT_S = 5.0
@@ -10,16 +11,16 @@ CLOSE_TIMEOUT_S = 5.0
 def close_runner(runner: asyncio.Runner) -> None:
     """An environment may ignore that its task is cancelled; it is not waited for."""
     tasks = asyncio.all_tasks(runner.get_loop())
+    cancel(tasks)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # of tasks that had not begun
         if tasks:
-            runner.run(end(tasks))
+            runner.run(asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S))
         if all(task.done() for task in tasks):
             runner.close()
         tasks.clear()
 
 
-async def end(tasks: set[asyncio.Task[Any]]) -> None:
+def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)

@@ -39,7 +39,7 @@ class Debugging:
 
     @property
     def on_ctrl_c(self) -> Handler | None:
-        return open_where if self.here else None
+        return open_where if self.here and sys.stdin.isatty() else None
 
     @contextmanager
     def watching(self, recipe: Recipe, console: Console) -> Iterator[None]:

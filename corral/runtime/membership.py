@@ -96,15 +96,33 @@ def find_membership(address: str | None = None) -> Membership | None:
 
 
 def marked_processes(mark: str) -> list[tuple[int, str]]:
-    """Those of this node with that mark, and their names. Other users' are not readable, and not ours."""
-    wanted, found = f"{MARK_VARIABLE}={mark}".encode(), []
+    """Those of this node with that mark, and their names. Other users' are not readable, and not ours.
+
+    A process that gives itself a title, as Ray's do, may write it over its environment, and with it over the mark; it
+    is known by its parent then.
+    """
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    found: dict[int, str] = {}
+    children: dict[int, dict[int, str]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
+            pid, name = int(process.name), (process / "comm").read_text().strip()
+            children.setdefault(parent_of(process), {})[pid] = name
             if wanted in (process / "environ").read_bytes().split(b"\0"):
-                found.append((int(process.name), (process / "comm").read_text().strip()))
+                found[pid] = name
         except OSError:
             continue
-    return found
+    left = list(found)
+    while left:
+        new = {pid: name for pid, name in children.get(left.pop(), {}).items() if pid not in found}
+        found |= new
+        left += new
+    return list(found.items())
+
+
+def parent_of(process: Path) -> int:
+    """The fourth field, counted from behind the name, which may have spaces in it."""
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
 
 
 def process_command(pid: int) -> str:

@@ -112,7 +112,7 @@ class WorkerDebugger:
                 stop_after_error()
 
     def _wait_for_client(self, why: str) -> None:
-        import debugpy  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import debugpy
         import ray
         from ray.util.debugpy import debugger_port_lock
 
@@ -134,7 +134,7 @@ class WorkerDebugger:
 
         external = ray._private.worker.global_worker.ray_debugger_external
         where = "any node" if external else "that node"
-        with self._told(f"waits for `RAY_DEBUG=legacy ray debug` on {where} ({why})"):
+        with self._told(f"waits for `ray debug` on {where} ({why})"):
             return _connect_ray_pdb(debugger_external=external)
 
     @contextmanager
@@ -151,7 +151,7 @@ class WorkerDebugger:
 
 
 def stop_at(frame: FrameType) -> None:
-    import pydevd  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import pydevd
 
     pydevd.settrace(stop_at_frame=frame)
 

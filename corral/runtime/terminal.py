@@ -5,7 +5,6 @@ the environment or reward function it was in. And Ctrl-C opens it where the prog
 """
 
 import pdb
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,11 +43,10 @@ def debugger_installed() -> Iterator[None]:
 
 def open_where(number: int, frame: FrameType | None) -> None:
     """For Ctrl-C. At the prompt it takes back what was typed, as usual."""
-    if Debugger.thread is not None and Debugger.thread is not threading.current_thread():
-        return  # it is open in another thread, which signals do not reach
-    if Debugger.thread is not None or not sys.stdin.isatty():
+    if Debugger.thread is None:
+        Debugger().set_trace(frame)
+    elif Debugger.thread is threading.current_thread():
         raise KeyboardInterrupt
-    Debugger().set_trace(frame)
 
 
 def open_at(error: BaseException) -> None:

@@ -10,11 +10,12 @@ import pexpect
 import pytest
 from commands import corral
 from debug_client import DebugClient
+from guides import Block, block
 from runs import steps_of, write_recipe
 from terminal import Terminal
 
 from corral.loop.debug import in_one_process
-from corral.recipe.load import load_recipe
+from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.plan import make_plan
 
 PROMPT = r"\(Pdb\) "
@@ -53,8 +54,11 @@ class Plain:
     async def reset(self, row, seed):
         return row.prompt
 
+    played = 0
+
     async def step(self, reply):
-        return StepResult([], 0.5, done=True)
+        Plain.played += 1
+        return StepResult([], Plain.played % 2, done=True)
 
     async def close(self):
         pass
@@ -89,14 +93,23 @@ def broken(*arguments):
 
 @pytest.fixture
 def on_terminal(tmp_path: Path, tiny_model: Path) -> Callable[..., Terminal]:
-    recipe = prepare(tmp_path, tiny_model)
-    return lambda *arguments: Terminal(tmp_path, "train", str(recipe), *SMALL, *arguments)
+    """The command of a block of the guide, with changes to the recipe."""
+
+    def start(one: Block, *changes: str) -> Terminal:
+        prepare(tmp_path, tiny_model, *changes)
+        [command] = one.commands
+        assert command.startswith("corral ")
+        return Terminal(tmp_path, *command.split()[1:])
+
+    return start
 
 
-def prepare(folder: Path, model: Path) -> Path:
+def prepare(folder: Path, model: Path, *changes: str) -> None:
+    """`recipe.yaml`, and what it names."""
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "environments.py").write_text(ENVIRONMENTS)
-    return write_recipe(folder, model)
+    recipe = write_recipe(folder, model)
+    recipe.write_text(dump_recipe(load_recipe(recipe, (*SMALL, *changes))))
 
 
 def test_a_breakpoint_in_a_reward_function_opens_a_debugger(
@@ -104,7 +117,7 @@ def test_a_breakpoint_in_a_reward_function_opens_a_debugger(
 ) -> None:
     reward = ("environment.reward.name=rewards.py:stops", "environment.reward.timeout_s=0.1")
     cluster = ("cluster.nodes=2", "cluster.placement={rollout: 0, actor: 1}", "schedule.max_staleness=1")
-    terminal = on_terminal("--debug", *reward, *cluster)
+    terminal = on_terminal(block("debug"), *reward, *cluster)
     terminal.expect(PROMPT)
     time.sleep(0.3)  # longer than a reward may take
     terminal.say("p len(words)")
@@ -119,7 +132,7 @@ def test_a_breakpoint_in_a_reward_function_opens_a_debugger(
 
 
 def test_quitting_the_debugger_in_an_environment_ends_the_run(on_terminal: Callable[..., Terminal]) -> None:
-    terminal = on_terminal("--debug", "environment.name=environments.py:Stops")
+    terminal = on_terminal(block("debug"), "environment.name=environments.py:Stops")
     terminal.expect(PROMPT)
     terminal.say("p inside")
     terminal.expect("'an environment'")
@@ -132,7 +145,7 @@ def test_quitting_the_debugger_in_an_environment_ends_the_run(on_terminal: Calla
 
 
 def test_ctrl_c_opens_the_debugger_where_the_program_is(on_terminal: Callable[..., Terminal]) -> None:
-    terminal = on_terminal("--debug", "environment.reward.name=rewards.py:hangs")
+    terminal = on_terminal(block("debug"), "environment.reward.name=rewards.py:hangs")
     terminal.expect("loading the model")
     time.sleep(1.5)
     terminal.press_ctrl_c()
@@ -144,7 +157,7 @@ def test_ctrl_c_opens_the_debugger_where_the_program_is(on_terminal: Callable[..
 
 
 def test_after_a_failure_the_debugger_opens_where_it_was(on_terminal: Callable[..., Terminal]) -> None:
-    terminal = on_terminal("--post-mortem", "environment.name=environments.py:Breaks")
+    terminal = on_terminal(block("post-mortem"), "environment.name=environments.py:Breaks")
     assert "ValueError: no good" in terminal.expect(PROMPT)
     terminal.say("p number")
     terminal.expect("42")
@@ -156,7 +169,7 @@ def test_after_a_failure_the_debugger_opens_where_it_was(on_terminal: Callable[.
 
 
 def test_with_both_it_opens_where_a_reward_function_fails(on_terminal: Callable[..., Terminal]) -> None:
-    terminal = on_terminal("--debug", "--post-mortem", "environment.reward.name=rewards.py:raises")
+    terminal = on_terminal(block("debug-post-mortem"), "environment.reward.name=rewards.py:raises")
     assert "LookupError: nothing there" in terminal.expect(PROMPT)
     terminal.say("p reason")
     terminal.expect("'because'")
@@ -168,8 +181,8 @@ def test_with_both_it_opens_where_a_reward_function_fails(on_terminal: Callable[
 
 
 def test_without_a_terminal_a_failure_is_told_as_ever(tmp_path: Path, tiny_model: Path) -> None:
-    recipe = prepare(tmp_path, tiny_model)
-    ended = corral(tmp_path, "train", str(recipe), *SMALL, "--post-mortem", "environment.name=environments.py:Breaks")
+    prepare(tmp_path, tiny_model, "environment.name=environments.py:Breaks")
+    ended = corral(tmp_path, "train", "recipe.yaml", "--post-mortem")
     assert ended.code == 1
     assert "no debugger without a terminal" in ended.stdout
     assert "ValueError: no good" in ended.stderr
@@ -196,10 +209,8 @@ def test_what_is_debugged_is_the_same_algorithm_on_one_device(tmp_path: Path, ti
 @pytest.mark.xdist_group("debugger")
 def test_an_editor_connects_to_workers(tmp_path: Path, tiny_model: Path) -> None:
     """To a breakpoint first, then to the failure that ends the run."""
-    recipe = prepare(tmp_path, tiny_model)
-    options = ["--post-mortem", "environment.name=environments.py:BreaksWorker", "cluster.devices_per_node=1"]
-    program = "from corral.cli.main import main; main()"
-    command = ["-c", program, "train", str(recipe), *SMALL, *options]
+    prepare(tmp_path, tiny_model, "environment.name=environments.py:BreaksWorker", "cluster.devices_per_node=1")
+    command = ["-c", "from corral.cli.main import main; main()", *block("post-mortem").commands[0].split()[1:]]
     environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
     run = pexpect.spawn(
         sys.executable, command, cwd=tmp_path, env=environment, encoding="utf-8", timeout=90, dimensions=(40, 500)

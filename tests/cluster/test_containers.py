@@ -230,7 +230,7 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
 
 def launch(podman: Podman, engine: str, *words: str) -> list[str]:
     seen = [word for mount in podman.mounts for word in ("--mount", mount)]
-    small = ["--image", IMAGE, "--shm", "1g", "--accelerator", "none", "cluster.devices_per_node=2"]
+    small = ["--image", IMAGE, "--shm", "1g", "--accelerator", "none", "cluster.devices_per_node=1"]
     return [*CORRAL, "launch", engine, "recipe.yaml", *small, *seen, *words]
 
 
@@ -249,7 +249,7 @@ def test_the_lines_start_a_cluster_of_two_containers_that_trains(podman, folder)
         said = podman.command(["bash", "-e", "-x", str(script)], cwd=folder, timeout_s=RUN_S).stdout
     finally:
         podman.run("rm", "--force", "--ignore", f"{name}-0", f"{name}-1", check=False)
-    assert "4 devices on 2 nodes" in said
+    assert "2 devices on 2 nodes" in said
     assert len(steps_of(folder / "runs" / "tiny")) == 2
     assert name not in podman.run("network", "ls").stdout
 
@@ -265,7 +265,7 @@ def test_dockers_client_starts_a_node_and_trains_on_it(podman, folder):
     name = f"docker-{os.getpid()}"
     words = ["cluster.nodes=1", "--name", name, "--port", str(free_port()), "--env", "RAY_AUTH_TOKEN", "--go"]
     result = podman.command(launch(podman, "docker", *words), cwd=folder, timeout_s=RUN_S)
-    assert "2 devices on 1 node" in result.stdout
+    assert "1 device on 1 node" in result.stdout
     assert podman.env["RAY_AUTH_TOKEN"] not in result.stdout
     assert len(steps_of(folder / "runs" / "tiny")) == 2
     assert name not in podman.run("ps", "--all").stdout

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ import pathlib, sys, urllib.request as ask
 token = pathlib.Path("~/.corral/token").expanduser().read_text().strip()
 print(ask.urlopen(ask.Request(sys.argv[1], headers={"Authorization": f"Bearer {token}"})).read().decode())
 """
+SLOWLY = ("schedule.steps=60", "environment.reward.options.seconds=0.05")
+LISTINGS = (
+    "/api/jobs/",
+    "/api/jobs/{job}",
+    "/api/jobs/{job}/logs",
+    "/api/v0/actors?detail=1",
+    "/api/v0/runtime_envs?detail=1",
+    "/api/v0/workers?detail=1",
+)
 WAIT_S = 90.0
 
 
@@ -91,8 +101,8 @@ class Project:
     def corral(self, *arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
         return self.lab.run(HEAD, self.command(*arguments), timeout_s=WAIT_S, check=False, OMP_NUM_THREADS="1", **env)
 
-    def begin(self, *arguments: str) -> "subprocess.Popen[str]":
-        return self.lab.begin(HEAD, self.command(*arguments), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    def begin(self, *arguments: str, **env: str) -> "subprocess.Popen[str]":
+        return self.lab.begin(HEAD, self.command(*arguments), OMP_NUM_THREADS="1", **env)
 
     def submit(self, name: str, *arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
         return self.corral("submit", "recipe.yaml", f"name={name}", *arguments, **env)
@@ -103,9 +113,6 @@ class Project:
 
     def run_folder(self, name: str) -> Path:
         return self.shared / "runs" / name
-
-    def slowly(self, steps: int) -> tuple[str, ...]:
-        return (f"schedule.steps={steps}", "environment.reward.options.seconds=0.05", "batch.prompts_per_step=8")
 
     def wait_for_steps(self, name: str, number: int) -> None:
         metrics = self.run_folder(name) / "metrics.jsonl"
@@ -132,37 +139,114 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         yield Project(lab, tmp_path_factory.mktemp("shared"), tiny_model)
 
 
-def test_a_job_runs_with_its_code_and_secrets_on_every_node_and_nobody_else_sees_them(project: Project) -> None:
+@dataclass(frozen=True)
+class Stopped:
+    """A job that was submitted, left with Ctrl-C, and stopped."""
+
+    job: str
+    submitting: "subprocess.CompletedProcess[str]"
+    second: "subprocess.CompletedProcess[str]"
+    """The same recipe, submitted while it ran."""
+    stopping: "subprocess.CompletedProcess[str]"
+    step: int
+    """Of its checkpoint."""
+    told: str
+    """By the dashboard, while it ran."""
+
+
+@pytest.fixture(scope="module")
+def stopped(project: Project) -> Stopped:
     options = ("--env", f"SECRET_OF_THE_COMMAND={SECRETS[1]}", "--runtime-env", "runtime_env.yaml")
-    finished = project.submit("first", *options, SECRET_OF_THE_RECIPE=SECRETS[0])
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    [job] = [entry for entry in project.jobs() if entry["id"].startswith("first-")]
-    lines = finished.stdout.splitlines()
-    assert "sends 3 files of code" in finished.stdout
-    assert lines[-1].startswith(f"job {job['id']} succeeded after ")
-    assert lines[-1].endswith(f"; run folder {project.run_folder('first')}")
-    assert len(steps_of(project.run_folder("first"))) == 2
+    submit = ("submit", "recipe.yaml", "name=long", *SLOWLY, *options)
+    process = project.begin(*submit, SECRET_OF_THE_RECIPE=SECRETS[0])
+    project.wait_for_steps("long", 2)
+    project.signal(signal.SIGINT, *submit[:3])
+    said, _ = process.communicate(timeout=WAIT_S)
+    [job] = [entry["id"] for entry in project.jobs() if entry["id"].startswith("long-")]
+    second = project.submit("long", "--no-wait")
+    told = "".join(project.ask_dashboard(path.format(job=job)) for path in LISTINGS)
+    stopping = project.corral("stop", "long")
+    [checkpoint] = (project.run_folder("long") / "checkpoints").iterdir()
+    submitting = subprocess.CompletedProcess(submit, process.returncode, said)
+    return Stopped(job, submitting, second, stopping, int(checkpoint.name.removeprefix("step_")), told)
+
+
+def test_code_and_variables_are_on_the_nodes_that_use_them(project: Project, stopped: Stopped) -> None:
+    assert "sends 3 files of code" in stopped.submitting.stdout
     notes = {tuple(line.split()) for line in (project.shared / "notes").read_text().splitlines()}
     [(host, folder, *secrets)] = notes
     assert host == "h2"
     assert folder.startswith(f"{PRIVATE}/elsewhere/")
     assert secrets == list(SECRETS)
 
-    asked = ("/api/jobs/", f"/api/jobs/{job['id']}", "/api/v0/actors?detail=1", "/api/v0/runtime_envs?detail=1")
-    told = "".join(map(project.ask_dashboard, (*asked, "/api/v0/workers?detail=1", f"/api/jobs/{job['id']}/logs")))
-    assert job["id"] in told
-    assert "DeviceProcess" in told
-    for secret in SECRETS:
-        assert secret not in told
-        assert secret not in finished.stdout
-        for number in (HEAD, OTHER):
-            where = [PRIVATE, "--exclude=runtime_env.yaml"] if number == HEAD else [PRIVATE]
-            found = project.lab.run(number, ["grep", "-rlF", secret, *where], check=False)
-            assert found.stdout == "", "no file of any host has it"
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_variable_is_in_no_listing_and_in_no_file(project: Project, stopped: Stopped, secret: str) -> None:
+    assert stopped.job in stopped.told
+    assert "DeviceProcess" in stopped.told
+    assert secret not in stopped.told
+    assert secret not in stopped.submitting.stdout
+    for host in (HEAD, OTHER):
+        files = project.lab.run(host, ["grep", "-rlF", secret, PRIVATE], check=False).stdout.splitlines()
+        assert [file for file in files if file != f"{PROJECT}/runtime_env.yaml"] == []
+    assert secret not in (project.run_folder("long") / "recipe.yaml").read_text()
+
+
+def test_ctrl_c_leaves_the_job_running(stopped: Stopped) -> None:
+    assert stopped.submitting.returncode == 1
+    last, job = stopped.submitting.stdout.splitlines()[-1], stopped.job
+    assert last == f"job {job} goes on: `corral logs {job} -f` follows it again, `corral stop {job}` stops it"
+
+
+def test_a_second_job_does_not_write_to_the_run_of_one_that_is_not_done(project: Project, stopped: Stopped) -> None:
+    assert stopped.second.returncode == 2
+    [line] = stopped.second.stderr.splitlines()
+    assert line.startswith(f"error: job {stopped.job} is running and writes {project.run_folder('long')} already")
+
+
+def test_a_job_that_is_stopped_saves_and_says_so(project: Project, stopped: Stopped) -> None:
+    assert stopped.stopping.returncode == 0, stopped.stopping.stderr
+    where = f"a checkpoint of step {stopped.step} of 60 is in {project.run_folder('long')}"
+    assert stopped.stopping.stdout.splitlines()[-1].startswith(f"job {stopped.job} was stopped: {where}")
+    again = project.corral("stop", stopped.job)
+    assert again.returncode == 2
+    assert again.stderr == f"error: job {stopped.job} does not run any more: it was stopped\n"
+
+
+def test_a_resumed_job_goes_on_when_its_terminal_is_closed(project: Project, stopped: Stopped) -> None:
+    submit = ("submit", "recipe.yaml", "name=long", f"schedule.steps={stopped.step + 4}", "--resume")
+    process = project.begin(*submit)
+    wait_until(lambda: len(project.jobs()) > 1 and project.jobs()[0]["state"] == "running")
+    project.signal(signal.SIGHUP, *submit)
+    assert process.wait(timeout=WAIT_S) != 0
+    followed = project.corral("logs", project.jobs()[0]["id"], "-f")
+    assert f"goes on after step {stopped.step}" in followed.stdout
+    assert "corral export" in followed.stdout.splitlines()[-1]
+    wait_until(lambda: project.jobs()[0]["state"] == "succeeded")
+    assert [row["step"] for row in steps_of(project.run_folder("long"))] == list(range(1, stopped.step + 5))
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(project: Project) -> None:
+    refused = project.submit("new", "--resume")
+    assert refused.returncode == 2
+    where = project.run_folder("new")
+    assert refused.stderr == f"error: --resume: there is no checkpoint in {where} on h1 to go on from\n"
+
+
+def test_a_job_that_is_followed_ends_with_its_state_and_its_true_folder(project: Project) -> None:
+    """One that begins anew beside an earlier run, in the folder it was submitted from."""
+    (project.run_folder("again")).mkdir(parents=True)
+    (project.run_folder("again") / "metrics.jsonl").write_text("{}\n")
+    finished = project.submit("again", "checkpoint.resume=never", "~cluster", "--no-code")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    last = finished.stdout.splitlines()[-1]
+    assert last.startswith("job again-")
+    assert " succeeded after " in last
+    assert last.endswith(f"; run folder {project.run_folder('again-2')}")
 
 
 def test_a_job_that_fails_says_why_in_its_last_lines(project: Project) -> None:
-    finished = project.submit("failing", "model.path=./nowhere")
+    finished = project.submit("failing", "model.path=./nowhere", "~cluster")
     assert finished.returncode == 1
     assert finished.stdout.splitlines()[-1] == f"error: model.path: {PROJECT}/nowhere is not a folder"
     [line] = finished.stderr.splitlines()
@@ -170,60 +254,20 @@ def test_a_job_that_fails_says_why_in_its_last_lines(project: Project) -> None:
     assert " failed with exit code 2 after " in line
     assert line.endswith(f"; run folder {project.run_folder('failing')}")
     assert "failed, exit code 2" in project.corral("status", "failing").stdout
+    assert project.corral("logs", "failing", "--tail=1").stdout == finished.stdout.splitlines()[-1] + "\n"
 
 
-def test_a_job_goes_on_without_its_terminal_and_saves_when_it_is_stopped_and_is_resumed(project: Project) -> None:
-    unknown = project.submit("long", "--resume")
-    assert unknown.returncode == 2
-    assert (
-        unknown.stderr
-        == f"error: --resume: there is no checkpoint in {project.run_folder('long')} on h1 to go on from\n"
-    )
-
-    submitting = project.begin("submit", "recipe.yaml", "name=long", *project.slowly(40))
-    project.wait_for_steps("long", 2)
-    project.signal(signal.SIGINT, "submit", "recipe.yaml", "name=long")
-    said, _ = submitting.communicate(timeout=20)
-    [job] = [entry["id"] for entry in project.jobs() if entry["id"].startswith("long-")]
-    assert submitting.returncode == 1
-    assert f"job {job} goes on: `corral logs {job} -f` follows it again, `corral stop {job}` stops it" in said
-
-    second = project.submit("long", "--no-wait")
-    assert second.returncode == 2
-    assert f"job {job} is running and writes {project.run_folder('long')} already" in second.stderr
-
-    stopped = project.corral("stop", "long")
-    assert stopped.returncode == 0, stopped.stderr
-    [step] = [int(path.name[5:]) for path in (project.run_folder("long") / "checkpoints").iterdir()]
-    last = stopped.stdout.splitlines()[-1]
-    assert last.startswith(
-        f"job {job} was stopped: a checkpoint of step {step} of 40 is in {project.run_folder('long')}"
-    )
-    assert project.corral("stop", job).stderr == f"error: job {job} does not run any more: it was stopped\n"
-
-    resuming = project.begin("submit", "recipe.yaml", "name=long", f"schedule.steps={step + 4}", "--resume")
-    project.wait_for_steps("long", step + 1)
-    project.signal(signal.SIGHUP, "submit", "recipe.yaml", "name=long")
-    assert resuming.wait(timeout=20) == -signal.SIGHUP
-    wait_until(lambda: all(entry["state"] in ("succeeded", "stopped", "failed") for entry in project.jobs()))
-    resumed = project.jobs()[0]
-    assert resumed["state"] == "succeeded"
-    assert f"goes on after step {step}" in project.corral("logs", resumed["id"]).stdout
-    assert [row["step"] for row in steps_of(project.run_folder("long"))] == list(range(1, step + 5))
-
-
-def test_a_few_letters_are_enough_if_they_mean_one_job(project: Project) -> None:
+def test_a_few_letters_are_enough_if_they_mean_one_job(project: Project, stopped: Stopped) -> None:
     jobs = [entry["id"] for entry in project.jobs()]
-    table = project.corral("jobs").stdout.splitlines()
-    assert table[0].split() == ["job", "state", "started", "duration", "run", "folder"]
-    assert [line.split()[0] for line in table[1:]] == jobs
-    assert project.corral("logs", "failing", "--tail=1").stdout.startswith("error: model.path")
-    several = project.corral("logs", "long")
+    heading, *rows = project.corral("jobs").stdout.splitlines()
+    assert heading.split() == ["job", "state", "started", "duration", "run", "folder"]
+    assert [row.split()[0] for row in rows] == jobs
+    several = project.corral("logs", "")
     assert several.returncode == 2
-    assert several.stderr.startswith("error: several jobs begin with `long`: long-")
-    none = project.corral("logs", "frist")
+    assert several.stderr.startswith(f"error: several jobs begin with ``: {jobs[0]}, ")
+    none = project.corral("logs", stopped.job.replace("long", "log"))
     assert none.returncode == 2
-    assert "there is no job `frist`" in none.stderr
+    assert f"did you mean {stopped.job}" in none.stderr
 
 
 def test_elsewhere_than_on_the_head_it_is_said_what_to_do(project: Project) -> None:

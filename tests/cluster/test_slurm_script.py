@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import corral
 from runs import write_recipe
 
 from corral.cluster.launchers.base import Accelerator, Work
@@ -227,13 +228,35 @@ def test_no_value_of_a_variable_is_in_the_script(work: Work, tmp_path: Path, mon
 # --- how it is started
 
 
-def test_the_folder_of_the_log_is_there_before_slurm_writes_to_it(work: Work, tmp_path: Path) -> None:
+def test_the_script_is_submitted_by_its_full_path(work: Work, tmp_path: Path) -> None:
     launch = slurm_launch(work, options_in(tmp_path), tmp_path / "launch")
     assert list(launch.files) == ["tiny.sbatch"]
-    assert launch.commands == [
-        ["mkdir", "-p", f"{tmp_path}/logs"],
-        ["sbatch", f"{tmp_path}/launch/tiny.sbatch"],
-    ]
+    assert launch.commands == [["sbatch", f"{tmp_path}/launch/tiny.sbatch"]]
+
+
+def test_the_folder_of_the_log_is_there_before_slurm_writes_to_it(tmp_path: Path) -> None:
+    write_recipe(tmp_path, Path("/models/tiny"))
+    done = corral(tmp_path, "launch", "slurm", "recipe.yaml", *NODES, "--out=here/launch")
+    assert done.code == 0, done.stderr
+    assert (tmp_path / "here/launch/logs").is_dir()
+    assert f"sbatch {tmp_path}/here/launch/tiny.sbatch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--container=lxc", "--image=x"], "--container lxc is not docker or podman"),
+        (["--container=docker"], "--container docker|podman and --image go together"),
+        (["--env=WANDB_API_KEY"], "--mount and --env are for containers"),
+        (["--accelerator=tpu"], "--accelerator tpu is not one of"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(tmp_path: Path, arguments: list[str], error: str) -> None:
+    write_recipe(tmp_path, Path("/models/tiny"))
+    done = corral(tmp_path, "launch", "slurm", "recipe.yaml", *NODES, *arguments)
+    assert done.code == 2
+    [line] = done.errors
+    assert line.startswith(f"error: {error}")
 
 
 def asked(text: str) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from corral.cli.launch import Go, Kind, work_of
-from corral.cli.launch.options import Head, Keep, Names, Overrides, Port, RecipeFile, absolute
+from corral.cli.launch.options import Head, Keep, Names, Overrides, Port, RecipeFile, absolute, end_cleanly
 from corral.cluster.launchers.containers import Containers, Engine
 from corral.recipe.errors import RunError, UserError
 
@@ -117,6 +117,7 @@ def start_here(cluster: Containers, is_kept: bool) -> None:
     """One step after the other. What was started is removed at the end, unless it is to be kept."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     undo: list[Sequence[str]] = []
+    end_cleanly()
     try:
         for step in [*cluster.bring_up(), cluster.train(is_terminal)]:
             print(shlex.join(step.command), flush=True)

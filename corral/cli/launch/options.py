@@ -1,6 +1,7 @@
 """Options that several launchers have."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -23,3 +24,9 @@ Port = Annotated[int, typer.Option(min=1, max=65535, help="Of the head.")]
 def absolute(path: Path) -> Path:
     """As the user wrote it, links and all, but for `..` and `~`."""
     return Path(os.path.abspath(path.expanduser()))
+
+
+def end_cleanly() -> None:
+    """Signals that would end this process at once end it like Ctrl-C does: what it has started is taken down first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)

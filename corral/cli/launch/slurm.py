@@ -84,4 +84,6 @@ def slurm(
         mounts=tuple(mount or ()),
         environment=tuple(env or ()),
     )
-    emit(slurm_launch(work, options, absolute(out)), out, go)
+    launch = slurm_launch(work, options, absolute(out))
+    options.log_folder.mkdir(parents=True, exist_ok=True)
+    emit(launch, out, go)

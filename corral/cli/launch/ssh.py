@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from corral.cli.launch import Go, Kind, work_of
-from corral.cli.launch.options import Head, Keep, Overrides, Port, RecipeFile, absolute
+from corral.cli.launch.options import Head, Keep, Overrides, Port, RecipeFile, absolute, end_cleanly
 from corral.recipe.errors import UserError
 
 
@@ -52,6 +52,7 @@ def ssh(
         start_timeout_s=timeout,
     )
     if go:
+        end_cleanly()
         run_over_ssh(cluster, lambda line: print(line, flush=True), is_kept=keep)
         return
     print("# the cluster's token, which travels in ssh's standard input: openssl rand -hex 32 > token")

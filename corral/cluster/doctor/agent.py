@@ -259,7 +259,8 @@ def ray_folder(cluster: str | None) -> Path | None:
 
 
 def is_worker_of(raylet: Process, process: Process, table: Table) -> bool:
-    return process.name == f"ray::{WORKER}" and raylet_of(process, table) == raylet
+    """Also while it is called, when the name of the method is behind its own."""
+    return process.name.partition(".")[0] == f"ray::{WORKER}" and raylet_of(process, table) == raylet
 
 
 def variables_of(pid: str) -> dict[str, str]:

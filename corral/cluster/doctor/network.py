@@ -102,6 +102,22 @@ def everyone(to: Place, tried: Mapping[tuple[Place, Place], str], failed: Mappin
     return len(others) > 1 and all(pair in failed for pair in others)
 
 
+def split(address: str) -> tuple[str, int]:
+    """host:port"""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def check_head(address: str, tried: Mapping[Place, str]) -> Iterator[Finding]:
+    """`tried`: what went wrong when each node connected to Ray's head process."""
+    for why in dict.fromkeys(why for why in tried.values() if why):
+        places = tuple(place for place, own in tried.items() if own == why)
+        what = f"a new connection to the cluster's head, {address}, fails ({why}); those from before still work"
+        yield Finding(
+            "error", "ports", what, f"open port {address.rpartition(':')[2]} of the head to the nodes", places
+        )
+
+
 # --- names and interfaces
 
 

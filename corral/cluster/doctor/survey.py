@@ -17,7 +17,7 @@ from corral.cluster.doctor.diagnosis import Diagnosis, Order
 from corral.cluster.doctor.files import check_named, digest_of, named_in
 from corral.cluster.doctor.findings import Finding, Place, at
 from corral.cluster.doctor.gpu import check_number
-from corral.cluster.doctor.network import Target, check_proxy, check_reach, check_variables
+from corral.cluster.doctor.network import Target, check_head, check_proxy, check_reach, check_variables, split
 from corral.cluster.doctor.pairs import Meetings
 from corral.cluster.doctor.recipe import Capacity, check_devices, check_fit, checkpoint_bytes, read_recipe
 from corral.cluster.doctor.rewards import NUM_ROWS, check_reward
@@ -34,6 +34,34 @@ from corral.runtime.network import INTERFACE_VARIABLES
 RUNS = "`logging.runs`"
 PROMPTS = 256
 """Rows whose prompts are rendered."""
+
+
+def check(order: Order, address: str | None, everywhere: bool, here: bool) -> Diagnosis:
+    """Of the cluster that is meant, or of this node where there is none. One that cannot be reached is a finding,
+    unless it was asked for by name. `everywhere`: there has to be one."""
+    named = everywhere or address is not None
+    if here:
+        return check_here(order)
+    try:
+        from corral.cluster.reach import attached, reach
+        from corral.runtime.connection import find_cluster
+    except ImportError as error:
+        if named:
+            raise UserError("a cluster needs Ray: pip install 'corral[cluster]'") from error
+        return check_here(order)
+    try:
+        if not named and find_cluster(None) is None:
+            return check_here(order)
+        found = reach(address)
+        with attached(found):
+            return check_cluster(order, found)
+    except UserError as error:
+        if named:
+            raise
+        diagnosis = check_here(order)
+        fix = "`corral down` and `corral up` again; what is below is of this node alone"
+        diagnosis.findings.insert(0, Finding("error", "cluster", first_line(error), fix, (diagnosis.places[0],)))
+        return diagnosis
 
 
 def check_here(order: Order) -> Diagnosis:
@@ -63,7 +91,7 @@ def check_cluster(order: Order, address: str) -> Diagnosis:
     order.say(f"asking {len(entries)} nodes")
     crowd = Cluster.start(entries, lambda place: question_for(place, order, plan, address, objects_of(entries[place])))
     try:
-        return Survey(crowd, order, plan, own, entries, Diagnosis(list(entries), findings)).run()
+        return Survey(crowd, order, plan, own, entries, Diagnosis(list(entries), findings), address).run()
     finally:
         crowd.close()
 
@@ -120,6 +148,8 @@ class Survey:
     entries: Mapping[Place, Mapping[str, Any]]
     """What Ray knows of the nodes; nothing without a cluster."""
     diagnosis: Diagnosis
+    head: str = ""
+    """host:port."""
     examined: dict[Place, Examined] = field(default_factory=dict)
 
     def run(self) -> Diagnosis:
@@ -175,6 +205,8 @@ class Survey:
             for to, why in zip((other for other in places if other != place), reasons, strict=True)
         }
         self.add(check_reach(ports, tried))
+        answers = self.ask("connect", lambda place: [[Target(*split(self.head))]])
+        self.add(check_head(self.head, {place: why for place, [why] in answers.items()}))
         return {frozenset(pair) for pair, why in tried.items() if why}
 
     def access(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from corral.cluster.jobs.paths import changed
 from corral.data.plugins import did_you_mean, is_spec
 from corral.data.sources import GENERATORS
+from corral.observe.run_folder import holds_run
 from corral.recipe.errors import UserError
 from corral.recipe.keys import KeyPath, dotted
 from corral.recipe.schema import Recipe
@@ -24,7 +25,7 @@ MAX_BYTES = 32 << 20
 MAX_FILES = 10_000
 MAX_SEEN = 200_000
 """Files that are looked at before it is said that this is not a folder of code."""
-NEVER = ("__pycache__", "node_modules", "site-packages", "venv", "wandb", "mlruns", "checkpoints")
+NEVER = ("__pycache__", "node_modules", "site-packages", "venv", "wandb", "mlruns")
 ELSEWHERE = ".corral/code"
 """In the job's folder: for files that are not below the folder that is sent."""
 NAMED_LARGEST = 5
@@ -157,8 +158,9 @@ def matching(root: Path, pattern: str) -> dict[str, Path]:
 
 
 def is_left_out(folder: Path, skip: Path | None) -> bool:
-    hidden = folder.name.startswith(".") or folder.name in NEVER
-    return hidden or (skip is not None and folder.resolve() == skip.resolve()) or (folder / "pyvenv.cfg").exists()
+    if folder.name.startswith(".") or folder.name in NEVER or (skip is not None and folder.resolve() == skip.resolve()):
+        return True
+    return (folder / "pyvenv.cfg").exists() or holds_run(folder)
 
 
 def is_sent(file: Path) -> bool:

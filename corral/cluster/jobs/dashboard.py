@@ -31,6 +31,7 @@ FROM_ELSEWHERE = (
     "`--address http://127.0.0.1:{port}`; or start the head with `corral up --dashboard-host 0.0.0.0`"
 )
 PORT = 8265
+VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
 class JobApi(JobSubmissionClient):  # type: ignore[misc]
@@ -39,9 +40,15 @@ class JobApi(JobSubmissionClient):  # type: ignore[misc]
     def __init__(self, url: str) -> None:
         for name in TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
-        os.environ["RAY_API_SERVER_ADDRESS"] = url  # or RAY_ADDRESS would be taken, whatever is passed here
         self.url = url
-        super().__init__(url)
+        before = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = url  # or RAY_ADDRESS would be taken, whatever is passed here
+        try:
+            super().__init__(url)
+        finally:
+            os.environ.pop(VARIABLE)
+            if before is not None:
+                os.environ[VARIABLE] = before
 
     @property
     def is_here(self) -> bool:
@@ -71,17 +78,18 @@ def open_jobs(address: str | None = None) -> JobApi:
     variables; else the one that this node is part of."""
     url = find_dashboard(address)
     parts = urlsplit(url)
+    bypass_proxies(parts.hostname or "")
     if not answers(f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"):
         raise no_answer(url)
     try:
         return JobApi(url)
-    except (RuntimeError, ValueError, requests.RequestException) as error:
+    except (RuntimeError, ValueError, KeyError, requests.RequestException) as error:
         raise UserError(f"{url} is not the dashboard of a Ray cluster: {first_line(error)}") from error
 
 
 def find_dashboard(address: str | None) -> str:
     """Its URL. The cluster's token is used from here on."""
-    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or None
+    named = address or os.environ.get(VARIABLE) or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
         named = None
     if named is not None and "://" in named:
@@ -130,6 +138,7 @@ def speaks_http(address: str) -> bool:
     """The dashboard does, Ray's head process does not; both are told apart by that alone."""
     if not answers(address):
         raise no_answer(f"http://{address}")
+    bypass_proxies(address.rpartition(":")[0])
     try:
         requests.get(f"http://{address}/api/version", timeout=ASK_S)
     except requests.RequestException:
@@ -143,7 +152,21 @@ def no_answer(url: str) -> UserError:
 
 
 def is_loopback(host: str) -> bool:
+    return host == "localhost" or (is_numeric(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_numeric(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return False
+    return True
+
+
+def bypass_proxies(host: str) -> None:
+    """Where the environment names a proxy for the way out, it would be asked for nodes of the cluster, too. (Names may be
+    known to the proxy only.)"""
+    if not is_numeric(host):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))

@@ -11,6 +11,7 @@ import yaml
 
 from corral.data.plugins import did_you_mean
 from corral.recipe.errors import UserError
+from corral.recipe.rules import SET_BY_RAY
 
 PASSED_ON = (
     "pip",
@@ -26,6 +27,8 @@ PASSED_ON = (
     "nsight",
 )
 """Keys of a `runtime_env` that are Ray's business."""
+RAYS_OWN = "RAY_"
+"""How Ray's own variables begin. They are no secrets, and must be there when a process starts."""
 HEADER = "corral environment"
 
 
@@ -39,6 +42,10 @@ def chosen_variables(
         name, equals, value = option.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--env {name}: this is not the name of a variable; write --env NAME or --env NAME=VALUE")
+        if name in SET_BY_RAY or name.startswith(RAYS_OWN):
+            raise UserError(
+                f"--env {name}: Ray sets it itself; what is meant for Ray goes into --runtime-env, `env_vars`"
+            )
         if not equals and name not in own:
             raise UserError(f"--env {name}: it is not set here; set it, or write --env {name}=VALUE")
         found[name] = value if equals else own[name]
@@ -46,7 +53,7 @@ def chosen_variables(
 
 
 def read_runtime_env(file: Path) -> tuple[dict[str, Any], dict[str, str], Path | None]:
-    """Of a YAML file: what is for Ray, the variables in it, and the folder of code that it names."""
+    """Of a YAML file: what is for Ray, all other variables in it, and the folder of code that it names."""
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +76,10 @@ def read_runtime_env(file: Path) -> tuple[dict[str, Any], dict[str, str], Path |
             "with it; code that lies elsewhere goes into `py_modules`"
         )
     folder = None if code is None else (file.parent / Path(code).expanduser())
-    return content, {str(name): str(value) for name, value in variables.items()}, folder
+    texts = {str(name): str(value) for name, value in variables.items()}
+    if for_ray := {name: value for name, value in texts.items() if name.startswith(RAYS_OWN)}:
+        content["env_vars"] = for_ray
+    return content, {name: value for name, value in texts.items() if name not in for_ray}, folder
 
 
 def pack(variables: Mapping[str, str]) -> bytes:

@@ -4,7 +4,7 @@ import difflib
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Self
 
@@ -108,7 +108,7 @@ def with_true_folder(api: JobApi, job: Job) -> Job:
     if job.folder is None or job.is_folder_sure:
         return job
     said = re.search(r"^folder +(\S.*)$", logs_of(api, job.id), re.MULTILINE)
-    return job if said is None else Job(**{**vars(job), "folder": said[1].strip(), "is_folder_sure": True})
+    return job if said is None else replace(job, folder=said[1].strip(), is_folder_sure=True)
 
 
 def logs_of(api: JobApi, job: str) -> str:
@@ -127,7 +127,7 @@ def table(jobs: Iterable[Job]) -> str:
 
 
 def describe_job(api: JobApi, name: str) -> tuple[Job, str]:
-    """One job in detail, and in words: how it does, and its last words where it failed."""
+    """One job, and in words how it does, with the last that it said."""
     job = with_true_folder(api, find_job(api, name))
     rows = {
         "job": job.id,
@@ -140,7 +140,8 @@ def describe_job(api: JobApi, name: str) -> tuple[Job, str]:
     said = logs_of(api, job.id).strip().splitlines()[-HINT_LINES:] or job.message.splitlines()[-HINT_LINES:]
     width = max(map(len, rows))
     lines = [f"{name.ljust(width)}  {text}" for name, text in rows.items() if text]
-    return job, "\n".join([*lines, *([f"{'its last lines'}", *(f"  {line}" for line in said)] if said else [])])
+    last = ["its last lines", *(f"  {line}" for line in said)] if said else []
+    return job, "\n".join([*lines, *last])
 
 
 def outcome(job: Job) -> str:

@@ -17,7 +17,7 @@ from corral.cluster.jobs.instructions import RECIPE, Instructions, check_resumab
 from corral.cluster.jobs.job import FOLDER_KEY, RESUME_KEY, Job, list_jobs
 from corral.cluster.jobs.paths import anchored, changed
 from corral.observe.run_folder import holds_run
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.load import dump_recipe
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.schema import Recipe
@@ -91,7 +91,8 @@ def prepare(order: Order) -> Package:
     if code.root is None:
         notes.append(f"no code is sent; the job runs in {order.folder}")
     else:
-        notes.append(f"sends {len(code.files)} files of code, {size_in_words(code.num_bytes)}, of {code.root}")
+        files = f"{len(code.files)} file{'s' * (len(code.files) != 1)}"
+        notes.append(f"sends {files} of code, {size_in_words(code.num_bytes)}, of {code.root}")
     notes += [f"there is no module `{name}` here; it must be installed on the nodes" for name in code.missing]
     if order.variables:
         notes.append(f"sends the variables {', '.join(sorted(order.variables))}; their values are listed nowhere")
@@ -114,7 +115,9 @@ def submit(api: JobApi, package: Package) -> Submitted:
                 runtime_env=runtime_env(order, Path(folder)),
                 metadata={FOLDER_KEY: str(package.run_folder), RESUME_KEY: package.recipe.checkpoint.resume},
             )
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:
+            raise UserError(f"the job cannot be sent: {first_line(error)}") from error
+        except RuntimeError as error:
             raise RunError(f"the cluster does not take the job: {last_line(error)}") from error
     return Submitted(job, package.run_folder, [*package.notes, *notes])
 
@@ -156,7 +159,7 @@ def write(package: Package, folder: Path, job: str, secret: str | None) -> None:
 
 
 def runtime_env(order: Order, folder: Path) -> dict[str, Any]:
-    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **order.runtime_env.get("env_vars", {})}
     return {**order.runtime_env, "working_dir": str(folder), "env_vars": variables}
 
 

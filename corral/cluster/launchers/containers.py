@@ -132,7 +132,13 @@ class Containers:
         """The head, which is awaited; the others, in any order, which are awaited too."""
         network = [self._network()] if self.is_local else []
         workers = [self._run(rank) for rank in range(1, self.work.num_nodes)]
-        return [*network, self._run(0), self._check(1), *workers, *([self._check(self.work.num_nodes)] if workers else [])]
+        return [
+            *network,
+            self._run(0),
+            self._check(1),
+            *workers,
+            *([self._check(self.work.num_nodes)] if workers else []),
+        ]
 
     def train(self, is_terminal: bool = False) -> Step:
         """`is_terminal`: there is one, through which Ctrl-C reaches the training."""

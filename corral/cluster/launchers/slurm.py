@@ -62,7 +62,8 @@ class SlurmOptions:
 
 
 def slurm_launch(work: Work, options: SlurmOptions, folder: Path) -> Launch:
-    """`folder`: where the script will be."""
+    """`folder`: where the script will be. The folder for logs must be there before it is submitted: Slurm does not make
+    it, and a job that cannot write its log fails without a word."""
     name = f"{work.name}.sbatch"
     notes = []
     if work.accelerator != "none" and "cpus-per-task" not in options.ask:
@@ -73,7 +74,7 @@ def slurm_launch(work: Work, options: SlurmOptions, folder: Path) -> Launch:
     notes.append("to stop it with a checkpoint: scancel --batch --signal=TERM JOB (plain scancel saves nothing)")
     return Launch(
         files={name: script(work, options)},
-        commands=[["mkdir", "-p", str(options.log_folder)], ["sbatch", str(folder / name)]],
+        commands=[["sbatch", str(folder / name)]],
         notes=notes,
     )
 

@@ -13,7 +13,10 @@ doing="starting"
 finish() {
   trap - EXIT
   trap : TERM
-  if [ -n "$step" ]; then kill "$step" 2>/dev/null || true; fi
+  if [ -n "$step" ]; then
+    kill "$step" 2>/dev/null || true
+    wait "$step" || true
+  fi
   if [ "${#ups[@]}" -gt 0 ]; then
     # A signal to srun itself would kill the step at once, without a chance to stop Ray.
     scancel --quiet --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true

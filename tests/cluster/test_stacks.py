@@ -1,0 +1,230 @@
+"""What `corral stacks` says of processes and of a run that hangs on two hosts, and what `ray debug` shows of it."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pexpect
+import pytest
+from clusters import CORRAL, bring_up
+from commands import corral
+from guides import Block, block
+from hosts import RAY, Lab
+from runs import write_recipe
+
+from corral.cluster.stacks import NO_PERMISSION, Frame, Process, Stack, explain, find_py_spy, in_words, stacks_here
+from corral.runtime.presence import present
+from corral.runtime.remote_debugger import has_legacy_debugger
+
+SLEEPER = """\
+import time
+
+from corral.runtime.presence import announce
+
+
+def sleeps_long():
+    print("asleep", flush=True)
+    time.sleep(60)
+
+
+announce("worker", "night", 3, ("actor", "rollout"))
+sleeps_long()
+"""
+TROUBLE = '''\
+import os
+import time
+
+from corral.envs.question import QuestionEnv
+from corral.runtime.trainers import Actor
+
+
+def hangs(response, gate):
+    """Until the file is there."""
+    open(f"{gate}.reached", "w").close()
+    while not os.path.exists(gate):
+        time.sleep(0.05)
+    return len(response) / 8
+
+
+class Question(QuestionEnv):
+    """With a trainer that fails on the second device."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        Actor.accumulate = broken
+
+
+def broken(self, *arguments, accumulate=Actor.accumulate):
+    number = 41 + 1
+    if self.site.rank == 1:
+        raise ValueError("no good")
+    return accumulate(self, *arguments)
+'''
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that says it is a worker."""
+    path = tmp_path / "sleeper.py"
+    path.write_text(SLEEPER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asleep\n"
+        yield process
+        process.kill()
+
+
+def test_a_process_is_shown_with_what_it_is_and_does(sleeper: "subprocess.Popen[str]") -> None:
+    [found] = [process for process in stacks_here() if process.pid == sleeper.pid]
+    assert (found.kind, found.run, found.device, found.roles) == ("worker", "night", 3, ("actor", "rollout"))
+    assert found.doing == "sleeps_long (sleeper.py:8), waits"
+
+
+def test_programs_get_json(tmp_path: Path, sleeper: "subprocess.Popen[str]") -> None:
+    [command] = block("stacks-json").commands
+    ended = corral(tmp_path, *command.split()[1:])
+    assert ended.code == 0, ended.stderr
+    [found] = [process for process in json.loads(ended.stdout)["processes"] if process["pid"] == sleeper.pid]
+    assert found["device"] == 3
+    [thread] = found["threads"]
+    assert any("nanosleep" in frame for frame in thread["frames"])
+    assert "sleeps_long (sleeper.py:8)" in thread["frames"]
+
+
+def test_a_process_that_has_ended_is_forgotten(sleeper: "subprocess.Popen[str]") -> None:
+    assert sleeper.pid in [one.pid for one in present()]
+    sleeper.kill()
+    sleeper.wait()
+    assert sleeper.pid not in [one.pid for one in present()]
+
+
+def test_processes_that_do_the_same_are_one_block() -> None:
+    stack = Stack("corral-worker_0", True, (Frame("Actor.step", "runtime/trainers.py", 118, True),))
+    about = ("worker", "r")
+    alike = [Process(f"h{own // 4 + 1}", 100 + own, *about, own, ("actor",), (stack,)) for own in range(7)]
+    other = Process("h2", 107, *about, 7, ("actor",))
+    same, alone = in_words([*alike, other]).split("\n\n")
+    assert same.startswith("devices 0-6, actor of run r (7 alike): Actor.step (runtime/trainers.py:118)\n")
+    assert "h1, pid 100, 101, 102, 103; h2, pid 104, 105, 106" in same
+    assert alone.startswith("device 7, actor of run r: waits for work\n")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_what_must_not_be_looked_at_says_how_it_may_be(sleeper: "subprocess.Popen[str]") -> None:
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    dump = subprocess.run(
+        [*as_nobody, find_py_spy(), "dump", "--pid", str(sleeper.pid)], capture_output=True, text=True
+    )
+    assert dump.returncode
+    assert explain(dump.stderr) == NO_PERMISSION
+
+
+# --- on two hosts
+
+
+@dataclass
+class Run:
+    """Its reward functions wait for `gate`, a file. Then its trainer fails, on the second host."""
+
+    process: "subprocess.Popen[str]"
+    gate: Path
+
+    def says(self, pattern: str) -> str:
+        """The first line with it; those before are gone."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"it has ended without {pattern!r}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With `corral` and `ray` as commands."""
+    made = tmp_path_factory.mktemp("run")
+    programs = {"corral": [sys.executable, "-m", "corral.cli.main"], "ray": RAY}
+    for name, command in programs.items():
+        (made / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        (made / name).chmod(0o755)
+    return made
+
+
+@pytest.fixture(scope="module")
+def lab(folder: Path) -> Iterator[Lab]:
+    [command] = block("up-legacy").commands
+    with Lab(2) as lab:
+        bring_up(lab, *command.split()[2:], devices=1)
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def run(lab: Lab, folder: Path, tiny_model: Path) -> Run:
+    (folder / "trouble.py").write_text(TROUBLE)
+    gate, recipe = folder / "gate", write_recipe(folder, tiny_model)
+    settings = (
+        "cluster.nodes=2",
+        f"environment.name={folder}/trouble.py:Question",
+        f"environment.reward.name={folder}/trouble.py:hangs",
+        f"environment.reward.options={{gate: {gate}}}",
+        "environment.reward.timeout_s=100",
+    )
+    options = ["train", str(recipe), "--post-mortem", "name=stuck", *settings]
+    started = lab.begin(0, [*CORRAL, *options], OMP_NUM_THREADS="1")
+    deadline = time.monotonic() + 90
+    while not gate.with_suffix(".reached").exists():
+        assert started.poll() is None, lab.errors.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return Run(started, gate)
+
+
+def typed(folder: Path, one: Block) -> list[str]:
+    """A command of the guide, as a shell runs it."""
+    [command] = one.commands
+    return ["sh", "-c", f"PATH={shlex.quote(str(folder))}:$PATH; {command}"]
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.xdist_group("stacks")
+def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Run) -> None:
+    said = lab.run(1, typed(folder, block("stacks"))).stdout
+    controller, workers, rewards = said.strip().split("\n\n")
+    assert re.match(r"controller of run stuck: \S+ \(loop/train.py:\d+\), waits\n    h1, pid \d+\n", controller)
+    assert re.match(r"devices 0-1, actor\+rollout of run stuck \(2 alike\): _receive \(rewards/messages.py", workers)
+    assert re.search(r"\n    h1, pid \d+; h2, pid \d+\n    reward worker 0\n", workers)
+    assert re.match(r"reward function on devices 0-1 of run stuck \(2 alike\): hangs \(trouble.py:12\), waits", rewards)
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.xdist_group("stacks")
+@pytest.mark.skipif(not has_legacy_debugger(), reason="this Ray has no `ray debug`")
+def test_ray_debug_enters_a_worker_that_failed(lab: Lab, folder: Path, run: Run) -> None:
+    run.gate.touch()
+    line = run.says("waits for")
+    assert re.search(r"device 1 on h2 .* waits for `ray debug` on that node \(ValueError: no good", line)
+    command = lab.hosts[1].command(typed(folder, block("ray-debug")), {})
+    debugger = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=30, dimensions=(40, 200))
+    try:
+        debugger.expect("Enter breakpoint index or press enter to refresh: ")
+        assert "ValueError: no good" in str(debugger.before)
+        debugger.sendline("0")
+        debugger.expect(r"\(Pdb\) ")
+        debugger.sendline("p number")
+        debugger.expect("42")
+        debugger.expect(r"\(Pdb\) ")
+        debugger.sendline("c")
+        run.process.communicate(timeout=60)
+    finally:
+        debugger.close(force=True)
+    assert run.process.returncode == 1
+    assert "actor.accumulate on device 1 on h2" in lab.errors.read_text()
