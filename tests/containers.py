@@ -1,7 +1,8 @@
 """podman with images, containers and settings of its own, for tests of what is started in containers.
 
 No image can be pulled where tests run. So the image is a few links and files, and containers see the machine's own
-programs and Python, read-only: the rest of a container, its processes, network, memory and root, is real.
+programs and Python, read-only: the rest of a container, its processes, network, memory and root, is real. What tests
+that were killed have left behind is removed by the next ones.
 """
 
 import io
@@ -58,13 +59,14 @@ exec {python} -m corral.cli.main "$@"
 class Podman:
     def __init__(self) -> None:
         skip_unless_possible()
-        self.folder = Path(tempfile.mkdtemp(prefix="podman-"))
+        remove_old()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"podman-{os.getpid()}-"))
+        self.env = environment(self.folder)
         settings, storage = self.folder / "containers.conf", self.folder / "storage.conf"
         # A machine may not let its root raise limits, and podman's own are higher than what it allows.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         settings.write_text(SETTINGS.format(nofile=most, folder=self.folder))
         storage.write_text(STORAGE.format(folder=self.folder))
-        self.env = {**os.environ, "CONTAINERS_CONF": str(settings), "CONTAINERS_STORAGE_CONF": str(storage)}
         self.service: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -82,10 +84,7 @@ class Podman:
         if self.service is not None:
             self.service.terminate()
             self.service.wait(timeout=20)
-        self.run("rm", "--force", "--all", "--time", "0", check=False)
-        self.run("network", "prune", "--force", check=False)
-        subprocess.run(["umount", str(self.folder / "graph" / "overlay")], capture_output=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(self.folder)
 
     def run(self, *words: str, timeout_s: float = 60, check: bool = True) -> "subprocess.CompletedProcess[str]":
         return self.command(["podman", *words], timeout_s=timeout_s, check=check)
@@ -145,6 +144,26 @@ class Podman:
         }
         changes = [word for name, value in variables.items() for word in ("--change", f"ENV {name}={value}")]
         self.run("import", *changes, str(file), IMAGE)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of a podman that keeps all it has below that folder."""
+    files = {"CONTAINERS_CONF": "containers.conf", "CONTAINERS_STORAGE_CONF": "storage.conf"}
+    return {**os.environ, **{name: str(folder / file) for name, file in files.items()}}
+
+
+def remove(folder: Path) -> None:
+    for words in (["rm", "--force", "--all", "--time", "0"], ["network", "prune", "--force"]):
+        subprocess.run(["podman", *words], env=environment(folder), capture_output=True, timeout=60)
+    subprocess.run(["umount", str(folder / "graph" / "overlay")], capture_output=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_old() -> None:
+    for folder in Path(tempfile.gettempdir()).glob("podman-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdecimal() and not Path("/proc", pid).exists() and (folder / "storage.conf").exists():
+            remove(folder)
 
 
 def skip_unless_possible() -> None:

@@ -138,12 +138,12 @@ def check(gcs: Gcs, num_devices: int, num_nodes: int, countdown: Countdown) -> C
             lack += f"; rank {', '.join(map(str, census.missing_ranks))} of {census.num_nodes} missing"
         if census.lost:
             lack += f"; lost {', '.join(map(str, census.lost))}"
-        if countdown.is_over:
+        is_complete = 0 < num_nodes <= nodes and not census.missing_ranks  # and no node gets more devices with time
+        if countdown.is_over or is_complete:
             countdown.line.clear()
-            short = [f"{member.node} has {member.node.devices}" for member in census.members]
-            raise NotThere(
-                f"after {countdown.timeout_s:g} s the cluster does not have {lack} ({', '.join(short)})", census
-            )
+            short = ", ".join(f"{member.node} has {member.node.devices}" for member in census.members)
+            when = "with all its nodes" if is_complete else f"after {countdown.timeout_s:g} s"
+            raise NotThere(f"{when} the cluster does not have {lack} ({short})", census)
         countdown.more(lack)
 
 

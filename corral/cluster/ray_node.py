@@ -14,7 +14,7 @@ from corral.cluster.addresses import interface_variables, is_loopback
 from corral.cluster.gcs import MARK_LABEL
 from corral.recipe.errors import RunError, UserError
 from corral.runtime import token
-from corral.runtime.connection import HEALTH_CHECKS
+from corral.runtime.connection import CLOSED, HEALTH_CHECKS, ON_LOOPBACK
 from corral.runtime.membership import MARK_VARIABLE, Membership, marked_processes, member_folder
 from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
 
@@ -25,8 +25,6 @@ END_S = 5.0
 LAST = "gcs_server"
 JOB_STOP_S = 600
 """For a job that is stopped to save its checkpoint. Ray's own limit is 3 s."""
-NO_PORT = "-1"
-"""Ray's metrics servers ask nobody for a token. One that is told to listen here says in its log that it cannot."""
 
 
 def start_ray(member: Membership, *, dashboard: tuple[str, int], debugger: str | None, options: Sequence[str]) -> None:
@@ -88,12 +86,10 @@ def environment(member: Membership, debugger: str | None) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    if member.token_file is not None and not is_loopback(member.node_address):
-        found |= {
-            "RAY_enable_metrics_collection": "false",
-            "DASHBOARD_METRIC_PORT": NO_PORT,
-            "AUTOSCALER_METRIC_PORT": NO_PORT,
-        }
+    if member.token_file is not None:
+        found |= CLOSED
+    if is_loopback(member.node_address):
+        found |= ON_LOOPBACK
     if debugger is not None:
         found["RAY_DEBUG"] = debugger
     return found

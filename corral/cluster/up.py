@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from corral.cluster import token as tokens
 from corral.cluster.addresses import head_address, resolve, worker_address
@@ -133,6 +134,7 @@ def start_head(wish: Wish) -> Membership:
 def join_head(wish: Wish, countdown: Countdown) -> Membership:
     address = find_head(wish, countdown)
     gcs = Gcs(address)
+    known = await_introduction(gcs, countdown)
     others = [node for node in gcs.nodes() if node.is_alive]
     check_versions(gcs, others)
     own_address = worker_address(address.rpartition(":")[0], wish.address)
@@ -143,7 +145,6 @@ def join_head(wish: Wish, countdown: Countdown) -> Membership:
             )
         if node.address == own_address and not wish.is_beside:
             raise UserError(f"{own_address} is part of the cluster at {address} already, as {node.hostname}")
-    known = gcs.get("cluster") or {}
     member = membership(wish, address, own_address, known.get("dashboard"), known.get("id"))
     start_ray(member, dashboard=wish.dashboard, debugger=wish.debugger, options=wish.ray_options)
     introduce(gcs, member)
@@ -190,6 +191,18 @@ def look_for_head(wish: Wish) -> tuple[str | None, str]:
         return None, f"the name {identity.head} is unknown on this node"
     address = f"{addresses[0]}:{identity.port}"
     return (address, "") if answers(address) else (None, f"nothing answers at {address} ({identity.head})")
+
+
+def await_introduction(gcs: Gcs, countdown: Countdown) -> dict[str, Any]:
+    """What the head says of the cluster, a moment after it first answers; nothing if it was not started by Corral."""
+    while True:
+        head = next((node for node in gcs.nodes() if node.is_head and node.is_alive), None)
+        known = gcs.get("cluster")
+        if known is not None or (head is not None and not head.mark):
+            return dict(known or {})
+        if countdown.is_over:
+            raise RunError(f"the head at {gcs.address} answers, but has not started within {countdown.timeout_s:g} s")
+        countdown.more(f"the head at {gcs.address} to start")
 
 
 def check_versions(gcs: Gcs, others: list[NodeEntry]) -> None:

@@ -27,6 +27,14 @@ HEALTH_CHECKS = {
 }
 """With these Ray notices within ten seconds that a node is gone; by default a cable that was pulled takes it a
 minute."""
+CLOSED = {
+    "RAY_enable_metrics_collection": "false",
+    "DASHBOARD_METRIC_PORT": "-1",
+    "AUTOSCALER_METRIC_PORT": "-1",
+}
+"""Ray's metrics servers ask nobody for a token. One that is told to listen at -1 says in its log that it cannot."""
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray takes 127.0.0.1 for the machine's real address otherwise, and listens on all networks."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 HOW_TO_START = "start one with `corral up` on each node, then this command on one of them"
 
@@ -94,15 +102,34 @@ def start_here(cluster: Cluster) -> None:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         reread()
     gpus = torch.cuda.device_count()
+    with loopback():
+        try:
+            ray.init(
+                address="local",
+                num_gpus=gpus,
+                resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                _system_config=HEALTH_CHECKS,
+                **QUIET,
+            )
+        except Exception as error:  # Ray has no class of its own for this
+            raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
+
+
+@contextmanager
+def loopback() -> Iterator[None]:
+    """Processes that Ray starts listen there, and this process, which has read its environment before, agrees."""
+    before = {name: os.environ.get(name) for name in (*CLOSED, *ON_LOOPBACK)}
+    os.environ.update({**CLOSED, **ON_LOOPBACK})
+    constants, usual = ray._private.ray_constants, ray._private.ray_constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
     try:
-        ray.init(
-            address="local",
-            num_gpus=gpus,
-            resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _system_config=HEALTH_CHECKS,
-            **QUIET,
-        )
-    except Exception as error:  # Ray has no class of its own for this
-        raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = usual
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -17,6 +17,7 @@ class Debugger(pdb.Pdb):
     """Which waits for the user now."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        options.pop("mode", None)  # from Python 3.14 on; `quit` would end the process
         super().__init__(*arguments, **{**options, "nosigint": True})
 
     def interaction(self, *arguments: Any) -> None:

@@ -45,7 +45,7 @@ def variables(token_file: Path | None) -> dict[str, str]:
 def reread() -> None:
     """Ray reads its environment when it is loaded, and keeps what it read."""
     if "ray" in sys.modules:
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()

@@ -15,8 +15,11 @@ from runs import steps_of, write_recipe
 from terminal import Terminal
 
 from corral.loop.debug import in_one_process
+from corral.recipe.errors import UserError
 from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.plan import make_plan
+from corral.runtime.nodes import Node, NodeFacts
+from corral.runtime.remote_debugger import Wanted, check
 
 PROMPT = r"\(Pdb\) "
 SMALL = ("batch.prompts_per_step=1", "batch.samples_per_prompt=2", "schedule.steps=1", "checkpoint.at_end=false")
@@ -203,6 +206,13 @@ def test_what_is_debugged_is_the_same_algorithm_on_one_device(tmp_path: Path, ti
     plan = make_plan(in_one_process(recipe))
     assert plan.placement.num_devices == 1
     assert plan.algorithm == make_plan(recipe).algorithm
+
+
+def test_a_node_without_a_debugger_is_named() -> None:
+    node = Node(0, "id", "10.0.0.1", "h1")
+    node.facts = NodeFacts("python", "exits.py", 2, None, Path("/tmp"), True, None)
+    with pytest.raises(UserError, match=r"h1 \(10.0.0.1\) needs debugpy.*corral\[debug\]"):
+        check(Wanted(post_mortem=True), [node])
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def test_a_folder_that_is_not_shared_is_named(sick: dict[str, Any]) -> None:
 
 
 def test_another_version_on_one_node_is_named(sick: dict[str, Any]) -> None:
-    [(level, hosts, what)] = of(sick, "versions")
+    [(level, hosts, what)] = [one for one in of(sick, "versions") if one[2].startswith("transformers")]
     assert (level, hosts) == ("warning", ["h2"])
     assert what.startswith("transformers 9.")
 

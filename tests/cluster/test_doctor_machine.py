@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hosts import skip_unless_possible
 
 from corral.cluster.doctor.findings import Finding
 from corral.cluster.doctor.machine import (
@@ -165,6 +166,18 @@ def test_a_worker_whose_cluster_is_gone_is_named_with_its_pid() -> None:
     assert found.check == "stray processes"
     assert f"ray::DeviceProcess (pid {left.pid}, " in found.what
     assert str(left.pid) in found.fix
+
+
+@pytest.mark.lab
+def test_a_worker_in_a_container_is_none_of_this_nodes_business() -> None:
+    """It has a network of its own, and from here its head is not to be reached."""
+    skip_unless_possible()
+    with running("/usr/bin/unshare", "--net", "bash", "-c", "exec -a ray::DeviceProcess sleep 60") as contained:
+        deadline = time.monotonic() + 10
+        while not (found := all_processes().get(contained.pid)) or not found.is_rays:
+            assert time.monotonic() < deadline
+        assert found.is_elsewhere
+        assert str(contained.pid) not in str(list(check_processes({found.pid: found}, None, lambda _: False)))
 
 
 def process(pid: int, parent: int, name: str, command: str = "", token: bool | None = None) -> Process:

@@ -154,7 +154,8 @@ def test_variables_that_only_some_nodes_have_are_named() -> None:
 def test_a_proxy_that_would_swallow_requests_to_ray_is_a_note() -> None:
     proxy = {"http_proxy": "http://proxy:3128"}
     assert [one.level for one in check_proxy(proxy, ["10.0.0.1"])] == ["note"]
-    assert list(check_proxy({**proxy, "no_proxy": "127.0.0.1,10."}, ["10.0.0.1"])) == []
+    for spared in ("127.0.0.1,10.", "127.0.0.1, 10.0.0.0/8", "*"):
+        assert list(check_proxy({**proxy, "no_proxy": spared}, ["10.0.0.1"])) == []
     assert list(check_proxy({}, ["10.0.0.1"])) == []
 
 

@@ -277,7 +277,7 @@ def test_findings_are_grouped_merged_and_aligned() -> None:
         "",
         "error    GPU health  h2, GPU 3: broken",
         "                     fix: reset it",
-        "note     names       all 2 nodes: odd",
+        "note     names       all nodes: odd",
         "ok       memory      on all nodes; h1: 5 GiB",
         "ok       versions    torch 1",
         "",

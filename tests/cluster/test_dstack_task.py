@@ -1,4 +1,4 @@
-"""The dstack task. dstack's own models read it, in a Python where dstack is installed; it cannot run one here, which takes
+"""The dstack task. dstack's own models read it, in a Python where dstack is installed. None is run: that takes
 a fleet of machines."""
 
 import json

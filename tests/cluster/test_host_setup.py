@@ -1,5 +1,5 @@
-"""The script that prepares a machine. It is read and checked here, never run: it installs drivers' companions and a daemon
-as root, and takes them from the makers' servers."""
+"""The script that prepares a machine. It is read and checked here, never run: as root it installs a daemon and what
+GPUs need, from their makers' servers."""
 
 import re
 import shutil
@@ -38,7 +38,8 @@ def test_nothing_from_the_network_is_run_as_a_program(family, is_amd):
 @pytest.mark.parametrize("family", ["apt", "yum"])
 def test_docker_is_told_of_nvidias_runtime_after_both_are_there(family):
     script = host_setup(family, False)
-    order = [script.index(word) for word in ("docker-ce ", "nvidia-container-toolkit\n", "nvidia-ctk runtime", "restart")]
+    words = ("docker-ce ", "nvidia-container-toolkit\n", "nvidia-ctk runtime", "restart")
+    order = [script.index(word) for word in words]
     assert order == sorted(order)
 
 

@@ -1,6 +1,7 @@
 """The batch script of `corral launch slurm`: what is in it, and that bash reads it as it was meant."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import corral
 from runs import write_recipe
 
+from corral.cli.launch.slurm import slurm
 from corral.cluster.launchers.base import Accelerator, Work
 from corral.cluster.launchers.slurm import RCCL, SlurmOptions, script, slurm_launch
 from corral.recipe.errors import UserError
@@ -234,29 +235,27 @@ def test_the_script_is_submitted_by_its_full_path(work: Work, tmp_path: Path) ->
     assert launch.commands == [["sbatch", f"{tmp_path}/launch/tiny.sbatch"]]
 
 
-def test_the_folder_of_the_log_is_there_before_slurm_writes_to_it(tmp_path: Path) -> None:
-    write_recipe(tmp_path, Path("/models/tiny"))
-    done = corral(tmp_path, "launch", "slurm", "recipe.yaml", *NODES, "--out=here/launch")
-    assert done.code == 0, done.stderr
+def test_the_folder_of_the_log_is_there_before_slurm_writes_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    slurm(write_recipe(tmp_path, Path("/models/tiny")), list(NODES), out=Path("here/launch"))
     assert (tmp_path / "here/launch/logs").is_dir()
-    assert f"sbatch {tmp_path}/here/launch/tiny.sbatch" in done.stdout
+    assert f"sbatch {tmp_path}/here/launch/tiny.sbatch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("options", "error"),
     [
-        (["--container=lxc", "--image=x"], "--container lxc is not docker or podman"),
-        (["--container=docker"], "--container docker|podman and --image go together"),
-        (["--env=WANDB_API_KEY"], "--mount and --env are for containers"),
-        (["--accelerator=tpu"], "--accelerator tpu is not one of"),
+        ({"container": "lxc", "image": "x"}, "--container lxc is not docker or podman"),
+        ({"container": "docker"}, "--container docker|podman and --image go together"),
+        ({"env": ["WANDB_API_KEY"]}, "--mount and --env are for containers"),
+        ({"accelerator": "tpu"}, "--accelerator tpu is not one of"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_in_one_line(tmp_path: Path, arguments: list[str], error: str) -> None:
-    write_recipe(tmp_path, Path("/models/tiny"))
-    done = corral(tmp_path, "launch", "slurm", "recipe.yaml", *NODES, *arguments)
-    assert done.code == 2
-    [line] = done.errors
-    assert line.startswith(f"error: {error}")
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=re.escape(error)):
+        slurm(write_recipe(tmp_path, Path("/models/tiny")), list(NODES), **options)
 
 
 def asked(text: str) -> set[str]:

@@ -261,7 +261,8 @@ def test_a_launch_that_is_stopped_takes_the_cluster_down(lab, ssh, tmp_path, tin
     process = begin(ssh, tmp_path, program=program)
     deadline = time.monotonic() + 30
     while "h1 train" not in calls(log):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
     code, _, _ = end(process)

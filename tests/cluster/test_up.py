@@ -68,12 +68,19 @@ def test_a_second_cluster_can_run_beside_it_and_each_is_ended_alone(lab: Lab) ->
     started = corral(lab, 1, "up", "--port=7000", "--beside", "--devices=1", *SMALL)
     assert started.returncode == 0, started.stderr
     assert "127.0.0.1:7000" in started.stdout
+    assert listens_on(lab, 1, 7000) == {"127.0.0.1"}
     ambiguous = corral(lab, 1, "status")
     assert "part of several clusters" in ambiguous.stderr
     assert "1 device on 1 node" in corral(lab, 1, "status", "--address=127.0.0.1:7000").stdout
     ended = corral(lab, 1, "down", "--port=7000")
+    assert listens_on(lab, 1, 7000) == set()
     assert "cluster 127.0.0.1:7000" in ended.stdout
     assert corral(lab, 1, "check", "6", "--timeout=5").returncode == 0
+
+
+def listens_on(lab: Lab, host: int, port: int) -> set[str]:
+    rows = [line.split()[3].rpartition(":") for line in lab.run(host, ["ss", "-ltnH"]).stdout.splitlines()]
+    return {address.strip("[]").removeprefix("::ffff:") for address, _, number in rows if number == str(port)}
 
 
 def test_another_machine_can_do_nothing_without_the_token(lab: Lab) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -219,6 +220,7 @@ async def started_here(logs: str) -> dict[str, Any]:
             "started_s": time.monotonic() - began,
             "all_reduce": await runtime.groups["actor"].all("all_reduce"),
             "interfaces": await runtime.groups["actor"].all("interface"),
+            "listening": subprocess.check_output(["ss", "-ltnpH"], text=True).splitlines(),
         }
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.killpg(0, signal.SIGINT)

@@ -144,5 +144,8 @@ def test_ray_is_started_for_the_run_where_there_is_none(lab: Lab, logs: Path) ->
     assert "this machine is not part of a Ray cluster; start one with `corral up`" in seen["two_nodes"]
     assert seen["all_reduce"] == [3.0] * 2
     assert seen["interfaces"] == ["lo"] * 2
+    rays = [line for line in seen["listening"] if "ray::DeviceProc" not in line]  # torch's rendezvous is open to all
+    assert rays
+    assert all("127.0.0.1]:" in line or "127.0.0.1:" in line for line in rays)
     assert seen["after_ctrl_c"] == [3.0] * 2
     assert "raylet" not in lab.run(2, ["ps", "ax"]).stdout

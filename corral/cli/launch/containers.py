@@ -102,6 +102,8 @@ def print_lines(cluster: Containers) -> None:
         file, folder = (shlex.quote(str(path)) for path in (cluster.token_file, cluster.token_file.parent))
         print("# the token is the same on all nodes: make it on one, and copy it to the others")
         print(f"# (umask 077 && mkdir -p {folder} && openssl rand -hex 32 > {file})")
+    if cluster.engine == "podman" and cluster.work.accelerator != "none":
+        print("# as root; for another user, leave out each --ulimit that is above the user's own")
     place = ""
     up = cluster.bring_up()
     commands = [(step.where, step.command) for step in [*up, cluster.train()]]

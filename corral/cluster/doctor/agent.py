@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.cluster.addresses import own_addresses
 from corral.cluster.doctor import shared
 from corral.cluster.doctor.files import Named, digest_of, is_offline
 from corral.cluster.doctor.findings import Finding
@@ -30,9 +31,9 @@ from corral.cluster.doctor.network import (
     Target,
     check_interfaces,
     check_own_name,
-    own_interfaces,
     own_name,
     own_variables,
+    split,
     try_targets,
 )
 from corral.cluster.doctor.probe import Probe, ProbeFailed
@@ -44,7 +45,7 @@ from corral.cluster.doctor.software import own_versions
 from corral.data.plugins import error_line
 from corral.data.rows import Row
 from corral.recipe.schema import Environment
-from corral.runtime.membership import find_membership
+from corral.runtime.membership import find_membership, own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards
 
 WORKER = "DeviceProcess"
@@ -96,6 +97,8 @@ class Examined:
 
 
 class Agent:
+    """Each method is one thing that a node is asked. What goes wrong with others comes back as text."""
+
     def __init__(self, question: Question) -> None:
         self.question = question
         if os.path.isdir(question.folder):
@@ -126,9 +129,9 @@ class Agent:
             "memory": lambda: check_memory(memory()),
             "file limit": lambda: check_limits(limits()),
             "disk": lambda: check_disks(disks(Path(question.runs), question.writes, ray_folder(question.cluster))),
-            "stray processes": lambda: check_processes(table, question.cluster, answers),
+            "stray processes": lambda: check_processes(table, question.cluster, answers, own_heads()),
             "names": lambda: check_own_name(*own_name()) if question.cluster else (),
-            "interfaces": lambda: check_interfaces(os.environ, own_interfaces(), self.interface or None),
+            "interfaces": lambda: check_interfaces(os.environ, own_addresses(), self._towards_head()),
             "token file": lambda: check_token_files(token_files()),
         }
         return Examined(
@@ -237,11 +240,12 @@ class Agent:
         return environment
 
     def _interface(self) -> str:
-        head = self.question.cluster
-        if head is None:
-            return ""
         given = os.environ.get(INTERFACE_VARIABLES[0]) or self.question.environment.get(INTERFACE_VARIABLES[0])
-        return given or interface_towards(head.rpartition(":")[0]) or ""
+        return given or self._towards_head() or ""
+
+    def _towards_head(self) -> str | None:
+        head = self.question.cluster
+        return None if head is None else interface_towards(split(head)[0])
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -250,6 +254,10 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return list(check())
     except Exception as error:
         return [Finding("warning", name, f"could not be checked: {error_line(error)}")]
+
+
+def own_heads() -> list[str]:
+    return [member.address for member in own_memberships()]
 
 
 def ray_folder(cluster: str | None) -> Path | None:

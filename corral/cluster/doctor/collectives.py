@@ -84,7 +84,7 @@ def compare(done: Sequence[Pair]) -> Iterator[Finding]:
         fix = "look at cable, switch port and interface speed (ethtool) of the node that all slow pairs share"
         yield Finding("warning", "all-reduce", what, fix, tuple(dict.fromkeys((pair.one, pair.other))))
     if not slow:
-        kind = "inside nodes" if done[0].one == done[0].other else f"in {len(done)} pairs"
+        kind = "inside nodes" if done[0].one == done[0].other else f"between {len(done)} pair{'s' * (len(done) > 1)}"
         latency = max(pair.latency_s for pair in done)
         what = f"{done[0].backend} {kind}: {speed(usual)} (median), {latency * 1e6:.0f} µs at most"
         yield Finding("ok", "all-reduce", what)

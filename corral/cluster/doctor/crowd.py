@@ -97,15 +97,16 @@ class Cluster:
         import ray
         from ray.exceptions import RayError
 
-        asked = {
-            getattr(member.actor, method).remote(*(arguments(place) if arguments else ())): member
-            for place, member in self.members.items()
-            if only is None or place in only
-        }
+        asked, answers = {}, {}
+        for place, member in list(self.members.items()):
+            if only is None or place in only:
+                try:
+                    asked[getattr(member.actor, method).remote(*(arguments(place) if arguments else ()))] = member
+                except Exception as error:  # what Ray raises here for an actor that it knows to be dead has no class
+                    self._lose(member, first_line(error))
         if not asked:
             return {}
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
-        answers = {}
         for reference in done:
             member = asked[reference]
             try:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from corral.cluster.doctor.findings import Finding, Place
+from corral.cluster.doctor.findings import Finding, Place, hosts
 from corral.cluster.doctor.machine import hugging_face_cache
-from corral.cluster.doctor.software import hosts
 from corral.data.plugins import is_spec
 from corral.model.smollm2 import SMOLLM2, cached_folder
 from corral.recipe.placement import runs_on_ray

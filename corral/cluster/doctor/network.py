@@ -1,5 +1,7 @@
 """Who can connect to whom, and by which names and interfaces nodes would talk."""
 
+import contextlib
+import ipaddress
 import os
 import socket
 import threading
@@ -7,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from corral.cluster.addresses import is_loopback, own_addresses, resolve
-from corral.cluster.doctor.findings import Finding, Place
-from corral.cluster.doctor.software import hosts
+from corral.cluster.addresses import is_loopback, resolve
+from corral.cluster.doctor.findings import Finding, Place, hosts
 from corral.runtime.network import INTERFACE_VARIABLES
 
 CONNECT_S = 3.0
@@ -35,7 +36,7 @@ class Listener:
                 connection, _ = self.socket.accept()
             except OSError:
                 return
-            with connection:
+            with connection, contextlib.suppress(OSError):  # who only wanted to connect has gone already
                 connection.sendall(self.name.encode())
 
     def close(self) -> None:
@@ -88,9 +89,9 @@ def check_reach(ports: Mapping[Place, int], tried: Mapping[tuple[Place, Place], 
         if back == "":
             what += f"; {to.host} to {start.host} works: a firewall on {to.host}, or a rule on the way"
         elif back:
-            what += f", nor {to.host} to {start.host} ({back}): no way between them"
-            if (ports_order := list(ports)).index(to) < ports_order.index(start):
+            if list(ports).index(to) < list(ports).index(start):
                 continue  # told the other way round
+            what += f", nor {to.host} to {start.host} ({back}): no way between them"
         yield Finding("error", "ports", what, FIREWALL.format(host=to.host), (start, to))
     if tried and not failed:
         yield Finding("ok", "ports", "every node can connect to every other", nodes=tuple(ports))
@@ -113,9 +114,8 @@ def check_head(address: str, tried: Mapping[Place, str]) -> Iterator[Finding]:
     for why in dict.fromkeys(why for why in tried.values() if why):
         places = tuple(place for place, own in tried.items() if own == why)
         what = f"a new connection to the cluster's head, {address}, fails ({why}); those from before still work"
-        yield Finding(
-            "error", "ports", what, f"open port {address.rpartition(':')[2]} of the head to the nodes", places
-        )
+        fix = f"open port {split(address)[1]} of the head to the nodes"
+        yield Finding("error", "ports", what, fix, places)
 
 
 # --- names and interfaces
@@ -161,10 +161,6 @@ def found_as(written: str, interface: str, is_prefix: bool) -> bool:
     return interface.startswith(written) if is_prefix else interface == written
 
 
-def own_interfaces() -> dict[str, str]:
-    return own_addresses()
-
-
 def own_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(COMPARED)}
 
@@ -180,9 +176,8 @@ def check_variables(variables: Mapping[Place, Mapping[str, str]]) -> Iterator[Fi
         if without:
             having = [place for place in values if place not in without]
             what = f"{name} is set on {hosts(having)} and not here"
-            yield Finding(
-                "warning", "variables", what, "set it on all nodes or on none, before `corral up`", tuple(without)
-            )
+            fix = "set it on all nodes or on none, before `corral up`"
+            yield Finding("warning", "variables", what, fix, tuple(without))
         elif name not in INTERFACE_VARIABLES:
             what = f"{name} differs: " + ", ".join(f"{value} on {place.host}" for place, value in values.items())
             yield Finding("warning", "variables", what, "set it to the same on all nodes, before `corral up`")
@@ -202,4 +197,7 @@ def check_proxy(variables: Mapping[str, str], addresses: Sequence[str]) -> Itera
 
 
 def spares(written: str, address: str) -> bool:
+    """An entry of no_proxy: `*`, a beginning, or a network as `10.0.0.0/8`."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address) in ipaddress.ip_network(written)
     return written == "*" or (written != "" and address.startswith(written.removesuffix("*")))

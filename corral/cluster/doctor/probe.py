@@ -59,9 +59,10 @@ class Probe:
             self.process.stdin.flush()
         except OSError:
             raise ProbeFailed(f"its process {self.end()}") from None
-        answer, deadline = b"", time.monotonic() + within_s
+        answer, deadline, ready = b"", time.monotonic() + within_s, select.poll()
+        ready.register(self.process.stdout, select.POLLIN)
         while not answer.endswith(b"\n"):
-            if not select.select([self.process.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
+            if not ready.poll(max(0, deadline - time.monotonic()) * 1000):
                 self.end()
                 raise ProbeFailed(f"no result within {within_s:g} s")
             if not (more := os.read(self.process.stdout.fileno(), 65536)):

@@ -6,7 +6,7 @@ A worker without a raylet, and a raylet whose head does not answer, belong to no
 
 import os
 import pwd
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,9 @@ class Process:
     token: bool | None = None
     """Of Ray's servers: whether they want one. None: not known, as of another user's. (Workers, too, do as their raylet
     does; but they write their name over the place where their environment was.)"""
+    is_elsewhere: bool = False
+    """In a container with a network of its own, whose Ray is another node's and whose head cannot be reached from here;
+    or another user's, of which one cannot know."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}, {self.user})"
@@ -57,16 +60,34 @@ def read_process(folder: Path) -> Process | None:
         return None
     if state == "Z" or not command:
         return None
-    if command.startswith("ray::"):
-        name = command.split()[0]  # the kernel keeps 15 characters of it
+    name = full_name(name, command)
     process = Process(int(folder.name), int(parent), name, command, user_name(uid))
-    if not process.is_rays or name.startswith("ray::"):
+    if not process.is_rays:
+        return process
+    process = replace(process, is_elsewhere=network_of(folder) != network_of(Path("/proc/self")))
+    if name.startswith("ray::"):
         return process
     try:
         entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return process
     return replace(process, token="RAY_AUTH_MODE=token" in entries)
+
+
+def network_of(folder: Path) -> str:
+    try:
+        return os.readlink(folder / "ns" / "net")
+    except OSError:
+        return ""
+
+
+def full_name(name: str, command: str) -> str:
+    """The kernel keeps 15 characters of a name, and calls every program in Python `python`."""
+    words = command.split()
+    if words[0].startswith("ray::"):
+        return words[0]
+    script = next((word for word in words[:4] if any(part in word for part in HELPERS)), None)
+    return name if script is None else f"Ray's {Path(script).name}"
 
 
 def user_name(uid: int) -> str:
@@ -96,26 +117,28 @@ def head_of(process: Process) -> str | None:
     return options.get("address" if is_client_server else "gcs-address")
 
 
-def check_processes(table: Table, cluster: str | None, answers: Callable[[str], bool]) -> Iterator[Finding]:
-    """`cluster`: host:port of the head of the one that is checked. `answers`: whether a head does."""
-    rays = [process for process in table.values() if process.is_rays]
+def check_processes(
+    table: Table, cluster: str | None, answers: Callable[[str], bool], own: Collection[str] = ()
+) -> Iterator[Finding]:
+    """`cluster`: host:port of the head of the one that is checked. `answers`: whether a head does. `own`: heads of
+    clusters of which `corral up` made this node a part."""
+    rays = [process for process in table.values() if process.is_rays and not process.is_elsewhere]
     lost = [process for process in rays if process.name.startswith("ray::") and raylet_of(process, table) is None]
     heads = {head for process in rays if (head := head_of(process)) is not None}
     dead = {head for head in heads if head != cluster and not answers(head)}
     stray = [*lost, *(process for process in rays if head_of(process) in dead)]
     if stray:
-        yield Finding(
-            "warning",
-            "stray processes",
-            f"{words(stray)}: of a Ray cluster that is gone; they keep memory, ports and devices",
-            f"kill {' '.join(str(process.pid) for process in stray)}",
-        )
+        what = f"{words(stray)}: of a Ray cluster that is gone; they keep memory, ports and devices"
+        others = [process for process in stray if head_of(process) not in own]
+        fixes = [f"kill {' '.join(str(process.pid) for process in others)}"] if others else []
+        fixes += ["`corral down`"] if len(others) < len(stray) else []
+        yield Finding("warning", "stray processes", what, " and ".join(fixes))
     for head in sorted(heads - dead - {cluster}):
-        own = [process for process in rays if head_of(process) == head and process.name in SERVERS]
-        if own and cluster is None:
-            yield Finding("note", "other clusters", f"part of the Ray cluster of {head}: {words(own)}")
-        elif own:
-            what = f"also part of another Ray cluster, of {head}: {words(own)}; both may use the same devices"
+        servers = [process for process in rays if head_of(process) == head and process.name in SERVERS]
+        if servers and cluster is None:
+            yield Finding("note", "other clusters", f"part of the Ray cluster of {head}: {words(servers)}")
+        elif servers:
+            what = f"also part of another Ray cluster, of {head}: {words(servers)}; both may use the same devices"
             fix = "`corral down` there if it is yours; else ask its user, or leave this node out"
             yield Finding("warning", "other clusters", what, fix)
     if not stray:

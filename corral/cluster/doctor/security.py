@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.processes import Table, raylet_of
+from corral.cluster.doctor.processes import SERVERS, Table, raylet_of
 from corral.runtime.membership import own_memberships
 from corral.runtime.token import default_token
 
 LISTENING = "0A"
 PRIVATE = 0o077
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ def open_ports(table: Table) -> list[OpenPort]:
         sockets |= listening(Path("/proc/net/tcp6").read_text(), socket.AF_INET6)
     found = []
     for process in table.values():
+        if process.pid == os.getpid():
+            continue  # the doctor itself
         token = (raylet_of(process, table) or process).token
         if process.is_rays and token is not None:
             for port in {sockets[inode] for inode in socket_inodes(process.pid) if inode in sockets}:
@@ -74,8 +77,9 @@ def check_open_ports(ports: Sequence[OpenPort], reached_from: str | None) -> Ite
         if ports:
             yield Finding("ok", "access", "Ray wants a token")
         return
-    names = dict.fromkeys(f"{one.port} {one.process.partition(' ')[0]}" for one in naked)
-    shown = ", ".join(list(names)[:6]) + (", ..." if len(names) > 6 else "")
+    first = sorted(naked, key=lambda one: not one.process.startswith(SERVERS))
+    more = f" and {len(first) - SHOWN} more" if len(first) > SHOWN else ""
+    shown = ", ".join(f"{one.port} of {one.process}" for one in first[:SHOWN]) + more
     how = f"reached from {reached_from}" if reached_from else "they listen on all of its addresses"
     yield Finding(
         "error",

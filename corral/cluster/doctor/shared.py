@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.cluster.doctor.findings import Finding, Place
-from corral.cluster.doctor.software import hosts
+from corral.cluster.doctor.findings import Finding, Place, hosts
 
 PATIENCE_S = 10.0
 """Network file systems remember for some seconds what was not there."""

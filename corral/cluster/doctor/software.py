@@ -3,11 +3,11 @@
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import corral
-from corral.cluster.doctor.findings import Finding, Level, Place
+from corral.cluster.doctor.findings import Finding, Level, Place, hosts
 from corral.cluster.report import installed, torch_version
 
 MUST_MATCH: dict[str, Level] = {
@@ -85,8 +85,3 @@ def compare_versions(name: str, level: Level, versions: Mapping[Place, Mapping[s
             if name == "GPUs":
                 fix = "nothing, if that is meant: all wait for the slowest, and the smallest memory is the limit"
         yield Finding(level, "versions", what, fix, tuple(places))
-
-
-def hosts(places: Sequence[Place]) -> str:
-    names = [place.host for place in places]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

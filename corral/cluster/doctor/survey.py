@@ -59,7 +59,7 @@ def check(order: Order, address: str | None, everywhere: bool, here: bool) -> Di
         if named:
             raise
         diagnosis = check_here(order)
-        fix = "`corral down` and `corral up` again; what is below is of this node alone"
+        fix = "the rest is of this node alone; where its Ray still runs, `corral down` first"
         diagnosis.findings.insert(0, Finding("error", "cluster", first_line(error), fix, (diagnosis.places[0],)))
         return diagnosis
 
@@ -276,8 +276,11 @@ class Survey:
         self.rows(plan)
 
     def capacity(self, place: Place) -> Capacity:
-        examined, resources = self.examined[place], self.entries[place].get("Resources", {})
-        devices = int(resources.get("GPU") or resources.get("corral_device", 0))
+        examined, devices = self.examined[place], 0
+        if resources := self.entries[place].get("Resources"):
+            from corral.runtime.nodes import WORKER_SLOT
+
+            devices = int(resources.get("GPU") or resources.get(WORKER_SLOT, 0))
         return Capacity(devices, tuple(gpu.total for gpu in examined.gpus), examined.memory)
 
     def files(self, recipe: Recipe) -> None:

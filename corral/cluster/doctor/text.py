@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from corral.cluster.doctor.collectives import table
 from corral.cluster.doctor.diagnosis import Diagnosis
-from corral.cluster.doctor.findings import LEVELS, Finding, Place
-from corral.cluster.doctor.software import hosts
+from corral.cluster.doctor.findings import LEVELS, Finding, Place, hosts
 
 MOST_NAMED = 8
 
@@ -54,7 +53,7 @@ def whereabouts(finding: Finding, nodes: Sequence[Place], places: Sequence[Place
     """`h1, h2: `; nothing where there is only one node, or the text has the names."""
     where = ""
     if nodes and len(places) > 1 and not all(place.host in finding.what.split(":")[0].split() for place in nodes):
-        where = f"all {len(places)} nodes" if set(nodes) == set(places) else hosts(nodes)
+        where = "all nodes" if set(nodes) == set(places) else hosts(nodes)
     parts = [part for part in (where, finding.device) if part]
     return f"{', '.join(parts)}: " if parts else ""
 

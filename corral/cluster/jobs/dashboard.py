@@ -164,8 +164,8 @@ def is_numeric(host: str) -> bool:
 
 
 def bypass_proxies(host: str) -> None:
-    """Where the environment names a proxy for the way out, it would be asked for nodes of the cluster, too. (Names may be
-    known to the proxy only.)"""
+    """Where the environment names a proxy for the way out, it would be asked for nodes of the cluster, too. (Names
+    may be known to the proxy only.)"""
     if not is_numeric(host):
         return
     for name in ("no_proxy", "NO_PROXY"):

@@ -16,8 +16,6 @@ from corral.cluster.launchers.containers import INFINIBAND, Engine, container_fl
 from corral.recipe.errors import UserError
 
 SAME_FOR_ALL = Path(__file__).with_name("slurm.sh")
-CONTAINER = "corral-container"
-"""Stands for the container's name, which only the script knows: it has the job's number in it."""
 IDENTITY = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME")
 """What `corral up` reads to know which node it is on."""
 NOT_OURS = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
@@ -104,6 +102,7 @@ def heading(work: Work) -> str:
     return (
         "#!/bin/bash\n"
         f"# Trains on {nodes} with {devices}{each}. Written by `corral launch slurm`; yours to change.\n"
+        "# To stop it with a checkpoint: scancel --batch --signal=TERM JOB\n"
         "# Some words are for shells on the nodes (2016), some have commas (2054), and signals call functions (2317):\n"
         "# shellcheck disable=SC2016,SC2054,SC2317"
     )
@@ -171,18 +170,11 @@ def settings(work: Work, options: SlurmOptions) -> list[str]:
 def bare(work: Work) -> list[str]:
     shell = list(ON_NODE) if work.accelerator == "amd" else []
     return [
+        "engine='' container='' # none",
         *([f"on_node={shlex.quote(AMD_DEVICES)}"] if shell else []),
         array("up_command", [*shell, *up_words(work)]),
         array("check_command", [*shell, "corral", "check"]),
         array("train_command", [*shell, *work.train_command]),
-        "",
-        "# A signal to srun itself would kill the training at once.",
-        "stop_training() {",
-        "  local steps",
-        '  steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%j %i")',
-        """  scancel --quiet --signal=TERM "$(awk '$1 == "train" { print $2 }' <<<"$steps")" 2>/dev/null""",
-        "}",
-        "after() { :; }",
     ]
 
 
@@ -190,23 +182,14 @@ def contained(work: Work, options: SlurmOptions, engine: Engine) -> list[str]:
     """`corral up` is the first process of a container on each node, which ends with it. The training is started in the
     head's. Waiting is done in containers of their own, for the head's may not be there yet."""
     choose = CONTAINER_DEVICES.format(variable=variable_of(work), infiniband=shlex.join(INFINIBAND))
-    inside = [engine, "exec", Variable("container"), "bash", "-c"]
-    note_pid, tell = 'echo $$ >/tmp/corral-train.pid; exec "$@"', 'kill -TERM "$(cat /tmp/corral-train.pid)"'
+    inside = [engine, "exec", Variable("container"), "bash", "-c", 'echo $$ >/tmp/corral-train.pid; exec "$@"', "bash"]
     return [
+        f"engine={engine}",
         "container=corral-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
         f"on_node={shlex.quote(choose)}",
         array("up_command", [*ON_NODE, *container_run(work, options, engine), *up_words(work)]),
         array("check_command", [*plain_run(work, options, engine), "corral", "check"]),
-        array("train_command", [*inside, note_pid, "bash", *work.train_command]),
-        "",
-        "# The engine does not pass signals on to what it has started in a running container.",
-        "stop_training() {",
-        f'  srun "${{srun_options[@]}}" --nodelist="${{nodes[0]}}" {words([*inside, tell])}',
-        "}",
-        "after() {",
-        '  srun --overlap --nodes="${#nodes[@]}" --ntasks-per-node=1 \\',
-        f"    {words([engine, 'rm', '--force', Variable('container')])} >/dev/null 2>&1 || true",
-        "}",
+        array("train_command", [*inside, *work.train_command]),
     ]
 
 
@@ -224,13 +207,14 @@ def container_run(work: Work, options: SlurmOptions, engine: Engine) -> list[str
         engine,
         work,
         options.image,
-        name=CONTAINER,
+        name="",
         shm=options.shm,
         mounts=mounts(work, options),
         environment=list(dict.fromkeys([*IDENTITY, *devices, *defaults, *options.environment])),
     )
-    named = [Variable("container") if word == CONTAINER else word for word in flags if word != "--detach"]
-    return [*named[:2], "--rm", *named[2:-1], "--workdir", str(options.work_folder), options.image]
+    flags[flags.index("--name") + 1] = Variable("container")
+    flags[flags.index("--detach")] = "--rm"
+    return [*flags[:-1], "--workdir", str(options.work_folder), options.image]
 
 
 def plain_run(work: Work, options: SlurmOptions, engine: Engine) -> list[str]:
@@ -260,10 +244,6 @@ def variable_of(work: Work) -> str:
 
 class Variable(str):
     """A word that is a variable of the script, to be put in by it."""
-
-
-def words(command: Sequence[str]) -> str:
-    return " ".join(map(word_of, command))
 
 
 def word_of(word: str) -> str:

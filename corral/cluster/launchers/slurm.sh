@@ -27,7 +27,9 @@ finish() {
     done
     kill "$clock" "${ups[@]}" 2>/dev/null || true
   fi
-  after
+  if [ -n "$container" ]; then # what is left of them, if anything
+    srun --overlap --nodes="${#nodes[@]}" --ntasks-per-node=1 "$engine" rm --force "$container" >/dev/null 2>&1 || true
+  fi
   rm -f "$head_file" "$head_file.token"
   echo "corral: job $SLURM_JOB_ID $2"
   exit "$1"
@@ -78,6 +80,22 @@ await_devices() {
   [ "$code" = 0 ] || finish "$code" "failed while $doing: $(reason "$log")"
 }
 
+# A signal to srun itself would kill the training at once, and containers do not get those of their engine's client.
+stop_training() {
+  local found
+  if [ -n "$container" ]; then
+    srun "${srun_options[@]}" --nodelist="${nodes[0]}" \
+      "$engine" exec "$container" bash -c 'kill -TERM "$(cat /tmp/corral-train.pid)"'
+    return
+  fi
+  found=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%j %i" | awk '$1 == "train" { print $2 }')
+  if [ -n "$found" ]; then
+    scancel --quiet --signal=TERM "$found" 2>/dev/null
+  else
+    kill "$step" # it has not begun
+  fi
+}
+
 # Slurm's signal before the time limit, or the user's: `scancel --batch --signal=TERM JOB`.
 stop() {
   local code=0 state
@@ -111,7 +129,7 @@ if [ "${#nodes[@]}" -gt 1 ]; then
     [ "$rank" = 0 ] || up "$rank"
   done
 fi
-doing="waiting for $num_devices devices on ${#nodes[@]} nodes"
+doing="waiting for $num_devices devices"
 await_devices "$num_devices" "${#nodes[@]}"
 
 doing=training

@@ -10,10 +10,13 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 from corral.cluster.launchers.base import Work
 from corral.recipe.errors import RunError, UserError
@@ -203,7 +206,11 @@ def run_over_ssh(cluster: SshCluster, say: Callable[[str], None], *, is_kept: bo
             say(f"{remote.host.target}: {remote.what}")
             run_shown(remote, cluster.config)
     finally:
-        if not is_kept:
+        if is_kept:
+            say("the cluster is kept; end it with:")
+            for host in up:
+                say(shlex.join(cluster.stop(host).command(cluster.config)))
+        else:
             clean(cluster, up, say)
 
 
@@ -223,31 +230,44 @@ def all_at_once(
 ) -> None:
     """Waits for all of them, and then says where it went wrong. `on_refusal`: told of hosts where the command itself
     failed and so left nothing behind; one that was cut off may have."""
-    if not remotes:
-        return
-    with ThreadPoolExecutor(len(remotes)) as pool:
-        results = list(pool.map(lambda remote: run_quietly(remote, config), remotes))
     failed = []
-    for remote, (code, said) in zip(remotes, results, strict=True):
-        if code != 0:
-            failed.append(f"{remote.host.target}: {remote.what} failed: {said}")
-        if code not in (0, None, SSH_FAILED):
-            on_refusal(remote.host)
+    with ExitStack() as cleanup:
+        running = [Running(remote, config, cleanup) for remote in remotes]
+        for one in running:
+            code, said = one.result()
+            if code != 0:
+                failed.append(f"{one.remote.host.target}: {one.remote.what} failed: {said}")
+            if code not in (0, None, SSH_FAILED):
+                on_refusal(one.remote.host)
     if failed:
         raise RunError("\n".join(failed))
 
 
-def run_quietly(remote: Remote, config: Path | None) -> tuple[int | None, str]:
-    """Its exit code, and the last thing that it said. None: it was cut off by its deadline."""
-    try:
-        result = subprocess.run(
-            remote.command(config), input=remote.stdin or "", capture_output=True, text=True, timeout=remote.timeout_s
+class Running:
+    """A line that a host works on; it is ended here with the cleanup, at the latest."""
+
+    def __init__(self, remote: Remote, config: Path | None, cleanup: ExitStack) -> None:
+        self.remote = remote
+        self.errors = cleanup.enter_context(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
+        self.deadline = None if remote.timeout_s is None else time.monotonic() + remote.timeout_s
+        self.process = subprocess.Popen(
+            remote.command(config), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.errors, text=True
         )
-    except subprocess.TimeoutExpired:
-        return None, f"nothing within {remote.timeout_s:g} s"
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return result.returncode, (errors or lines or [f"exit code {result.returncode}"])[-1].removeprefix("error: ")
+        cleanup.callback(self.process.wait)
+        cleanup.callback(self.process.kill)
+        with suppress(BrokenPipeError), cast(IO[str], self.process.stdin) as stdin:
+            stdin.write(remote.stdin or "")
+
+    def result(self) -> tuple[int | None, str]:
+        """Its exit code, and the last thing that it said. None: it was cut off by its deadline."""
+        try:
+            code = self.process.wait(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None, f"nothing within {self.remote.timeout_s:g} s"
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors if line.strip()]
+        errors = [line for line in lines if line.startswith("error: ")]
+        return code, (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
 
 
 def run_shown(remote: Remote, config: Path | None) -> None:
