@@ -3,11 +3,14 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from corral.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from corral.runtime.membership import Membership
 
 Address = Annotated[
     str | None, typer.Option(help="HOST:PORT of the head; default: the cluster of this node.", show_default=False)
@@ -70,7 +73,8 @@ def up(
 ) -> None:
     """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
     from corral.cluster.identity import Options, check_port, find_identity
-    from corral.cluster.up import Wish, stay, wait_for_all
+    from corral.cluster.ray_node import stop_ray
+    from corral.cluster.up import Ended, Foreground, Wish, wait_for_all
     from corral.cluster.up import up as bring_up
     from corral.observe.status_line import Countdown, StatusLine
 
@@ -84,7 +88,7 @@ def up(
     if port is not None:
         check_port(port, "--port")
     wish = Wish(
-        identity=find_identity(Options(head, join, rank, nodes, port, id), os.environ),
+        identity=find_identity(Options(head, join, rank, nodes, port, id, head_file is not None), os.environ),
         devices=devices,
         head_file=head_file,
         timeout_s=timeout,
@@ -97,32 +101,34 @@ def up(
         temp_dir=temp_dir,
         ray_options=tuple(ray_options or ()),
     )
-    line = StatusLine()
-    member = bring_up(wish, line)
-    place = "joined" if member.rank is None else f"rank {member.rank}{' (head)' if member.is_head else ''}"
-    print(f"{place}: {member.node_address}, {member.devices} devices, cluster {member.address}", flush=True)
-    if insecure:
-        print("no token: whoever reaches this node can run commands on it (--insecure)", flush=True)
-    if member.is_head:
-        print_how_to_join(member.address, member.num_nodes, head_file)
+    line, foreground, member = StatusLine(), Foreground() if block else None, None
     try:
+        member = bring_up(wish, line)
+        print_place(member)
         if wait and member.num_nodes is not None:
             wait_for_all(member, member.num_nodes, Countdown(timeout, line))
             print(f"all {member.num_nodes} nodes are there", flush=True)
+        if member.is_head:
+            print(f"dashboard {member.dashboard}", flush=True)
+        if foreground is not None:
+            foreground.stay(member)
+    except Ended:
+        pass
     finally:
         line.clear()
-    if member.is_head:
-        print(f"dashboard {member.dashboard}", flush=True)
-    if block:
-        stay(member)
+        if block and member is not None:
+            stop_ray(member)
 
 
-def print_how_to_join(address: str, num_nodes: int | None, head_file: Path | None) -> None:
-    if num_nodes == 1 or address.startswith("127."):
-        return
-    how = f"--head-file {head_file}" if head_file else f"--join {address}"
-    hand = "" if head_file else ", where ~/.corral/token is that of this node"
-    print(f"others join with: corral up {how}{hand}", flush=True)
+def print_place(member: "Membership") -> None:
+    place = "joined" if member.rank is None else f"rank {member.rank}{' (head)' if member.is_head else ''}"
+    print(f"{place}: {member.node_address}, {member.devices} devices, cluster {member.address}", flush=True)
+    if member.token_file is None:
+        print("no token: whoever reaches this node can run commands on it (--insecure)", flush=True)
+    if member.is_head and member.num_nodes != 1 and not member.address.startswith("127."):
+        how = f"--head-file {member.head_file}" if member.head_file else f"--join {member.address}"
+        hand = "" if member.head_file else ", where ~/.corral/token is that of this node"
+        print(f"others join with: corral up {how} and their own RANK{hand}", flush=True)
 
 
 def down(

@@ -184,6 +184,10 @@ def main() -> None:
         raise
     except UserError as error:
         sys.exit(fail(str(error), 2))
+    except ModuleNotFoundError as error:
+        if error.name not in ("ray", "aiohttp"):
+            raise
+        sys.exit(fail(f"this needs Ray ({error}): pip install 'corral[cluster]'", 2))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         sys.exit(fail(f"{error.strerror or error}{where}", 1))

@@ -58,8 +58,8 @@ def head_address(given: str | None, chosen: str | None, is_alone: bool, own_name
     if is_alone:
         return LOOPBACK
     for variable in INTERFACE_VARIABLES:
-        name = os.environ.get(variable, "").lstrip("=^").partition(",")[0]
-        if name in own:
+        name = os.environ.get(variable, "").removeprefix("=").partition(",")[0]
+        if name in own:  # one that begins with ^ says which are not meant
             return own[name]
     default = source_address(FAR_AWAY)
     if default is not None and default in own.values():
@@ -90,7 +90,10 @@ def interface_variables(address: str) -> dict[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
 
 
 def is_virtual(interface: str) -> bool:

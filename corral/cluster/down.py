@@ -1,10 +1,10 @@
 """`corral down`: ends what `corral up` started on this node, and nothing else."""
 
+from corral.cluster.ports import talks_to
 from corral.cluster.ray_node import stop_ray
 from corral.recipe.errors import UserError
-from corral.runtime.membership import RECORD, Membership, marked_processes, process_command, state_folder
-
-TRAINING = "corral.cli.main train"
+from corral.runtime.membership import RECORD, Membership, marked_processes, state_folder
+from corral.runtime.presence import present
 
 
 def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:
@@ -12,13 +12,15 @@ def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:
     records = [Membership.read(record) for record in sorted(state_folder().glob(f"ray-*/{RECORD}"))]
     found = [member for member in records if member is not None and port in (None, member.port)]
     for member in found:
-        if not is_forced and (busy := runs_of(member)):
+        if not is_forced and (runs := runs_of(member)):
             raise UserError(
-                f"training runs on this node (process {', '.join(map(str, busy))}): stop it first, which saves it "
-                "(`corral jobs`, `corral stop JOB`, or Ctrl-C where it runs), or lose what was not saved with --force"
+                f"{' and '.join(runs)} trains on this node: stop it first, which saves it (`corral stop JOB`, or "
+                "Ctrl-C where it runs), or lose what was not saved with --force"
             )
     return [(member, stop_ray(member)) for member in found]
 
 
-def runs_of(member: Membership) -> list[int]:
-    return [pid for pid, _ in marked_processes(member.mark) if TRAINING in process_command(pid)]
+def runs_of(member: Membership) -> list[str]:
+    """Those with workers here, or whose controller is here and uses this cluster, whoever started it."""
+    own = {pid for pid, _ in marked_processes(member.mark)}
+    return sorted({one.run for one in present() if one.pid in own or talks_to(one.pid, member.port)})

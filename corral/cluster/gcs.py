@@ -2,6 +2,8 @@
 the cluster, so it takes half a second and works from outside."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +53,12 @@ class Gcs:
 
     def __init__(self, address: str) -> None:
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
-        from ray.exceptions import AuthenticationError, RaySystemError, RpcError
 
         if not answers(address):
             raise NoAnswer(f"no Ray cluster answers at {address}")
         self.address = address
-        try:
+        with translated(address):
             self.client = GcsClient(address=address)
-        except AuthenticationError as error:
-            raise Refused(
-                f"the Ray cluster at {address} refuses this token; copy the head's ~/.corral/token to this node, or "
-                "set RAY_AUTH_TOKEN"
-            ) from error
-        except (RpcError, RaySystemError, RuntimeError) as error:
-            raise NoAnswer(f"what answers at {address} is not the head of a Ray cluster that runs") from error
 
     @property
     def cluster_id(self) -> str:
@@ -72,15 +66,44 @@ class Gcs:
 
     def nodes(self) -> list[NodeEntry]:
         """All that were ever in it, those with a rank first and in its order."""
-        found = [entry_of(node.hex(), info) for node, info in self.client.get_all_node_info(timeout=ASK_S).items()]
+        with translated(self.address):
+            entries = self.client.get_all_node_info(timeout=ASK_S)
+        found = [entry_of(node.hex(), info) for node, info in entries.items()]
         return sorted(found, key=lambda node: (node.rank is None, node.rank, not node.is_head, node.address))
 
     def put(self, key: str, value: Any) -> None:
-        self.client.internal_kv_put(key.encode(), json.dumps(value).encode(), True, NAMESPACE, ASK_S)
+        with translated(self.address):
+            self.client.internal_kv_put(key.encode(), json.dumps(value).encode(), True, NAMESPACE, ASK_S)
 
     def get(self, key: str) -> Any:
-        found = self.client.internal_kv_get(key.encode(), NAMESPACE, ASK_S)
+        found = self.get_of_ray(key.encode(), NAMESPACE)
         return None if found is None else json.loads(found)
+
+    def get_of_ray(self, key: bytes, namespace: bytes | None) -> bytes | None:
+        """From the store that Ray keeps its own things in."""
+        with translated(self.address):
+            found: bytes | None = self.client.internal_kv_get(key, namespace, ASK_S)
+        return found
+
+    def delete_of_ray(self, key: bytes, namespace: bytes | None) -> None:
+        with translated(self.address):
+            self.client.internal_kv_del(key, False, namespace, ASK_S)
+
+
+@contextmanager
+def translated(address: str) -> Iterator[None]:
+    """Into what a user can do something about."""
+    from ray.exceptions import AuthenticationError, RaySystemError, RpcError
+
+    try:
+        yield
+    except AuthenticationError as error:
+        raise Refused(
+            f"the Ray cluster at {address} refuses this token; copy the head's ~/.corral/token to this node, or set "
+            "RAY_AUTH_TOKEN"
+        ) from error
+    except (RpcError, RaySystemError, RuntimeError) as error:
+        raise NoAnswer(f"what answers at {address} is not the head of a Ray cluster that runs") from error
 
 
 def entry_of(node: str, info: Any) -> NodeEntry:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from corral.cluster.gcs import Gcs, NoAnswer
+from corral.cluster.gcs import Gcs, NoAnswer, Refused
 from corral.observe.files import write_atomically
 from corral.recipe.errors import UserError
 
@@ -49,6 +49,8 @@ class HeadFile:
             answering = Gcs(self.address).cluster_id
         except NoAnswer:
             return f"it is stale: {age}, and no cluster answers at {self.address}"
+        except Refused:
+            return f"it is not of the token that this node has: {age}, and {self.address} refuses it"
         if answering != self.cluster_id:
             return f"it is stale: {age}, and another cluster answers at {self.address} now"
         return None

@@ -44,6 +44,7 @@ class Options:
     nodes: int | None = None
     port: int | None = None
     id: str | None = None
+    has_head_file: bool = False
 
 
 def find_identity(options: Options, environment: Mapping[str, str]) -> Identity:
@@ -56,7 +57,12 @@ def find_identity(options: Options, environment: Mapping[str, str]) -> Identity:
         if rank not in (None, 0):
             raise UserError(f"--head is rank 0, but the rank is {rank} ({said.source})")
         rank = 0
-    elif options.join is None and rank is None and said.num_nodes is None and options.nodes is None:
+    elif rank is None and (said.num_nodes, options.join, options.nodes, options.has_head_file) == (
+        None,
+        None,
+        None,
+        False,
+    ):
         rank = 0  # a cluster of this machine
     elif options.join is not None and rank == 0:
         raise UserError(f"rank 0 is the head and joins nobody ({said.source}); give this node another --rank")
@@ -68,8 +74,12 @@ def find_identity(options: Options, environment: Mapping[str, str]) -> Identity:
         port=options.port or join_port or said.port,
         id=options.id or said.id,
     )
-    if found.rank is None and options.join is None:
-        raise UserError("which node is this? Set RANK (0 is the head), or use --head, or --join ADDRESS")
+    if found.rank is None and (options.join is None or options.nodes is not None):
+        raise UserError(
+            "which node is this? Set RANK (0 is the head) or use --rank; or --head, or --join ADDRESS alone"
+        )
+    if found.rank is None:
+        found = replace(found, num_nodes=None)  # it waits for nobody
     if found.rank is not None and found.num_nodes is not None and not 0 <= found.rank < found.num_nodes:
         raise UserError(
             f"rank {found.rank} is not below the number of nodes, {found.num_nodes} ({found.source}); both count nodes "
@@ -88,7 +98,7 @@ def of_launcher(environment: Mapping[str, str]) -> Identity:
 
 
 def of_variables(environment: Mapping[str, str]) -> Identity | None:
-    if "RANK" not in environment:
+    if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
         return None
     return Identity(
         rank=number(environment, "RANK"),

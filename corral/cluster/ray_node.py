@@ -12,7 +12,9 @@ from pathlib import Path
 
 from corral.cluster.addresses import interface_variables, is_loopback
 from corral.cluster.gcs import MARK_LABEL
-from corral.recipe.errors import RunError, UserError
+from corral.cluster.headfile import token_beside
+from corral.cluster.ports import free_port
+from corral.recipe.errors import RunError, UserError, first_line
 from corral.runtime import token
 from corral.runtime.connection import CLOSED, HEALTH_CHECKS, ON_LOOPBACK
 from corral.runtime.membership import MARK_VARIABLE, Membership, marked_processes, member_folder
@@ -20,11 +22,11 @@ from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 START_S = 180.0
+CLIENT_PORT, AGENT_PORT = 10001, 52365
+"""Ray's own choice; a second cluster on the node gets the next ones."""
 END_S = 5.0
 """For processes to end by themselves, before they are killed."""
 LAST = "gcs_server"
-JOB_STOP_S = 600
-"""For a job that is stopped to save its checkpoint. Ray's own limit is 3 s."""
 
 
 def start_ray(member: Membership, *, dashboard: tuple[str, int], debugger: str | None, options: Sequence[str]) -> None:
@@ -56,6 +58,7 @@ def arguments(member: Membership, dashboard: tuple[str, int], debugger: str | No
         f"--temp-dir={member.temp_dir}",
         f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}",
         "--disable-usage-stats",
+        f"--dashboard-agent-listen-port={free_port(member.node_address, AGENT_PORT)}",
     ]
     if num_gpus():
         found.append(f"--num-gpus={member.devices}")
@@ -64,6 +67,7 @@ def arguments(member: Membership, dashboard: tuple[str, int], debugger: str | No
     if member.is_head:
         host, port = dashboard
         found += ["--head", f"--port={member.port}", f"--dashboard-host={host}", f"--dashboard-port={port}"]
+        found.append(f"--ray-client-server-port={free_port(member.node_address, CLIENT_PORT)}")
     else:
         found.append(f"--address={member.address}")
     if debugger is not None and member.token_file is None:
@@ -82,7 +86,6 @@ def environment(member: Membership, debugger: str | None) -> dict[str, str]:
         **{f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()},
         MARK_VARIABLE: member.mark,
         "PATH": bins,  # jobs are to find this Python
-        "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_S),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
@@ -102,8 +105,11 @@ def num_gpus() -> int:
     manager = get_accelerator_manager_for_resource("GPU")
     if manager is None:
         return 0
-    visible = manager.get_current_process_visible_accelerator_ids()
-    return int(manager.get_current_node_num_accelerators()) if visible is None else len(visible)
+    try:
+        visible = manager.get_current_process_visible_accelerator_ids()
+        return int(manager.get_current_node_num_accelerators()) if visible is None else len(visible)
+    except (RuntimeError, ValueError) as error:  # such as AMD's variables, of which Ray wants one and not the other
+        raise UserError(f"Ray cannot tell which GPUs it may use: {first_line(error)}") from error
 
 
 def check_ray() -> None:
@@ -128,6 +134,9 @@ def stop_ray(member: Membership) -> int:
     send(signal.SIGTERM, member, LAST)  # the others say goodbye to it, and wait for its answer
     send(signal.SIGTERM, member)
     send(signal.SIGKILL, member)
+    if member.is_head and member.head_file is not None:
+        for left in (Path(member.head_file), token_beside(Path(member.head_file))):
+            left.unlink(missing_ok=True)
     member.forget()
     return len(found)
 

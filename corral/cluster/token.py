@@ -5,6 +5,7 @@ Each node keeps a copy that only its user can read, and everything on the node u
 
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,9 +47,9 @@ def make_token() -> str:
 
 
 def write(path: Path, token: str) -> None:
-    """For the owner's eyes, from the first moment on."""
+    """For the owner's eyes, from the first moment on, and never half of it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
     with os.fdopen(descriptor, "w") as file:
         file.write(token)
+    os.replace(temporary, path)

@@ -10,6 +10,8 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,7 +19,7 @@ from typing import Any
 
 from corral.cluster import token as tokens
 from corral.cluster.addresses import head_address, resolve, worker_address
-from corral.cluster.gcs import Gcs, NodeEntry
+from corral.cluster.gcs import Gcs, NoAnswer, NodeEntry
 from corral.cluster.headfile import HeadFile, token_beside
 from corral.cluster.identity import Identity
 from corral.cluster.ports import free_port, is_free, owner, ray_processes
@@ -31,6 +33,7 @@ from corral.runtime.token import use_token
 
 HEAD_GONE_S = 15.0
 WATCH_S = 1.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def already_up(wish: Wish) -> Membership | None:
     own, identity = own_memberships(), wish.identity
     for member in own:
         same = member.rank == identity.rank and member.num_nodes == identity.num_nodes
-        if same and member.port == identity.port and identity.id in (None, member.id):
+        if same and is_meant(member, wish) and identity.id in (None, member.id):
             use_token(None if member.token_file is None else Path(member.token_file))
             return member
     if own and (not wish.is_beside or any(member.port == identity.port for member in own)):
@@ -92,6 +95,15 @@ def already_up(wish: Wish) -> Membership | None:
             "and another --port"
         )
     return None
+
+
+def is_meant(member: Membership, wish: Wish) -> bool:
+    """Whether it is the cluster whose head was named, by address or by a file."""
+    host, _, port = member.address.rpartition(":")
+    if wish.head_file is not None and not wish.identity.is_head:
+        return member.head_file == str(wish.head_file.resolve())
+    named = wish.identity.head
+    return port == str(wish.identity.port) and (named is None or member.is_head or host in resolve(named))
 
 
 # --- the head
@@ -112,19 +124,19 @@ def start_head(wish: Wish) -> Membership:
     token = None
     if not wish.is_insecure:
         token = tokens.known_token(wish.token_file, None, os.environ) or tokens.make_token()
-    keep_token(identity.port, token)
+    use_token(keep_token(identity.port, token))
     if wish.head_file is not None:
         wish.head_file.unlink(missing_ok=True)  # of an earlier cluster
         if token is not None:
             tokens.write(token_beside(wish.head_file), token)
     shown = address if host == "0.0.0.0" else host
     member = membership(wish, f"{address}:{identity.port}", address, f"http://{shown}:{dashboard[1]}")
-    start_ray(member, dashboard=dashboard, debugger=wish.debugger, options=wish.ray_options)
-    gcs = Gcs(member.address)
-    introduce(gcs, member)
-    gcs.put("cluster", {"id": member.id, "num_nodes": member.num_nodes, "dashboard": member.dashboard})
-    if wish.head_file is not None:
-        HeadFile(member.id, gcs.cluster_id, member.address, time.time(), socket.gethostname()).write(wish.head_file)
+    with started(member, wish, dashboard):
+        gcs = Gcs(member.address)
+        introduce(gcs, member)
+        gcs.put("cluster", {"id": member.id, "num_nodes": member.num_nodes, "dashboard": member.dashboard})
+        if wish.head_file is not None:
+            HeadFile(member.id, gcs.cluster_id, member.address, time.time(), socket.gethostname()).write(wish.head_file)
     return member
 
 
@@ -146,14 +158,14 @@ def join_head(wish: Wish, countdown: Countdown) -> Membership:
         if node.address == own_address and not wish.is_beside:
             raise UserError(f"{own_address} is part of the cluster at {address} already, as {node.hostname}")
     member = membership(wish, address, own_address, known.get("dashboard"), known.get("id"))
-    start_ray(member, dashboard=wish.dashboard, debugger=wish.debugger, options=wish.ray_options)
-    introduce(gcs, member)
+    with started(member, wish, wish.dashboard):
+        introduce(gcs, member)
     return member
 
 
 def find_head(wish: Wish, countdown: Countdown) -> str:
     """Its address, once it answers there. Its token is used from here on."""
-    identity = wish.identity
+    identity, environment = wish.identity, dict(os.environ)  # which changes when a token is used
     beside = None if wish.head_file is None else token_beside(wish.head_file)
     if identity.head is None and wish.head_file is None:
         raise UserError(
@@ -161,9 +173,8 @@ def find_head(wish: Wish, countdown: Countdown) -> str:
             "file system that all nodes share"
         )
     while True:
-        token = None if wish.is_insecure else tokens.known_token(wish.token_file, beside, os.environ)
-        keep_token(identity.port, token)
-        address, missing = look_for_head(wish)
+        token = None if wish.is_insecure else tokens.known_token(wish.token_file, beside, environment)
+        address, missing = look_for_head(wish, token)
         if address is not None and token is None and not wish.is_insecure:
             raise UserError(
                 f"the head at {address} needs a token and this node has none: copy the head's ~/.corral/token here, or "
@@ -176,13 +187,14 @@ def find_head(wish: Wish, countdown: Countdown) -> str:
         countdown.more(f"the head: {missing}")
 
 
-def look_for_head(wish: Wish) -> tuple[str | None, str]:
-    """Its address, or what is missing."""
+def look_for_head(wish: Wish, token: str | None) -> tuple[str | None, str]:
+    """Its address, or what is missing. The token is used from here on."""
     identity = wish.identity
     if wish.head_file is not None:
         found = HeadFile.read(wish.head_file)
         if found is None:
             return None, f"{wish.head_file} is not there yet"
+        use_token(keep_token(port_of(found.address), token))
         refusal = found.refusal(identity.id)
         return (found.address, "") if refusal is None else (None, f"{wish.head_file}: {refusal}")
     assert identity.head is not None
@@ -190,6 +202,7 @@ def look_for_head(wish: Wish) -> tuple[str | None, str]:
     if not addresses:
         return None, f"the name {identity.head} is unknown on this node"
     address = f"{addresses[0]}:{identity.port}"
+    use_token(keep_token(identity.port, token))
     return (address, "") if answers(address) else (None, f"nothing answers at {address} ({identity.head})")
 
 
@@ -226,23 +239,40 @@ def membership(wish: Wish, address: str, own_address: str, dashboard: str | None
         node_address=own_address,
         is_head=identity.is_head,
         dashboard=dashboard,
-        token_file=None if wish.is_insecure else str(node_token(identity.port)),
+        token_file=None if wish.is_insecure else str(node_token(port_of(address))),
         devices=wish.devices if wish.devices is not None else num_gpus() or 1,
-        temp_dir=str(wish.temp_dir or member_folder(identity.port)),
+        temp_dir=str(wish.temp_dir or member_folder(port_of(address))),
+        head_file=None if wish.head_file is None else str(wish.head_file.resolve()),
         started=time.time(),
     )
 
 
-def keep_token(port: int, token: str | None) -> None:
-    """On this node, and uses it from here on."""
+@contextmanager
+def started(member: Membership, wish: Wish, dashboard: tuple[str, int]) -> Iterator[None]:
+    """Ray, which is ended again if the node cannot introduce itself: nobody would know it."""
+    try:
+        start_ray(member, dashboard=dashboard, debugger=wish.debugger, options=wish.ray_options)
+        yield
+    except BaseException:
+        stop_ray(member)
+        raise
+
+
+def keep_token(port: int, token: str | None) -> Path | None:
+    """This node's copy."""
     member_folder(port).mkdir(exist_ok=True)
-    if token is not None:
-        tokens.write(node_token(port), token)
-    use_token(None if token is None else node_token(port))
+    if token is None:
+        return None
+    tokens.write(node_token(port), token)
+    return node_token(port)
 
 
 def node_token(port: int) -> Path:
     return member_folder(port) / "token"
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def introduce(gcs: Gcs, member: Membership) -> None:
@@ -257,7 +287,10 @@ def wait_for_all(member: Membership, num_nodes: int, countdown: Countdown) -> No
     """Until every rank has joined."""
     gcs = Gcs(member.address)
     while True:
-        nodes = [node for node in gcs.nodes() if node.is_alive]
+        try:
+            nodes = [node for node in gcs.nodes() if node.is_alive]
+        except NoAnswer as error:
+            raise RunError(f"the head, {member.address}, is gone; this node waited for the others") from error
         present = {node.rank: node for node in nodes if node.rank is not None}
         missing = [rank for rank in range(num_nodes) if rank not in present]
         if not missing:
@@ -273,19 +306,22 @@ def wait_for_all(member: Membership, num_nodes: int, countdown: Countdown) -> No
         countdown.more(lack)
 
 
-def stay(member: Membership) -> None:
-    """In the foreground until a signal comes, then stops what was started. Raises if Ray ends by itself, or its
-    head."""
-    stopped: list[int] = []
+class Foreground:
+    """`--block`: the node's part lasts as long as this command. A signal ends it, at any time."""
 
-    def note(number: int, _: FrameType | None) -> None:
-        stopped.append(number)
+    def __init__(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._end)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, note)
-    answered = time.monotonic()
-    try:
-        while not stopped:
+    def _end(self, number: int, _: FrameType | None) -> None:
+        for other in SIGNALS:  # no second one disturbs what is done now
+            signal.signal(other, signal.SIG_IGN)
+        raise Ended
+
+    def stay(self, member: Membership) -> None:
+        """Until a signal comes. Raises if Ray ends by itself, or its head."""
+        answered = time.monotonic()
+        while True:
             if not member.is_alive:
                 raise RunError(f"Ray has ended on this node, {member.node_address}; its logs are in {member.temp_dir}")
             if answers(member.address):
@@ -295,5 +331,7 @@ def stay(member: Membership) -> None:
                     f"the head, {member.address}, has not answered for {HEAD_GONE_S:g} s; this node ends too"
                 )
             time.sleep(WATCH_S)
-    finally:
-        stop_ray(member)
+
+
+class Ended(BaseException):
+    """By a signal. Not an error."""

@@ -6,7 +6,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -64,6 +64,8 @@ def find_cluster(address: str | None) -> str | None:
     up` or `ray start`. Not one that another run started for itself and will end, which is what Ray's own `auto` would
     take. Its token is used from here on."""
     named = address or os.environ.get("RAY_ADDRESS") or None
+    if named == "auto":
+        named = None
     member = find_membership(named)
     use_token_of(member)
     if named is None and member is not None:
@@ -72,7 +74,7 @@ def find_cluster(address: str | None) -> str | None:
 
 
 def join(address: str) -> None:
-    with quietly():
+    with quietly(), loopback() if address.startswith("127.") else nullcontext():
         try:
             ray.init(address=address, **QUIET)
         except (ConnectionError, RuntimeError, ValueError) as error:

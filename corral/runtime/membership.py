@@ -46,6 +46,7 @@ class Membership:
     """None: the cluster is open to all who can reach it."""
     devices: int
     temp_dir: str
+    head_file: str | None
     started: float
 
     @property
@@ -123,11 +124,3 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
 def parent_of(process: Path) -> int:
     """The fourth field, counted from behind the name, which may have spaces in it."""
     return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-
-
-def process_command(pid: int) -> str:
-    """Its command line, or nothing if it has ended."""
-    try:
-        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""

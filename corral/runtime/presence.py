@@ -68,5 +68,5 @@ def start_of(pid: int) -> int | None:
     """In ticks since the machine was started."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:
+    except OSError:  # it has ended, perhaps just now
         return None

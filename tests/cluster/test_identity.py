@@ -1,5 +1,7 @@
 """Who a node is: options, then the variables of guides, then those of launchers."""
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,11 @@ def test_a_second_process_of_a_node_is_refused() -> None:
         identity({"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0"})
 
 
+def test_the_number_of_nodes_is_known_from_its_variable_whoever_says_the_rank() -> None:
+    assert identity({"WORLD_SIZE": "4", "RANK": ""}, rank=1, join="a").num_nodes == 4
+    assert identity({"WORLD_SIZE": "4"}, join="a").num_nodes is None  # it has no place among them
+
+
 def test_options_come_before_variables() -> None:
     found = identity({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, rank=3, nodes=4, join="b")
     assert (found.rank, found.num_nodes, found.head) == (3, 4, "b")
@@ -74,6 +81,9 @@ def test_options_come_before_variables() -> None:
         ({"RANK": "0"}, {"join": "a"}, "joins nobody"),
         ({}, {"head": True, "join": "a"}, "one of them"),
         ({}, {"nodes": 3}, "which node is this"),
+        ({"WORLD_SIZE": "3"}, {}, "which node is this"),
+        ({}, {"has_head_file": True}, "which node is this"),
+        ({}, {"join": "a", "nodes": 3}, "which node is this"),
         ({}, {"join": "a:b"}, "HOST:PORT"),
         ({**SLURM, "SLURMD_NODENAME": "login"}, {}, "not in SLURM_JOB_NODELIST"),
     ],
@@ -99,7 +109,5 @@ def test_slurms_short_form_is_expanded(short: str, hosts: list[str]) -> None:
 
 @given(st.text(alphabet="ab0129-,[]", max_size=12))
 def test_any_list_of_hosts_is_expanded_or_refused(text: str) -> None:
-    try:
+    with contextlib.suppress(UserError):
         assert all(isinstance(host, str) for host in expand_hosts(text))
-    except UserError:
-        pass

@@ -128,7 +128,7 @@ def test_a_head_that_cannot_start_ends_the_job_and_is_named(user: User) -> None:
     with occupied(user.slurm.lab, 6399):
         ended = user.wait(job_in(user.launch("--go", "--port=6399")))
     assert (ended.state, ended.exit_code) == ("FAILED", 1)
-    assert "failed while starting the head, h1: h1: port 6399 of this node is in use" in ended.last_line
+    assert "failed while starting the head: h1: port 6399 of this node is in use" in ended.last_line
     assert time.monotonic() - started < 40
     assert_nothing_is_left(user)
 
@@ -139,7 +139,7 @@ def test_a_job_that_is_to_stop_saves_a_checkpoint_first(user: User) -> None:
     user.run("scancel", "--batch", "--signal=TERM", str(job))
     ended = user.wait(job)
     assert (ended.state, ended.exit_code) == ("FAILED", 143)
-    assert ended.last_line == (f"corral: job {job} was stopped; submit the script again to go on from the checkpoint")
+    assert ended.last_line == (f"corral: job {job} was stopped; submit the script again to go on")
     [checkpoint] = (user.path / "checkpoints").glob("step_*")
     assert json.loads((checkpoint / "state.json").read_text())["step"] == user.num_steps
     assert_nothing_is_left(user)

@@ -69,6 +69,7 @@ def test_a_second_cluster_can_run_beside_it_and_each_is_ended_alone(lab: Lab) ->
     assert started.returncode == 0, started.stderr
     assert "127.0.0.1:7000" in started.stdout
     assert listens_on(lab, 1, 7000) == {"127.0.0.1"}
+    assert listens_on(lab, 1, 52366) == {"127.0.0.1"}  # where its jobs come in
     ambiguous = corral(lab, 1, "status")
     assert "part of several clusters" in ambiguous.stderr
     assert "1 device on 1 node" in corral(lab, 1, "status", "--address=127.0.0.1:7000").stdout

@@ -6,7 +6,7 @@ Hosts have two networks. The first one leads nowhere, and their own names are 12
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,22 +107,34 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     replaced = corral(lab, 1, "up", *worker, "--timeout=2")
     assert "another cluster answers at" in replaced.stderr.splitlines()[-1]
 
+    # A worker that has the token of another cluster waits for the right one, and finds it.
+    token, old = file.with_name("head.json.token"), tmp_path / "home" / ".corral" / "token"
+    old.parent.mkdir(parents=True)
+    old.write_text("old" * 20)
+    token.rename(tmp_path / "later")
     file.write_text(json.dumps(fresh))
-    joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME="/nonexistent")
+    joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME=str(tmp_path / "home"))
+    wait_until(lambda: "refuses it" in lab.errors.read_text())
+    (tmp_path / "later").rename(token)
     assert "all 2 nodes are there" in joined.communicate(timeout=60)[0]
     assert "all 2 nodes are there" in head.communicate(timeout=60)[0]
-    token = file.with_name("head.json.token")
     assert token.stat().st_mode & 0o777 == 0o600
+    corral(lab, 0, "down")
+    assert not token.exists()
+    assert not file.exists()
 
 
 def wait_for(file: Path, id: str) -> dict[str, object]:
     """The file that the head with that id writes."""
+    wait_until(lambda: file.exists() and json.loads(file.read_text())["id"] == id)
+    return dict(json.loads(file.read_text()))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if file.exists() and (found := json.loads(file.read_text()))["id"] == id:
-            return dict(found)
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    raise AssertionError(f"no {file} of {id}")
 
 
 def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
@@ -131,6 +143,15 @@ def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
     result = corral(lab, 0, "up", "--head", "--port=7200")
     assert result.returncode == 2
     assert "port 7200 of this node is in use by python3 (pid " in result.stderr
+
+
+def test_one_that_stays_and_waits_ends_with_a_signal_too(lab: Lab) -> None:
+    said = len(lab.errors.read_text())
+    head = begin_up(lab, 0, "--block", devices=1, RANK="0", WORLD_SIZE="2", MASTER_ADDR=lab.hosts[0].address)
+    wait_until(lambda: "waiting for rank 1 of 2" in lab.errors.read_text()[said:])
+    lab.run(0, ["pkill", "-TERM", "-f", "corral.cli.main up"])
+    assert head.wait(timeout=30) == 0
+    assert not lab.run(0, ["pgrep", "-x", "raylet|gcs_server"], check=False).stdout
 
 
 def test_one_that_stays_ends_with_a_signal_and_says_why_when_the_head_is_gone(lab: Lab) -> None:

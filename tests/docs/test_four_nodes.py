@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusters import SMALL
+from clusters import SMALL, corral
 from guides import Block, block
 from hosts import Lab
 from runs import write_recipe
@@ -99,6 +99,8 @@ def test_a_job_that_is_stopped_goes_on_later_on_fewer_nodes(lab: Lab, folder: Pa
     run(lab, 0, folder, f"{begin} schedule.steps=400 cluster.nodes=2")
     metrics = folder / "runs" / "stopped" / "metrics.jsonl"
     wait_until_lines(metrics, 2)
+    refused = corral(lab, 1, "down")
+    assert "error: stopped trains on this node: stop it first" in refused.stderr
     run(lab, 0, folder, stop)
     done = len(metrics.read_text().splitlines())
     run(lab, 0, folder, f"{go_on} schedule.steps={done + 1}")

@@ -7,6 +7,7 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
+from corral.cluster.addresses import is_loopback, own_addresses
 from corral.recipe.errors import UserError, first_line
 from corral.runtime.membership import Membership, find_membership, own_memberships
 from corral.runtime.network import answers
@@ -109,11 +110,8 @@ def find_dashboard(address: str | None) -> str:
 
 def dashboard_of(member: Membership) -> str:
     url = member.dashboard or ask_head(member.address)
-    parts = urlsplit(url)
-    if is_loopback(parts.hostname or "") and not member.is_head:
-        head = member.address.rpartition(":")[0]
-        how = FROM_ELSEWHERE.format(port=parts.port, head=head)
-        raise UserError(f"the dashboard listens on the loopback of the head node, {head}, only: {how}")
+    if not member.is_head:
+        refuse_loopback(url, member.address.rpartition(":")[0])
     return url
 
 
@@ -122,16 +120,27 @@ def ask_head(address: str | None) -> str:
     from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
     from ray._private.services import find_bootstrap_address
 
-    from corral.cluster.gcs import ASK_S, Gcs
+    from corral.cluster.gcs import Gcs
 
     head = address or find_bootstrap_address(None)
     if head is None:
         how = FROM_ELSEWHERE.format(port=PORT, head="HEAD")
         raise UserError(f"this machine is not part of a cluster that runs: {how}")
-    known = Gcs(head).client.internal_kv_get(DASHBOARD_ADDRESS.encode(), KV_NAMESPACE_DASHBOARD, ASK_S)
+    known = Gcs(head).get_of_ray(DASHBOARD_ADDRESS.encode(), KV_NAMESPACE_DASHBOARD)
     if not known:
         raise UserError(f"the cluster at {head} was started without a dashboard, and jobs need one")
-    return f"http://{known.decode()}"
+    url, host = f"http://{known.decode()}", head.rpartition(":")[0]
+    if host not in (*own_addresses().values(), "localhost") and not is_loopback(host):
+        refuse_loopback(url, host)
+    return url
+
+
+def refuse_loopback(url: str, head: str) -> None:
+    """Of another machine: here it would be another dashboard, or none."""
+    parts = urlsplit(url)
+    if is_loopback(parts.hostname or ""):
+        how = FROM_ELSEWHERE.format(port=parts.port, head=head)
+        raise UserError(f"the dashboard listens on the loopback of the head node, {head}, only: {how}")
 
 
 def speaks_http(address: str) -> bool:
@@ -149,10 +158,6 @@ def speaks_http(address: str) -> bool:
 def no_answer(url: str) -> UserError:
     how = FROM_ELSEWHERE.format(port=urlsplit(url).port or PORT, head="HEAD")
     return UserError(f"no dashboard of a Ray cluster answers at {url}: {how}")
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_numeric(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_numeric(host: str) -> bool:

@@ -89,12 +89,12 @@ def pack(variables: Mapping[str, str]) -> bytes:
 
 def take(package: str) -> dict[str, str]:
     """What `pack` made, from the head's memory, where it is not left."""
-    from corral.cluster.gcs import ASK_S, Gcs
+    from corral.cluster.gcs import Gcs
     from corral.cluster.reach import reach
 
-    client, key = Gcs(reach()).client, f"gcs://{package}".encode()
-    found = client.internal_kv_get(key, None, ASK_S)
+    gcs, key = Gcs(reach()), f"gcs://{package}".encode()
+    found = gcs.get_of_ray(key, None)
     if found is None:
         raise UserError("the environment that was sent with this job is gone: another process took it; submit it again")
-    client.internal_kv_del(key, False, None, ASK_S)
+    gcs.delete_of_ray(key, None)
     return dict(json.loads(found)[1])

@@ -112,7 +112,7 @@ stop() {
   stop_training || true
   await 0 || code=$?
   [ "$code" = 0 ] || finish "$code" "was stopped, and the training did not save itself: $(reason "$log")"
-  finish 143 "was stopped; submit the script again to go on from the checkpoint"
+  finish 143 "was stopped; submit the script again to go on"
 }
 
 trap stop TERM
@@ -120,7 +120,7 @@ trap 'finish "$?" "failed while $doing: see above"' EXIT
 mkdir -p "$folder"
 echo "corral: job $SLURM_JOB_ID on ${nodes[*]}; the nodes' logs are in $folder"
 
-doing="starting the head, ${nodes[0]}"
+doing="starting the head"
 up 0
 await_devices 0 1
 if [ "${#nodes[@]}" -gt 1 ]; then
