@@ -68,6 +68,7 @@ class Lab:
         self.bridge = f"crl{os.getpid():x}x{next(NUMBERS)}"
         self.folder = Path(tempfile.mkdtemp(prefix="lab-"))
         self.errors = self.folder / "errors.txt"
+        self.errors.touch()
         self.hosts: list[Host] = []
         self.background: list[subprocess.Popen[str]] = []
 

@@ -122,6 +122,11 @@ def start_here(cluster: Containers, is_kept: bool) -> None:
     end_cleanly()
     try:
         for step in [*cluster.bring_up(), cluster.train(is_terminal)]:
+            if step.made is not None and subprocess.run(step.made, capture_output=True).returncode == 0:
+                raise UserError(
+                    f"{step.made[-1]} is there already, perhaps with a run in it; remove it with "
+                    f"`{shlex.join(step.undo or ())}`, or choose another --name"
+                )
             print(shlex.join(step.command), flush=True)
             undo += [step.undo] if step.undo is not None else []
             if code := subprocess.run(step.command).returncode:

@@ -100,11 +100,13 @@ def mount_flag(mount: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and where it belongs. `undo`: the command that removes what this one makes."""
+    """A command, and where it belongs. `undo`: the command that removes what this one makes. `made`: one that succeeds
+    if it is there."""
 
     where: str
     command: Sequence[str]
     undo: Sequence[str] | None = None
+    made: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Containers:
         return [self.engine, "logs", "--tail", "20", self.container(rank)]
 
     def _network(self) -> Step:
-        commands = ([self.engine, "network", what, self.name] for what in ("create", "rm"))
+        commands = ([self.engine, "network", what, self.name] for what in ("create", "rm", "inspect"))
         return Step("on this machine", *commands)
 
     def _run(self, rank: int) -> Step:
@@ -180,7 +182,9 @@ class Containers:
             infiniband=self.infiniband,
         )
         command = [*flags[:-1], "--workdir", str(self.folder), flags[-1], *self._up()]
-        return Step(self._place(rank), command, [self.engine, "rm", "--force", self.container(rank)])
+        name = self.container(rank)
+        undo, made = [self.engine, "rm", "--force", name], [self.engine, "container", "inspect", name]
+        return Step(self._place(rank), command, undo, made)
 
     def _up(self) -> list[str]:
         devices = ["--devices", str(self.work.devices_per_node)] if self.work.accelerator == "none" else []
