@@ -114,11 +114,13 @@ def take_census(gcs: Gcs) -> Census:
     ranks = {node.rank for node in alive}
     addresses = {node.address for node in alive}
     lost = {str(node): node for node in nodes if not node.is_alive}
+    reports = [(node, gcs.get(f"node/{node.id}")) for node in alive]
     return Census(
         address=gcs.address,
         dashboard=known.get("dashboard"),
         num_nodes=known.get("num_nodes"),
-        members=[Member(node, NodeReport.read(gcs.get(f"node/{node.id}"))) for node in alive],
+        # One that `corral up` has started a moment ago has not said yet what it is.
+        members=[Member(node, NodeReport.read(said)) for node, said in reports if said is not None or not node.mark],
         lost=[node for node in lost.values() if node.rank not in ranks and node.address not in addresses],
     )
 
