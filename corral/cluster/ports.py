@@ -1,28 +1,17 @@
 """Who has a port, and which Ray processes run on this node besides ours."""
 
 import os
-import pwd
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from corral.cluster.addresses import is_loopback
+from corral.cluster.processes import SERVERS, Process, all_processes, network_of, read_process
 from corral.recipe.errors import UserError
 
 LISTENING = "0A"
 TRIED = 100
-RAY_PROCESSES = ("gcs_server", "raylet")
-
-
-@dataclass(frozen=True)
-class Process:
-    pid: int
-    name: str
-    user: str
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid}, user {self.user})"
 
 
 def is_free(address: str, port: int) -> bool:
@@ -49,8 +38,8 @@ def free_port(address: str, wanted: int) -> int:
 def owner(port: int) -> Process | None:
     """The process that listens on a port, as far as this user may know."""
     listening = {one.inode for one in sockets() if one.is_listening and one.port == port}
-    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
-    return next((process(pid) for pid in pids if listening & inodes_of(pid)), None)
+    folders = Path("/proc").glob("[0-9]*")
+    return next((read_process(folder) for folder in folders if listening & inodes_of(int(folder.name))), None)
 
 
 def talks_to(pid: int, port: int) -> bool:
@@ -90,34 +79,8 @@ def inodes_of(pid: int) -> set[str]:
 
 
 def ray_processes() -> list[Process]:
-    """Of this machine's network; those of containers with a network of their own are nobody's concern."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (folder / "comm").read_text().strip() in RAY_PROCESSES and shares_network(folder):
-                found.append(process(int(folder.name)))
-        except OSError:
-            continue
-    return [one for one in found if one is not None]
-
-
-def shares_network(folder: Path) -> bool:
-    """Another user's process does not say; it most likely does."""
-    try:
-        return os.readlink(folder / "ns" / "net") == os.readlink("/proc/self/ns/net")
-    except PermissionError:
-        return True
-
-
-def process(pid: int) -> Process | None:
-    folder = Path("/proc", str(pid))
-    try:
-        uid = folder.stat().st_uid
-        name = (folder / "comm").read_text().strip()
-    except OSError:
-        return None
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = str(uid)
-    return Process(pid, name, user)
+    """Of this machine's network; those of containers with a network of their own are nobody's concern. Another user's
+    do not say, and most likely share it."""
+    own = network_of(Path("/proc/self"))
+    servers = [process for process in all_processes().values() if process.name in SERVERS]
+    return [process for process in servers if network_of(Path("/proc", str(process.pid))) in (own, "")]

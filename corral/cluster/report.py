@@ -2,18 +2,16 @@
 
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+from corral.cluster.smi import ask_tools
+
 SAME_EVERYWHERE = ("corral", "ray", "python", "torch")
 """Ray's messages and torch's collectives change between versions; a mixture fails late, or hangs."""
-TOOL_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,14 @@ class NodeReport:
 
     @classmethod
     def own(cls) -> Self:
-        driver, names = accelerators()
+        gpus = ask_tools()
         return cls(
             corral=installed("corral"),
             ray=installed("ray"),
             python=platform.python_version(),
             torch=torch_version(),
-            driver=driver,
-            device_names=names,
+            driver=gpus.driver if gpus else "",
+            device_names=tuple(gpu.name for gpu in gpus.gpus) if gpus else (),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             executable=sys.executable,
         )
@@ -76,26 +74,3 @@ def torch_version() -> str:
             line = next((line for line in file.read_text().splitlines() if line.startswith("__version__")), "")
             return line.partition("=")[2].strip().strip("'\"") or installed("torch")
     return installed("torch")
-
-
-@cache
-def accelerators() -> tuple[str, tuple[str, ...]]:
-    """The driver's version and the names of the GPUs that processes of this node may use, as the vendor's tool says."""
-    if tool := shutil.which("nvidia-smi"):
-        rows = lines_of(tool, "--query-gpu=driver_version,name", "--format=csv,noheader")
-        cells = [row.split(", ", 1) for row in rows if ", " in row]
-        return (cells[0][0] if cells else ""), tuple(name for _, name in cells)
-    if tool := shutil.which("rocm-smi"):
-        rows = lines_of(tool, "--showdriverversion", "--showproductname", "--csv")
-        names = tuple(row for row in rows if row.startswith("card"))
-        driver = next((row.rpartition(",")[2] for row in rows if "driver" in row.lower()), "")
-        return driver, names
-    return "", ()
-
-
-def lines_of(*command: str) -> list[str]:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return result.stdout.splitlines() if result.returncode == 0 else []

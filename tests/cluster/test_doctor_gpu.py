@@ -8,8 +8,8 @@ import pytest
 
 from corral.cluster.doctor.findings import Finding
 from corral.cluster.doctor.gpu import TorchFacts, check_gpus, check_number, check_torch, models_of
-from corral.cluster.doctor.processes import Process
-from corral.cluster.doctor.smi import Gpu, GpuProcess, Gpus, ask_tools, parse_nvidia, parse_rocm
+from corral.cluster.processes import Process
+from corral.cluster.smi import Gpu, GpuProcess, Gpus, ask_tools, parse_nvidia, parse_rocm
 
 GIB = 2**30
 NVIDIA = """\

@@ -33,8 +33,9 @@ from corral.cluster.doctor.machine import (
     memory,
     shared_memory,
 )
-from corral.cluster.doctor.processes import Process, all_processes, check_processes, head_of, raylet_of
 from corral.cluster.doctor.security import check_open_ports, check_token_files, is_loopback, open_ports, token_file
+from corral.cluster.doctor.strays import check_processes
+from corral.cluster.processes import Process, all_processes, head_of, raylet_of
 
 SHM = SharedMemory(total=64 * GIB, free=63 * GIB, objects=20 * GIB, largest=(), container="")
 LIMITS = Limits(65536, 65536, UNLIMITED, UNLIMITED, has_infiniband=False, container="")

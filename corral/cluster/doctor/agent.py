@@ -37,11 +37,12 @@ from corral.cluster.doctor.network import (
     try_targets,
 )
 from corral.cluster.doctor.probe import Probe, ProbeFailed
-from corral.cluster.doctor.processes import Process, Table, all_processes, check_processes, head_of, raylet_of
 from corral.cluster.doctor.rewards import Trial, try_reward
 from corral.cluster.doctor.security import OpenPort, check_token_files, open_ports, token_files
-from corral.cluster.doctor.smi import Gpu, ask_tools, has_devices
 from corral.cluster.doctor.software import own_versions
+from corral.cluster.doctor.strays import check_processes
+from corral.cluster.processes import Process, Table, all_processes, head_of, raylet_of
+from corral.cluster.smi import Gpu, ask_tools, has_devices
 from corral.data.plugins import error_line
 from corral.data.rows import Row
 from corral.recipe.schema import Environment

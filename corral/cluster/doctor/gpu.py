@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.processes import Process, Table, raylet_of
-from corral.cluster.doctor.smi import Gpu, GpuProcess, Gpus
+from corral.cluster.processes import Process, Table, raylet_of
+from corral.cluster.smi import Gpu, GpuProcess, Gpus
 from corral.recipe.memory import human_bytes
 
 TAKEN = 2**30

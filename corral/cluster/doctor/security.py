@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.processes import SERVERS, Table, raylet_of
+from corral.cluster.processes import SERVERS, Table, raylet_of
 from corral.runtime.membership import own_memberships
 from corral.runtime.token import default_token
 

@@ -23,8 +23,8 @@ from corral.cluster.doctor.recipe import Capacity, check_devices, check_fit, che
 from corral.cluster.doctor.rewards import NUM_ROWS, check_reward
 from corral.cluster.doctor.security import check_open_ports
 from corral.cluster.doctor.shared import PATIENCE_S, SharedPath, check_shared
-from corral.cluster.doctor.smi import has_devices
 from corral.cluster.doctor.software import check_versions
+from corral.cluster.smi import has_devices
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan
