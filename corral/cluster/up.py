@@ -19,7 +19,7 @@ from typing import Any
 
 from corral.cluster import token as tokens
 from corral.cluster.addresses import head_address, resolve, worker_address
-from corral.cluster.gcs import Gcs, NoAnswer, NodeEntry
+from corral.cluster.gcs import Gcs, NoAnswer, NodeEntry, Refused
 from corral.cluster.headfile import HeadFile, token_beside
 from corral.cluster.identity import Identity
 from corral.cluster.ports import free_port, is_free, owner, ray_processes
@@ -75,12 +75,15 @@ def up(wish: Wish, line: StatusLine) -> Membership:
 
 def already_up(wish: Wish) -> Membership | None:
     """This command was run here before, which is fine. Anything else that runs here is in the way."""
-    own, identity = own_memberships(), wish.identity
-    for member in own:
+    identity = wish.identity
+    for member in own_memberships():
         same = member.rank == identity.rank and member.num_nodes == identity.num_nodes
         if same and is_meant(member, wish) and identity.id in (None, member.id):
             use_token(None if member.token_file is None else Path(member.token_file))
-            return member
+            if is_known(member):
+                return member
+            stop_ray(member)  # what is left of a cluster whose head has gone, or was started again
+    own = own_memberships()
     if own and (not wish.is_beside or any(member.port == identity.port for member in own)):
         rank = "part" if own[0].rank is None else f"rank {own[0].rank}"
         raise UserError(
@@ -104,6 +107,14 @@ def is_meant(member: Membership, wish: Wish) -> bool:
         return member.head_file == str(wish.head_file.resolve())
     named = wish.identity.head
     return port == str(wish.identity.port) and (named is None or member.is_head or host in resolve(named))
+
+
+def is_known(member: Membership) -> bool:
+    """Whether the head that answers has this node."""
+    try:
+        return any(node.mark == member.mark and node.is_alive for node in Gcs(member.address).nodes())
+    except (NoAnswer, Refused):
+        return False
 
 
 # --- the head
@@ -134,10 +145,20 @@ def start_head(wish: Wish) -> Membership:
     with started(member, wish, dashboard):
         gcs = Gcs(member.address)
         introduce(gcs, member)
-        gcs.put("cluster", {"id": member.id, "num_nodes": member.num_nodes, "dashboard": member.dashboard})
+        gcs.put("cluster", cluster_of(member))
         if wish.head_file is not None:
             HeadFile(member.id, gcs.cluster_id, member.address, time.time(), socket.gethostname()).write(wish.head_file)
     return member
+
+
+def cluster_of(member: Membership) -> dict[str, Any]:
+    """What the others must know of it."""
+    return {
+        "id": member.id,
+        "num_nodes": member.num_nodes,
+        "dashboard": member.dashboard,
+        "has_token": member.token_file is not None,
+    }
 
 
 # --- the others
@@ -147,6 +168,8 @@ def join_head(wish: Wish, countdown: Countdown) -> Membership:
     address = find_head(wish, countdown)
     gcs = Gcs(address)
     known = await_introduction(gcs, countdown)
+    if not wish.is_insecure and known.get("has_token") is False:
+        raise UserError(f"the head at {address} was started with --insecure, and so must this node be")
     others = [node for node in gcs.nodes() if node.is_alive]
     check_versions(gcs, others)
     own_address = worker_address(address.rpartition(":")[0], wish.address)

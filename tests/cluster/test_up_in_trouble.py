@@ -145,6 +145,22 @@ def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
     assert "port 7200 of this node is in use by python3 (pid " in result.stderr
 
 
+def test_a_head_that_was_started_again_gets_its_worker_back(lab: Lab) -> None:
+    bring_up(lab, devices=1)
+    corral(lab, 0, "down")
+    bring_up(lab, devices=1)  # the worker's Ray, of the first cluster, is still there
+    assert corral(lab, 0, "check", "2", "--timeout=5").returncode == 0
+
+
+def test_a_worker_must_agree_that_there_is_no_token(lab: Lab) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
+    said = begin_up(lab, 0, "--insecure", "--no-wait", devices=1, RANK="0", **variables).communicate(timeout=60)[0]
+    assert "no token: whoever reaches this node can run commands on it" in said
+    result = corral(lab, 1, "up", RANK="1", RAY_AUTH_TOKEN="any" * 20, **variables)
+    assert result.returncode == 2
+    assert "was started with --insecure, and so must this node be" in result.stderr
+
+
 def test_one_that_stays_and_waits_ends_with_a_signal_too(lab: Lab) -> None:
     said = len(lab.errors.read_text())
     head = begin_up(lab, 0, "--block", devices=1, RANK="0", WORLD_SIZE="2", MASTER_ADDR=lab.hosts[0].address)
