@@ -33,6 +33,7 @@ from corral.runtime.token import use_token
 
 HEAD_GONE_S = 15.0
 WATCH_S = 1.0
+KNOWN_S = 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -299,10 +300,12 @@ def port_of(address: str) -> int:
 
 
 def introduce(gcs: Gcs, member: Membership) -> None:
-    """Says to the others what this node is."""
-    own = next((node for node in gcs.nodes() if node.mark == member.mark), None)
-    if own is None:
-        raise RunError(f"Ray was started on {member.node_address}, but {member.address} does not know of it")
+    """Says to the others what this node is. A head that has much to do knows of it a moment later."""
+    deadline = time.monotonic() + KNOWN_S
+    while (own := next((node for node in gcs.nodes() if node.mark == member.mark), None)) is None:
+        if time.monotonic() > deadline:
+            raise RunError(f"Ray was started on {member.node_address}, but {member.address} does not know of it")
+        time.sleep(WATCH_S)
     gcs.put(f"node/{own.id}", NodeReport.own().as_dict())
 
 
