@@ -131,7 +131,7 @@ def ray_cluster() -> Iterator[None]:
     """One for all runs; not one that runs on this machine for something else."""
     import ray
 
-    from corral.runtime.cluster import start_here
+    from corral.runtime.connection import start_here
 
     start_here(Cluster(devices_per_node=NUM_PLAYERS + 2))
     try:

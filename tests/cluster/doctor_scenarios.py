@@ -25,7 +25,7 @@ async def start_agents() -> list[float]:
 async def ask_agents() -> dict[str, Any]:
     answers = STARTED[0].ask("clock", limit_s=2)
     return {
-        "answered": [place.host for place in answers],
-        "left": [place.host for place in STARTED[0].places],
+        "answered": sorted(place.host for place in answers),
+        "left": sorted(place.host for place in STARTED[0].places),
         "findings": [finding.as_dict() for finding in STARTED[0].findings],
     }
