@@ -24,6 +24,18 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
+class Turns:
+    """The turns of all trajectories, in order: runs of generated tokens, each ending where its reward sits."""
+
+    ends: Tensor
+    """[M] The flat index of a turn's last token."""
+    rows: Tensor
+    """[M] Its trajectory."""
+    states: Tensor
+    """[M] int, the state in which it was taken: within a group, equal numbers are equal states."""
+
+
+@dataclass(frozen=True)
 class RewardedBatch:
     token_rewards: Tensor
     """[T] A turn's reward sits on the turn's last generated token. A KL penalty, where used, is already subtracted."""
@@ -37,6 +49,8 @@ class RewardedBatch:
     """[T] The critic's, for `gae`."""
     baselines: Tensor | None = None
     """[N] Reward of the prompt's greedy answer, for `remax`."""
+    turns: Turns | None = None
+    """For `turn_grpo` and `gigpo`. None: every trajectory is one turn."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,33 @@ def grpo_passk(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) ->
     return _per_sequence(batch, margins / (_spread(batch) + EPSILON))
 
 
+def turn_grpo(batch: RewardedBatch, *, turn_gamma: float = 1.0) -> Advantages:
+    """GRPO turn by turn: what is still to come from a turn on, against the same turn of the prompt's other samples.
+
+    `G_t = r_t + turn_gamma * G_(t+1)`; the advantage of every token of turn t is `(G_t - mean) / (std + 1e-6)`, with
+    the mean and the deviation (n - 1) over the t-th turns of the group's samples. Credit goes to the turn that earned
+    it, and with a discount the shorter of two ways is the better one.
+    """
+    turns = _turns(batch)
+    returns = _turn_returns(batch, turns, turn_gamma)
+    first = torch.searchsorted(turns.rows, turns.rows)  # of the same trajectory
+    place = torch.arange(len(turns.rows), device=turns.rows.device) - first
+    return _per_turn(batch, turns, _against(returns, batch.groups[turns.rows], place), returns)
+
+
+def gigpo(batch: RewardedBatch, *, turn_gamma: float = 0.95, turn_weight: float = 1.0) -> Advantages:
+    """GiGPO (Feng et al., 2025, arXiv 2505.10978): trajectories against each other, and turns taken in the same state.
+
+    `A = A_trajectory + turn_weight * A_turn`. The first is GRPO's. The second compares `G_t` (as in `turn_grpo`) with
+    those of all turns of the group's samples that were taken in the same state; a state met once says nothing (0).
+    """
+    turns = _turns(batch)
+    returns = _turn_returns(batch, turns, turn_gamma)
+    by_state = _against(returns, batch.groups[turns.rows], turns.states)
+    whole = _centred(batch) / (_spread(batch) + EPSILON)
+    return _per_turn(batch, turns, whole[turns.rows] + turn_weight * by_state, returns)
+
+
 ADVANTAGES: dict[str, Callable[..., Advantages]] = {
     "gae": gae,
     "grpo": grpo,
@@ -173,9 +214,13 @@ ADVANTAGES: dict[str, Callable[..., Advantages]] = {
     "opo": opo,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
+    "turn_grpo": turn_grpo,
+    "gigpo": gigpo,
 }
 
-NEEDS_GROUPS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk"})
+NEEDS_GROUPS = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "turn_grpo", "gigpo"}
+)
 """Those that learn nothing from one sample per prompt."""
 
 NEEDS_CRITIC = frozenset({"gae"})
@@ -202,6 +247,48 @@ def _centred(batch: RewardedBatch) -> Tensor:
 def _spread(batch: RewardedBatch) -> Tensor:
     """[N]: the standard deviation of each trajectory's group."""
     return ragged.group_std(_totals(batch), _played(batch), batch.groups)
+
+
+def _turns(batch: RewardedBatch) -> Turns:
+    """One for each trajectory, where the batch does not say."""
+    if batch.turns is not None:
+        return batch.turns
+    index = batch.mask.nonzero().squeeze(1)
+    rows = ragged.segment_ids(batch.offsets)[index]
+    is_last = torch.ones_like(rows, dtype=torch.bool)
+    is_last[:-1] = rows[1:] != rows[:-1]
+    return Turns(index[is_last], rows[is_last], torch.zeros_like(rows[is_last]))
+
+
+def _turn_of(batch: RewardedBatch, turns: Turns) -> tuple[Tensor, Tensor]:
+    """The generated tokens' flat indices, and the turn of each. Turns are in order, so that a token's is the first that
+    does not end before it."""
+    index = batch.mask.nonzero().squeeze(1)
+    return index, torch.searchsorted(turns.ends, index)
+
+
+def _turn_returns(batch: RewardedBatch, turns: Turns, gamma: float) -> Tensor:
+    """[M]: each turn's reward and the discounted ones of the trajectory's later turns."""
+    index, turn = _turn_of(batch, turns)
+    rewards = batch.token_rewards.new_zeros(len(turns.ends), dtype=torch.float64)
+    rewards = rewards.index_add(0, turn, batch.token_rewards[index].double())
+    counts = torch.bincount(turns.rows, minlength=len(batch.groups))
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return ragged.discounted_suffix_sums(rewards, offsets, gamma)
+
+
+def _against(returns: Tensor, groups: Tensor, keys: Tensor) -> Tensor:
+    """Each turn's minus the mean of those with the same group and key, over their deviation; 0 for who is alone."""
+    _, peers = torch.unique(torch.stack([groups, keys]), dim=1, return_inverse=True)
+    everyone = torch.ones_like(peers, dtype=torch.bool)
+    centred = returns - ragged.group_mean(returns, everyone, peers)
+    return centred / (ragged.group_std(returns, everyone, peers) + EPSILON)
+
+
+def _per_turn(batch: RewardedBatch, turns: Turns, advantages: Tensor, returns: Tensor) -> Advantages:
+    """The same advantage for all generated tokens of a turn."""
+    index, turn = _turn_of(batch, turns)
+    return _result(batch, _scatter(advantages[turn], index, batch), _scatter(returns[turn], index, batch))
 
 
 def _returns(batch: RewardedBatch, gamma: float) -> Tensor:

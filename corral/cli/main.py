@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import cluster, debug, doctor, jobs
+from corral.cli import cluster, debug, doctor, envs, jobs, retriever
 from corral.cli.launch import verbs as launch
 from corral.recipe.errors import RunError, UserError
 
@@ -111,13 +111,13 @@ def export(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(help="gsm8k, math", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
+    name: Annotated[str, typer.Argument(help="gsm8k, math, countries", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
     local: Annotated[
         Path | None, typer.Option(help="A folder with a copy of the set, instead of the hub.", show_default=False)
     ] = None,
 ) -> None:
-    """Prepare a public data set: parquet files that recipes can name."""
+    """Prepare a public data set: files that recipes can name."""
     from corral.data.prepare import prepare
 
     for path in prepare(name, out, local):
@@ -166,8 +166,10 @@ def version() -> None:
 cluster.register(app)
 debug.register(app)
 doctor.register(app)
+envs.register(app)
 jobs.register(app)
 launch.register(app)
+retriever.register(app)
 
 
 def main() -> None:

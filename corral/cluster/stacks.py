@@ -30,7 +30,15 @@ NODE_S = 60.0
 AT_ONCE = 4
 REWARD_MARK = b"from corral.rewards.worker import main"
 """In the command line of a process that runs a reward function."""
-AT_REST = {"ScorerPool._serve", "Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
+AT_REST = {
+    "ScorerPool._serve",
+    "EnvProcesses._serve",
+    "Place.next_call",
+    "Heartbeats._ask_nodes",
+    "Heartbeats._ask_ray",
+    "Lookout._look",
+    "TrackerThread._live",
+}
 """Functions in which a thread waits for work."""
 NO_PERMISSION = (
     "no permission to look into it. Be the same user, or root; in a container, start that with --cap-add SYS_PTRACE "

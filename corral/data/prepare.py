@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 
 from corral.data.answers import after_hashes, last_boxed
+from corral.data.countries import prepare_countries
 from corral.data.plugins import did_you_mean
 from corral.data.sources import READERS, Located, parse_json, read_files, read_hub
 from corral.recipe.errors import UserError
@@ -39,9 +40,15 @@ class DataSet:
 
 
 def prepare(name: str, out_dir: Path, local: Path | None = None) -> list[Path]:
-    """Write `train.parquet` and `test.parquet` of the data set; `local` is a folder with a copy of it."""
+    """Write `train.parquet` and `test.parquet` of the data set; `local` is a folder with a copy of it. Sets that come
+    with a package have files of their own."""
+    if name in PACKAGED:
+        if local is not None:
+            raise UserError(f"data set `{name}` comes with a package; leave out --local")
+        return PACKAGED[name](out_dir)
     if name not in DATA_SETS:
-        raise UserError(f"no data set `{name}`{did_you_mean(name, DATA_SETS)}; there are {', '.join(DATA_SETS)}")
+        known = [*DATA_SETS, *PACKAGED]
+        raise UserError(f"no data set `{name}`{did_you_mean(name, known)}; there are {', '.join(known)}")
     data_set = DATA_SETS[name]
     tables = {}
     for split in SPLITS:
@@ -117,3 +124,4 @@ DATA_SETS = {
         read=_math,
     ),
 }
+PACKAGED = {"countries": prepare_countries}

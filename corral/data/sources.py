@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from corral.data.boards import board_rows
 from corral.data.generated import arithmetic_rows, reasoning_gym_rows
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, row_from_mapping
@@ -24,22 +25,27 @@ from corral.recipe.schema import Data, Source
 Located = tuple[str, Mapping[str, Any]]
 """Where a row is (`train.jsonl:7`, `train.parquet[6]`), and its columns."""
 
+BOARDS = "boards"
+ONE_ENVIRONMENT = {"": 1.0}
 GENERATORS = {"arithmetic": arithmetic_rows, "reasoning_gym": reasoning_gym_rows}
 
 
-def load_rows(source: Source, data: Data) -> list[Row]:
-    """All rows of the source, or its first `max_rows`."""
-    located = islice(_read(source, data), source.max_rows)
+def load_rows(source: Source, data: Data, shares: Mapping[str, float] = ONE_ENVIRONMENT) -> list[Row]:
+    """All rows of the source, or its first `max_rows`. `shares`: the environments' of boards, by tag."""
+    located = islice(_read(source, data, shares), source.max_rows)
     rows = [row_from_mapping(mapping, data, where) for where, mapping in located]
     if not rows:
         raise UserError(f"{source.path}: there are no rows in it")
     return rows
 
 
-def _read(source: Source, data: Data) -> Iterator[Located]:
+def _read(source: Source, data: Data, shares: Mapping[str, float]) -> Iterator[Located]:
     if isinstance(source.path, list):
         _refuse_unused(source, "files", "split", "subset", "options", "size", "seed")
         return read_files(source.path)
+    if source.path == BOARDS:
+        _refuse_unused(source, "boards", "split", "subset", "options")
+        return ((f"{BOARDS}[{i}]", _renamed(row, data)) for i, row in enumerate(board_rows(source, shares)))
     kind, _, name = source.path.partition(":")
     if kind == "hf" and name:
         _refuse_unused(source, "a hub data set", "options", "size", "seed")
@@ -166,9 +172,13 @@ def _choose_split(name: str, splits: list[str], split: str | None) -> str:
 
 def _read_generated(kind: str, task: str, source: Source, data: Data) -> Iterator[Located]:
     for index, mapping in enumerate(GENERATORS[kind](task, source)):
-        # A recipe that renames columns for its files still gets generated rows.
-        renamed = {data.prompt_key: mapping.pop("prompt"), data.answer_key or "answer": mapping.pop("answer")}
-        yield f"{kind}:{task}[{index}]", {**renamed, **mapping}
+        yield f"{kind}:{task}[{index}]", _renamed(mapping, data)
+
+
+def _renamed(mapping: dict[str, Any], data: Data) -> dict[str, Any]:
+    """A recipe that renames columns for its files still gets generated rows."""
+    renamed = {data.prompt_key: mapping.pop("prompt"), data.answer_key or "answer": mapping.pop("answer")}
+    return {**renamed, **mapping}
 
 
 def _read_function(spec: str, options: dict[str, Any]) -> Iterator[Located]:
@@ -197,7 +207,7 @@ class OverlongCounts:
     num_truncated: int
 
 
-def render_prompt(tokenizer: Any, row: Row, chat: bool) -> list[int]:
+def render_prompt(tokenizer: Any, row: Row, chat: bool, tools: list[dict[str, Any]] | None = None) -> list[int]:
     """The prompt as tokens: through the chat template, ready for the assistant's turn, or its text as it is."""
     if not chat:
         text = "\n".join(message["content"] for message in row.prompt)
@@ -211,7 +221,7 @@ def render_prompt(tokenizer: Any, row: Row, chat: bool) -> list[int]:
         )
     try:
         rendered = tokenizer.apply_chat_template(
-            row.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+            row.prompt, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # templates raise their own, such as "system role not supported"
         raise UserError(f"the chat template refuses the prompt {row.prompt!r:.200}: {error_line(error)}") from error

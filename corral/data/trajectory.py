@@ -47,6 +47,10 @@ class Trajectory:
     """Index of the prompt in its data set."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    tag: str = ""
+    """Of its environment, where the recipe has several."""
+    turn_states: list[int] = field(default_factory=list)
+    """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

@@ -1,11 +1,30 @@
 """What an environment is. A single-turn question is one with one step.
 
 An environment lives for one trajectory: `reset` once, `step` until done, `close` always. It sees and says text; tokens,
-masks and log-probabilities are the rollout driver's business, and so are its deadlines.
+masks and log-probabilities are the rollout driver's business, and so are deadlines and budgets.
+
+Beside its three methods an environment may have any of these:
+
+- `bounds_itself = True`: it needs no deadline from outside.
+- `inline = True`: what it says continues the model's own turn as text, instead of being new messages of a chat. Where
+  the model has closed its turn, it comes as a user's message all the same.
+- `last_turns = 1`: turns beyond `rollout.max_turns` in which it wants nothing but a final answer.
+- `tools`: functions, as JSON schemas, that the chat template is to tell the model of.
+- `count_turn(num_before, num_generated, is_cut)`: told before each step how many tokens were there, how many the model
+  generated, and whether they were cut off at a limit.
+- `state()`: where the model is after `reset`; equal texts are equal states, as in `StepResult.state`.
+- `summary()`: metrics of the whole trajectory, asked once at its end, whoever ended it.
+- `random_reply(rng)` and `best_reply()`: what a random player and an optimal one would say now. They are the floor and
+  the ceiling that a score is compared with.
+- `open_shared(...)`, a class method: what all trajectories of a worker share (a client, a server); each environment
+  gets it as its argument `shared`, and it is closed at the end.
+
+A class whose methods are plain functions, because they block, is played in processes of its own (`processes.py`).
 """
 
+import random
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from corral.data.rows import Message, Row
 
@@ -18,15 +37,19 @@ class StepResult:
     """For this step."""
     done: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    """Summed over the steps of a trajectory."""
     error: str | None = None
     """Something failed; the reward stands for it."""
+    closing: str = ""
+    """The end of the last message, which stays when the rest is cut to `rollout.max_observation_tokens`."""
+    state: str | None = None
+    """Where the model is now: equal texts are equal states. None: the messages say it."""
 
 
 class Env(Protocol):
-    """A class attribute `bounds_itself = True` says that no deadline from outside is needed."""
-
     async def reset(self, row: Row, seed: int) -> list[Message]:
-        """Begin; returns the first messages the model sees."""
+        """Begin; returns the first messages the model sees. The row is the same for all samples of a prompt, the seed
+        is the trajectory's own."""
         ...
 
     async def step(self, reply: str) -> StepResult:
@@ -36,3 +59,49 @@ class Env(Protocol):
     async def close(self) -> None:
         """Let go of everything; also called after a failure."""
         ...
+
+
+class Shared(Protocol):
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Summarised(Protocol):
+    def summary(self) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    def count_turn(self, num_before: int, num_generated: int, is_cut: bool) -> None: ...
+
+
+@runtime_checkable
+class Playable(Protocol):
+    """One that code can play."""
+
+    def random_reply(self, rng: random.Random) -> str: ...
+
+    def best_reply(self) -> str | None:
+        """None: no solution is known."""
+        ...
+
+
+def bounds_itself(env: Any) -> bool:
+    return bool(getattr(env, "bounds_itself", False))
+
+
+def is_inline(env: Any) -> bool:
+    return bool(getattr(env, "inline", False))
+
+
+def num_last_turns(env: Any) -> int:
+    return int(getattr(env, "last_turns", 0))
+
+
+def first_state(env: Any) -> str:
+    """All samples of a prompt begin in the same, whatever it is called."""
+    return str(env.state()) if hasattr(env, "state") else ""
+
+
+def tools_of(env: Any) -> list[dict[str, Any]]:
+    return list(getattr(env, "tools", ()))

@@ -61,8 +61,9 @@ class Debugging:
     ) -> AsyncIterator[Runtime]:
         patient = recipe.cluster.model_copy(update={"call_timeout_s": math.inf})
         recipe = recipe.model_copy(update={"cluster": patient})
-        runtime = LocalRuntime(recipe, placement, builder=OPENED if self.post_mortem else HERE)
+        runtime = LocalRuntime(recipe, placement, logs, builder=OPENED if self.post_mortem else HERE)
         try:
+            await runtime.await_services()
             yield runtime
         finally:
             runtime.close()

@@ -21,6 +21,6 @@ def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[s
 async def _evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
     async with open_players(recipe, console, model_path) as players:
         result = await validate(players, console)
-    console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts)
+    console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts, result.noun)
     show_samples(players, result, console)
     return result.metrics

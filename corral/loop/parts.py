@@ -3,7 +3,7 @@
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, t
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Model, Recipe, Source
 from corral.rollout.engine import Sampling
+from corral.rollout.prefix import check_template
 from corral.runtime.group import Group
 from corral.runtime.local import LocalRuntime
 from corral.runtime.remote_debugger import Wanted
@@ -82,6 +83,8 @@ class Players:
     validation: list[PreparedPrompt]
     runtime: Runtime
     playground: Playground
+    floors: dict[str, float] | None = field(default=None, kw_only=True)
+    """What random and optimal play would score on the validation set; found out when it is first played."""
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """Without the model's own end tokens, which players add."""
@@ -125,6 +128,7 @@ async def open_players(recipe: Recipe, console: Console, model_path: str | None 
     async with open_runtime(recipe, placement.only(["rollout"]), Path(recipe.logging.runs), console) as runtime:
         await runtime.build("rewards", recipe, None)
         tokenizer = tokenizer_of(recipe.model, console)
+        check_turns(recipe, tokenizer, console)
         validation = prompts_of(recipe, source, tokenizer, console)
         with console.stage("loading the model"):
             await runtime.build("rollout", recipe, None)
@@ -146,6 +150,7 @@ async def open_parts(
     async with (open_workers or open_runtime)(recipe, placement, logs, console, lost_nodes) as runtime:
         await runtime.build("rewards", recipe, None)
         tokenizer = tokenizer_of(recipe.model, console)
+        check_turns(recipe, tokenizer, console)
         train = prompts_of(recipe, recipe.data.train, tokenizer, console)
         validation = []
         if recipe.data.validation is not None:
@@ -198,8 +203,11 @@ async def open_runtime(
                 recipe, placement, logs, say=console.note, without_nodes=lost_nodes, debugger=debugger
             )
     else:
-        runtime = LocalRuntime(recipe, placement)
+        runtime = LocalRuntime(recipe, placement, logs)
     try:
+        if isinstance(runtime, LocalRuntime) and recipe.cluster.services:
+            with console.stage(f"starting {', '.join(recipe.cluster.services)}"):
+                await runtime.await_services()
         yield runtime
     finally:
         runtime.close()
@@ -228,9 +236,18 @@ def tokenizer_of(model: Model, console: Console) -> Any:
     return tokenizer
 
 
+def check_turns(recipe: Recipe, tokenizer: Any, console: Console) -> None:
+    """A conversation is extended token by token: said at once where the model's template does not go along."""
+    several = recipe.rollout.max_turns > 1 or any(e.name == "search" for e in recipe.tagged_environments.values())
+    if several and recipe.data.chat and tokenizer.chat_template:
+        doubt = check_template(tokenizer, recipe.data.system)
+        if doubt is not None:
+            console.warn(doubt)
+
+
 def prompts_of(recipe: Recipe, source: Source, tokenizer: Any, console: Console) -> list[PreparedPrompt]:
     data = recipe.data
-    rows = load_rows(source, data)
+    rows = load_rows(source, data, recipe.shares)
     prompts, counts = fit_prompts(
         rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong
     )

@@ -21,6 +21,7 @@ def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[
         "reward/std": float(rewards.std()),
         "reward/best": float(np.mean([group.max() for group in by_group])),
         "length/mean": float(lengths.mean()),
+        "length/turns": float(np.mean([len(trajectory.turn_rewards) for trajectory in played.trajectories])),
         "length/max": float(lengths.max()),
         "samples/trajectories": float(len(rewards)),
         "samples/equal_groups": float(np.mean(equal)) if samples_per_prompt > 1 else 0.0,
@@ -33,11 +34,36 @@ def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[
         share = np.mean([trajectory.stop is reason for trajectory in played.trajectories])
         if share:
             metrics[f"stop/{reason}"] = float(share)
-    names = sorted({name for trajectory in played.trajectories for name in trajectory.metrics})
-    for name in names:
-        values = [t.metrics[name] for t in played.trajectories if name in t.metrics]
-        metrics[f"environment/{name}"] = float(np.mean(values))
-    return metrics
+    return metrics | environment_metrics(played.trajectories)
+
+
+def environment_metrics(trajectories: Sequence[Trajectory], prefix: str = "environment") -> dict[str, float]:
+    """What environments measured, on average; and where there are several, by tag, with rewards, turns, lengths and
+    reasons to stop."""
+    found = averages(trajectories, prefix)
+    tags = sorted({trajectory.tag for trajectory in trajectories} - {""})
+    for tag in tags:
+        own = [trajectory for trajectory in trajectories if trajectory.tag == tag]
+        found |= averages(own, f"{prefix}/{tag}")
+        found |= {
+            f"{prefix}/{tag}/reward": float(np.mean([t.reward for t in own])),
+            f"{prefix}/{tag}/turns": float(np.mean([len(t.turn_rewards) for t in own])),
+            f"{prefix}/{tag}/length": float(np.mean([t.num_generated for t in own])),
+            **{
+                f"{prefix}/{tag}/stop/{reason}": float(np.mean([t.stop is reason for t in own]))
+                for reason in StopReason
+                if any(t.stop is reason for t in own)
+            },
+        }
+    return found
+
+
+def averages(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
+    return {
+        f"{prefix}/{name}": float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics]))
+        for name in names
+    }
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
@@ -59,7 +85,9 @@ def trajectory_records(
             "ordinal": trajectory.ordinal,
             "sample": trajectory.sample,
             "row": trajectory.row,
+            "tag": trajectory.tag,
             "reward": trajectory.reward,
+            "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
             "stop": str(trajectory.stop),
             "error": trajectory.error,
             "prompt": tokenizer.decode(trajectory.tokens[:start]),

@@ -1,20 +1,23 @@
 """The second stage of a step: what was played is scored, and rewards become advantages."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from corral.algorithms.advantages import ADVANTAGES, RewardedBatch
+from corral.algorithms.advantages import ADVANTAGES, RewardedBatch, Turns
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.ragged import segment_mean
 from corral.algorithms.shaping import overlong_penalty
 from corral.data.batch import Batch
+from corral.data.trajectory import IntArray, Trajectory
 from corral.loop.parts import Parts
 from corral.loop.play import Played
 from corral.loop.shares import Learners
+from corral.recipe.presets import BY_TURN
 from corral.runtime.group import together
 
 
@@ -88,13 +91,24 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
             groups=torch.from_numpy(batch.groups),
             values=None if values is None else torch.from_numpy(values),
             baselines=torch.tensor(baselines),
+            turns=turns_of(played.trajectories, batch.offsets) if algorithm.advantage in BY_TURN else None,
         ),
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
+        **algorithm.advantage_options,
     )
     batch.columns["advantages"] = result.advantages.float().numpy()
     batch.columns["returns"] = result.returns.float().numpy()
     return metrics
+
+
+def turns_of(trajectories: Sequence[Trajectory], offsets: IntArray) -> Turns:
+    """`offsets` of the batch that has these trajectories."""
+    turns = [
+        (int(start) + last, row, state)
+        for row, (start, trajectory) in enumerate(zip(offsets, trajectories, strict=False))
+        for (last, _), state in zip(trajectory.turn_rewards, trajectory.turn_states, strict=True)
+    ]
+    ends, rows, states = torch.tensor(turns, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return Turns(ends.contiguous(), rows, states)
 
 
 def last_generated(batch: Batch) -> Tensor:

@@ -175,7 +175,7 @@ async def validate_if_due(run: Run) -> None:
         return
     started = time.perf_counter()
     result = await run.interrupt.cuts_short(validate(run.parts, run.console))
-    run.console.validation(when, result.metrics, result.num_prompts)
+    run.console.validation(when, result.metrics, result.num_prompts, result.noun)
     show_samples(run.parts, result, run.console)
     run.trackers.log(run.step, {**result.metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = result.metrics

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from corral.data.sources import BOARDS
 from corral.data.trajectory import Trajectory
+from corral.loop.floors import floor_metrics
 from corral.loop.parts import Players
+from corral.loop.record import environment_metrics
 from corral.observe.console import Console, Sample
 from corral.rollout.driver import Prompt
 
@@ -18,6 +21,8 @@ class ValidationResult:
     metrics: dict[str, float]
     trajectories: list[Trajectory]
     num_prompts: int
+    noun: str
+    """What one of them is."""
 
 
 async def validate(players: Players, console: Console) -> ValidationResult:
@@ -31,7 +36,13 @@ async def validate(players: Players, console: Console) -> ValidationResult:
         for result in results:
             result.add_done_callback(lambda _: progress.update(progress.done + samples))
         trajectories = [trajectory for group in await asyncio.gather(*results) for trajectory in group]
-    return ValidationResult(summarise(trajectories, settings.pass_threshold), trajectories, len(prompts))
+    metrics = summarise(trajectories, settings.pass_threshold)
+    metrics |= environment_metrics(trajectories, "validation/environment")
+    if players.floors is None:
+        players.floors = await floor_metrics(players.recipe, [prompt.row for prompt in prompts])
+    source = players.recipe.data.validation
+    noun = "board" if source is not None and source.path == BOARDS else "question"
+    return ValidationResult(metrics | players.floors, trajectories, len(prompts), noun)
 
 
 def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Models and tokenizers: from a folder, a hub name, or the one real model that a Python package carries."""
+"""Models and tokenizers: from a folder, a hub name, the real model that a Python package carries, or a blank one."""
 
 import json
 import platform
@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
+from corral.model.blank import BLANK, blank_folder
 from corral.model.smollm2 import SMOLLM2, smollm2_folder
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
@@ -40,6 +41,8 @@ def model_source(path: str) -> str:
     """A folder or a hub name that transformers understands. Converts the built-in model on first use."""
     if path.lower() == SMOLLM2:
         return str(smollm2_folder())
+    if path.lower() == BLANK:
+        return str(blank_folder())
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

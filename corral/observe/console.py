@@ -20,7 +20,18 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from corral.observe.lines import STEP_FIELDS, cut, duration, score_text, step_line, validation_line, visible
+from corral.observe.lines import (
+    STEP_FIELDS,
+    EnvironmentScore,
+    cut,
+    duration,
+    environment_scores,
+    percent,
+    score_text,
+    step_line,
+    validation_line,
+    visible,
+)
 from corral.observe.stream import LastingStream
 
 PLAIN_WIDTH = 120
@@ -152,9 +163,14 @@ class Console:
 
     # Results
 
-    def validation(self, when: str, metrics: Mapping[str, float], num_questions: int | None = None) -> None:
+    def validation(
+        self, when: str, metrics: Mapping[str, float], num_questions: int | None = None, noun: str = "question"
+    ) -> None:
         """`when`: "before training", "after step 20"."""
-        self._print(Text(validation_line(when, metrics, num_questions), "bold"))
+        self._print(Text(validation_line(when, metrics, num_questions, noun), "bold"))
+        scores = environment_scores(metrics)
+        if scores:
+            self._print(environment_table(scores))
 
     def samples(self, samples: Sequence[Sample], title: str = "") -> None:
         """Of a long prompt the end is shown, of a long response both ends: there the question and the answer are."""
@@ -246,3 +262,22 @@ class Stage:
     @property
     def count(self) -> str:
         return f"{self.done}/{self.total}" if self.total else f"{self.done}"
+
+
+def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
+    """Success between random and optimal play, and all else that the environments measured."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    names = sorted({name for score in scores for name in score.measured} - {"success", "reward"})
+    with_success = any("success" in score.measured for score in scores)
+    if any(score.tag for score in scores):
+        table.add_column("environment", no_wrap=True)
+    for name in (*(("success", "random", "optimal") if with_success else ()), *names):
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    for score in scores:
+        cells = [score.tag] if score.tag else []
+        if with_success:
+            found = (score.measured.get("success"), score.floor.get("success"), score.ceiling.get("success"))
+            cells += ["" if share is None else percent(share) for share in found]
+        cells += [f"{score.measured[name]:.3g}" if name in score.measured else "" for name in names]
+        table.add_row(*cells)
+    return table

@@ -11,6 +11,8 @@ from corral.observe.lines import held_out_score, score_text
 TRAIN, HELD_OUT, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
 SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
 FEW_POINTS = 40
+PLAYERS = {"validation/floor/reward": "random play", "validation/ceiling/reward": "optimal play"}
+"""Lines to read a score against."""
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
@@ -56,6 +58,12 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     if held_out:
         _draw_held_out(axes, [held_out[step] for step in sorted(held_out)])
     scores = [held_out_score(row) for row in held_out.values()]
+    for name, label in PLAYERS.items():
+        _, level = points(rows, name)
+        if level:
+            axes.axhline(level[-1], color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            place = {"xy": (1, level[-1]), "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
+            axes.annotate(f"{label} {level[-1]:.2f}", **place, color=QUIET, fontsize=9, zorder=4)
     if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
         bottom, top = axes.get_ylim()

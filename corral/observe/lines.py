@@ -91,14 +91,45 @@ def step_line(step: int, total: int | None, metrics: Mapping[str, float], column
     return line
 
 
-def validation_line(when: str, metrics: Mapping[str, float], num_questions: int | None) -> str:
+def validation_line(when: str, metrics: Mapping[str, float], num_questions: int | None, noun: str = "question") -> str:
     """held-out before training: 31.0 % ± 4.1 (200 questions)"""
     parts = [f"held-out {when}: {score_text(metrics)}"]
     pass_at = [name for name in sorted(metrics) if name.startswith("validation/pass@") and name != "validation/pass@1"]
     parts += [f"{name.removeprefix('validation/')} {percent(metrics[name])}" for name in pass_at]
     if num_questions is not None:
-        parts[-1] += f" ({num_questions} question{'s' if num_questions != 1 else ''})"
+        parts[-1] += f" ({num_questions} {noun}{'s' if num_questions != 1 else ''})"
     return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class EnvironmentScore:
+    """How an environment was played."""
+
+    tag: str
+    measured: Mapping[str, float]
+    """`success`, `valid_actions`, ... on average."""
+    floor: Mapping[str, float]
+    """Of random play: reward, success."""
+    ceiling: Mapping[str, float]
+
+
+def environment_scores(metrics: Mapping[str, float]) -> list[EnvironmentScore]:
+    """One for each tag, or for the only environment; none where environments measure nothing."""
+    measured, floor, ceiling = (
+        {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        for prefix in ("validation/environment/", "validation/floor/", "validation/ceiling/")
+    )
+    tags = sorted({name.partition("/")[0] for name in measured if "/" in name})
+
+    def below(numbers: Mapping[str, float], tag: str) -> dict[str, float]:
+        prefix = f"{tag}/" if tag else ""
+        own = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+        return {name: value for name, value in own.items() if "/" not in name}
+
+    found = [
+        EnvironmentScore(tag, below(measured, tag), below(floor, tag), below(ceiling, tag)) for tag in tags or [""]
+    ]
+    return [score for score in found if score.measured]
 
 
 def score_text(metrics: Mapping[str, float | None]) -> str:

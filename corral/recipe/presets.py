@@ -20,11 +20,13 @@ Value = TypeVar("Value")
 Place = Literal["loss", "reward"]
 
 GROUP_BASELINES: frozenset[AdvantageName] = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk"}
+    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "turn_grpo", "gigpo"}
 )
 """Advantages that compare the samples of one prompt with each other."""
 DISCOUNTED: frozenset[AdvantageName] = frozenset({"gae", "reinforce", "reinforce_plus_plus"})
 """Advantages in which gamma occurs."""
+BY_TURN: frozenset[AdvantageName] = frozenset({"turn_grpo", "gigpo"})
+"""Advantages in which turn_gamma occurs."""
 
 FORCED_AGGREGATION: dict[LossName, AggregationName] = {
     "gspo": "seq_mean_token_mean",
@@ -69,6 +71,8 @@ PRESETS: dict[AlgorithmName, Preset] = {
     "opo": Preset(advantage="opo"),
     "gpg": Preset(advantage="gpg", loss="gpg"),
     "grpo_passk": Preset(advantage="grpo_passk"),
+    "turn_grpo": Preset(advantage="turn_grpo"),
+    "gigpo": Preset(advantage="gigpo"),
     "cispo": Preset(loss="cispo"),
     "sapo": Preset(loss="sapo"),
     "gmpo": Preset(loss="gmpo"),
@@ -91,6 +95,8 @@ class ResolvedAlgorithm:
     dual_clip: float | None
     gamma: float
     lam: float
+    turn_gamma: float
+    turn_weight: float
     sapo_tau_positive: float
     sapo_tau_negative: float
     dro_beta: float
@@ -112,6 +118,15 @@ class ResolvedAlgorithm:
     max_rounds: int
     overlong_buffer: int | None
     overlong_penalty: float
+
+    @property
+    def advantage_options(self) -> dict[str, float]:
+        """What the advantage's function is called with."""
+        if self.advantage == "gigpo":
+            return {"turn_gamma": self.turn_gamma, "turn_weight": self.turn_weight}
+        if self.advantage == "turn_grpo":
+            return {"turn_gamma": self.turn_gamma}
+        return {"gamma": self.gamma, "lam": self.lam}
 
     @property
     def needs_critic(self) -> bool:
@@ -147,6 +162,8 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         dual_clip=written.dual_clip,
         gamma=either(written.gamma, 1.0),
         lam=either(written.lam, 1.0),
+        turn_gamma=either(written.turn_gamma, 0.95),  # arXiv:2505.10978
+        turn_weight=either(written.turn_weight, 1.0),
         sapo_tau_positive=either(written.sapo_tau_positive, 1.0),  # arXiv:2511.20347
         sapo_tau_negative=either(written.sapo_tau_negative, 1.05),
         dro_beta=either(written.dro_beta, 0.05),

@@ -13,6 +13,7 @@ from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
 from corral.recipe.presets import (
+    BY_TURN,
     CLIPS,
     DISCOUNTED,
     FORCED_AGGREGATION,
@@ -27,6 +28,8 @@ Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
 PlacedRule = Callable[[Recipe, Placement], Findings]
 
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
+"""Environments that are nothing without a row's prompt."""
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
 
 
@@ -82,18 +85,63 @@ def source_keys(source: Source, where: str) -> Findings:
     yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:...`) have those")
     if kind in ("arithmetic", "reasoning_gym") and found:
         return
+    if path == "boards":
+        yield from unused(source, where, ["options"], "boards follow from `size` and `seed`, and the environment")
+        return
     if found:
         yield from unused(source, where, ["size", "seed"], "a function gets its arguments from `options`")
     else:
         yield from unused(source, where, ["options", "size", "seed"], "rows in files are not generated")
 
 
+def environments_or_one(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if recipe.environments and "environment" in recipe.model_fields_set:
+        yield "`environment` and `environments` are both set; keep one of them"
+    for tag in recipe.environments:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", tag):
+            yield f"`environments`: the tag {tag!r} becomes part of metrics' names: use letters, digits, _ - and ."
+    if not on_boards(recipe):
+        reason = "only `data.train.path: boards` is dealt by shares; rows of other sources have a column `environment`"
+        for tag, environment in recipe.environments.items():
+            yield from unused(environment, f"environments.{tag}", ["share"], reason)
+
+
+def boards_and_games(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    for where, source in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        if source is not None and source.path == "boards":
+            for environment in recipe.tagged_environments.values():
+                if environment.name in NEED_ROWS:
+                    yield (
+                        f"`data.{where}.path: boards` is for games, and `{environment.name}` needs rows with a prompt: "
+                        "name a file, a hub data set or a generated task"
+                    )
+    if on_boards(recipe):
+        reason = "the prompts of a game are its environment's: `environment.options.prompts`"
+        yield from unused(recipe.data, "data", ["system", "template", "prompt_key", "answer_key"], reason)
+
+
+def on_boards(recipe: Recipe) -> bool:
+    return recipe.data.train.path == "boards"
+
+
 def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    if recipe.environment.name == "question":
+    environments = recipe.tagged_environments
+    if all(environment.name == "question" for environment in environments.values()):
+        reason = "a question has one turn"
         if recipe.rollout.max_turns > 1:
-            yield f"`rollout.max_turns: {recipe.rollout.max_turns}` has no effect: a question has one turn"
-        reason = "a question only waits for its reward, which has `environment.reward.timeout_s`"
-        yield from unused(recipe.environment, "environment", ["timeout_s"], reason)
+            yield f"`rollout.max_turns: {recipe.rollout.max_turns}` has no effect: {reason}"
+        yield from unused(recipe.rollout, "rollout", ["max_turn_tokens", "max_observation_tokens"], reason)
+    for tag, environment in environments.items():
+        where = f"environments.{tag}" if tag else "environment"
+        if environment.name == "question":
+            reason = f"a question only waits for its reward, which has `{where}.reward.timeout_s`"
+            yield from unused(environment, where, ["timeout_s"], reason)
+    most = recipe.rollout.max_turn_tokens
+    if most is not None and most > recipe.rollout.max_response_tokens:
+        yield (
+            f"`rollout.max_turn_tokens: {most}` is more than `rollout.max_response_tokens: "
+            f"{recipe.rollout.max_response_tokens}`, which all turns have together"
+        )
 
 
 def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -143,6 +191,10 @@ def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     by_advantage = f"the advantage {algorithm.advantage} does not use it"
     if algorithm.advantage not in DISCOUNTED:
         yield from unused(recipe.algorithm, "algorithm", ["gamma"], by_advantage)
+    if algorithm.advantage not in BY_TURN:
+        yield from unused(recipe.algorithm, "algorithm", ["turn_gamma"], by_advantage)
+    if algorithm.advantage != "gigpo":
+        yield from unused(recipe.algorithm, "algorithm", ["turn_weight"], by_advantage)
     if not algorithm.needs_critic:
         yield from unused(recipe.algorithm, "algorithm", ["lam"], by_advantage)
         reason = f"only the advantage gae has a critic, and this is {algorithm.advantage}"
@@ -242,7 +294,7 @@ def local_runtime(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     cluster = recipe.cluster
     if cluster.runtime != "local":
         return
-    keys = [key for key in type(cluster).model_fields if key != "runtime"]
+    keys = [key for key in type(cluster).model_fields if key not in ("runtime", "services")]
     num_devices = cluster.nodes * cluster.devices_per_node
     if num_devices > 1:
         keys = [key for key in keys if key not in ("nodes", "devices_per_node")]
@@ -252,6 +304,21 @@ def local_runtime(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         )
     reason = "with `cluster.runtime: local` there is no cluster, only this process and its device"
     yield from unused(cluster, "cluster", keys, reason)
+
+
+def service_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    ports: dict[int, str] = {}
+    for name, service in recipe.cluster.services.items():
+        where = f"cluster.services.{name}"
+        if (service.retriever is None) == (not service.command):
+            yield f"`{where}` needs either `retriever`, the folder of an index, or `command`"
+        if service.port in ports:
+            yield f"`{where}.port: {service.port}` is that of `cluster.services.{ports[service.port]}` too"
+        ports[service.port] = name
+        if not service.health.startswith("/"):
+            yield f"`{where}.health: {service.health}` is a path, and begins with /"
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            yield f"`cluster.services`: {name!r} becomes the name of a log: use letters, digits, _ - and ."
 
 
 def enough_nodes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -349,6 +416,8 @@ def unused(section: Section, where: str, keys: Iterable[str], reason: str) -> Fi
 RULES: tuple[Rule, ...] = (
     name_is_a_folder,
     data_keys,
+    environments_or_one,
+    boards_and_games,
     turns_and_timeouts,
     batch_sizes,
     loss_keys,
@@ -361,6 +430,7 @@ RULES: tuple[Rule, ...] = (
     validation_keys,
     logging_keys,
     local_runtime,
+    service_keys,
     enough_nodes,
     environment_names,
 )

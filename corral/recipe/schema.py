@@ -28,6 +28,8 @@ AdvantageName = Literal[
     "opo",
     "gpg",
     "grpo_passk",
+    "turn_grpo",
+    "gigpo",
 ]
 LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "gpg", "dro", "dppo_tv", "dppo_kl"]
 AlgorithmName = Literal[
@@ -44,6 +46,8 @@ AlgorithmName = Literal[
     "opo",
     "gpg",
     "grpo_passk",
+    "turn_grpo",
+    "gigpo",
     "cispo",
     "sapo",
     "gmpo",
@@ -65,7 +69,8 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str
-    """A folder in Hugging Face layout, a hub name, or the built-in `smollm2-135m-instruct`."""
+    """A folder in Hugging Face layout, a hub name, or a built-in one: `smollm2-135m-instruct`, or `blank-1m`, which
+    reads bytes and has learnt nothing yet."""
     dtype: DtypeName = "auto"
     """Of weights and computation; the optimiser keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""
@@ -81,8 +86,8 @@ class Source(Section):
     """Rows: files (parquet, jsonl; globs allowed), a data set on a hub, a generated task, or a Python function."""
 
     path: str | list[str]
-    """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`, or
-    `module:function`."""
+    """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`,
+    `module:function`, or `boards`: numbers from which a game's environment makes its boards."""
     split: str | None = None
     """Of a hub data set."""
     subset: str | None = None
@@ -90,9 +95,9 @@ class Source(Section):
     options: dict[str, Any] = {}
     """Arguments of a generated task or of the function."""
     size: PositiveInt | None = None
-    """Rows to generate (generated tasks only)."""
+    """Rows to generate (generated tasks and boards only)."""
     seed: NaturalInt = 0
-    """Of a generated task."""
+    """Of a generated task, or of boards: other seeds give other boards."""
     max_rows: PositiveInt | None = None
     """Use at most so many rows of the source, from its beginning."""
 
@@ -118,7 +123,8 @@ class Data(Section):
 
 class Reward(Section):
     name: str = "exact"
-    """exact, regex, number, gsm8k, math, reasoning_gym, or `module:function` / `file.py:function`."""
+    """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, or `module:function` /
+    `file.py:function`."""
     options: dict[str, Any] = {}
     """Keyword arguments for the function."""
     timeout_s: PositiveFloat = 10.0
@@ -131,11 +137,22 @@ class Reward(Section):
 
 class Environment(Section):
     name: str = "question"
-    """question, or `module:Class`."""
+    """question, frozen_lake, sokoban, search, tools, agent, gymnasium, reasoning_gym, or `module:Class`."""
     options: dict[str, Any] = {}
+    """Arguments of its class."""
     reward: Reward = Reward()
     timeout_s: PositiveFloat = 60.0
     """For one reset or step."""
+    concurrency: PositiveInt | None = None
+    """Trajectories that are played at the same time on a worker. None: all of them."""
+    processes: PositiveInt = 2
+    """For an environment whose methods block: so many are played at a time, each in a process of its own."""
+
+
+class TaggedEnvironment(Environment):
+    share: PositiveFloat = 1.0
+    """Of the boards, relative to the others' shares (`path: boards`; rows of other sources say themselves whose they
+    are, in a column `environment`)."""
 
 
 class Rollout(Section):
@@ -146,6 +163,11 @@ class Rollout(Section):
     """0: all tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_response_tokens: PositiveInt = 256
+    """Of a trajectory: everything behind the prompt, what the environment says between the turns included."""
+    max_turn_tokens: PositiveInt | None = None
+    """Generated in one turn. None: as many as are left."""
+    max_observation_tokens: PositiveInt | None = None
+    """Of what the environment says between two turns; the rest is cut, but for its closing tag. None: as it is."""
     max_turns: PositiveInt = 1
     stop: list[str] = []
     """Strings that end a turn when generated."""
@@ -222,6 +244,10 @@ class Algorithm(Section):
     gamma: Fraction | None = None
     lam: Fraction | None = None
     """GAE's lambda."""
+    turn_gamma: Fraction | None = None
+    """Discount of a reward for every turn that it comes later (turn_grpo, gigpo)."""
+    turn_weight: PositiveFloat | None = None
+    """Of the comparison of single turns, beside that of whole trajectories (gigpo)."""
     sapo_tau_positive: PositiveFloat | None = None
     sapo_tau_negative: PositiveFloat | None = None
     dro_beta: PositiveFloat | None = None
@@ -342,6 +368,20 @@ class Logging(Section):
     """Write every trajectory to the run folder."""
 
 
+class Service(Section):
+    """A program that runs beside the workers on every node, such as a retriever, and is started again if it dies."""
+
+    retriever: str | None = None
+    """An index made by `corral retriever build`, to be served as `corral retriever serve` does."""
+    command: list[str] = []
+    """Or any other program, argument by argument."""
+    port: PositiveInt
+    """On which it listens, on loopback."""
+    health: str = "/health"
+    """Path that answers 200 when it is ready."""
+    start_timeout_s: PositiveFloat = 300.0
+
+
 class Cluster(Section):
     """With this section a recipe runs on a Ray cluster, without it in one process."""
 
@@ -361,6 +401,8 @@ class Cluster(Section):
     environment: list[str] = []
     """Names of environment variables, such as HF_TOKEN, that workers get with the values they have where `corral train`
     or `corral submit` is started. Where they are not set there, workers keep their node's own."""
+    services: dict[str, Service] = {}
+    """Programs that run on every node as long as the run does, by a name of your choice."""
     min_nodes: PositiveInt | None = None
     """When nodes are lost the run goes on with the rest, down to so many. None: all are needed."""
     max_restarts: NaturalInt = 3
@@ -380,6 +422,8 @@ class Recipe(Section):
     model: Model
     data: Data
     environment: Environment = Environment()
+    environments: dict[str, TaggedEnvironment] = {}
+    """Several, by a tag of your choice, instead of `environment`. Metrics are told apart by it."""
     rollout: Rollout = Rollout()
     batch: Batch = Batch()
     algorithm: Algorithm = Algorithm()
@@ -392,3 +436,13 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @property
+    def tagged_environments(self) -> "dict[str, Environment]":
+        """By tag; the only one has none."""
+        return dict(self.environments) or {"": self.environment}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of boards, by tag."""
+        return {tag: environment.share for tag, environment in self.environments.items()} or {"": 1.0}

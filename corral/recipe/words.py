@@ -17,6 +17,8 @@ ADVANTAGES: dict[AdvantageName, str] = {
     "opo": "reward minus the length-weighted mean of the prompt's samples",
     "gpg": "reward minus the mean of the prompt's samples, scaled up for the groups that teach nothing",
     "grpo_passk": "only the prompt's best sample counts, by its lead over the second best",
+    "turn_grpo": "reward from a turn on, minus the mean of the same turn of the prompt's samples, over their deviation",
+    "gigpo": "GRPO's, plus the same for turns that the prompt's samples took in the same state",
 }
 LOSSES: dict[LossName, str] = {
     "ppo": "clipped ratio of the new to the old probability, token by token",

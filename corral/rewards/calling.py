@@ -23,6 +23,10 @@ BUILT_IN = {
     "regex": "corral.rewards.functions",
     "number": "corral.rewards.functions",
     "gsm8k": "corral.rewards.functions",
+    "em": "corral.rewards.question_answering",
+    "sub_em": "corral.rewards.question_answering",
+    "f1": "corral.rewards.question_answering",
+    "search_r1": "corral.rewards.question_answering",
     "math": "corral.rewards.symbolic",
     "reasoning_gym": "corral.rewards.procedural",
 }
@@ -62,21 +66,22 @@ def load_function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 def call(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Result:
     """Score one response. Raises what the function raises, or ValueError for a result that is no finite number."""
     answer = function(**{**_offer(function, response, row), **options})
-    return _read(asyncio.run(_wait_for(answer)) if inspect.isawaitable(answer) else answer)
+    return read_result(asyncio.run(_wait_for(answer)) if inspect.isawaitable(answer) else answer)
 
 
 async def call_here(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Result:
     """The same, from an event loop."""
     answer = function(**{**_offer(function, response, row), **options})
-    return _read(await answer if inspect.isawaitable(answer) else answer)
+    return read_result(await answer if inspect.isawaitable(answer) else answer)
 
 
-def _read(result: Any) -> Result:
+def read_result(result: Any) -> Result:
+    """What somebody's function says a sample is worth. ValueError if that is no finite number."""
     if not isinstance(result, Mapping):
         return Result(_finite(result, "the reward"), {})
     if "score" not in result:
         raise ValueError(f"the function returned a dict without `score`: {', '.join(map(str, result))}")
-    metrics = {str(key): _finite(value, f"`{key}`") for key, value in result.items() if _is_number(value)}
+    metrics = {str(key): _finite(value, f"`{key}`") for key, value in result.items() if is_number(value)}
     return Result(_finite(result["score"], "`score`"), {key: value for key, value in metrics.items() if key != "score"})
 
 
@@ -139,13 +144,13 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whatever becomes a float without being parsed: ints, bools, numpy's and torch's scalars; not text."""
     return hasattr(value, "__float__")
 
 
 def _finite(value: Any, what: str) -> float:
-    if not _is_number(value):
+    if not is_number(value):
         raise ValueError(f"{what} must be a number; the function returned {value!r:.100}")
     number = float(value)
     if not math.isfinite(number):

@@ -1,4 +1,7 @@
-"""A worker process as its parent sees it: start it, ask it, kill it. What runs inside is `worker.py`."""
+"""A worker process as its parent sees it: start it, ask it, kill it.
+
+What runs inside is `worker.py`, or another module with such a `main`.
+"""
 
 import contextlib
 import json
@@ -12,22 +15,23 @@ from typing import Any
 from corral.rewards.messages import receive_message, send_message
 
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from corral.rewards.worker import main; main(int(sys.argv[2]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(int(sys.argv[2]))"
 )
+REWARD_WORKER = "corral.rewards.worker"
 
 
 class WorkerProcess:
-    """A process that runs `worker.py`, and the socket to it.
+    """A process that runs a module's `main`, and the socket to it.
 
     Belongs to the thread that made it: Linux kills the process when that thread ends (see `worker._die_with_parent`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = REWARD_WORKER) -> None:
+        bootstrap = _BOOTSTRAP.format(module=module)
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+                [sys.executable, "-u", "-c", bootstrap, json.dumps(sys.path), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,

@@ -22,22 +22,31 @@ PR_SET_PDEATHSIG = 1
 
 def main(descriptor: int) -> None:
     """Serve the pool at the other end of the socket `descriptor`."""
-    _die_with_parent()
-    sys.breakpointhook = _no_terminal
-    os.set_inheritable(descriptor, False)  # not for programs that the function starts
-    connection = socket.socket(fileno=descriptor)
+    connection = connect(descriptor)
     try:
         name, options = pickle.loads(receive_message(connection))
         try:
             function = load_function(name, options)
         except (UserError, SystemExit) as error:
-            _reply(connection, {"unusable": str(error)})
+            reply(connection, {"unusable": str(error)})
             return
-        _reply(connection, {"ready": True})
+        reply(connection, {"ready": True})
         while True:
-            _reply(connection, _score(function, receive_message(connection), options))
+            reply(connection, _score(function, receive_message(connection), options))
     except (EOFError, ConnectionError):
         return  # the pool is closed, or its process is gone
+
+
+def connect(descriptor: int) -> socket.socket:
+    """What a worker process does first: its socket, and how it ends."""
+    _die_with_parent()
+    sys.breakpointhook = _no_terminal
+    os.set_inheritable(descriptor, False)  # not for programs that the function starts
+    return socket.socket(fileno=descriptor)
+
+
+def reply(connection: socket.socket, message: dict[str, Any]) -> None:
+    send_message(connection, json.dumps(message).encode())
 
 
 def _score(function: Any, request: bytes, options: dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +60,7 @@ def _score(function: Any, request: bytes, options: dict[str, Any]) -> dict[str, 
 
 def _no_terminal(*_: Any, **__: Any) -> None:
     if os.environ.get("PYTHONBREAKPOINT") != "0":
-        raise RuntimeError("a reward function has a terminal for breakpoint() with `corral train --debug` only")
-
-
-def _reply(connection: socket.socket, message: dict[str, Any]) -> None:
-    send_message(connection, json.dumps(message).encode())
+        raise RuntimeError("code in a process of its own has no terminal for breakpoint(); `corral train --debug` has")
 
 
 def _die_with_parent() -> None:

@@ -85,6 +85,34 @@ class Prefill:
         return self.attention.attend(layer, query, key, value, kernel)
 
 
+class Extend:
+    """Attention context: several new tokens in each of some slots, behind what they hold already. One attention call
+    for all of them, padded to the longest."""
+
+    def __init__(self, cache: SlotCache, slots: range, pasts: Tensor, counts: Tensor) -> None:
+        """`pasts`: tokens that each slot holds; `counts`: tokens that come to it."""
+        self.cache, self.slots = cache, slots
+        device = pasts.device
+        self.rows = torch.repeat_interleave(torch.arange(len(slots), device=device), counts)
+        starts = counts.cumsum(0) - counts
+        self.columns = torch.arange(int(counts.sum()), device=device) - starts[self.rows]
+        self.positions = pasts[self.rows] + self.columns
+        self.most, self.longest = int(counts.max()), int((pasts + counts).max())
+        places = pasts[:, None] + torch.arange(self.most, device=device)
+        self.mask = (torch.arange(self.longest, device=device) <= places[:, :, None])[:, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        keys, values = self.cache.layer(layer, key)
+        used = slice(self.slots.start, self.slots.stop)
+        keys[used].transpose(1, 2)[self.rows, self.positions] = key[0].transpose(0, 1)
+        values[used].transpose(1, 2)[self.rows, self.positions] = value[0].transpose(0, 1)
+        queries = query.new_zeros(len(self.slots), self.most, query.shape[1], query.shape[3])
+        queries[self.rows, self.columns] = query[0].transpose(0, 1)
+        seen_keys, seen_values = keys[used, :, : self.longest], values[used, :, : self.longest]
+        output = kernel(queries.transpose(1, 2), seen_keys, seen_values, self.mask)
+        return output.transpose(1, 2)[self.rows, self.columns].transpose(0, 1)[None]
+
+
 class Decode:
     """Attention context: one new token in each of the first slots, each seeing its own slot's history."""
 

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +17,18 @@ import numpy as np
 from corral.data.plugins import error_line
 from corral.data.rows import Row
 from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.base import Env, StepResult
+from corral.envs.base import (
+    Counting,
+    Env,
+    StepResult,
+    Summarised,
+    bounds_itself,
+    first_state,
+    is_inline,
+    num_last_turns,
+    tools_of,
+)
+from corral.envs.registry import EnvSet, Kind
 from corral.recipe.errors import UserError
 from corral.rollout.chat import Chat
 from corral.rollout.engine import Completion, Engine, Finish, Sampling
@@ -37,16 +49,15 @@ class Prompt:
 @dataclass
 class Driver:
     engine: Engine
-    make_env: Callable[[], Env]
+    envs: EnvSet
     chat: Chat
     max_turns: int
     max_prompt_tokens: int
     max_response_tokens: int
     """Of a trajectory: everything behind the prompt."""
-    env_timeout_s: float
-    on_error: float
-    """Reward of a trajectory whose environment failed."""
     seed: int
+    max_turn_tokens: int | None = None
+    max_observation_tokens: int | None = None
 
     async def play(
         self,
@@ -59,7 +70,8 @@ class Driver:
         """Plays every prompt `samples_per_prompt` times; the result is in the order of prompts, then samples.
 
         Every environment is reset before the first token is generated, so that the engine sees all prompts at once
-        and in the same order in every run. `on_group` hears of each prompt when all of its samples are there.
+        and in the same order in every run; but for those of which only so many may be played at a time. `on_group`
+        hears of each prompt when all of its samples are there.
         """
         groups = [
             [
@@ -68,7 +80,8 @@ class Driver:
             ]
             for prompt in prompts
         ]
-        await asyncio.gather(*(episode.reset() for group in groups for episode in group))
+        episodes = [episode for group in groups for episode in group]
+        await asyncio.gather(*(episode.reset() for episode in episodes if episode.kind.limit is None))
 
         async def finish(group: list[_Episode]) -> list[Trajectory]:
             trajectories = await asyncio.gather(*(episode.play(sampling) for episode in group))
@@ -88,34 +101,50 @@ class _Episode:
     sample: int
     seed: int
     env: Env | None = None
+    state: str = ""
+    """In which the next turn is taken."""
     tokens: list[int] = field(default_factory=list)
     generated: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    turn_states: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+
+    @cached_property
+    def kind(self) -> Kind:
+        return self.driver.envs.kind_of(self.prompt.row)
 
     async def reset(self) -> None:
         driver, prompt = self.driver, self.prompt
         opening = prompt.tokens
         try:
-            self.env = driver.make_env()
+            self.env = self.kind.make()
             messages = await self._call(self.env.reset(prompt.row, self.seed))
-            if messages != prompt.row.prompt:
-                opening = driver.chat.opening(messages)
+            tools, self.state = tools_of(self.env), first_state(self.env)
+            if messages != prompt.row.prompt or tools:
+                opening = driver.chat.opening(messages, tools)
             if len(opening) > driver.max_prompt_tokens:
                 raise ValueError(
                     f"{len(opening)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
-            self.error = f"reset: {describe(error, driver.env_timeout_s)}"
+            self.error = f"reset: {describe(error, self.kind.timeout_s)}"
             opening = prompt.tokens
         self._observe(opening)
 
     async def play(self, sampling: Sampling) -> Trajectory:
+        if self.kind.limit is None:
+            return await self._play(sampling)
+        async with self.kind.limit:
+            await self.reset()
+            return await self._play(sampling)
+
+    async def _play(self, sampling: Sampling) -> Trajectory:
         try:
             stop = StopReason.ERROR if self.error else await self._turns(sampling)
+            self._sum_up()
         finally:
             await self._close()
         return Trajectory(
@@ -130,72 +159,96 @@ class _Episode:
             row=self.prompt.index,
             metrics=self.metrics,
             error=self.error,
+            tag=self.kind.tag,
+            turn_states=self.turn_states,
         )
 
     async def _turns(self, sampling: Sampling) -> StopReason:
-        budget = self.driver.max_response_tokens
-        start = len(self.tokens)
-        for turn in range(self.driver.max_turns):
+        driver, start, memory = self.driver, len(self.tokens), None
+        budget, num_turns = driver.max_response_tokens, driver.max_turns + num_last_turns(self.env)
+        for turn in range(num_turns):
             left = budget - (len(self.tokens) - start)
-            limited = replace(sampling, max_tokens=min(left, sampling.max_tokens))
-            completion = await self.driver.engine.generate(self.tokens, limited, self.seed + turn)
+            limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
+            completion = await driver.engine.generate(
+                self.tokens, limited, self.seed + turn, memory=memory, keep=turn + 1 < num_turns
+            )
             self._generate(completion)
-            answer = await self._step(completion)
+            memory = completion.memory
+            answer = await self._step(completion, is_last=turn + 1 == num_turns)
             if answer is None:
                 return StopReason.ERROR
             result, observation = answer
             if result.done:
                 return StopReason.ERROR if result.error else STOP_OF[completion.finish]
-            if turn + 1 == self.driver.max_turns:
+            if turn + 1 == num_turns:
                 break
             if len(self.tokens) - start + len(observation) >= budget:
                 return StopReason.LENGTH
             self._observe(observation)
         return StopReason.TURNS
 
-    async def _step(self, completion: Completion) -> tuple[StepResult, list[int]] | None:
+    async def _step(self, completion: Completion, *, is_last: bool) -> tuple[StepResult, list[int]] | None:
         """The environment's answer and the tokens that follow the turn, or None if it failed.
 
         The turn's reward sits on its last generated token.
         """
         assert self.env is not None
-        chat, last = self.driver.chat, len(self.tokens) - 1
+        last = len(self.tokens) - 1
+        self.turn_states.append(hash_of(self.state))
         try:
-            result = checked(await self._call(self.env.step(chat.text(completion.tokens))))
+            if isinstance(self.env, Counting):
+                num = len(completion.tokens)
+                self.env.count_turn(len(self.tokens) - num, num, completion.finish is Finish.LENGTH)
+            result = checked(await self._call(self.env.step(self.driver.chat.text(completion.tokens))))
             ended = completion.finish is Finish.STOP_TOKEN
-            observation = [] if result.done else chat.continuation(result.messages, ended)
+            observation = [] if result.done or is_last else self._observation(result, ended)
         except UserError:  # about the chat template; the next conversation would fail in the same way
             raise
         except Exception as error:
-            self.error = f"step: {describe(error, self.driver.env_timeout_s)}"
-            self.turn_rewards.append((last, self.driver.on_error))
+            self.error = f"step: {describe(error, self.kind.timeout_s)}"
+            self.turn_rewards.append((last, self.kind.on_error))
             return None
         self.turn_rewards.append((last, result.reward))
         self.error = self.error or result.error
+        self.state = "\n".join(m["content"] for m in result.messages) if result.state is None else result.state
         for name, value in result.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         return result, observation
+
+    def _observation(self, result: StepResult, ended: bool) -> list[int]:
+        chat, messages, limit = self.driver.chat, result.messages, self.driver.max_observation_tokens
+        if limit is not None:
+            messages = chat.cut(messages, limit, result.closing)
+            if messages != result.messages:
+                self.metrics["cut_observations"] = self.metrics.get("cut_observations", 0.0) + 1
+        if is_inline(self.env) and not ended:
+            return chat.inline(messages)
+        return chat.continuation(messages, ended)
+
+    def _sum_up(self) -> None:
+        if isinstance(self.env, Summarised):
+            try:
+                self.metrics |= finite(self.env.summary())
+            except Exception as error:
+                self.error = self.error or f"summary: {describe(error, self.kind.timeout_s)}"
 
     async def _close(self) -> None:
         if self.env is not None:
             try:
                 await self._call(self.env.close())
             except Exception as error:
-                self.error = self.error or f"close: {describe(error, self.driver.env_timeout_s)}"
+                self.error = self.error or f"close: {describe(error, self.kind.timeout_s)}"
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation."""
         task = asyncio.ensure_future(without_exit(call))
         try:
-            await asyncio.wait({task}, timeout=self._timeout_s())
+            await asyncio.wait({task}, timeout=None if bounds_itself(self.env) else self.kind.timeout_s)
         finally:
             task.cancel()
         if not task.done():
             raise TimeoutError
         return task.result()
-
-    def _timeout_s(self) -> float | None:
-        return None if getattr(self.env, "bounds_itself", False) else self.driver.env_timeout_s
 
     def _observe(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -229,16 +282,24 @@ def checked(result: StepResult) -> StepResult:
     """What people's own environments return is not always what `Env` says."""
     if not isinstance(result, StepResult):
         raise TypeError(f"it returned {result!r:.100}, which is not a StepResult")
-    for name, value in {"the reward": result.reward, **result.metrics}.items():
+    finite({"the reward": result.reward, **result.metrics})
+    return result
+
+
+def finite(numbers: dict[str, float]) -> dict[str, float]:
+    for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite; it is {value}")
-    return result
+    return numbers
 
 
 def seed_of(seed: int, purpose: str, ordinal: int, sample: int) -> int:
     """63 bits that depend on nothing but these: the same trajectory in every run, on any number of machines."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{ordinal}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return hash_of(f"{seed}/{purpose}/{ordinal}/{sample}")
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big") >> 1
 
 
 def describe(error: Exception, timeout_s: float) -> str:

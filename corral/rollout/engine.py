@@ -28,6 +28,11 @@ class Finish(StrEnum):
     LENGTH = "length"
 
 
+class Memory(Protocol):
+    """What an engine has kept of a request, to go on from: given back with the next one, it spares the engine to read
+    the same tokens again. The engine's alone, and of no use once it has other weights."""
+
+
 @dataclass(frozen=True)
 class Completion:
     tokens: list[int]
@@ -37,11 +42,16 @@ class Completion:
     finish: Finish
     versions: list[int]
     """Of the weights that produced each token."""
+    memory: Memory | None = None
+    """Of the prompt and these tokens, where it was asked for and there was room."""
 
 
 class Engine(Protocol):
-    async def generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        """Many in flight. The draw depends on the seed and the token's index, not on what else is in the batch."""
+    async def generate(
+        self, tokens: list[int], sampling: Sampling, seed: int, *, memory: Memory | None = None, keep: bool = False
+    ) -> Completion:
+        """Many in flight. The draw depends on the seed and the token's index, not on what else is in the batch.
+        `memory`: of an earlier request whose tokens these begin with. `keep`: there will be a later one."""
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -13,6 +13,7 @@ weights: prompts that were stored for samples still waiting are forgotten, and c
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
 from corral.model.attention import forward_hidden
-from corral.rollout.cache import Decode, Prefill, SlotCache
-from corral.rollout.engine import Completion, Finish, Sampling
+from corral.rollout.cache import Decode, Extend, Prefill, SlotCache
+from corral.rollout.engine import Completion, Finish, Memory, Sampling
 from corral.rollout.sampling import draw, scale_logits, truncate, uniform
 
 T = TypeVar("T")
@@ -43,6 +44,9 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    memory: "History | None" = None
+    """Given: of the prompt's beginning. When it is finished: of all but the last token."""
+    keep: bool = False
 
     @cached_property
     def family(self) -> tuple[bytes, Sampling]:
@@ -66,6 +70,17 @@ class StoredPrompt:
 
     cache: list[tuple[Tensor, Tensor]]
     hidden: Tensor
+
+
+@dataclass(eq=False)
+class History:
+    """The keys and values of a finished request, all but its last token's: the next turn of its conversation needs to
+    read only what is new."""
+
+    cache: list[tuple[Tensor, Tensor]]
+    length: int
+    version: int
+    """Of the weights; others would not know what to do with it."""
 
 
 @dataclass
@@ -97,12 +112,16 @@ class NativeEngine:
         self.waiting: list[Request] = []
         self.branches: list[Branch] = []
         self.stored: dict[tuple[bytes, Sampling], StoredPrompt] = {}
+        self.histories: weakref.WeakSet[History] = weakref.WeakSet()
+        """Those that somebody may come back with. Together they have at most as many tokens as the cache."""
         self.pump: asyncio.Task[None] | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-engine")
 
     # --- the seam
 
-    async def generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(
+        self, tokens: list[int], sampling: Sampling, seed: int, *, memory: Memory | None = None, keep: bool = False
+    ) -> Completion:
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         if len(tokens) + sampling.max_tokens > self.max_length:
@@ -111,7 +130,9 @@ class NativeEngine:
                 f"pass the limit of {self.max_length}"
             )
         loop = asyncio.get_running_loop()
-        request = Request(np.array(tokens, np.int64), sampling, seed, loop.create_future())
+        request = Request(np.array(tokens, np.int64), sampling, seed, loop.create_future(), keep=keep)
+        if isinstance(memory, History) and memory.length < len(tokens):
+            request.memory = memory
         self.in_flight.add(request)
         self.waiting.append(request)
         if self.pump is None or self.pump.done():
@@ -164,8 +185,11 @@ class NativeEngine:
                     assert request.finish is not None
                     self.in_flight.discard(request)
                     if not request.future.done():
-                        done = Completion(request.tokens, request.logprobs, request.finish, request.versions)
-                        request.future.set_result(done)
+                        request.future.set_result(
+                            Completion(
+                                request.tokens, request.logprobs, request.finish, request.versions, request.memory
+                            )
+                        )
         except Exception as error:
             for request in self.in_flight:
                 if not request.future.done():
@@ -206,7 +230,7 @@ class NativeEngine:
         for request in self.waiting[:free]:
             if request.family not in families:
                 if request.family not in self.stored:
-                    prefill_tokens += len(request.prompt)
+                    prefill_tokens += len(request.prompt) - self._remembered(request)
                 if families and prefill_tokens > self.max_prefill_tokens:
                     break
                 families[request.family] = []
@@ -219,7 +243,8 @@ class NativeEngine:
         for family, requests in families.items():
             if family in self.stored:
                 self._start(requests, self.stored[family])
-        self._prefill(fresh, left)
+        self._extend([requests for requests in fresh if self._remembered(requests[0])], left)
+        self._prefill([requests for requests in fresh if not self._remembered(requests[0])], left)
         self.stored = {family: stored for family, stored in self.stored.items() if family in left}
 
     def _prefill(self, families: list[list[Request]], left: set[tuple[bytes, Sampling]]) -> None:
@@ -238,10 +263,37 @@ class NativeEngine:
         )
         self.stats.computed_tokens += tree.num_nodes
         for slot, requests, path in zip(slots, families, tree.paths, strict=True):
-            branch = Branch(requests, len(path), hidden[path[-1]], slot)
-            self.branches.append(branch)
-            if requests[0].family in left:
-                self.stored[requests[0].family] = StoredPrompt(self.cache.read(slot, len(path)), branch.hidden)
+            self._begin(Branch(requests, len(path), hidden[path[-1]], slot), left)
+
+    def _extend(self, families: list[list[Request]], left: set[tuple[bytes, Sampling]]) -> None:
+        """The same for families whose prompts go on from a history: only what is new is computed."""
+        if not families:
+            return
+        slots = range(len(self.branches), len(self.branches) + len(families))
+        self.cache.reserve(max(len(requests[0].prompt) for requests in families))
+        pasts = [self._remembered(requests[0]) for requests in families]
+        for slot, requests in zip(slots, families, strict=True):
+            assert requests[0].memory is not None
+            self.cache.write(slot, requests[0].memory.cache)
+        new = [requests[0].prompt[past:] for requests, past in zip(families, pasts, strict=True)]
+        context = Extend(self.cache, slots, self._tensor(pasts), self._tensor([len(tokens) for tokens in new]))
+        tokens = torch.from_numpy(np.concatenate(new)).to(self.device)
+        hidden = forward_hidden(self.model, tokens, context.positions, context)
+        self.stats.computed_tokens += len(tokens)
+        ends = np.cumsum([len(tokens) for tokens in new]) - 1
+        for slot, requests, end in zip(slots, families, ends.tolist(), strict=True):
+            self._begin(Branch(requests, len(requests[0].prompt), hidden[end], slot), left)
+
+    def _begin(self, branch: Branch, left: set[tuple[bytes, Sampling]]) -> None:
+        self.branches.append(branch)
+        family = branch.requests[0].family
+        if family in left:
+            self.stored[family] = StoredPrompt(self.cache.read(branch.slot, branch.length), branch.hidden)
+
+    def _remembered(self, request: Request) -> int:
+        """Tokens of its prompt that need not be computed."""
+        memory = request.memory
+        return memory.length if memory is not None and memory.version == self.version else 0
 
     def _start(self, requests: list[Request], stored: StoredPrompt) -> None:
         slot, length = len(self.branches), len(requests[0].prompt)
@@ -271,6 +323,7 @@ class NativeEngine:
         self.stats.generated_tokens += len(requests)
         for (_, request), token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
             self._append(request, token, logprob)
+        self._keep()
         self._fork()
         return [request for _, request in requests if request.finish is not None]
 
@@ -290,6 +343,19 @@ class NativeEngine:
         longest = max(len(stop) for stop in request.sampling.stop)
         tail = self.tokenizer.decode(request.tokens[-(longest + 8) :], skip_special_tokens=False)
         return any(stop in tail for stop in request.sampling.stop)
+
+    def _keep(self) -> None:
+        """Histories for those of the finished requests that will be gone on from; they share their branch's."""
+        room = self.max_sequences * self.max_length - sum(history.length for history in self.histories)
+        for branch in self.branches:
+            finished = [request for request in branch.requests if request.finish is not None]
+            history = None
+            if branch.length <= room and any(request.keep for request in finished):
+                history = History(self.cache.read(branch.slot, branch.length), branch.length, self.version)
+                self.histories.add(history)
+                room -= branch.length
+            for request in finished:
+                request.memory = history if request.keep else None
 
     def _fork(self) -> None:
         """Regroups the unfinished requests by what they drew, and gives every group one of the first slots."""

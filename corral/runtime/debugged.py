@@ -3,6 +3,7 @@ them. With --post-mortem besides, a debugger opens where they fail; otherwise th
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult
 from corral.recipe.schema import Recipe
 from corral.rewards.here import RewardsHere
+from corral.rewards.pools import Pools
 from corral.runtime.player import Player
-from corral.runtime.roles import build_role
+from corral.runtime.roles import build_role, rewarded
 from corral.runtime.terminal import open_at
 from corral.runtime.worker import Site
 
@@ -22,20 +24,21 @@ OPENED = "corral.runtime.debugged:build_opened"
 
 def build_here(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
     if role == "rewards":
-        return RewardsHere(recipe.environment.reward)
+        return Pools(rewarded(recipe), RewardsHere)
     made = build_role(role, site, recipe, resume_from)
     if isinstance(made, Player):
-        made.driver.env_timeout_s = math.inf
+        for kind in made.driver.envs.kinds.values():
+            kind.timeout_s = math.inf
     return made
 
 
 def build_opened(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
     if role == "rewards":
-        return RewardsHere(recipe.environment.reward, on_error=open_at)
+        return Pools(rewarded(recipe), lambda reward: RewardsHere(reward, on_error=open_at))
     made = build_here(role, site, recipe, resume_from)
     if isinstance(made, Player):
-        make_env = made.driver.make_env
-        made.driver.make_env = lambda: Opened(make_env)
+        for kind in made.driver.envs.kinds.values():
+            kind.make = partial(Opened, kind.make)
     return made
 
 
@@ -45,7 +48,10 @@ class Opened:
     def __init__(self, make_env: Callable[[], Env]) -> None:
         with opening():
             self.env = make_env()
-        self.bounds_itself = getattr(self.env, "bounds_itself", False)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else an environment may have (see `envs/base.py`) is its own."""
+        return getattr(self.env, name)
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         with opening():

@@ -4,17 +4,20 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Recipe
 from corral.runtime.group import Group, LocalGroup
+from corral.runtime.services import Services
 from corral.runtime.worker import BUILDER, Worker
 
 
 class LocalRuntime:
     """Has what `RayRuntime` has, with one device."""
 
-    def __init__(self, recipe: Recipe, placement: Placement, *, builder: str = BUILDER) -> None:
+    def __init__(self, recipe: Recipe, placement: Placement, logs: Path = Path(), *, builder: str = BUILDER) -> None:
         self.placement, self.builder = placement, builder
+        self.services = Services(recipe.cluster.services, logs)
         self.timeout_s = recipe.cluster.call_timeout_s
         self.worker = Worker(0, 1, "127.0.0.1", timeout_s=self.timeout_s, threads=recipe.train.threads)
         self.groups: dict[str, Group] = {"worker": LocalGroup("worker", [self.worker], self.timeout_s)}
@@ -30,6 +33,11 @@ class LocalRuntime:
         facts = self.worker.build(self.builder, role, recipe, resume_from)
         self.groups[role] = LocalGroup(role, [self.worker.site.hosted[role]], self.timeout_s)
         return [facts]
+
+    async def await_services(self) -> None:
+        problems = await asyncio.to_thread(self.services.wait)
+        if problems:
+            raise RunError(problems[0])
 
     async def watch(self) -> None:
         """There is no node to lose."""
@@ -47,3 +55,4 @@ class LocalRuntime:
 
     def close(self) -> None:
         self.worker.close()
+        self.services.close()

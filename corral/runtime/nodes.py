@@ -9,11 +9,12 @@ import contextlib
 import ipaddress
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ import ray
 
 from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
+from corral.recipe.schema import Service
 from corral.runtime import exits
 from corral.runtime.network import CONNECT_S, answers, interface_towards
 from corral.runtime.remote_debugger import Kind, kind_here
+from corral.runtime.services import Services
 
 RANK_LABEL = "corral.rank"
 """`ray start --labels corral.rank=3`: the node's place in the numbering of devices."""
@@ -77,11 +80,17 @@ class NodeFacts:
 class NodeAgent:
     """An actor on every node, beside the workers. It imports no torch, so it is there soon and stays small."""
 
-    def __init__(self, head: str, marker: Path, token: str) -> None:
-        """`token`: the run's; an agent that Ray started again finds what was there before."""
+    def __init__(
+        self, head: str, marker: Path, token: str, services: Mapping[str, Service], run_folder: Path | None
+    ) -> None:
+        """`token`: the run's; an agent that Ray started again finds what was there before. `run_folder`: in which the
+        controller was started, if that is to be found everywhere."""
         self.folder = Path(tempfile.gettempdir()) / f"corral-{token}"
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.head, self.marker = head, marker
+        logs = marker.parent / "services" / socket.gethostname() if marker.parent.is_dir() else self.folder
+        known = run_folder is not None and run_folder.is_dir()
+        self.services = Services(services, logs, run_folder if known else None)
 
     def facts(self) -> NodeFacts:
         cores = len(os.sched_getaffinity(0))
@@ -92,6 +101,10 @@ class NodeAgent:
     def ping(self) -> None:
         """To answer is enough."""
 
+    def await_services(self) -> list[str]:
+        """What is wrong with them."""
+        return self.services.wait()
+
     def last_words(self, pid: int, log: Path) -> tuple[int | None, list[str]]:
         """The exit code of a worker that has ended, and the end of its log."""
         deadline = time.monotonic() + EXIT_WAIT_S
@@ -101,6 +114,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """Logs that are nowhere else stay."""
+        self.services.close()
         if not any(self.folder.glob("*.log")):
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corral.data.trajectory import Trajectory
-from corral.envs.registry import make_env_factory
+from corral.envs.registry import EnvSet
 from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import Recipe
-from corral.rewards.pool import Rewards
+from corral.rewards.pools import Pools
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt
 from corral.rollout.engine import Sampling
@@ -46,11 +46,11 @@ class Player:
 
     channel: Channel | None = None
 
-    def __init__(self, site: Site, recipe: Recipe, model: Any, pool: Rewards) -> None:
-        self.site, self.recipe, self.pool = site, recipe, pool
+    def __init__(self, site: Site, recipe: Recipe, model: Any, pools: Pools) -> None:
+        self.site, self.recipe, self.pools = site, recipe, pools
         self.tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, self.tokenizer)
-        self.driver = make_driver(recipe, self.engine, self.tokenizer, pool)
+        self.driver = make_driver(recipe, self.engine, self.tokenizer, pools)
         self.end_tokens = end_tokens(model, self.tokenizer) | frozenset(recipe.rollout.stop_token_ids)
         self.finished: list[Finished] = []
         self.failure: BaseException | None = None
@@ -150,7 +150,8 @@ class Player:
         )
 
     def close(self) -> None:
-        self.pool.close()
+        self.driver.envs.close()
+        self.pools.close()
         self.engine.close()
 
 
@@ -171,16 +172,16 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     )
 
 
-def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pool: Rewards) -> Driver:
-    rollout, environment = recipe.rollout, recipe.environment
+def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pools: Pools) -> Driver:
+    rollout = recipe.rollout
     return Driver(
         engine=engine,
-        make_env=make_env_factory(environment, pool),
+        envs=EnvSet(recipe.tagged_environments, pools.by_tag, rollout),
         chat=Chat(tokenizer, recipe.data.chat),
         max_turns=rollout.max_turns,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
-        env_timeout_s=environment.timeout_s,
-        on_error=environment.reward.on_error,
+        max_turn_tokens=rollout.max_turn_tokens,
+        max_observation_tokens=rollout.max_observation_tokens,
         seed=recipe.seed,
     )

@@ -119,6 +119,7 @@ class RayRuntime:
         await self._start_agents()
         check(self.debugger, self.nodes)
         await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
+        await asyncio.gather(*(self._await_services(node) for node in self.nodes))
         self.sets = [DeviceSet(roles, devices) for roles, devices in self.placement.groups().items()]
         self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
         self.groups["worker"] = self._group("worker", sorted(self.devices))
@@ -208,7 +209,7 @@ class RayRuntime:
         for node in self.nodes:
             where = NodeAffinitySchedulingStrategy(node.id, soft=False)
             options = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS)
-            node.agent = options.remote(head, marker, self.token)
+            node.agent = options.remote(head, marker, self.token, self.cluster.services, own_folder())
             node.gone = asyncio.wrap_future(node.lost)
             self.actors.append(node.agent)
         facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in self.nodes)
@@ -218,6 +219,12 @@ class RayRuntime:
         finally:
             marker.unlink(missing_ok=True)
         self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s, self.gcs_address)
+
+    async def _await_services(self, node: Node) -> None:
+        if self.cluster.services:
+            problems = await self._in_time(node.agent.await_services.remote(), node, "what `cluster.services` names")
+            if problems:
+                raise RunError(f"{node}: {problems[0]}")
 
     async def _start_node(self, node: Node, bundles: dict[int, int]) -> None:
         """The processes of a node. Which accelerator each got is known afterwards: devices are numbered by these."""
@@ -256,7 +263,7 @@ class RayRuntime:
             timeout_s=self.cluster.call_timeout_s,
             threads=threads,
             log=device.log,
-            folder=None if given_by_ray(Path.cwd()) else Path.cwd(),
+            folder=own_folder(),
             environment={name: value for name, value in interfaces.items() if value is not None},
             chosen={name: os.environ[name] for name in self.cluster.environment if name in os.environ},
             debugger=WorkerDebugger(
@@ -304,6 +311,11 @@ class RayRuntime:
     def _group(self, role: str, devices: Sequence[int]) -> RayGroup:
         own = [self.devices[number] for number in devices]
         return RayGroup(role, own, self.nodes, self.cluster.call_timeout_s, self.cluster.node_timeout_s)
+
+
+def own_folder() -> Path | None:
+    """In which the controller works, and so the workers. None: Ray has put a copy of it on every node."""
+    return None if given_by_ray(Path.cwd()) else Path.cwd()
 
 
 def accelerator_order(process: Process) -> tuple[int, str]:

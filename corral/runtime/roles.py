@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from corral.envs.registry import uses_rewards
 from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
-from corral.recipe.schema import Recipe
-from corral.rewards.pool import ScorerPool
+from corral.recipe.schema import Environment, Recipe
+from corral.rewards.pools import Pools
 from corral.runtime.player import Player
 from corral.runtime.trainers import Actor, Critic, Scorer
 from corral.runtime.worker import Site
@@ -21,13 +22,7 @@ def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) 
     trained = recipe.model.path if resume_from is None else str(resume_from)
     match role:
         case "rewards":
-            pool = ScorerPool(recipe.environment.reward)
-            try:
-                pool.check()
-            except BaseException:
-                pool.close()
-                raise
-            return pool
+            return Pools.start(rewarded(recipe))
         case "actor":
             return Actor("actor", site, recipe, trained)
         case "reference":
@@ -37,6 +32,11 @@ def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) 
         case "rollout":
             return Player(site, recipe, engine_model(site, recipe, trained), site.hosted["rewards"])
     raise ValueError(f"there is no role {role}")
+
+
+def rewarded(recipe: Recipe) -> dict[str, Environment]:
+    """Environments whose reward is a function's, by tag."""
+    return {tag: environment for tag, environment in recipe.tagged_environments.items() if uses_rewards(environment)}
 
 
 def engine_model(site: Site, recipe: Recipe, path: str) -> Any:

@@ -2,6 +2,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from corral.algorithms.advantages import (
     NEEDS_GREEDY_BASELINE,
     NEEDS_GROUPS,
     RewardedBatch,
+    Turns,
     gae,
     remax,
 )
@@ -152,7 +154,7 @@ def outcome_batch(rewards: list[float], groups: list[int] | None = None) -> Rewa
     )
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", REFERENCES)
 @quick
 @given(batch=rewarded, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95]))
 def test_estimators_match_lists_whatever_stands_on_other_tokens(
@@ -163,6 +165,91 @@ def test_estimators_match_lists_whatever_stands_on_other_tokens(
     advantages, returns = REFERENCES[name](batch, gamma, lam)
     assert_rows(result.advantages, batch.spread(advantages), 1e-7)
     assert_rows(result.returns, batch.spread(returns), 1e-7)
+
+
+Turn = tuple[int, list[int], int]
+"""Trajectory, places of its generated tokens, state."""
+
+
+def turns_of(batch: Ragged, random: Random) -> list[Turn]:
+    """Runs of generated tokens, in states of which there are three."""
+    turns: list[Turn] = []
+    for row, mask in enumerate(batch.masks):
+        for place, generated in enumerate(mask):
+            if generated and (place == 0 or not mask[place - 1]):
+                turns.append((row, [], random.randrange(3)))
+            if generated:
+                turns[-1][1].append(place)
+    return turns
+
+
+def turn_reference(batch: Ragged, turns: list[Turn], gamma: float, by: Callable[[int], object]) -> tuple[Rows, Rows]:
+    """Advantages and returns of each turn against those of its group's for which `by` is the same."""
+    rewards = [sum(batch.columns[0][row][place] for place in places) for row, places, _ in turns]
+    returns = [
+        sum(
+            gamma**later * r
+            for later, r in enumerate(r for r, t in zip(rewards[i:], turns[i:], strict=True) if t[0] == turns[i][0])
+        )
+        for i in range(len(turns))
+    ]
+    advantages = []
+    for i, (row, _, _) in enumerate(turns):
+        peers = [
+            returns[j]
+            for j, (other, _, _) in enumerate(turns)
+            if batch.groups[other] == batch.groups[row] and by(j) == by(i)
+        ]
+        advantages.append((returns[i] - mean(peers)) / (std(peers) + 1e-6))
+    return per_token(batch, turns, advantages), per_token(batch, turns, returns)
+
+
+def per_token(batch: Ragged, turns: list[Turn], numbers: list[float]) -> Rows:
+    rows = [[0.0] * len(mask) for mask in batch.masks]
+    for (row, places, _), number in zip(turns, numbers, strict=True):
+        for place in places:
+            rows[row][place] = number
+    return rows
+
+
+@pytest.mark.parametrize("name", ["turn_grpo", "gigpo"])
+@quick
+@given(batch=rewarded, gamma=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 2**32))
+def test_turns_are_compared_with_their_peers(name: str, batch: Ragged, gamma: float, seed: int) -> None:
+    turns = turns_of(batch, Random(seed))
+    starts = batch.offsets.tolist()
+    ends, rows, states = (
+        [t[i] for t in [(starts[row] + places[-1], row, state) for row, places, state in turns]] for i in range(3)
+    )
+    tensors = replace(
+        rewarded_batch(batch, batch.poisoned()),
+        turns=Turns(*(torch.tensor(column, dtype=torch.int64) for column in (ends, rows, states))),
+    )
+    place = [sum(1 for earlier in rows[:i] if earlier == row) for i, row in enumerate(rows)]
+    if name == "turn_grpo":
+        result = ADVANTAGES[name](tensors, turn_gamma=gamma)
+        advantages, returns = turn_reference(batch, turns, gamma, lambda i: place[i])
+    else:
+        result = ADVANTAGES[name](tensors, turn_gamma=gamma, turn_weight=0.5)
+        by_state, returns = turn_reference(batch, turns, gamma, lambda i: states[i])
+        whole = batch.spread(REFERENCES["grpo"](batch, 1.0, 1.0)[0])
+        advantages = [[a + 0.5 * s for a, s in zip(*pair, strict=True)] for pair in zip(whole, by_state, strict=True)]
+    assert_rows(result.advantages, advantages, 1e-7)
+    assert_rows(result.returns, returns, 1e-7)
+
+
+def test_gigpo_prefers_the_action_that_paid_where_two_trajectories_met() -> None:
+    """Both win; one of them loses a turn by walking into a wall, and is in the first state twice."""
+    batch = RewardedBatch(
+        token_rewards=torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0]),
+        mask=torch.ones(5, dtype=torch.bool),
+        offsets=torch.tensor([0, 2, 5]),
+        groups=torch.tensor([0, 0]),
+        turns=Turns(torch.arange(5), torch.tensor([0, 0, 1, 1, 1]), torch.tensor([7, 8, 7, 7, 8])),
+    )
+    direct, last, wall, again, last_too = ADVANTAGES["gigpo"](batch, turn_gamma=0.5).advantages.tolist()
+    assert direct == again > 0 > wall
+    assert last == last_too == 0
 
 
 @pytest.mark.parametrize(

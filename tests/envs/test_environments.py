@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from corral.data.rows import Row
 from corral.envs.base import StepResult
-from corral.envs.registry import make_env_factory
+from corral.envs.registry import EnvSet
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
 from corral.rewards.pool import ScorerPool
@@ -34,6 +34,10 @@ class Counter:
 
 class Incomplete:
     async def reset(self, row, seed): ...
+    async def close(self): ...
+
+class Mixed:
+    async def reset(self, row, seed): ...
     def step(self, reply): ...
     async def close(self): ...
 
@@ -54,9 +58,13 @@ def counter(tmp_path: Path) -> str:
     return f"{tmp_path}/counter.py"
 
 
+def open_one(environment: Environment, pool: ScorerPool) -> Callable[[], Any]:
+    return EnvSet({"": environment}, {"": pool}).kinds[""].make
+
+
 def play(environment: Environment, pool: ScorerPool, reply: str, row: Row = ROW) -> tuple[Any, list[StepResult]]:
     async def until_done() -> tuple[Any, list[StepResult]]:
-        env = make_env_factory(environment, pool)()
+        env = open_one(environment, pool)()
         first, steps = await env.reset(row, seed=0), [await env.step(reply)]
         while not steps[-1].done:
             steps.append(await env.step(reply))
@@ -80,7 +88,7 @@ def test_a_failed_reward_is_told_with_the_step(pool: ScorerPool) -> None:
 
 
 def test_each_call_of_the_factory_makes_a_new_environment(pool: ScorerPool) -> None:
-    make = make_env_factory(Environment(), pool)
+    make = open_one(Environment(), pool)
     assert make() is not make()
 
 
@@ -90,7 +98,7 @@ def test_a_users_class_is_an_environment(pool: ScorerPool, counter: str) -> None
 
 
 def test_a_users_class_gets_the_pool_if_it_asks(pool: ScorerPool, counter: str) -> None:
-    made: Any = make_env_factory(Environment(name=f"{counter}:Counter", options={"limit": 3}), pool)()
+    made: Any = open_one(Environment(name=f"{counter}:Counter", options={"limit": 3}), pool)()
     assert made.pool is pool
 
 
@@ -102,6 +110,7 @@ def test_a_users_class_gets_the_pool_if_it_asks(pool: ScorerPool, counter: str) 
         ("{file}:Counter", {}, "its options don't fit: missing a required argument: 'limit'"),
         ("{file}:Conter", {}, "has no `Conter`; did you mean `Counter`?"),
         ("{file}:Incomplete", {}, "must have a method `async def step`"),
+        ("{file}:Mixed", {}, "reset, step, close must all be `async def`, or none of them"),
         ("{file}:function", {}, "is not a class"),
         ("no_such_module_here:Env", {}, "there is no module `no_such_module_here`"),
     ],
@@ -110,4 +119,13 @@ def test_an_environment_that_can_not_be_made_is_an_error(
     pool: ScorerPool, counter: str, name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        make_env_factory(Environment(name=name.replace("{file}", counter), options=options), pool)
+        open_one(Environment(name=name.replace("{file}", counter), options=options), pool)
+
+
+def test_a_row_says_which_of_several_environments_plays_it(pool: ScorerPool, counter: str) -> None:
+    several = {"lake": Environment(name="frozen_lake"), "count": Environment(name=f"{counter}:Counter")}
+    several["count"].options["limit"] = 1
+    envs = EnvSet(several, {})
+    assert envs.kind_of(Row([], None, "", {"environment": "count"})).tag == "count"
+    with pytest.raises(UserError, match="column `environment` is 'sea', and `environments` has lake, count"):
+        envs.kind_of(Row([], None, "", {"environment": "sea"}))

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ from transformers import AutoModelForCausalLM
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.registry import make_env_factory
+from corral.envs.registry import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
-from corral.rewards.pool import ScorerPool
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt
 from corral.rollout.engine import Sampling
@@ -132,6 +132,42 @@ class RewardIsNaN(Base):
         return StepResult([], float("nan"), done=True)
 
 
+class Inline(Base):
+    """Speaks within the model's own turn."""
+
+    inline = True
+    last_turns = 1
+
+    async def step(self, reply):
+        return StepResult([{"role": "user", "content": "<info>" + "blah " * 2 + "</info>"}], 0.0, False, closing="</info>")
+
+    def summary(self):
+        return {"seen": 1.0}
+
+
+class Counted(Base):
+    at_once = most = 0
+
+    async def reset(self, row, seed):
+        Counted.at_once += 1
+        Counted.most = max(Counted.most, Counted.at_once)
+        return row.prompt
+
+    async def close(self):
+        Counted.at_once -= 1
+
+
+class Wanders(Base):
+    """Says where the model is: in one of two places, whatever it is told."""
+
+    def __init__(self):
+        self.turn = 0
+
+    async def step(self, reply):
+        self.turn += 1
+        return StepResult([{"role": "user", "content": f"{self.turn}."}], 0.0, False, state="ab"[self.turn % 2])
+
+
 class BadMessages(Base):
     async def step(self, reply):
         return StepResult(["hello"], 0.0, done=False)
@@ -171,7 +207,7 @@ def engine() -> Iterator[NativeEngine]:
     register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval()
-    engine = NativeEngine(model, tiny_tokenizer(), max_sequences=8, max_prefill_tokens=512, max_length=100)
+    engine = NativeEngine(model, tiny_tokenizer(), max_sequences=8, max_prefill_tokens=512, max_length=400)
     yield engine
     engine.close()
 
@@ -194,23 +230,33 @@ class Play:
         self.tokenizer = engine.tokenizer
 
     def __call__(
-        self, name: str, *, samples: int = 1, max_turns: int = 2, max_tokens: int = 5, template: str | None = None
+        self,
+        name: str,
+        *,
+        samples: int = 1,
+        max_turns: int = 2,
+        max_tokens: int = 5,
+        template: str | None = None,
+        max_turn_tokens: int | None = None,
+        max_observation_tokens: int | None = None,
+        budget: int = BUDGET,
+        **more: Any,
     ) -> list[Trajectory]:
         """Every turn has up to `max_tokens` tokens; the end-of-turn token is as likely as any other."""
-        pool = ScorerPool(Reward())
+        environment = Environment(name=f"{self.environments}:{name}", timeout_s=0.3, reward=Reward(on_error=-1.0), **more)
         chat_tokenizer = tiny_tokenizer()
         if template is not None:
             chat_tokenizer.chat_template = template
         driver = Driver(
             engine=self.engine,
-            make_env=make_env_factory(Environment(name=f"{self.environments}:{name}"), pool),
+            envs=EnvSet({"": environment}, {}),
             chat=Chat(chat_tokenizer, True),
             max_turns=max_turns,
             max_prompt_tokens=60,
-            max_response_tokens=BUDGET,
-            env_timeout_s=0.3,
-            on_error=-1.0,
+            max_response_tokens=budget,
             seed=7,
+            max_turn_tokens=max_turn_tokens,
+            max_observation_tokens=max_observation_tokens,
         )
         row = Row([Message(role="user", content="Hello?")], None, "", {})
         prompt = Prompt(3, 0, row, render_prompt(self.tokenizer, row, True))
@@ -381,3 +427,54 @@ WITHOUT_END = "{% for message in messages %}{{ message['content'] }}\n{% endfor 
 def test_a_template_that_cannot_be_extended_is_refused(play: Play, template: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         play("TwoTurns", template=template)
+
+
+def test_an_inline_observation_continues_the_models_own_turn_unless_it_was_closed(play: Play) -> None:
+    inline, as_message = 0, 0
+    for trajectory in play("Inline", samples=8, max_turns=1, max_tokens=3, budget=80):
+        (_, _), (_, first), (_, observation), (_, _) = turns(trajectory)
+        text = play.text(np.array(observation))
+        if first[-1] == play.tokenizer.eos_token_id:
+            as_message += 1
+            assert text.startswith("\n<|start|>user\n<info>bl")
+        else:
+            inline += 1
+            assert text == "<info>blah blah </info>"
+    assert inline and as_message + inline == 8
+
+
+def test_last_turns_come_on_top_and_the_summary_is_asked_when_they_are_over(play: Play) -> None:
+    [trajectory] = play("Inline", max_turns=1, max_tokens=2)
+    assert len(trajectory.turn_rewards) == 2
+    assert trajectory.stop is StopReason.TURNS
+    assert trajectory.metrics["seen"] == 1.0
+
+
+def test_a_turn_has_its_own_limit_of_tokens(play: Play) -> None:
+    for trajectory in play("TwoTurns", samples=4, max_tokens=30, max_turn_tokens=2):
+        assert all(len(tokens) <= 2 for generated, tokens in turns(trajectory) if generated)
+
+
+def test_a_long_observation_is_cut_and_keeps_its_closing_tag(play: Play) -> None:
+    cut = [t for t in play("Inline", samples=8, max_tokens=2, max_turns=1, max_observation_tokens=15, budget=80)]
+    for trajectory in cut:
+        (_, _), (_, first), (_, observation), (_, _) = turns(trajectory)
+        assert trajectory.metrics["cut_observations"] == 1.0
+        if first[-1] != play.tokenizer.eos_token_id:
+            assert play.text(np.array(observation)) == "<info>bl</info>"
+
+
+def test_no_more_environments_are_open_than_the_recipe_allows(play: Play) -> None:
+    trajectories = play("Counted", samples=7, concurrency=2)
+    assert len(trajectories) == 7
+    assert all(trajectory.error is None for trajectory in trajectories)
+    from corral.data.plugins import load_object
+
+    assert load_object(f"{play.environments}:Counted", "environment").most == 2
+
+
+def test_states_are_numbered_by_what_the_environment_says_they_are(play: Play) -> None:
+    [trajectory] = play("Wanders", max_turns=5, max_tokens=1, budget=300)
+    begin, *later = trajectory.turn_states
+    assert begin not in later
+    assert later[0] == later[2] != later[1] == later[3]

@@ -199,3 +199,58 @@ def test_exact_attention_makes_log_probs_independent_of_the_batch_to_the_last_bi
         abs(a - b) for other in others for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True)
     )
     assert difference == 0 if platform.machine() == "aarch64" else difference < 1e-6
+
+
+async def two_turns(
+    engine: NativeEngine, prompt: list[int], seed: int, *, keep: bool = True
+) -> tuple[list[int], Completion]:
+    """A turn of up to 6 tokens, 3 tokens from elsewhere, and another turn."""
+    sampling = Sampling(max_tokens=6)
+    first = await engine.generate(prompt, sampling, seed, keep=keep)
+    whole = [*prompt, *first.tokens, 20, 21, 22]
+    return whole, await engine.generate(whole, sampling, seed + 1, memory=first.memory)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str) -> None:
+    async def conversations(engine: NativeEngine, keep: bool) -> list[tuple[list[int], Completion]]:
+        return await asyncio.gather(*(two_turns(engine, p, 10 * i, keep=keep) for i, p in enumerate(PROMPTS * 3)))
+
+    remembering, forgetting = make_engine(family), make_engine(family)
+    found = asyncio.run(conversations(remembering, keep=True))
+    again = asyncio.run(conversations(forgetting, keep=False))
+    for (whole, completion), (same, other) in zip(found, again, strict=True):
+        assert whole == same
+        assert completion.tokens == other.tokens
+        assert completion.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+        expected = reference_logprobs(remembering, whole, completion.tokens, 1.0)
+        assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert remembering.stats.computed_tokens < forgetting.stats.computed_tokens
+    assert not remembering.histories  # nobody can come back with one any more
+
+
+def test_a_history_of_other_weights_is_not_gone_on_from() -> None:
+    engine = make_engine()
+
+    async def with_an_update() -> tuple[list[int], Completion]:
+        first = await engine.generate(PROMPTS[0], Sampling(max_tokens=4), 1, keep=True)
+        engine.load([(name, weight * 0.5) for name, weight in engine.model.named_parameters()], 1)
+        whole = [*PROMPTS[0], *first.tokens, 20]
+        return whole, await engine.generate(whole, Sampling(max_tokens=4), 2, memory=first.memory)
+
+    whole, completion = asyncio.run(with_an_update())
+    expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
+    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_histories_have_no_more_tokens_than_the_cache() -> None:
+    engine = make_engine(max_sequences=2)
+
+    async def many() -> list[Completion]:
+        prompts = [list(range(3, 3 + 60 + i)) for i in range(12)]
+        sampling = Sampling(max_tokens=2)
+        return await asyncio.gather(*(engine.generate(prompt, sampling, 1, keep=True) for prompt in prompts))
+
+    kept = [completion.memory for completion in asyncio.run(many())]
+    assert 0 < sum(memory is not None for memory in kept) < 12
+    assert sum(memory.length for memory in kept if memory is not None) <= 2 * 256  # type: ignore[attr-defined]

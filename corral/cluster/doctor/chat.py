@@ -1,12 +1,6 @@
-"""Whether a conversation can be extended token by token with the recipe's tokenizer and chat template.
-
-Corral renders a prompt once and only appends to it. A template that renders an earlier turn differently when a new one
-follows (many drop what a model thought) makes other programs see other tokens than the model was trained on; and where
-the model is to play several turns, the run stops.
-"""
+"""Whether the recipe's tokenizer and chat template take its prompts, and several turns (see `rollout/prefix.py`)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from corral.cluster.doctor.findings import Finding
@@ -16,64 +10,7 @@ from corral.data.sources import fit_prompts, render_prompt
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Recipe
 from corral.rollout.chat import Chat
-
-AROUND = 3
-"""Tokens shown on each side of the first that differs."""
-FIX = "give a template that only appends as `model.chat_template`"
-
-TURNS = [
-    Message(role="user", content="What is 2 + 3?"),
-    Message(role="assistant", content="It is 5."),
-    Message(role="user", content="And 4 + 4?"),
-    Message(role="assistant", content="8"),
-    Message(role="user", content="Thanks."),
-]
-THOUGHTS = [
-    Message(role="user", content="What is 2 + 3?"),
-    Message(role="assistant", content="<think>\nTwo and three.\n</think>\n\nIt is 5."),
-    Message(role="user", content="And 4 + 4?"),
-]
-
-
-@dataclass(frozen=True)
-class Break:
-    """Where a conversation does not go on as it began."""
-
-    num_messages: int
-    """Of the beginning."""
-    opening: bool
-    """The beginning ended with the opening of the model's turn."""
-    token: int
-    """The first that differs."""
-    began: str
-    """What the beginning has there."""
-    became: str
-
-    def __str__(self) -> str:
-        after = "the opening of the model's turn" if self.opening else f"message {self.num_messages}"
-        return f"behind {after} token {self.token} was {self.began!r} and becomes {self.became!r} with the next message"
-
-
-def breaks(tokenizer: Any, messages: Sequence[Message]) -> Iterator[Break]:
-    """Every beginning of the conversation against the one that is longer by a message."""
-
-    def render(count: int, opening: bool) -> list[int]:
-        part = list(messages[:count])
-        return list(tokenizer.apply_chat_template(part, add_generation_prompt=opening, return_dict=False))
-
-    for count in range(1, len(messages)):
-        whole = render(count + 1, False)
-        for opening in (False, True) if messages[count]["role"] == "assistant" else (False,):
-            start = render(count, opening)
-            if whole[: len(start)] != start:
-                at = first_difference(start, whole)
-                cut = slice(max(0, at - AROUND), at + AROUND)
-                yield Break(count, opening, at, tokenizer.decode(start[cut]), tokenizer.decode(whole[cut]))
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+from corral.rollout.prefix import DROPS_THOUGHTS, FIX, THOUGHTS, TURNS, breaks
 
 
 def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
@@ -97,7 +34,7 @@ def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
     if found is not None:
         yield Finding("warning" if several else "note", "chat template", f"{found}", FIX if several else "")
     elif thought is not None:
-        what = f"the template drops what a model thought in earlier turns ({thought}); Corral keeps what was generated"
+        what = f"{DROPS_THOUGHTS} ({thought}); Corral keeps what was generated"
         yield Finding("warning" if several else "note", "chat template", what, FIX if several else "")
     else:
         yield Finding("ok", "chat template", "a conversation is only ever extended")

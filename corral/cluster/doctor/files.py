@@ -43,7 +43,14 @@ def named_in(recipe: Recipe, file: Path) -> list[Named]:
     for part in ("model", "critic", "reference"):
         path = getattr(recipe, part).path
         found += [] if path is None else [named_model(f"{part}.path", path, everywhere)]
-    code = {"environment.reward.name": recipe.environment.reward.name, "environment.name": recipe.environment.name}
+    for name, service in recipe.cluster.services.items():
+        if service.retriever is not None:
+            index = str(Path(service.retriever).expanduser().resolve())
+            found.append(Named(f"cluster.services.{name}.retriever", index, "path", everywhere))
+    code: dict[str, str] = {}
+    for tag, environment in recipe.tagged_environments.items():
+        where = f"environments.{tag}" if tag else "environment"
+        code |= {f"{where}.reward.name": environment.reward.name, f"{where}.name": environment.name}
     found += [named_code(key, spec, everywhere) for key, spec in code.items() if is_spec(spec)]
     template = recipe.model.chat_template
     if template is not None and "{" not in template:

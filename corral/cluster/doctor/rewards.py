@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from corral.cluster.doctor.findings import Finding
 from corral.data.rows import Row
-from corral.envs.registry import make_env_factory
+from corral.envs.registry import EnvSet, uses_rewards
 from corral.recipe.errors import UserError
 from corral.recipe.plan import Plan, num_trajectories
 from corral.recipe.schema import Environment
@@ -45,8 +45,11 @@ def try_reward(environment: Environment, rows: Sequence[Row], max_tokens: int) -
     began = time.monotonic()
     pool = None
     try:
+        if not uses_rewards(environment):
+            EnvSet({"": environment}, {}).close()
+            return Trial(())
         pool = ScorerPool(environment.reward)
-        make_env_factory(environment, pool)
+        EnvSet({"": environment}, {"": pool}).close()
         pool.check()
         load_s = time.monotonic() - began
         return Trial(asyncio.run(score_all(pool, rows, max_tokens)), load_s)
@@ -69,8 +72,8 @@ async def score_all(pool: ScorerPool, rows: Sequence[Row], max_tokens: int) -> t
     return tuple(calls)
 
 
-def check_reward(trial: Trial, plan: Plan) -> Iterator[Finding]:
-    reward = plan.recipe.environment.reward
+def check_reward(trial: Trial, plan: Plan, tag: str = "") -> Iterator[Finding]:
+    reward = plan.recipe.tagged_environments[tag].reward
     name = f"`{reward.name}`"
     if trial.error:
         yield Finding(

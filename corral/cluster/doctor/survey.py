@@ -301,16 +301,18 @@ class Survey:
         data, rollout = plan.recipe.data, plan.recipe.rollout
         source = data.train.model_copy(update={"max_rows": min(data.train.max_rows or PROMPTS, PROMPTS)})
         try:
-            rows = load_rows(source, data)
+            rows = load_rows(source, data, plan.recipe.shares)
         except UserError as error:
             self.add([Finding("error", "data", str(error))])
             return
         self.chat(plan.recipe, rows)
         self.order.say("calling the reward function")
         everywhere = self.crowd.places if runs_on_ray(plan.recipe) else [self.own]
-        arguments = [plan.recipe.environment, rows[:NUM_ROWS], rollout.max_response_tokens]
-        for place, trial in self.ask("try_reward", lambda _: arguments, only=everywhere).items():
-            self.add(at(place, check_reward(trial, plan)))
+        for tag, environment in plan.recipe.tagged_environments.items():
+            some = [row for row in rows if row.extra.get("environment", tag) == tag][:NUM_ROWS]
+            arguments = [environment, some, rollout.max_response_tokens]
+            for place, trial in self.ask("try_reward", lambda _, given=arguments: given, only=everywhere).items():
+                self.add(at(place, check_reward(trial, plan, tag)))
 
     def chat(self, recipe: Recipe, rows: Sequence[Any]) -> None:
         from corral.cluster.doctor.chat import check_chat, check_prompts

@@ -1,0 +1,92 @@
+"""`corral env test`: try an environment out before training in it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from corral.recipe.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from corral.data.rows import Row
+
+app = typer.Typer(help="Try environments out.", no_args_is_help=True)
+
+
+def register(main: typer.Typer) -> None:
+    main.add_typer(app, name="env")
+
+
+@app.callback()
+def env() -> None:
+    """Try environments out."""
+
+
+@app.command("test")
+def try_environment(
+    name: Annotated[str, typer.Argument(help="frozen_lake, sokoban, ..., module:Class or file.py:Class.")],
+    options: Annotated[str, typer.Option(help="Its options, as in a recipe: '{size: 5, slippery: true}'.")] = "{}",
+    episodes: Annotated[int, typer.Option(min=1, help="Games to play.")] = 200,
+    max_turns: Annotated[int, typer.Option(min=1, help="Of a game.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of boards and players.")] = 0,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Rows to play with instead of boards: rows.jsonl, reasoning_gym:TASK.", show_default=False),
+    ] = None,
+    reward: Annotated[str, typer.Option(help="Reward function, for environments that ask for one.")] = "exact",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one call of the environment.")] = 10.0,
+) -> None:
+    """Play an environment with random and best players, and check that it keeps the rules.
+
+    The same seed must be the same game, here and in another process; no reply may make it raise or hang. Exits with 1
+    if something is wrong.
+    """
+    from corral.envs.checks import try_out
+    from corral.recipe.schema import Environment, Reward
+
+    environment = Environment(name=name, options=parsed(options), reward=Reward(name=reward), timeout_s=timeout)
+    played = load(rows, episodes, seed)
+    print(f"{name}: {episodes} games of at most {max_turns} turns")
+    report = try_out(environment, [played[number % len(played)] for number in range(episodes)], max_turns, seed)
+    for line in report.passed:
+        print(f"  ok      {line}")
+    for line in report.failed:
+        print(f"  FAILED  {line}")
+    if report.failed:
+        raise RunError(f"{name}: {len(report.failed)} of {len(report.failed) + len(report.passed)} checks failed")
+    print(f"  {report.steps_per_s:,.0f} steps/s")
+    print(f"  random  {scores(report.floor.random_reward, report.floor.random_success)}")
+    print(f"  best    {scores(report.floor.best_reward, report.floor.best_success)}")
+    print("\nthe first messages of a game:")
+    for message in report.first_messages:
+        print("\n".join(f"  {message['role']:>9} | {line}" for line in message["content"].splitlines()))
+
+
+def parsed(options: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(options)
+    except yaml.YAMLError as error:
+        raise UserError(f"--options: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"--options must be a mapping, such as '{{size: 5}}'; it is {options!r}")
+    return found
+
+
+def load(rows: str | None, episodes: int, seed: int) -> "list[Row]":
+    from corral.data.sources import GENERATORS, load_rows
+    from corral.recipe.schema import Data, Source
+
+    path = "boards" if rows is None else rows
+    if path == "boards" or path.partition(":")[0] in GENERATORS:
+        source = Source(path=path, size=episodes, seed=seed)
+    else:
+        source = Source(path=str(Path(path).expanduser()), max_rows=episodes)
+    return load_rows(source, Data(train=source))
+
+
+def scores(reward: float | None, success: float | None) -> str:
+    if reward is None:
+        return "it has no such player"
+    return f"reward {reward:.3f}" + ("" if success is None else f", success {success:.1%}")

@@ -1,0 +1,223 @@
+"""`corral retriever build`, `serve` and `search`."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from corral.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from corral.retrieval.answer import Answerer
+
+Index = Annotated[Path, typer.Argument(help="The folder of the index.", show_default=False)]
+CorpusMoved = Annotated[
+    Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.", show_default=False)
+]
+Device = Annotated[str | None, typer.Option(help="For the encoder: cpu, cuda, cuda:1.", show_default=False)]
+RerankerName = Annotated[
+    str | None, typer.Option(help="A cross-encoder that orders what was found.", show_default=False)
+]
+Candidates = Annotated[int, typer.Option(min=1, help="Passages that the re-ranker looks at for each query.")]
+
+
+def register(app: typer.Typer) -> None:
+    retriever = typer.Typer(no_args_is_help=True, help="Search over a corpus of passages: build an index, serve it.")
+    for command in (build, serve, search):
+        retriever.command()(command)
+    app.add_typer(retriever, name="retriever")
+
+
+def build(
+    corpus: Annotated[
+        Path, typer.Argument(help='One {"id", "contents"} or {"id", "title", "text"} per line.', show_default=False)
+    ],
+    index: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    kind: Annotated[str, typer.Option(help="bm25 (words), flat (vectors, exact) or hnsw (vectors, fast).")] = "bm25",
+    encoder: Annotated[
+        str | None, typer.Option(help="For vectors: a sentence-transformers model.", show_default=False)
+    ] = None,
+    query_encoder: Annotated[
+        str | None, typer.Option(help="If queries have a model of their own, as in DPR.", show_default=False)
+    ] = None,
+    query_prefix: Annotated[
+        str | None, typer.Option(help="Before each query, if not what the encoder is known for.", show_default=False)
+    ] = None,
+    passage_prefix: Annotated[str | None, typer.Option(help="Before each passage.", show_default=False)] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="mean or cls, if not what the model says.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=8, help="What the encoder cuts a text to.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Passages that the encoder computes at once.")] = 64,
+    half: Annotated[bool, typer.Option("--half", help="Vectors in 16 bits.")] = False,
+    device: Device = None,
+    language: Annotated[
+        str, typer.Option(help="BM25: of stop words and endings; none: neither are treated.")
+    ] = "english",
+    k1: Annotated[float, typer.Option(min=0, help="BM25: how soon more of the same word counts no more.")] = 1.5,
+    b: Annotated[float, typer.Option(min=0, max=1, help="BM25: how much long passages are held back.")] = 0.75,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how large and how long it would be.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: for programs.")] = False,
+) -> None:
+    """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
+    from corral.retrieval.bm25 import Bm25Settings
+    from corral.retrieval.dense import DenseSettings
+    from corral.retrieval.encoder import EncoderSettings
+    from corral.retrieval.estimate import estimate, of_index, size
+    from corral.retrieval.index import build as build_index
+    from corral.retrieval.index import encoder_name
+
+    if pooling not in (None, "mean", "cls"):
+        raise UserError(f"--pooling {pooling} is neither mean nor cls")
+    if kind == "bm25" and encoder is not None:
+        raise UserError("--encoder has no effect on a bm25 index; say --kind flat or --kind hnsw")
+    dense = None
+    if encoder is not None:
+        names = encoder_name(encoder), None if query_encoder is None else encoder_name(query_encoder)
+        dense = DenseSettings(
+            EncoderSettings(*names, query_prefix, passage_prefix, pooling, max_tokens=max_tokens), half
+        )
+    bm25 = Bm25Settings(k1, b, language)
+    if dry_run:
+        said = estimate(corpus, kind, bm25=bm25, dense=dense, device=device, batch=batch)
+        print(json.dumps(said.as_dict(), indent=2) if as_json else "\n".join(said.lines()))
+        return
+    with progress_shown() as show:
+        build_index(corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show)
+    made = of_index(index)
+    print(f"{kind} index of {made.num_passages:,} passages in {index}, {size(made.disk_bytes)}")
+
+
+def serve(
+    index: Annotated[Path | None, typer.Argument(help="The folder of the index.", show_default=False)] = None,
+    online: Annotated[
+        Path | None, typer.Option(help="A YAML file about a search service, instead of an index.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Other than loopback: only with --token-file or --insecure.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    topk: Annotated[int, typer.Option(min=1, help="Passages for each query, where a request does not say.")] = 3,
+    reranker: RerankerName = None,
+    candidates: Candidates = 10,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Its content must come with each request, as bearer token.", show_default=False)
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may search without a token.")] = False,
+    max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
+    max_topk: Annotated[int, typer.Option(min=1, help="The most that a request may ask for.")] = 100,
+    max_query_chars: Annotated[int, typer.Option(min=1, help="Of one query.")] = 8192,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 * 2**20,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Queries that may wait; others are refused at once.")] = 8192,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request is given up.")] = 60.0,
+    corpus: CorpusMoved = None,
+    device: Device = None,
+) -> None:
+    """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
+    from corral.retrieval.server import is_loopback
+    from corral.retrieval.server import serve as run_server
+    from corral.retrieval.wire import Limits
+
+    if (index is None) == (online is None):
+        raise UserError("say what to search: the folder of an index, or --online with a file about a service")
+    if not is_loopback(host) and token_file is None and not insecure:
+        raise UserError(
+            f"on {host} other machines could search too: give --token-file, or --insecure if all of them may"
+        )
+    if topk > max_topk:
+        raise UserError(f"--topk {topk} is more than --max-topk {max_topk}")
+    token = None if token_file is None else read_token(token_file)
+    limits = Limits(max_body, max_queries, max_topk, max_query_chars, max_waiting, timeout)
+    load = loader(index, online, corpus, reranker, candidates, device)
+    run_server(load, host, port, token=token, topk=topk, limits=limits, say=lambda text: print(text, flush=True))
+
+
+def search(
+    index: Index,
+    query: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
+    topk: Annotated[int, typer.Option(min=1, help="How many passages.")] = 3,
+    reranker: RerankerName = None,
+    candidates: Candidates = 10,
+    corpus: CorpusMoved = None,
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Search once, without a server."""
+    from corral.retrieval.answer import Ask
+    from corral.retrieval.wire import result
+
+    answerer = loader(index, None, corpus, reranker, candidates, device)()
+    [found] = answerer.answer([Ask([query], topk)])
+    if as_json:
+        print(json.dumps(result(found, return_scores=True)["result"][0], indent=2, ensure_ascii=False))
+    elif not found[0]:
+        print("nothing found")
+    else:
+        for place, one in enumerate(found[0], 1):
+            print(f"{place}. {one.score:.4f}  [{one.passage.id}] {' '.join(one.passage.contents.split())[:300]}")
+
+
+def loader(
+    index: Path | None,
+    online: Path | None,
+    corpus: Path | None,
+    reranker: str | None,
+    candidates: int,
+    device: str | None,
+) -> "Callable[[], Answerer]":
+    """What is quickly seen to be wrong is refused here; the rest is done when it is called."""
+    from corral.retrieval.answer import Answerer
+    from corral.retrieval.base import Searcher
+    from corral.retrieval.index import encoder_name, open_index
+    from corral.retrieval.manifest import read_finished
+    from corral.retrieval.online import OnlineSearcher, read_online
+    from corral.retrieval.rerank import Reranker
+
+    service: Searcher | None = None
+    if online is not None:
+        settings = read_online(online)
+        service = OnlineSearcher(settings, os.environ.get(settings.key_env) if settings.key_env else None)
+    else:
+        assert index is not None
+        read_finished(index)
+
+    def load() -> Answerer:
+        searcher = service if index is None else open_index(index, corpus, device)
+        assert searcher is not None
+        second = None if reranker is None else Reranker(encoder_name(reranker), device)
+        return Answerer(searcher, second, candidates)
+
+    return load
+
+
+def read_token(path: Path) -> str:
+    from corral.cluster.token import read
+
+    return read(path)
+
+
+@contextmanager
+def progress_shown() -> "Iterator[Callable[[str, int, int], None]]":
+    """One line: what, how much of it, and how much longer."""
+    import time
+
+    from corral.observe.status_line import StatusLine
+    from corral.retrieval.estimate import duration
+
+    line = StatusLine()
+    began: dict[str, tuple[float, int]] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        since, at_first = began.setdefault(what, (now, done))
+        left = ""
+        if done > at_first and now - since > 2:
+            left = f", {duration((now - since) * (total - done) / (done - at_first))} left"
+        line.show(what, f": {100 * done / max(1, total):.1f} %{left}")
+
+    try:
+        yield show
+    finally:
+        line.clear()

@@ -1,0 +1,34 @@
+"""Rows for games: numbers from which their environments make boards."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from corral.recipe.schema import Source
+
+DEFAULT_SIZE = 1000
+
+
+def board_rows(source: Source, environments: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """Boards, dealt to environments (tags, with their shares) so that every beginning of the rows has the shares.
+
+    Board 17 of seed 0 is the same number in every run, and it belongs to the same environment while the shares stay.
+    """
+    total = sum(environments.values())
+    dealt = dict.fromkeys(environments, 0)
+    for index in range(source.size or DEFAULT_SIZE):
+        # Whose count is furthest behind what its share of the rows so far is; the first of them, if several are.
+        tag = max(environments, key=lambda tag: environments[tag] / total * (index + 1) - dealt[tag])
+        dealt[tag] += 1
+        yield {
+            "prompt": f"board {index} ({tag})" if tag else f"board {index}",
+            "answer": None,
+            "seed": seed_of_board(source.seed, index),
+            "environment": tag,
+        }
+
+
+def seed_of_board(seed: int, index: int) -> int:
+    """63 bits that depend on nothing but these."""
+    digest = hashlib.blake2b(f"board {seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,104 @@
+"""Players that are code, a random one and the best one: their scores are an environment's floor and ceiling."""
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from corral.data.rows import Row
+from corral.envs.base import Env, Summarised
+from corral.envs.registry import EnvSet
+
+
+@dataclass(frozen=True)
+class Played:
+    reward: float
+    success: float | None
+    """None: the environment does not tell."""
+    turns: int
+    summary: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Means over boards; None where the environment has no such player."""
+
+    random_reward: float | None = None
+    random_success: float | None = None
+    best_reward: float | None = None
+    best_success: float | None = None
+
+
+async def play_random(make: Callable[[], Env], row: Row, seed: int, max_turns: int) -> Played | None:
+    """None: it can't be played at random."""
+    rng = random.Random(f"player {seed}")  # not the numbers that the environment may draw from the same seed
+    return await play(make, row, seed, max_turns, "random_reply", rng)
+
+
+async def play_best(make: Callable[[], Env], row: Row, seed: int, max_turns: int) -> Played | None:
+    """None: nobody knows the best play."""
+    played = await play(make, row, seed, max_turns, "best_reply")
+    return None if played is None or not played.turns else played
+
+
+async def play(
+    make: Callable[[], Env], row: Row, seed: int, max_turns: int, player: str, *arguments: Any
+) -> Played | None:
+    """With the environment's method `player` for every turn, until it has nothing to say; None if there is none."""
+    env: Any = make()
+    if not has_player(env, player):
+        return None
+    reward, turns = 0.0, 0
+    try:
+        await env.reset(row, seed)
+        while turns < max_turns and (said := await answered(getattr(env, player)(*arguments))) is not None:
+            result = await env.step(said)
+            reward, turns = reward + result.reward, turns + 1
+            if result.done:
+                break
+        summary = env.summary() if isinstance(env, Summarised) else {}
+    finally:
+        await env.close()
+    return Played(reward, summary.get("success"), turns, summary)
+
+
+async def floors(
+    env_set: EnvSet, rows: Sequence[Row], max_turns: int, seed: int = 0, episodes_per_row: int = 1
+) -> dict[str, Floor | None]:
+    """By tag, over the rows of each; None for environments that code can't play."""
+    found: dict[str, Floor | None] = {}
+    for tag, kind in env_set.kinds.items():
+        its_rows = [row for row in rows if env_set.kind_of(row) is kind]
+        floor = await floor_of(kind.make, its_rows, max_turns, seed, episodes_per_row)
+        found[tag] = None if floor == Floor() else floor
+    return found
+
+
+async def floor_of(
+    make: Callable[[], Env], rows: Sequence[Row], max_turns: int, seed: int, episodes_per_row: int
+) -> Floor:
+    seeds = [seed * len(rows) * episodes_per_row + number for number in range(len(rows) * episodes_per_row)]
+    at_random = [await play_random(make, rows[s % len(rows)], s, max_turns) for s in seeds]
+    best = [await play_best(make, rows[s % len(rows)], s, max_turns) for s in seeds]
+    return Floor(*means(at_random), *means(best))
+
+
+def means(played: Sequence[Played | None]) -> tuple[float | None, float | None]:
+    """Of reward and success."""
+    games = [one for one in played if one is not None]
+    successes = [one.success for one in games if one.success is not None]
+    if not games:
+        return None, None
+    return fmean(one.reward for one in games), fmean(successes) if successes else None
+
+
+def has_player(env: Any, method: str) -> bool:
+    """One that is played in a process says by its class what it can."""
+    return hasattr(getattr(env, "made", env), method)
+
+
+async def answered(said: Any) -> Any:
+    """From an environment that is played in a process, an answer has to be waited for."""
+    return await said if inspect.isawaitable(said) else said

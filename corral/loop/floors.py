@@ -1,0 +1,45 @@
+"""What random and optimal play would score on the held-out boards: the lines between which a score is read."""
+
+from collections.abc import Mapping, Sequence
+
+from corral.data.rows import Row
+from corral.envs.agents import Floor, floors
+from corral.envs.base import Playable
+from corral.envs.registry import EnvSet, find_class
+from corral.recipe.schema import Recipe
+
+MOST_ROWS = 1000
+
+
+async def floor_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, float]:
+    """`validation/floor/...` (random) and `validation/ceiling/...` (optimal) of reward and success, by tag where there
+    are several environments. Nothing for environments that code cannot play."""
+    playable = {
+        tag: environment
+        for tag, environment in recipe.tagged_environments.items()
+        if issubclass(find_class(environment.name), Playable)
+    }
+    own = [row for row in rows if len(recipe.tagged_environments) == 1 or row.extra.get("environment") in playable]
+    if not own:
+        return {}
+    env_set = EnvSet(playable, {}, recipe.rollout)
+    try:
+        found = await floors(env_set, own[:MOST_ROWS], recipe.rollout.max_turns, recipe.seed)
+    finally:
+        env_set.close()
+    return as_metrics(found)
+
+
+def as_metrics(found: Mapping[str, Floor | None]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for tag, floor in found.items():
+        if floor is not None:
+            where = f"{tag}/" if tag else ""
+            values = {
+                f"validation/floor/{where}reward": floor.random_reward,
+                f"validation/floor/{where}success": floor.random_success,
+                f"validation/ceiling/{where}reward": floor.best_reward,
+                f"validation/ceiling/{where}success": floor.best_success,
+            }
+            metrics |= {name: value for name, value in values.items() if value is not None}
+    return metrics

@@ -1,0 +1,255 @@
+"""How large an index of a corpus becomes, and how long it takes, before anything is built.
+
+Sizes follow from the corpus' size and a sample of its lines; times from doing a little of the work on this machine.
+They are estimates: of the size a tenth may be wrong, of the time a half.
+"""
+
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corral.recipe.errors import UserError
+from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
+from corral.retrieval.corpus import parse_line, stat
+from corral.retrieval.dense import DenseSettings
+from corral.retrieval.encoder import Encoder
+from corral.retrieval.manifest import read_finished
+from corral.retrieval.vectors import empty_hnsw
+
+SAMPLE = 2_000
+"""Lines, from all over the file."""
+ENCODED = 512
+ENCODED_S = 5.0
+"""Passages that are encoded to see how long it takes, or until so many seconds are over."""
+LINKED = 2_000
+READ_BYTES_S = 150e6
+"""Of the first pass over the corpus, which reads JSON."""
+PLACE_S = 1.5e-7
+"""For one entry of the BM25 matrix to be put in its place."""
+WORD_BYTES = 180
+"""Of memory for a word of the vocabulary."""
+BLOCK_BYTES = 400 * 2**20
+LIBRARIES_BYTES = 600 * 2**20
+"""Python, torch and an encoder of about 100 million parameters."""
+PLAIN_BYTES = 80 * 2**20
+"""Python and numpy."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    kind: str
+    num_passages: int
+    corpus_bytes: int
+    disk_bytes: int
+    """Of the index; the corpus stays where it is, and is needed."""
+    build_disk_bytes: int
+    """With what is deleted at the end."""
+    build_memory_bytes: int
+    serve_memory_bytes: int
+    """That the server must have."""
+    cache_bytes: int
+    """On top, for files that are mapped: with less memory than this it is slower, not impossible."""
+    build_s: float | None
+    """None: not measured."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        took = "not measured" if self.build_s is None else duration(self.build_s)
+        return [
+            f"{self.kind} index of about {self.num_passages:,} passages ({size(self.corpus_bytes)})",
+            f"  disk             {size(self.disk_bytes)}, while it is built {size(self.build_disk_bytes)}",
+            f"  memory to build  {size(self.build_memory_bytes)}",
+            f"  memory to serve  {size(self.serve_memory_bytes)}; to be fast, {size(self.cache_bytes)} of page cache",
+            f"  time to build    {took}",
+        ]
+
+
+@dataclass(frozen=True)
+class Sample:
+    contents: list[str]
+    corpus_bytes: int
+    num_passages: int
+    """In the whole file, by the mean length of the lines."""
+
+
+def estimate(
+    corpus: Path,
+    kind: str = "bm25",
+    *,
+    bm25: Bm25Settings | None = None,
+    dense: DenseSettings | None = None,
+    device: str | None = None,
+    batch: int = 64,
+    measure: bool = True,
+) -> Estimate:
+    """`measure=False`: without loading an encoder or timing anything; its dimension is then read from its folder."""
+    sample = take_sample(corpus)
+    if kind == "bm25":
+        return estimate_bm25(sample, bm25 or Bm25Settings())
+    if dense is None:
+        raise UserError(f"a {kind} index needs --encoder, a sentence-transformers model")
+    return estimate_dense(sample, kind, dense, device, batch, measure)
+
+
+def estimate_bm25(sample: Sample, settings: Bm25Settings) -> Estimate:
+    split, n = splitter(settings.language), sample.num_passages
+    began = time.perf_counter()
+    words = [Counter(split(text)) for text in sample.contents]
+    split_s = (time.perf_counter() - began) / len(words) * 1.5  # and writing them down
+    entries = round(sum(map(len, words)) / len(words) * n)
+    num_words = vocabulary_size(words, n)
+    matrix, vocabulary = entries * 8, num_words * 25
+    disk = matrix + vocabulary + n * 8
+    return Estimate(
+        kind="bm25",
+        num_passages=n,
+        corpus_bytes=sample.corpus_bytes,
+        disk_bytes=disk,
+        build_disk_bytes=disk + entries * 8 + n * 8,
+        build_memory_bytes=PLAIN_BYTES + BLOCK_BYTES + num_words * (WORD_BYTES + 30),
+        serve_memory_bytes=PLAIN_BYTES + num_words * (WORD_BYTES + 8) + n * 4,
+        cache_bytes=matrix + sample.corpus_bytes,
+        build_s=sample.corpus_bytes / READ_BYTES_S + n * split_s + entries * PLACE_S,
+    )
+
+
+def vocabulary_size(words: "list[Counter[str]]", num_passages: int) -> int:
+    """By Heaps' law, from the growth over the second half of the sample."""
+    half = len(words) // 2
+    first = len(set().union(*words[:half])) if half else 0
+    whole = len(set().union(*words))
+    if not first or whole <= first:
+        return whole
+    growth = min(1.0, math.log(whole / first) / math.log(len(words) / half))
+    return round(whole * math.pow(max(1.0, num_passages / len(words)), growth))
+
+
+def estimate_dense(
+    sample: Sample, kind: str, settings: DenseSettings, device: str | None, batch: int, measure: bool
+) -> Estimate:
+    n = sample.num_passages
+    encoder = Encoder(settings.encoder, device, batch) if measure else None
+    dimension = encoder.dimension if encoder is not None else dimension_in(Path(settings.encoder.model))
+    vectors = n * dimension * (2 if settings.half else 4)
+    graph = 0 if kind == "flat" else n * (settings.num_links * 8 + 16)
+    build_s = None
+    if encoder is not None:
+        build_s = sample.corpus_bytes / READ_BYTES_S + n * encoding_s(encoder, sample.contents)
+        if kind == "hnsw":
+            build_s += n * linking_s(dimension, settings, n)
+    disk = vectors + graph + n * 8
+    return Estimate(
+        kind=kind,
+        num_passages=n,
+        corpus_bytes=sample.corpus_bytes,
+        disk_bytes=disk,
+        build_disk_bytes=disk + (vectors if kind == "hnsw" else 0),
+        build_memory_bytes=LIBRARIES_BYTES + (vectors + graph if kind == "hnsw" else 0),
+        serve_memory_bytes=LIBRARIES_BYTES + graph,
+        cache_bytes=vectors + sample.corpus_bytes,
+        build_s=build_s,
+    )
+
+
+def encoding_s(encoder: Encoder, contents: list[str]) -> float:
+    """For one passage, in a few seconds. The first few are not counted: they wake things up."""
+    texts = contents[:: max(1, len(contents) // ENCODED)][:ENCODED]
+    encoder.passages(texts[:2])
+    began, done = time.perf_counter(), 0
+    while done < len(texts) and time.perf_counter() - began < ENCODED_S:
+        part = texts[done : done + 16]
+        encoder.passages(part)
+        done += len(part)
+    return (time.perf_counter() - began) / done
+
+
+def linking_s(dimension: int, settings: DenseSettings, num_passages: int) -> float:
+    """For one passage in a graph of so many: walks get longer with their logarithm."""
+    number = min(LINKED, num_passages)
+    vectors = np.random.default_rng(0).normal(size=(number, dimension)).astype(np.float32)
+    index = empty_hnsw(dimension, settings.half, settings.num_links)
+    index.hnsw.efConstruction = settings.ef_construction
+    if not index.is_trained:
+        index.train(vectors)
+    began = time.perf_counter()
+    index.add(vectors)
+    return (time.perf_counter() - began) / number * math.log(num_passages + 1) / math.log(number + 1)
+
+
+def dimension_in(model: Path) -> int:
+    """Of an encoder that is not loaded; 768 is what most have."""
+    config = model / "config.json"
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    return int(fields.get("hidden_size", 768))
+
+
+def take_sample(corpus: Path) -> Sample:
+    """Lines at equal distances. A file of no more lines than that is read whole."""
+    total = stat(corpus).st_size
+    lines: list[bytes] = []
+    with corpus.open("rb") as file:
+        head = file.readlines(SAMPLE * 400)
+        if file.tell() >= total:
+            lines = [line for line in head if line.strip()]
+            number = len(lines)
+        else:
+            for step in range(SAMPLE):
+                file.seek(total * step // SAMPLE)
+                if step:
+                    file.readline()  # the rest of a line
+                if (line := file.readline()).strip():
+                    lines.append(line)
+            number = round(total / (sum(map(len, lines)) / len(lines)))
+    if not lines:
+        raise UserError(f"{corpus} has no passages")
+    step = max(1, len(lines) // SAMPLE)
+    contents = [parse_line(line, corpus, 0).contents for line in lines[::step]]
+    return Sample(contents, total, number)
+
+
+def of_index(folder: Path) -> Estimate:
+    """The same for an index that is there: its sizes are known."""
+    manifest = read_finished(folder)
+    disk = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    n = manifest.corpus.num_passages
+    memory, held = LIBRARIES_BYTES, 0
+    if manifest.kind == "bm25":
+        held = (folder / VOCABULARY).stat().st_size
+        memory = PLAIN_BYTES + held * WORD_BYTES // 25 + n * 4
+    elif manifest.kind == "hnsw":
+        settings = DenseSettings.of(manifest.settings)
+        held = n * (settings.num_links * 8 + 16)
+        memory += held
+    return Estimate(
+        kind=manifest.kind,
+        num_passages=n,
+        corpus_bytes=manifest.corpus.size,
+        disk_bytes=disk,
+        build_disk_bytes=disk,
+        build_memory_bytes=0,
+        serve_memory_bytes=memory,
+        cache_bytes=disk - held - n * 8 + manifest.corpus.size,
+        build_s=0.0,
+    )
+
+
+def size(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

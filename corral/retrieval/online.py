@@ -1,0 +1,142 @@
+"""Search by somebody else's HTTP API that answers in JSON, in the same shape as an index.
+
+What differs from one service to the next is in a small file:
+
+    url: https://api.example.com/search?q={query}&count={topk}
+    key_env: EXAMPLE_API_KEY            # the name of the variable that has the key; {key} in url, headers and body
+    headers: {Authorization: "Bearer {key}"}
+    results: web.results                # where the list is in the answer
+    title: title                        # fields of one result
+    text: snippet
+    id: url
+
+With `body` it is a POST of JSON. A result has no score; its place stands in for it: 1, 1/2, 1/3 and so on.
+"""
+
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from corral.recipe.errors import RunError, UserError
+from corral.retrieval.base import Found, Passage
+
+MAX_ANSWER = 8 * 2**20
+PLACE = re.compile(r"\{(query|topk|key)\}")
+
+
+class OnlineSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    key_env: str | None = None
+    headers: dict[str, str] = {}
+    body: dict[str, Any] | None = None
+    results: str
+    title: str = "title"
+    text: str = "snippet"
+    id: str | None = None
+    timeout_s: float = 10.0
+    concurrency: int = 8
+
+    @field_validator("url")
+    @classmethod
+    def is_http(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://")
+        return url
+
+
+def read_online(path: Path) -> OnlineSettings:
+    try:
+        return OnlineSettings.model_validate(yaml.safe_load(path.read_text()))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise UserError(f"{path}: {'; '.join(problems)}") from error
+
+
+class OnlineSearcher:
+    kind, merges = "online", False
+    num_passages: int | None = None
+
+    def __init__(self, settings: OnlineSettings, key: str | None) -> None:
+        if settings.key_env is not None and not key:
+            raise UserError(f"the variable {settings.key_env}, which has the key of the search service, is not set")
+        self.settings, self.key = settings, key or ""
+        self.num_threads = settings.concurrency
+        self.opener = urllib.request.build_opener(NoRedirects())
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
+        return [self.one(query, k) for query in queries]
+
+    def one(self, query: str, k: int) -> list[Found]:
+        results = self._ask(query, k)
+        for part in self.settings.results.split("."):
+            results = results.get(part, []) if isinstance(results, dict) else []
+        if not isinstance(results, list):
+            raise RunError(f"online search: `{self.settings.results}` of the answer is not a list")
+        found = []
+        for place, result in enumerate(results[:k], 1):
+            title, text = (str(field(result, name) or "") for name in (self.settings.title, self.settings.text))
+            name = None if self.settings.id is None else field(result, self.settings.id)
+            found.append(Found(Passage(str(name or place), f'"{title}"\n{text}'), 1 / place))
+        return found
+
+    def _ask(self, query: str, k: int) -> Any:
+        quoted = {"query": urllib.parse.quote(query, safe=""), "topk": str(k), "key": urllib.parse.quote(self.key)}
+        plain = {"query": query, "topk": str(k), "key": self.key}
+        settings = self.settings
+        headers = {"Accept": "application/json"} | {name: put(text, plain) for name, text in settings.headers.items()}
+        data = None
+        if settings.body is not None:
+            headers["Content-Type"] = "application/json"
+            data = json.dumps(put_all(settings.body, plain)).encode()
+        request = urllib.request.Request(put(settings.url, quoted), data, headers)
+        try:
+            with self.opener.open(request, timeout=settings.timeout_s) as answer:
+                return json.loads(answer.read(MAX_ANSWER))
+        except urllib.error.HTTPError as error:  # never its text or its address: the key may be in there
+            raise RunError(f"online search: the service answered with {error.code}") from None
+        except (OSError, ValueError) as error:
+            what = type(error).__name__ if isinstance(error, ValueError) else getattr(error, "reason", error)
+            raise RunError(f"online search: no answer ({what})") from None
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key is for the service that was named, not for where that points to."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def put(text: str, values: dict[str, str]) -> str:
+    """In one pass: what a query says in braces stays what it is."""
+    return PLACE.sub(lambda place: values[place[1]], text)
+
+
+def put_all(value: Any, values: dict[str, str]) -> Any:
+    """Also in lists and mappings. A text that is nothing but {topk} becomes a number."""
+    if isinstance(value, dict):
+        return {name: put_all(item, values) for name, item in value.items()}
+    if isinstance(value, list):
+        return [put_all(item, values) for item in value]
+    if value == "{topk}":
+        return int(values["topk"])
+    return put(value, values) if isinstance(value, str) else value
+
+
+def field(result: Any, path: str) -> Any:
+    for part in path.split("."):
+        result = result.get(part) if isinstance(result, dict) else None
+    return result

@@ -1,0 +1,134 @@
+"""Scorers of short answers to questions, as reading comprehension and search agents are measured.
+
+The answer is what stands in the last `<answer>...</answer>` of the response. What stands in `<information>` is not the
+model's own, and no answer is looked for in it. The reference is a text, a list of texts any of which is right, or a
+dict with such a list as `target` (Search-R1's layout).
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+TAGS = ("think", "search", "information", "answer")
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
+TAG = re.compile(rf"(</?(?:{'|'.join(TAGS)})>)")
+
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+FOLLOWS = {"start": ("think",), "think": ("search", "answer"), "search": ("information",), "information": ("think",)}
+"""Which block may come after which."""
+
+
+def em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
+    """1 if the answer is the reference, `format_score` if there is one but wrong, else 0."""
+    references, said = normalised_references(answer), last_answer(response)
+    if said is None:
+        return 0.0
+    return 1.0 if normalised(said) in references else format_score
+
+
+def sub_em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
+    """1 if the reference is in the answer, word for word, `format_score` if there is an answer without it, else 0."""
+    references, said = normalised_references(answer), last_answer(response)
+    if said is None:
+        return 0.0
+    return 1.0 if any(contains(normalised(said), reference) for reference in references) else format_score
+
+
+def f1(response: str, answer: Any, *, format_score: float = 0.0) -> float:
+    """How much of the words of answer and reference they have in common; an answer gets `format_score` at least."""
+    references, said = normalised_references(answer), last_answer(response)
+    if said is None:
+        return 0.0
+    return max(format_score, *(word_overlap(normalised(said), reference) for reference in references))
+
+
+def search_r1(
+    response: str,
+    answer: Any,
+    *,
+    structure_format_score: float = 0.2,
+    final_format_score: float = 0.1,
+    retrieval_score: float = 0.0,
+) -> dict[str, float]:
+    """Exact match, and whether thinking, searching and answering took turns as they should (Search-R1 v0.3).
+
+    Right: 1, or 1 - `structure_format_score` in a response out of shape. Wrong: `structure_format_score` if the
+    response is in shape, and `retrieval_score` more if a reference was in what was found; else `final_format_score` if
+    there is an answer at all. Its metrics are `exact_match` and `well_formed`.
+    """
+    right, well_formed = em(response, answer) == 1.0, is_well_formed(response)
+    if right:
+        score = 1.0 if well_formed else 1.0 - structure_format_score
+    elif well_formed:
+        score = structure_format_score + (retrieval_score if is_found(response, answer) else 0.0)
+    else:
+        score = 0.0 if last_answer(response) is None else final_format_score
+    return {"score": score, "exact_match": float(right), "well_formed": float(well_formed)}
+
+
+def last_answer(response: str) -> str | None:
+    answers: list[str] = ANSWER.findall(INFORMATION.sub("", response))
+    return answers[-1].strip() if answers else None
+
+
+def is_found(response: str, answer: Any) -> bool:
+    """Whether a reference is in one of the response's blocks of information."""
+    return any(is_in(block, answer) for block in INFORMATION.findall(response))
+
+
+def is_in(text: str, answer: Any) -> bool:
+    return any(contains(normalised(text), reference) for reference in normalised_references(answer))
+
+
+def is_well_formed(response: str) -> bool:
+    """think, search, information, think, ..., answer: nothing between the blocks, none in another, none left open."""
+    last, inside = "start", None
+    for part in TAG.split(response):
+        name = part.strip("</>")
+        if not TAG.fullmatch(part):
+            if inside is None and part.strip():
+                return False
+        elif part.startswith("</"):
+            if inside != name:
+                return False
+            last, inside = name, None
+        elif inside is None and name in FOLLOWS.get(last, ()):
+            inside = name
+        else:
+            return False
+    return last == "answer" and inside is None
+
+
+def normalised(text: str) -> str:
+    """Lower case without punctuation, articles and superfluous spaces; a text that is nothing else is left as it is."""
+    lowered = text.lower()
+    words = ARTICLES.sub(" ", lowered.translate(NO_PUNCTUATION)).split()
+    return " ".join(words or lowered.split())
+
+
+def normalised_references(answer: Any) -> set[str]:
+    if isinstance(answer, Mapping):
+        answer = answer.get("target")
+    if hasattr(answer, "tolist"):  # an array
+        answer = answer.tolist()
+    if answer is None or answer == []:
+        raise ValueError("the row has no answer to compare with; is data.answer_key set?")
+    several: Iterable[Any] = answer if isinstance(answer, list | tuple | set) else [answer]
+    return {normalised(str(one)) for one in several}
+
+
+def contains(text: str, words: str) -> bool:
+    """Whether these words stand in the text side by side. (`12` is not in `2012`.)"""
+    return f" {words} " in f" {text} "
+
+
+def word_overlap(said: str, reference: str) -> float:
+    """Harmonic mean of the shares of words that are in the other text as well."""
+    ours, theirs = Counter(said.split()), Counter(reference.split())
+    common = (ours & theirs).total()
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0

@@ -1,0 +1,48 @@
+"""The two examples of the guide to agents, as they stand there, with a tiny model."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import corral
+from guides import ROOT, Block, block, blocks
+
+GUIDE = ROOT / "docs" / "agents.md"
+TINY = ("model.path=model", "batch.prompts_per_step=2", "batch.samples_per_prompt=2", "schedule.steps=1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """With every file that the guide shows."""
+    for one in blocks(GUIDE):
+        named = re.match(r"# (\S+\.(py|yaml))\n", one.text)
+        if named:
+            (tmp_path / named[1]).write_text(one.text)
+    (tmp_path / "model").symlink_to(tiny_model)
+    return tmp_path
+
+
+def train(folder: Path, one: Block, *more: str) -> list[dict[str, object]]:
+    """What was measured in each step."""
+    [command] = one.commands
+    result = corral(folder, *shlex.split(command)[1:], *TINY, *more)
+    assert result.code == 0, result.stderr
+    [metrics] = (folder / "runs").glob("*/metrics.jsonl")
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_with_tools(folder: Path) -> None:
+    [step] = train(folder, block("train-tools"))
+    assert step["environment/turns"] == 1.0  # a random model finds no tool, and its first reply is its answer
+    assert step["samples/errors"] == 0
+
+
+@pytest.mark.slow
+def test_somebodys_agent_is_trained(folder: Path) -> None:
+    pytest.importorskip("openai")
+    [step] = train(folder, block("train-agent"), "rollout.max_turn_tokens=8")
+    assert step["environment/turns"] == 2.0
+    assert step["samples/errors"] == 0

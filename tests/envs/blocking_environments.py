@@ -1,0 +1,69 @@
+"""Environments with plain methods, some of which go wrong."""
+
+import os
+import time
+from typing import Any
+
+from corral.data.rows import Message, Row
+from corral.envs.base import StepResult
+
+
+class Slow:
+    """Does what its reply says."""
+
+    last_turns = 1
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        self.said: list[str] = []
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        if row.answer == "hang":
+            time.sleep(1000)
+        if row.answer == "raise":
+            raise ValueError("no such board")
+        return [{"role": "user", "content": f"seed {seed} in {os.getpid()}"}]
+
+    def step(self, reply: str) -> StepResult:
+        time.sleep(self.wait_s)
+        self.said.append(reply)
+        if reply == "hang":
+            time.sleep(1000)
+        if reply == "die":
+            os._exit(7)
+        if reply == "exit":
+            raise SystemExit(3)
+        if reply == "nonsense":
+            return "not a result"  # type: ignore[return-value]
+        done = reply == "end"
+        return StepResult([{"role": "user", "content": reply}], 0.5, done, {"steps": 1.0}, state=f"{len(self.said)}")
+
+    def close(self) -> None:
+        pass
+
+    def summary(self) -> dict[str, float]:
+        return {"turns": float(len(self.said))}
+
+    def random_reply(self, rng: Any) -> str:
+        return f"random {rng.randrange(10)}"
+
+    def best_reply(self) -> str | None:
+        return "end"
+
+
+class Pooled(Slow):
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+
+
+class Loads:
+    """Not at all, in any process but that of the tests."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+    def reset(self, row: Row, seed: int) -> list[Message]: ...
+
+    def step(self, reply: str) -> StepResult: ...
+
+    def close(self) -> None: ...

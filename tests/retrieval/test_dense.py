@@ -1,0 +1,163 @@
+"""Dense search with real embeddings, against brute force in numpy."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from docstrings import QUERIES, contents
+from sentence_transformers import SentenceTransformer
+
+from corral.recipe.errors import RunError, UserError
+from corral.retrieval.dense import FLAT, DenseSettings, build_graph
+from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, resolved
+from corral.retrieval.index import build, open_index
+from corral.retrieval.manifest import BUILDING, MANIFEST, OFFSETS, read
+from corral.retrieval.vectors import VectorFile, open_mapped
+
+pytestmark = pytest.mark.xdist_group("dense")
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus: Path, minilm: Path) -> np.ndarray:
+    """Inner products of all queries with all passages, by sentence-transformers alone."""
+    model = SentenceTransformer(str(minilm), device="cpu")
+    return model.encode(QUERIES) @ model.encode(contents(small_corpus)).T
+
+
+def test_flat_search_finds_what_brute_force_finds(flat_index: Path, reference: np.ndarray) -> None:
+    for found, scores in zip(open_index(flat_index, device="cpu").search(QUERIES, 5), reference, strict=True):
+        np.testing.assert_allclose([one.score for one in found], np.sort(scores)[::-1][:5], atol=1e-4)
+        rows = [int(one.passage.id.removeprefix("doc")) for one in found]
+        np.testing.assert_allclose(scores[rows], [one.score for one in found], atol=1e-4)
+
+
+def test_hnsw_goes_on_where_vectors_are_there_and_finds_them(
+    flat_index: Path, small_corpus: Path, minilm: Path, reference: np.ndarray, tmp_path: Path
+) -> None:
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name in (FLAT, OFFSETS):
+        shutil.copy(flat_index / name, folder / name)
+    replace(read(flat_index / MANIFEST), kind="hnsw").write(folder / BUILDING)
+    seen: set[str] = set()
+    settings = DenseSettings(EncoderSettings(str(minilm)))
+    build(small_corpus, folder, "hnsw", dense=settings, progress=lambda what, done, total: seen.add(what))
+    assert seen == {"building the graph"}
+    assert not (folder / FLAT).exists()
+    for found, scores in zip(open_index(folder, device="cpu").search(QUERIES, 5), reference, strict=True):
+        assert len({one.passage.id for one in found} & {f"doc{row}" for row in np.argsort(-scores)[:5]}) >= 4
+    assert not (folder / BUILDING).exists()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_graph_finds_almost_all_of_the_nearest(tmp_path: Path, half: bool) -> None:
+    vectors = unit_vectors(2000, 32)
+    file = VectorFile(tmp_path / "flat.faiss", len(vectors), 32, half)
+    file.append(vectors)
+    build_graph(file, tmp_path / "hnsw.faiss", DenseSettings(EncoderSettings("")), lambda what, done, total: None)
+    index = open_mapped(tmp_path / "hnsw.faiss")
+    index.hnsw.efSearch = 128
+    _, rows = index.search(vectors[:50], 10)
+    nearest = np.argsort(-(vectors[:50] @ vectors.T))[:, :10]
+    recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(rows, nearest, strict=True)])
+    assert recall > 0.97
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_file_of_vectors_is_what_faiss_itself_writes(tmp_path: Path, half: bool) -> None:
+    vectors = unit_vectors(20, 16)
+    file = VectorFile(tmp_path / "mine.faiss", 20, 16, half)
+    file.append(vectors[:7])
+    file.append(vectors[7:])
+    kind = faiss.ScalarQuantizer.QT_fp16
+    theirs = faiss.IndexScalarQuantizer(16, kind, faiss.METRIC_INNER_PRODUCT) if half else faiss.IndexFlatIP(16)
+    theirs.add(vectors)
+    faiss.write_index(theirs, str(tmp_path / "theirs.faiss"))
+    assert (tmp_path / "mine.faiss").read_bytes() == (tmp_path / "theirs.faiss").read_bytes()
+    scores, rows = open_mapped(tmp_path / "mine.faiss").search(vectors[:1], 1)
+    assert rows[0, 0] == 0
+    assert scores[0, 0] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_half_a_vector_at_the_end_is_written_again(tmp_path: Path) -> None:
+    vectors = unit_vectors(4, 8)
+    file = VectorFile(tmp_path / "v.faiss", 4, 8, False)
+    file.append(vectors[:2])
+    with file.path.open("ab") as raw:
+        raw.write(vectors[2].tobytes()[:13])
+    again = VectorFile(tmp_path / "v.faiss", 4, 8, False)
+    assert again.done == 2
+    again.append(vectors[2:])
+    np.testing.assert_array_equal(again.rows(0, 4), vectors)
+
+
+def test_a_stopped_build_goes_on_with_the_rest(
+    small_corpus: Path, flat_index: Path, minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the first passages; the second attempt encodes only the others."""
+    monkeypatch.setattr("corral.retrieval.dense.ROUND", 1)
+    encoded: list[int] = []
+
+    def stop_after_first(what: str, done: int, total: int) -> None:
+        if what == "encoding passages":
+            encoded.append(done)
+            if len(encoded) == 1:
+                raise KeyboardInterrupt
+
+    settings = DenseSettings(EncoderSettings(str(minilm)))
+    with pytest.raises(RunError, match="40 of 60 passages are encoded, and the same command goes on"):
+        build(small_corpus, tmp_path / "index", "flat", dense=settings, batch=40, progress=stop_after_first)
+    with pytest.raises(UserError, match="unfinished"):
+        open_index(tmp_path / "index")
+    with pytest.raises(UserError, match="another half"):
+        build(small_corpus, tmp_path / "index", "flat", dense=replace(settings, half=True))
+    build(small_corpus, tmp_path / "index", "flat", dense=settings, batch=40, progress=stop_after_first)
+    assert encoded == [40, 60]
+    mine, whole = (open_mapped(folder / FLAT).reconstruct_n(0, 60) for folder in (tmp_path / "index", flat_index))
+    np.testing.assert_allclose(mine, whole, atol=1e-5)
+
+
+def test_families_of_encoders_are_known_by_name() -> None:
+    def known(name: str) -> tuple[str | None, str | None, bool | None]:
+        settings = resolved(EncoderSettings(name))
+        return settings.query_prefix, settings.passage_prefix, settings.normalise
+
+    assert known("intfloat/e5-base-v2") == ("query: ", "passage: ", True)
+    assert known("/models/multilingual-e5-small") == ("query: ", "passage: ", True)
+    assert known("BAAI/bge-base-en-v1.5") == (BGE, "", True)
+    assert known("BAAI/bge-m3") == ("", "", True)
+    assert known("facebook/dpr-ctx_encoder-single-nq-base") == ("", "", False)
+    assert known("sentence-transformers/all-MiniLM-L6-v2") == (None, None, True)
+    assert family_of("page5/model") is None
+    assert resolved(EncoderSettings("intfloat/e5-base-v2", query_prefix="")).query_prefix == ""
+
+
+def test_prefixes_pooling_and_norms_reach_the_model(minilm: Path) -> None:
+    """With pooling by the first token and without norms: what transformers computes."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    settings = EncoderSettings(str(minilm), query_prefix="query: ", pooling="cls", normalise=False, max_tokens=16)
+    found = Encoder(settings, "cpu").queries(["what is a heap", "word " * 100])
+    tokenizer, model = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm)
+    texts = ["query: what is a heap", "query: " + "word " * 100]
+    tokens = tokenizer(texts, padding=True, truncation=True, max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**tokens).last_hidden_state[:, 0].numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_encoder_that_is_not_there_is_one_line(small_corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    settings = DenseSettings(EncoderSettings(str(tmp_path / "empty")))
+    with pytest.raises(UserError, match="cannot be loaded") as raised:
+        build(small_corpus, tmp_path / "index", "flat", dense=settings)
+    assert "\n" not in str(raised.value)
+
+
+def unit_vectors(number: int, dimension: int) -> np.ndarray:
+    vectors = np.random.default_rng(0).normal(size=(number, dimension)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -1,0 +1,257 @@
+"""The client against a real server on loopback, which each test tells how to behave."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in_retriever import Answer, StandInRetriever, in_full
+
+from corral.recipe.errors import UserError
+from corral.retrieval.client import RetrievalClient, RetrievalError
+from corral.retrieval.endpoint import Document
+
+
+@pytest.fixture
+def server() -> Iterator[StandInRetriever]:
+    made = StandInRetriever()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def client(server: StandInRetriever) -> Iterator[RetrievalClient]:
+    made = RetrievalClient(server.url, patience_s=10, batch_wait_s=0.05)
+    yield made
+    made.close()
+
+
+def search(client: RetrievalClient, *queries: str) -> list[list[Document]]:
+    async def all_at_once() -> list[list[Document]]:
+        return await asyncio.gather(*(client.search(query) for query in queries))
+
+    return asyncio.run(all_at_once())
+
+
+def test_queries_that_are_asked_together_are_one_request(server: StandInRetriever, client: RetrievalClient) -> None:
+    found = search(client, "a", "b", "c")
+    assert [documents[0].title for documents in found] == ["On a", "On b", "On c"]
+    assert server.requests == [{"queries": ["a", "b", "c"], "topk": 3, "return_scores": True}]
+
+
+def test_a_request_has_no_more_queries_than_it_may(server: StandInRetriever) -> None:
+    client = RetrievalClient(server.url, batch_size=2, batch_wait_s=0.05)
+    search(client, "a", "b", "c", "d", "e")
+    assert sorted(map(len, (request["queries"] for request in server.requests))) == [1, 2, 2]
+    client.close()
+
+
+def test_a_query_that_is_under_way_is_not_asked_again(server: StandInRetriever, client: RetrievalClient) -> None:
+    server.delay_s = 0.2
+
+    async def one_later() -> None:
+        first = asyncio.ensure_future(client.search("a"))
+        await asyncio.sleep(0.1)
+        assert await client.search(" a ") == await first
+
+    asyncio.run(one_later())
+    assert server.queries == ["a"]
+    assert client.counts["shared"] == 1
+
+
+def test_giving_up_one_of_two_equal_queries_leaves_the_other(server: StandInRetriever, client: RetrievalClient) -> None:
+    server.delay_s = 0.1
+
+    async def give_up_one() -> list[Document]:
+        given_up, kept = (asyncio.ensure_future(client.search("a")) for _ in range(2))
+        await asyncio.sleep(0.03)
+        given_up.cancel()
+        return await kept
+
+    assert len(asyncio.run(give_up_one())) == 1
+
+
+def test_what_was_found_is_remembered_over_event_loops(server: StandInRetriever, client: RetrievalClient) -> None:
+    assert search(client, "a") == search(client, "a")
+    assert server.queries == ["a"]
+    counts = client.counts
+    assert (counts["queries"], counts["cache_hits"], counts["requests"], counts["failures"]) == (2, 1, 1, 0)
+    assert counts["seconds"] > 0
+
+
+def test_what_was_not_asked_for_longest_is_forgotten_first(server: StandInRetriever) -> None:
+    client = RetrievalClient(server.url, cache_size=2)
+    for query in ("a", "b", "a", "c", "a", "b"):
+        search(client, query)
+    assert server.queries == ["a", "b", "c", "b"]
+    client.close()
+
+
+def item(**columns: Any) -> dict[str, Any]:
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("answered", "expected"),
+    [
+        (item(document={"id": 3, "contents": '"T"\ntext\nmore'}, score=1), Document("3", "T", "text\nmore", 1.0)),
+        (item(id="3", contents='"T"\ntext'), Document("3", "T", "text", None)),
+        (item(document={"contents": '"T"\ntext'}), Document("", "T", "text", None)),
+        (item(document='"T"\ntext', score=0.5), Document("", "T", "text", 0.5)),
+        (item(id="3", contents="text"), Document("3", "", "text", None)),
+        (item(id="3", title="T", text="text"), Document("3", "T", "text", None)),
+    ],
+)
+def test_documents_come_in_several_shapes(
+    server: StandInRetriever, client: RetrievalClient, answered: dict[str, Any], expected: Document
+) -> None:
+    server.answer = lambda queries: (200, {}, json.dumps({"result": [[answered]] * len(queries)}).encode())
+    assert search(client, "a") == [[expected]]
+
+
+def test_servers_take_turns_and_one_that_is_away_is_left_alone(server: StandInRetriever) -> None:
+    other, away = StandInRetriever(), StandInRetriever()
+    away.stop()
+    client = RetrievalClient([server.url, away.url, other.url], patience_s=5)
+    for number in range(8):
+        search(client, f"{number}")
+    assert sorted(server.queries + other.queries) == [f"{number}" for number in range(8)]
+    assert min(len(server.queries), len(other.queries)) >= 3
+    assert client.counts["retries"] == 1  # asked once, and not again so soon
+    client.close()
+    other.stop()
+
+
+def test_queries_wait_for_a_server_that_is_started_again(server: StandInRetriever, client: RetrievalClient) -> None:
+    search(client, "before")  # the connection is kept, and breaks
+    server.stop()
+    threading.Timer(0.7, server.start).start()
+    [[document], _] = search(client, "a", "b")
+    assert document.title == "On a"
+    assert server.queries == ["before", "a", "b"]
+    assert client.counts["retries"] >= 2
+
+
+def test_a_server_that_dies_while_it_answers_is_asked_again(server: StandInRetriever, client: RetrievalClient) -> None:
+    def die_once(queries: list[str]) -> Answer:
+        server.answer = in_full
+        return None
+
+    server.answer = die_once
+    assert len(search(client, "a")) == 1
+    assert server.queries == ["a", "a"]
+
+
+def test_a_busy_server_is_asked_again_when_it_says(server: StandInRetriever, client: RetrievalClient) -> None:
+    def once_busy(queries: list[str]) -> Answer:
+        server.answer = in_full
+        return 503, {"Retry-After": "1"}, b'{"error": "loading"}'
+
+    server.answer = once_busy
+    started = time.monotonic()
+    search(client, "a")
+    assert 1.0 <= time.monotonic() - started < 3
+    assert client.counts["retries"] == 1
+
+
+def test_patience_ends_with_what_the_server_said(server: StandInRetriever) -> None:
+    server.answer = lambda queries: (503, {}, b"loading")
+    client = RetrievalClient(server.url, patience_s=0.5)
+    with pytest.raises(
+        RetrievalError, match=rf"no retriever has answered within 0\.5 s .*{server.port}/retrieve answered 503: loading"
+    ):
+        search(client, "a")
+    assert client.counts["failures"] == 1
+    client.close()
+
+
+def test_a_server_that_does_not_answer_in_time_has_failed(server: StandInRetriever) -> None:
+    server.delay_s = 1.0
+    client = RetrievalClient(server.url, timeout_s=0.2, patience_s=0.3)
+    with pytest.raises(RetrievalError, match=r"/retrieve: no answer within 0\.2 s"):
+        search(client, "a")
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, {}, b"<html>"), r"/retrieve answered what is not a result \(Expecting value.*<html>"),
+        ((200, {}, b'{"results": []}'), r"not a result \(no `result`\)"),
+        ((200, {}, b'{"result": []}'), r"not a result \(0 results for 1 queries\)"),
+        ((200, {}, b'{"result": [[5]]}'), r"not a result \(a document is neither an object nor a text\)"),
+        ((200, {}, b'{"result": [[{"title": "T"}]]}'), r"not a result \(no 'text'\)"),
+        ((404, {}, b"nothing here"), r"/retrieve answered 404: nothing here"),
+        ((500, {}, b"oh"), r"/retrieve answered 500: oh"),
+    ],
+)
+def test_an_answer_that_is_none_is_told_at_once(
+    server: StandInRetriever, client: RetrievalClient, answer: Answer, message: str
+) -> None:
+    server.answer = lambda queries: answer
+    with pytest.raises(RetrievalError, match=message):
+        search(client, "a")
+    assert client.counts["retries"] == 0
+
+
+def test_a_query_that_the_server_refuses_does_not_cost_the_others(
+    server: StandInRetriever, client: RetrievalClient
+) -> None:
+    server.answer = lambda queries: (422, {}, b"no") if "bad" in queries else in_full(queries)
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(*map(client.search, ("good", "bad")), return_exceptions=True)
+
+    good, bad = asyncio.run(both())
+    assert good[0].title == "On good"
+    assert isinstance(bad, RetrievalError)
+
+
+def test_an_endless_query_is_cut(server: StandInRetriever, client: RetrievalClient) -> None:
+    search(client, "a" * 5000)
+    assert [len(query) for query in server.queries] == [2000]
+
+
+def test_the_token_of_a_file_is_sent(server: StandInRetriever, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    client = RetrievalClient(f"{server.url}/retrieve", token_file=tmp_path / "token")
+    search(client, "a")
+    assert server.authorisations == ["Bearer secret"]
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "options", "message"),
+    [
+        ([], {}, "no address of a retriever is given"),
+        ("localhost:8000", {}, "`localhost:8000` is not the address of a retriever; one is `http"),
+        ("http://127.0.0.1:1", {"token_file": "no/such/file"}, "the retriever's token can't be read: no/such/file"),
+    ],
+)
+def test_what_can_not_work_is_refused_at_once(endpoints: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        RetrievalClient(endpoints, **options)
+
+
+def test_closing_ends_searches_that_wait(server: StandInRetriever) -> None:
+    server.stop()
+    client = RetrievalClient(server.url, patience_s=60)
+
+    async def close_soon() -> None:
+        waiting = asyncio.ensure_future(client.search("a"))
+        await asyncio.sleep(0.2)
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await waiting
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.search("b")
+
+    asyncio.run(close_soon())
+    for thread in client._threads:
+        thread.join(2)
+        assert not thread.is_alive()
+    server.start()
