@@ -29,14 +29,14 @@ MEANINGS = {
     "data.max_prompt_tokens": "Longest prompt, after the chat template.",
     "data.shuffle": "Another order in every epoch, which follows from `seed` and the epoch's number.",
     "environment": "What answers the model, and what its answers are worth.",
-    "environment.options": "Arguments of the class.",
     "environment.reward": "The function that scores answers.",
+    "environments.*": "One of several; `*` is its tag. As `environment`, and:",
+    "environments.*.reward": "As `environment.reward`.",
     "rollout": "How answers are sampled.",
     "rollout.engine": "What generates.",
     "rollout.temperature": "Logits are divided by it, in sampling and in training alike.",
     "rollout.top_p": "Sample from the likeliest tokens that have this probability together. 1: all tokens.",
     "rollout.min_p": "Leave out tokens less likely than this share of the likeliest one. 0: all tokens.",
-    "rollout.max_response_tokens": "Longest response: all that follows the prompt, observations included.",
     "rollout.max_turns": "Replies of the model in one trajectory.",
     "batch": "How much is played and learnt in a step.",
     "batch.prompts_per_step": "Prompts drawn in each step.",
@@ -174,6 +174,8 @@ def key_table(section: tuple[str, ...]) -> str:
 def kind(key: Key) -> str:
     if key.free_form:
         return "a section with keys of your own"
+    if key.named_sections:
+        return "sections with names of your own"
     words = describe(key.annotation).removesuffix(" or null").removeprefix("one of ")
     return re.sub(r"\ba whole number, at least 1$", "a whole number from 1", words)
 
@@ -223,7 +225,8 @@ def schema_meanings() -> dict[str, str]:
 def owners(key: Key) -> Iterator[type[Section]]:
     """The section that the key belongs to, and those that it inherits from."""
     section = Recipe if len(key.path) == 1 else all_keys()[key.path[:-1]].section
-    assert section is not None
+    if section is None:  # a section with a name of the user's choice
+        return
     for owner in section.__mro__:
         if owner is Section:
             return

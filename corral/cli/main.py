@@ -69,10 +69,16 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    from corral.cli.planning import planned
+    from corral.cli.planning import planned, services_in_words
 
-    _, made = planned(recipe, overrides or [])
-    print(json.dumps(made.as_dict(), indent=2) if as_json else made.text())
+    loaded, made = planned(recipe, overrides or [])
+    services = services_in_words(loaded)
+    if as_json:
+        print(json.dumps({**made.as_dict(), "services": services}, indent=2))
+        return
+    print(made.text())
+    if services:
+        print("\n".join(["services", *(f"  {line}" for line in services)]))
 
 
 @app.command()

@@ -15,3 +15,30 @@ def planned(
     """Everything that is wrong with the recipe is raised here, before anything is loaded. `adapt`: changes it first."""
     loaded = adapt(load_recipe(recipe, overrides))
     return loaded, make_plan(loaded, ModelShape.find(loaded.model.path))
+
+
+def services_in_words(recipe: Recipe) -> list[str]:
+    """What runs beside the workers of every node; of a retriever, how large its index is, or will be."""
+    lines = []
+    for name, service in recipe.cluster.services.items():
+        what = " ".join(service.command) if service.retriever is None else f"retriever of {service.retriever}"
+        lines.append(f"{name}: {what}, on every node, at http://127.0.0.1:{service.port}")
+        if service.retriever is not None:
+            lines += [f"  {line}" for line in index_in_words(Path(service.retriever), service.corpus)]
+    return lines
+
+
+def index_in_words(index: Path, corpus: str | None) -> list[str]:
+    from corral.retrieval.estimate import estimate, of_index
+    from corral.retrieval.manifest import MANIFEST
+
+    if (index.expanduser() / MANIFEST).is_file():
+        return of_index(index.expanduser()).lines()
+    if corpus is None:
+        return ["not built yet; with the service's `corpus` this would say how large it will be"]
+    build = f"corral retriever build {corpus} {index}"
+    return [
+        *estimate(Path(corpus).expanduser(), "bm25").lines(),
+        f"not built yet: {build}",
+        f"for an index of vectors: {build} --kind flat --encoder NAME --dry-run",
+    ]

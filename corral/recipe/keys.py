@@ -15,6 +15,8 @@ from corral.recipe.schema import Recipe, Section
 KeyPath = tuple[str, ...]
 
 PLACEMENT: KeyPath = ("cluster", "placement")
+ANY = "*"
+"""In a path, a name of the user's choice: `environments.*.share`."""
 
 HABITS = {
     "lr": "optimiser.learning_rate",
@@ -60,7 +62,12 @@ class Key:
     @property
     def free_form(self) -> bool:
         """Below it the user's own keys, not ours."""
-        return get_origin(self.annotation) is dict
+        return get_origin(self.annotation) is dict and not self.named_sections
+
+    @property
+    def named_sections(self) -> bool:
+        """Below it names of the user's choice, and below these keys of ours."""
+        return get_origin(self.annotation) is dict and _section_of(get_args(self.annotation)[1]) is not None
 
     @property
     def value_annotation(self) -> Any:
@@ -85,6 +92,19 @@ def all_keys() -> dict[KeyPath, Key]:
     return {key.path: key for key in _keys_of(Recipe, ())}
 
 
+def pattern_of(path: KeyPath) -> KeyPath:
+    """With `ANY` for the user's own names of sections."""
+    found: KeyPath = ()
+    for name in path:
+        above = all_keys().get(found)
+        found = (*found, ANY if above is not None and above.named_sections else name)
+    return found
+
+
+def find_key(path: KeyPath) -> Key | None:
+    return all_keys().get(pattern_of(path))
+
+
 def dotted(path: Iterable[str]) -> str:
     return ".".join(path)
 
@@ -102,21 +122,26 @@ def expand(prefix: KeyPath, written: str) -> KeyPath:
 
 def in_free_form(path: KeyPath) -> bool:
     """Whether keys right below this path are the user's own."""
-    return any((key := all_keys().get(path[:end])) is not None and key.free_form for end in range(len(path) + 1))
+    key = find_key(path)
+    if key is not None and key.named_sections:
+        return True
+    return any((key := find_key(path[:end])) is not None and key.free_form for end in range(len(path) + 1))
 
 
 def required_below(path: KeyPath) -> list[KeyPath]:
     """The keys that have to be written when `path` is left out."""
-    key = all_keys()[path]
+    key = find_key(path)
+    assert key is not None
     if key.section is None:
         return [path]
-    below = [other for other in all_keys().values() if other.path[:-1] == path and other.required]
-    return [leaf for other in below for leaf in required_below(other.path)]
+    below = [other.path[-1] for other in all_keys().values() if other.path[:-1] == key.path and other.required]
+    return [leaf for name in below for leaf in required_below((*path, name))]
 
 
 def nearest_key(path: KeyPath) -> str | None:
     """The key that was probably meant: same name in another section, a habit, or a similar spelling anywhere."""
-    best = max(all_keys(), key=lambda known: _likeness(path, known))
+    known_keys = [_named_like(path, known) for known in all_keys()]
+    best = max((known for known in known_keys if ANY not in known), key=lambda known: _likeness(path, known))
     if _likeness(path, best) >= 1:
         return dotted(best)
     if path[-1] in HABITS:
@@ -176,10 +201,22 @@ def _limits_of(limit: Any) -> dict[str, Any]:
 def _keys_of(section: type[Section], prefix: KeyPath) -> Iterator[Key]:
     annotations = get_type_hints(section, include_extras=True)
     for name, field in section.model_fields.items():
-        below = _section_of(annotations[name])
-        yield Key((*prefix, name), annotations[name], below, field)
+        below, path = _section_of(annotations[name]), (*prefix, name)
+        key = Key(path, annotations[name], below, field)
+        yield key
+        if key.named_sections:
+            below, path = _section_of(get_args(annotations[name])[1]), (*path, ANY)
+            yield Key(path, below, below, field)
         if below is not None:
-            yield from _keys_of(below, (*prefix, name))
+            yield from _keys_of(below, path)
+
+
+def _named_like(path: KeyPath, known: KeyPath) -> KeyPath:
+    """`known` with the names of `path` for `ANY`, where they begin alike."""
+    for end, name in enumerate(known):
+        if name == ANY and len(path) > end and path[:end] == known[:end]:
+            known = (*known[:end], path[end], *known[end + 1 :])
+    return known
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -12,11 +12,11 @@ from corral.recipe.document import Document, plain_scalar, read_document
 from corral.recipe.keys import (
     Key,
     KeyPath,
-    all_keys,
     choices_of,
     describe,
     did_you_mean,
     dotted,
+    find_key,
     nearest,
     nearest_key,
     required_below,
@@ -82,13 +82,13 @@ def validate(document: Document) -> Recipe:
 def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
     """`batch:` with all its keys commented out is not a mistake."""
     for name in list(values):
-        key = all_keys().get((*path, name))
-        if key is None or key.section is None:
+        key = find_key((*path, name))
+        if key is None or not (key.section is not None or key.named_sections):
             continue
         if values[name] is None and not key.optional:
             del values[name]
         elif isinstance(values[name], dict):
-            drop_empty_sections(values[name], key.path)
+            drop_empty_sections(values[name], (*path, name))
 
 
 def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -101,7 +101,7 @@ def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tupl
             problems = [((), "holds text that is not valid Unicode")]
         elif detail["type"] == "extra_forbidden":
             problems = [unknown_key(path) for path in leaves(location, detail["input"])]
-        elif detail["type"] == "missing" and location in all_keys():
+        elif detail["type"] == "missing" and find_key(location) is not None:
             problems = [(path, f"`{dotted(path)}` is missing") for path in required_below(location)]
         else:
             problems = [wrong_value(location, detail["input"], values)]
@@ -131,16 +131,17 @@ def wrong_value(location: KeyPath, given: Any, values: dict[str, Any]) -> tuple[
     value: Any = values
     for name in path:
         value = value[name]
-    expected = describe(key.annotation if path == key.path else key.value_annotation)
+    expected = describe(key.annotation if len(path) == len(key.path) else key.value_annotation)
     hint = "" if isinstance(value, str) or expected != "text" else "; put it in quotes"
     return path, f"`{dotted(path)}: {show(value)}` should be {expected}{hint}"
 
 
 def key_at(location: KeyPath) -> tuple[Key, KeyPath]:
     """The key that a pydantic location is in; in a free-form mapping, also the user's own key."""
-    end = max(end for end in range(len(location) + 1) if location[:end] in all_keys())
-    key = all_keys()[location[:end]]
-    return key, location[: end + 1] if key.free_form else key.path
+    end = max(end for end in range(len(location) + 1) if find_key(location[:end]) is not None)
+    key = find_key(location[:end])
+    assert key is not None
+    return key, location[: end + 1] if key.free_form else location[:end]
 
 
 def show(value: Any) -> str:

@@ -4,7 +4,7 @@ import yaml
 
 from corral.recipe.document import NULLS, OVERRIDE, Document, Where, compose
 from corral.recipe.errors import RecipeError
-from corral.recipe.keys import PLACEMENT, KeyPath, all_keys, dotted, expand
+from corral.recipe.keys import PLACEMENT, KeyPath, dotted, expand, find_key
 
 
 def apply_override(document: Document, text: str) -> None:
@@ -31,7 +31,7 @@ def apply_override(document: Document, text: str) -> None:
 
 def read_value(path: KeyPath, text: str) -> yaml.Node:
     """As YAML; but a key that takes text only takes it as it stands, unless it is in quotes or null."""
-    key = all_keys().get(path)
+    key = find_key(path)
     if key is not None and key.text_only and not text.startswith(("'", '"')) and text.strip() not in NULLS:
         return as_text(text)
     try:

@@ -6,7 +6,7 @@ import re
 from typing import Any, NoReturn
 
 from corral.recipe.document import Document
-from corral.recipe.keys import KeyPath, all_keys, did_you_mean, dotted, expand, nearest_key
+from corral.recipe.keys import KeyPath, did_you_mean, dotted, expand, find_key, nearest_key
 
 REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 
@@ -85,7 +85,7 @@ class _Resolver:
 
     def default(self, path: KeyPath, name: str, target: KeyPath) -> Any:
         """Of a key that the recipe leaves out."""
-        key = all_keys().get(target)
+        key = find_key(target)
         if key is None:
             hint = did_you_mean(nearest_key(target))
             self.fail(

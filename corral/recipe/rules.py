@@ -312,6 +312,8 @@ def service_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         where = f"cluster.services.{name}"
         if (service.retriever is None) == (not service.command):
             yield f"`{where}` needs either `retriever`, the folder of an index, or `command`"
+        if service.retriever is None:
+            yield from unused(service, where, ["corpus"], "it belongs to `retriever`")
         if service.port in ports:
             yield f"`{where}.port: {service.port}` is that of `cluster.services.{ports[service.port]}` too"
         ports[service.port] = name

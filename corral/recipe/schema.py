@@ -373,6 +373,8 @@ class Service(Section):
 
     retriever: str | None = None
     """An index made by `corral retriever build`, to be served as `corral retriever serve` does."""
+    corpus: str | None = None
+    """Of which that index is to be made, for a plan that says how large it will be and how long that takes."""
     command: list[str] = []
     """Or any other program, argument by argument."""
     port: PositiveInt
@@ -380,6 +382,7 @@ class Service(Section):
     health: str = "/health"
     """Path that answers 200 when it is ready."""
     start_timeout_s: PositiveFloat = 300.0
+    """For it to become ready."""
 
 
 class Cluster(Section):

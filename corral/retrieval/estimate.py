@@ -51,6 +51,7 @@ class Estimate:
     build_disk_bytes: int
     """With what is deleted at the end."""
     build_memory_bytes: int
+    """0: it is built."""
     serve_memory_bytes: int
     """That the server must have."""
     cache_bytes: int
@@ -63,11 +64,15 @@ class Estimate:
 
     def lines(self) -> list[str]:
         took = "not measured" if self.build_s is None else duration(self.build_s)
+        serve = f"{size(self.serve_memory_bytes)}; to be fast, {size(self.cache_bytes)} of page cache"
+        if not self.build_memory_bytes:
+            title = f"{self.kind} index of {self.num_passages:,} passages ({size(self.corpus_bytes)})"
+            return [title, f"  disk             {size(self.disk_bytes)}", f"  memory to serve  {serve}"]
         return [
             f"{self.kind} index of about {self.num_passages:,} passages ({size(self.corpus_bytes)})",
             f"  disk             {size(self.disk_bytes)}, while it is built {size(self.build_disk_bytes)}",
             f"  memory to build  {size(self.build_memory_bytes)}",
-            f"  memory to serve  {size(self.serve_memory_bytes)}; to be fast, {size(self.cache_bytes)} of page cache",
+            f"  memory to serve  {serve}",
             f"  time to build    {took}",
         ]
 

@@ -28,6 +28,15 @@ def test_the_driver_overhead_is_measured_without_ray(tmp_path: Path) -> None:
     assert run("driver_overhead.py", tmp_path, "--no-ray").keys() == {"total", "stages", "functions"}
 
 
+def test_concurrent_trajectories_are_measured(tmp_path: Path) -> None:
+    assert "concurrent_trajectories" in run("concurrent_trajectories.py", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_retriever_is_measured_under_load(tmp_path: Path) -> None:
+    assert "bm25" in run("retriever_load.py", tmp_path)
+
+
 @pytest.mark.slow
 def test_overlap_is_measured_on_ray(tmp_path: Path) -> None:
     found = run("overlap.py", tmp_path, "--schedules", "staleness 1, pipelined")

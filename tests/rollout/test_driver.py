@@ -243,7 +243,9 @@ class Play:
         **more: Any,
     ) -> list[Trajectory]:
         """Every turn has up to `max_tokens` tokens; the end-of-turn token is as likely as any other."""
-        environment = Environment(name=f"{self.environments}:{name}", timeout_s=0.3, reward=Reward(on_error=-1.0), **more)
+        environment = Environment(
+            name=f"{self.environments}:{name}", timeout_s=0.3, reward=Reward(on_error=-1.0), **more
+        )
         chat_tokenizer = tiny_tokenizer()
         if template is not None:
             chat_tokenizer.chat_template = template

@@ -1,0 +1,150 @@
+"""Games in a real run: boards shared by samples, several environments with tags, floors and ceilings, learning."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.loop.train import train
+from corral.observe.console import Console
+from corral.observe.metrics import read
+from corral.recipe.errors import RecipeError
+from corral.recipe.load import load_recipe
+from corral.recipe.plan import make_plan
+from corral.recipe.rules import check
+
+MIXED = """\
+name: mixed
+model: {{path: {model}, dtype: float32}}
+data:
+  chat: false
+  train: {{path: boards, size: 60}}
+  validation: {{path: boards, size: 12, seed: 1}}
+  max_prompt_tokens: 120
+environments:
+  lake:
+    name: frozen_lake
+    share: 2
+    options: {{size: 3, {short}}}
+  boxes:
+    name: sokoban
+    options: {{format_penalty: -0.05, {short}}}
+rollout: {{max_turns: 3, max_turn_tokens: 1, max_response_tokens: 200}}
+batch: {{prompts_per_step: 6, samples_per_prompt: 2, max_tokens_per_micro_batch: 512}}
+algorithm: {{name: gigpo}}
+optimiser: {{learning_rate: 0.001}}
+schedule: {{steps: 2}}
+logging: {{runs: {folder}/runs}}
+"""
+SHORT = (
+    "action_pattern: null, actions: {Left: L, Down: D, Right: R, Up: U}, "
+    'prompts: {system: null, opening: "{observation}\\n", turn: "{observation}"}'
+)
+
+
+def run(folder: Path, model: Path, text: str, *overrides: str) -> tuple[Path, str]:
+    path = folder / "recipe.yaml"
+    path.write_text(text.format(folder=folder, model=model, short=SHORT))
+    recipe, screen = load_recipe(path, overrides), io.StringIO()
+    check(recipe)
+    return train(recipe, make_plan(recipe).text(), [], Console(screen)), screen.getvalue()
+
+
+def trajectories(run_folder: Path) -> list[dict[str, Any]]:
+    files = sorted((run_folder / "trajectories").glob("step_*.jsonl.gz"))
+    return [json.loads(line) for file in files for line in gzip.open(file, "rt")]
+
+
+def test_mixed_environments_have_their_shares_and_their_own_metrics(tmp_path: Path, tiny_model: Path) -> None:
+    folder, screen = run(tmp_path, tiny_model, MIXED, "data.shuffle=false")
+    rows = read(folder / "metrics.jsonl")
+    step = next(row for row in rows if row["step"] == 1 and "reward/mean" in row)
+    for tag in ("lake", "boxes"):
+        for name in ("success", "valid_actions", "effective_actions", "turns", "reward", "length"):
+            assert f"environment/{tag}/{name}" in step
+    before = next(row for row in rows if "validation/environment/lake/success" in row)
+    assert 0 < before["validation/floor/lake/success"] < before["validation/ceiling/lake/success"] <= 1
+    assert before["validation/ceiling/boxes/success"] > before["validation/floor/boxes/success"]
+    assert "environment  success  random  optimal" in screen
+    assert "(12 boards)" in screen
+    played = trajectories(folder)
+    assert sum(one["tag"] == "lake" for one in played) == 2 * sum(one["tag"] == "boxes" for one in played)
+
+
+def test_the_samples_of_a_prompt_share_a_board_and_other_prompts_have_others(tmp_path: Path, tiny_model: Path) -> None:
+    folder, _ = run(tmp_path, tiny_model, MIXED, "validation.before_training=false", "validation.after_training=false")
+    openings: dict[int, set[str]] = {}
+    for one in trajectories(folder):
+        openings.setdefault(one["ordinal"], set()).add(one["prompt"])
+    assert all(len(prompts) == 1 for prompts in openings.values())
+    assert len({next(iter(prompts)) for prompts in openings.values()}) > 8
+
+
+def test_the_same_seed_plays_the_same_games(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "again").mkdir()
+    first, again = (run(folder, tiny_model, MIXED)[0] for folder in (tmp_path, tmp_path / "again"))
+
+    def numbers(folder: Path) -> list[dict[str, Any]]:
+        rows = read(folder / "metrics.jsonl")
+        return [{k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))} for row in rows]
+
+    assert numbers(first) == numbers(again)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["batch.samples_per_prompt=1"], "all advantages would be zero"),
+        (["environment.name=question"], "`environment` and `environments` are both set"),
+        (["environments.quiz.name=question"], "`question` needs rows with a prompt"),
+        (["data.train.path=rows.jsonl"], "`environments.lake.share` has no effect"),
+        (["data.system=Play."], "`data.system` has no effect"),
+        (["algorithm.name=grpo", "algorithm.turn_gamma=0.9"], "`algorithm.turn_gamma` has no effect"),
+        (["rollout.max_turn_tokens=500"], "`rollout.max_turn_tokens: 500` is more than"),
+    ],
+)
+def test_what_would_not_work_is_refused_before_anything_is_loaded(
+    tmp_path: Path, tiny_model: Path, overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(RecipeError) as error:
+        run(tmp_path, tiny_model, MIXED, *overrides)
+    assert any(expected in problem for problem in error.value.problems)
+
+
+def test_bad_options_of_a_game_are_said_at_the_start(tmp_path: Path, tiny_model: Path) -> None:
+    from corral.recipe.errors import UserError
+
+    with pytest.raises(UserError, match="size must be at least 2"):
+        run(tmp_path, tiny_model, MIXED, "environments.lake.options.size=1")
+
+
+EASY = """\
+name: easy
+model: {{path: {model}, dtype: float32}}
+data:
+  chat: false
+  train: {{path: boards, size: 4000}}
+  validation: {{path: boards, size: 100, seed: 1}}
+  max_prompt_tokens: 32
+environment: {{name: frozen_lake, options: {{size: 2, p: 1.0, format_penalty: -0.1, {short}}}}}
+rollout: {{max_turns: 2, max_turn_tokens: 1, max_response_tokens: 32, max_sequences: 256}}
+batch: {{prompts_per_step: 32, samples_per_prompt: 8, passes: 2, max_tokens_per_micro_batch: 1024}}
+algorithm: {{name: turn_grpo}}
+optimiser: {{learning_rate: 0.003}}
+schedule: {{steps: 40}}
+validation: {{temperature: 1.0}}
+logging: {{runs: {folder}/runs, trajectories: false}}
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_knows_nothing_learns_to_walk(tmp_path: Path) -> None:
+    """Two turns on lakes of 2 x 2 cells without holes: a random player wins about 40 % of the time."""
+    folder, _ = run(tmp_path, Path("blank-1m"), EASY)
+    rows = [row for row in read(folder / "metrics.jsonl") if "validation/environment/success" in row]
+    floor = rows[0]["validation/floor/success"]
+    assert rows[0]["validation/environment/success"] < floor
+    assert rows[-1]["validation/environment/success"] > 1.3 * floor

@@ -1,0 +1,141 @@
+"""A search trajectory of three turns, drawn out token by token: what was generated, and what everything else may see."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from stand_in_retriever import StandInRetriever
+from tiny import tiny_tokenizer
+
+from corral.algorithms.advantages import RewardedBatch, gae
+from corral.data.batch import Batch
+from corral.data.rows import Message, Row
+from corral.data.sources import render_prompt
+from corral.data.trajectory import Trajectory
+from corral.envs.registry import EnvSet
+from corral.recipe.schema import Environment, Reward, Rollout
+from corral.rewards.here import RewardsHere
+from corral.rollout.chat import Chat
+from corral.rollout.driver import Driver, Prompt
+from corral.rollout.engine import Completion, Finish, Memory, Sampling
+
+REPLIES = [
+    "<think>who?</think><search>who wrote it</search>",
+    "hmm",
+    "<answer>Ann</answer>",
+]
+DRAWN = """\
+. <|start|>user
+. Who wrote it?<|end|>
+. <|start|>assistant
+. ^<think>who?</think><search>who wrote it</search>
+. <information>All of it.</information>
+. ^hmm
+. Search or answer.
+. ^<answer>Ann</answer>"""
+"""A line begins with a dot, and what follows ^ was generated, to the end of the line."""
+
+
+class Scripted:
+    """An engine that says what it is told to, a character a token, each less likely than the one before."""
+
+    def __init__(self, tokenizer: object, replies: list[str]) -> None:
+        self.tokenizer, self.replies = tokenizer, list(replies)
+        self.seen: list[list[int]] = []
+
+    async def generate(
+        self, tokens: list[int], sampling: Sampling, seed: int, *, memory: Memory | None = None, keep: bool = False
+    ) -> Completion:
+        self.seen.append(list(tokens))
+        said = self.tokenizer.encode(self.replies.pop(0), add_special_tokens=False)  # type: ignore[attr-defined]
+        return Completion(said, [-float(i + 1) for i in range(len(said))], Finish.STOP_STRING, [3] * len(said))
+
+
+@pytest.fixture
+def retriever() -> Iterator[StandInRetriever]:
+    server = StandInRetriever()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def played(retriever: StandInRetriever) -> Trajectory:
+    tokenizer = tiny_tokenizer()
+    environment = Environment(
+        name="search",
+        reward=Reward(name="em"),
+        options={
+            "retriever": f"http://127.0.0.1:{retriever.port}",
+            "topk": 1,
+            "prompt": None,
+            "observation": "\n<information>{documents}</information>\n",
+            "document": "{text}",
+            "invalid_feedback": "\nSearch or answer.\n",
+        },
+    )
+    rollout = Rollout(max_turns=2, max_response_tokens=400)
+    envs = EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, rollout)
+    driver = Driver(
+        engine=Scripted(tokenizer, REPLIES),  # type: ignore[arg-type]
+        envs=envs,
+        chat=Chat(tokenizer, True),
+        max_turns=2,
+        max_prompt_tokens=100,
+        max_response_tokens=400,
+        seed=0,
+    )
+    row = Row([Message(role="user", content="Who wrote it?")], "Ann", "", {})
+    prompt = Prompt(0, 0, row, render_prompt(tokenizer, row, True))
+    try:
+        [trajectory] = asyncio.run(driver.play([prompt], 1, Sampling(max_tokens=400)))
+    finally:
+        envs.close()
+    return trajectory
+
+
+def draw(trajectory: Trajectory) -> str:
+    """The whole text, with ^ where the model begins to speak. (Every one of its turns ends a line.)"""
+    tokenizer, drawn, before = tiny_tokenizer(), "", False
+    for token, generated in zip(trajectory.tokens, trajectory.generated, strict=True):
+        drawn += ("^" if generated and not before else "") + tokenizer.decode([token])
+        before = bool(generated)
+    return "\n".join(f". {line}" for line in drawn.split("\n"))
+
+
+def test_a_search_in_three_turns_token_by_token(played: Trajectory) -> None:
+    assert played.error is None
+    assert draw(played) == DRAWN
+    tokenizer = tiny_tokenizer()
+    generated = [tokenizer.encode(reply, add_special_tokens=False) for reply in REPLIES]
+    assert played.tokens[played.generated].tolist() == [token for reply in generated for token in reply]
+    assert played.logprobs[~played.generated].tolist() == [0.0] * int((~played.generated).sum())
+    assert set(played.versions[~played.generated]) == {-1}
+    assert played.logprobs[played.generated].tolist() == [-float(i + 1) for r in generated for i in range(len(r))]
+
+
+def test_rewards_sit_on_the_last_token_of_each_turn(played: Trajectory) -> None:
+    ends = np.flatnonzero(played.generated & ~np.append(played.generated[1:], False))
+    assert played.turn_rewards == [(ends[0], 0.0), (ends[1], 0.0), (ends[2], 1.0)]
+
+
+def test_what_the_environment_said_is_in_no_loss_no_value_and_no_whitening(played: Trajectory) -> None:
+    """Numbers on tokens that were not generated can be anything: nothing changes."""
+    batch = Batch.of([played, played])
+    pack = batch.pack(1000)[0]
+    assert pack.generated[pack.targets].all()
+    assert len(pack.targets) == 2 * played.num_generated
+    mask = torch.from_numpy(batch.generated)
+    values = torch.linspace(0, 1, len(mask))
+    tensors = {"mask": mask, "offsets": torch.from_numpy(batch.offsets), "groups": torch.from_numpy(batch.groups)}
+    rewards = torch.from_numpy(batch.token_rewards)
+    clean = gae(RewardedBatch(rewards, values=values, **tensors), gamma=0.99, lam=0.95)
+    nan = torch.tensor(torch.nan)
+    poisoned = RewardedBatch(torch.where(mask, rewards, nan), values=torch.where(mask, values, nan), **tensors)
+    found = gae(poisoned, gamma=0.99, lam=0.95)
+    assert torch.equal(found.advantages, clean.advantages)
+    assert torch.equal(found.returns, clean.returns)
+    assert found.advantages[~mask].abs().max() == 0
+    whitened = found.advantages[mask]
+    assert float(whitened.mean()) == pytest.approx(0, abs=1e-5)

@@ -1,0 +1,138 @@
+"""Programs beside the workers: started, awaited, started again, ended; and what is said when that fails."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from corral.recipe.schema import Service
+from corral.runtime.services import Services
+
+SERVER = """
+import http.server, os, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+    def log_message(self, *_): pass
+print("hello from", sys.argv[1], flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+Start = Callable[..., Services]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def start(tmp_path: Path, port: int) -> Iterator[Start]:
+    started: list[Services] = []
+
+    def start(command: list[str] | None = None, timeout_s: float = 20.0) -> Services:
+        command = [sys.executable, "-c", SERVER, str(port)] if command is None else command
+        service = Service(command=command, port=port, start_timeout_s=timeout_s)
+        started.append(Services({"echo": service}, tmp_path))
+        return started[-1]
+
+    yield start
+    for services in started:
+        services.close()
+
+
+def pid_of(port: int) -> int:
+    """Of who answers."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        return int(connection.makefile("rb").read().split(b"\r\n\r\n")[1])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_service_is_ready_when_it_answers_and_ends_with_the_run(start: Start, port: int, tmp_path: Path) -> None:
+    services = start()
+    assert services.wait() == []
+    pid = pid_of(port)
+    assert f"hello from {port}" in (tmp_path / "service-echo.log").read_text()
+    services.close()
+    assert not is_alive(pid)
+
+
+def test_a_service_that_is_killed_is_started_again(start: Start, port: int) -> None:
+    services = start()
+    assert services.wait() == []
+    first = pid_of(port)
+    os.kill(first, signal.SIGKILL)
+
+    def answers_again() -> bool:
+        try:
+            return pid_of(port) != first
+        except OSError:
+            return False
+
+    until(answers_again)
+
+
+def test_a_service_dies_with_the_process_that_started_it(tmp_path: Path, port: int) -> None:
+    program = f"""
+import time
+from pathlib import Path
+from corral.recipe.schema import Service
+from corral.runtime.services import Services
+command = {[sys.executable, "-c", SERVER, str(port)]!r}
+services = Services({{"echo": Service(command=command, port={port})}}, Path({str(tmp_path)!r}))
+print(services.wait(), flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "[]\n"
+    pid = pid_of(port)
+    parent.kill()
+    parent.wait()
+    until(lambda: not is_alive(pid))
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout_s", "expected"),
+    [
+        ([sys.executable, "-c", "print('no index here'); raise SystemExit(3)"], 20.0, "exit code 3; the last it said"),
+        ([sys.executable, "-c", "import time; time.sleep(60)"], 0.5, "was not ready at http://127.0.0.1:"),
+        (["no-such-program-anywhere"], 20.0, "exit code 1; the last it said"),
+    ],
+)
+def test_what_a_service_lacks_is_said(start: Start, command: list[str], timeout_s: float, expected: str) -> None:
+    [problem] = start(command, timeout_s).wait()
+    assert "`cluster.services.echo`" in problem
+    assert expected in problem
+
+
+def test_a_port_that_somebody_else_has_is_not_taken_for_the_service(start: Start, port: int) -> None:
+    first = start()
+    assert first.wait() == []
+    [problem] = start().wait()
+    assert "something else answers" in problem
