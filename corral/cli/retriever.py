@@ -18,11 +18,18 @@ Index = Annotated[Path, typer.Argument(help="The folder of the index.", show_def
 CorpusMoved = Annotated[
     Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.", show_default=False)
 ]
+EncoderMoved = Annotated[
+    str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.", show_default=False)
+]
 Device = Annotated[str | None, typer.Option(help="For the encoder: cpu, cuda, cuda:1.", show_default=False)]
 RerankerName = Annotated[
     str | None, typer.Option(help="A cross-encoder that orders what was found.", show_default=False)
 ]
 Candidates = Annotated[int, typer.Option(min=1, help="Passages that the re-ranker looks at for each query.")]
+FOR_VECTORS = (
+    "encoder", "query_encoder", "query_prefix", "passage_prefix", "pooling", "max_tokens", "batch", "half", "device"
+)  # fmt: skip
+FOR_WORDS = ("language", "k1", "b")
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +40,7 @@ def register(app: typer.Typer) -> None:
 
 
 def build(
+    context: typer.Context,
     corpus: Annotated[
         Path, typer.Argument(help='One {"id", "contents"} or {"id", "title", "text"} per line.', show_default=False)
     ],
@@ -64,6 +72,7 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: for programs.")] = False,
 ) -> None:
     """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
+    from corral.retrieval.base import check_kind
     from corral.retrieval.bm25 import Bm25Settings
     from corral.retrieval.dense import DenseSettings
     from corral.retrieval.encoder import EncoderSettings
@@ -73,8 +82,13 @@ def build(
 
     if pooling not in (None, "mean", "cls"):
         raise UserError(f"--pooling {pooling} is neither mean nor cls")
-    if kind == "bm25" and encoder is not None:
-        raise UserError("--encoder has no effect on a bm25 index; say --kind flat or --kind hnsw")
+    if kind == "bm25":
+        refuse_given(context, FOR_VECTORS, "on a bm25 index; say --kind flat or --kind hnsw")
+    check_kind(kind, encoder is not None)
+    if kind != "bm25":
+        refuse_given(context, FOR_WORDS, f"on a {kind} index; say --kind bm25")
+    if not dry_run:
+        refuse_given(context, ("as_json",), "without --dry-run")
     dense = None
     if encoder is not None:
         names = encoder_name(encoder), None if query_encoder is None else encoder_name(query_encoder)
@@ -87,12 +101,22 @@ def build(
         print(json.dumps(said.as_dict(), indent=2) if as_json else "\n".join(said.lines()))
         return
     with progress_shown() as show:
-        build_index(corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show)
+        build_index(corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show, say=print)
     made = of_index(index)
     print(f"{kind} index of {made.num_passages:,} passages in {index}, {size(made.disk_bytes)}")
 
 
+def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> None:
+    """Options that would be ignored. `names` as the function has them."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise UserError(f"{option} has no effect {where}")
+
+
 def serve(
+    context: typer.Context,
     index: Annotated[Path | None, typer.Argument(help="The folder of the index.", show_default=False)] = None,
     online: Annotated[
         Path | None, typer.Option(help="A YAML file about a search service, instead of an index.", show_default=False)
@@ -108,11 +132,13 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may search without a token.")] = False,
     max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
     max_topk: Annotated[int, typer.Option(min=1, help="The most that a request may ask for.")] = 100,
+    max_passages: Annotated[int, typer.Option(min=1, help="In one answer: queries times topk.")] = 20_480,
     max_query_chars: Annotated[int, typer.Option(min=1, help="Of one query.")] = 8192,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 * 2**20,
     max_waiting: Annotated[int, typer.Option(min=1, help="Queries that may wait; others are refused at once.")] = 8192,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request is given up.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request is given up.")] = 25.0,
     corpus: CorpusMoved = None,
+    encoder: EncoderMoved = None,
     device: Device = None,
 ) -> None:
     """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
@@ -128,19 +154,25 @@ def serve(
         )
     if topk > max_topk:
         raise UserError(f"--topk {topk} is more than --max-topk {max_topk}")
+    if online is not None:
+        refuse_given(context, ("corpus", "encoder"), "on a search service; it is for an index")
+    if reranker is None:
+        refuse_given(context, ("candidates",), "without --reranker")
     token = None if token_file is None else read_token(token_file)
-    limits = Limits(max_body, max_queries, max_topk, max_query_chars, max_waiting, timeout)
-    load = loader(index, online, corpus, reranker, candidates, device)
+    limits = Limits(max_body, max_queries, max_topk, max_passages, max_query_chars, max_waiting, timeout)
+    load = loader(index, online, corpus, encoder, reranker, candidates, device)
     run_server(load, host, port, token=token, topk=topk, limits=limits, say=lambda text: print(text, flush=True))
 
 
 def search(
+    context: typer.Context,
     index: Index,
     query: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
     topk: Annotated[int, typer.Option(min=1, help="How many passages.")] = 3,
     reranker: RerankerName = None,
     candidates: Candidates = 10,
     corpus: CorpusMoved = None,
+    encoder: EncoderMoved = None,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -148,7 +180,9 @@ def search(
     from corral.retrieval.answer import Ask
     from corral.retrieval.wire import result
 
-    answerer = loader(index, None, corpus, reranker, candidates, device)()
+    if reranker is None:
+        refuse_given(context, ("candidates",), "without --reranker")
+    answerer = loader(index, None, corpus, encoder, reranker, candidates, device)()
     [found] = answerer.answer([Ask([query], topk)])
     if as_json:
         print(json.dumps(result(found, return_scores=True)["result"][0], indent=2, ensure_ascii=False))
@@ -163,6 +197,7 @@ def loader(
     index: Path | None,
     online: Path | None,
     corpus: Path | None,
+    encoder: str | None,
     reranker: str | None,
     candidates: int,
     device: str | None,
@@ -181,10 +216,13 @@ def loader(
         service = OnlineSearcher(settings, os.environ.get(settings.key_env) if settings.key_env else None)
     else:
         assert index is not None
-        read_finished(index)
+        if read_finished(index).kind == "bm25" and encoder is not None:
+            raise UserError(f"--encoder has no effect on {index}: it is a bm25 index")
+
+    moved_to = None if encoder is None else encoder_name(encoder)
 
     def load() -> Answerer:
-        searcher = service if index is None else open_index(index, corpus, device)
+        searcher = service if index is None else open_index(index, corpus, device, moved_to)
         assert searcher is not None
         second = None if reranker is None else Reranker(encoder_name(reranker), device)
         return Answerer(searcher, second, candidates)

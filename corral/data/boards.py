@@ -2,14 +2,19 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from corral.recipe.schema import Source
 
 DEFAULT_SIZE = 1000
 
 
-def board_rows(source: Source, environments: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+Part = Literal["train", "validation"]
+VALIDATION_SHARE = 10
+"""One board in so many is for validation."""
+
+
+def board_rows(source: Source, environments: Mapping[str, float], part: Part = "train") -> Iterator[dict[str, Any]]:
     """Boards, dealt to environments (tags, with their shares) so that every beginning of the rows has the shares.
 
     Board 17 of seed 0 is the same number in every run, and it belongs to the same environment while the shares stay.
@@ -25,10 +30,20 @@ def board_rows(source: Source, environments: Mapping[str, float]) -> Iterator[di
             "answer": None,
             "seed": seed_of_board(source.seed, index),
             "environment": tag,
+            "part": part,
         }
 
 
 def seed_of_board(seed: int, index: int) -> int:
     """63 bits that depend on nothing but these."""
-    digest = hashlib.blake2b(f"board {seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return _bits(f"board {seed}/{index}")
+
+
+def part_of(board: str) -> Part:
+    """To which a board belongs, by what is on it: small boards come again and again, and one that is trained on must
+    not be one that is validated on."""
+    return "validation" if _bits(board) % VALIDATION_SHARE == 0 else "train"
+
+
+def _bits(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

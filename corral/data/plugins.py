@@ -1,4 +1,4 @@
-"""Finding what a recipe names in Python: `module:name`, or `path/to/file.py:name`.
+"""Finding what a recipe names in Python: `module:name`, or `path/to/file.py:name`; and calling it.
 
 Modules are looked for where Python looks, then in the current folder. Every failure is one line for the user.
 """
@@ -8,13 +8,14 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from corral.recipe.errors import UserError
 
+Answer = TypeVar("Answer")
 MAX_ERROR_CHARACTERS = 500
 
 
@@ -46,6 +47,14 @@ def error_line(error: BaseException) -> str:
     if not frames or isinstance(error, SyntaxError):  # a SyntaxError's text has its own place
         return text
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+
+
+async def without_exit(call: Awaitable[Answer]) -> Answer:
+    """What people's code calls `sys.exit` in has failed; the event loop and the run go on."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code})") from error
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from corral.data.boards import board_rows
+from corral.data.boards import Part, board_rows
 from corral.data.generated import arithmetic_rows, reasoning_gym_rows
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, row_from_mapping
@@ -45,7 +45,8 @@ def _read(source: Source, data: Data, shares: Mapping[str, float]) -> Iterator[L
         return read_files(source.path)
     if source.path == BOARDS:
         _refuse_unused(source, "boards", "split", "subset", "options")
-        return ((f"{BOARDS}[{i}]", _renamed(row, data)) for i, row in enumerate(board_rows(source, shares)))
+        part: Part = "validation" if source is data.validation else "train"
+        return ((f"{BOARDS}[{i}]", _renamed(row, data)) for i, row in enumerate(board_rows(source, shares, part)))
     kind, _, name = source.path.partition(":")
     if kind == "hf" and name:
         _refuse_unused(source, "a hub data set", "options", "size", "seed")

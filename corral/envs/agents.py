@@ -1,8 +1,9 @@
 """Players that are code, a random one and the best one: their scores are an environment's floor and ceiling."""
 
+import asyncio
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -64,25 +65,30 @@ async def play(
     return Played(reward, summary.get("success"), turns, summary)
 
 
-async def floors(
-    env_set: EnvSet, rows: Sequence[Row], max_turns: int, seed: int = 0, episodes_per_row: int = 1
-) -> dict[str, Floor | None]:
-    """By tag, over the rows of each; None for environments that code can't play."""
+async def floors(env_set: EnvSet, rows: Sequence[Row], max_turns: int, seed: int = 0) -> dict[str, Floor | None]:
+    """By tag, over the rows of each; None for environments that code can't play. Games that fail are left out."""
     found: dict[str, Floor | None] = {}
     for tag, kind in env_set.kinds.items():
         its_rows = [row for row in rows if env_set.kind_of(row) is kind]
-        floor = await floor_of(kind.make, its_rows, max_turns, seed, episodes_per_row)
+        floor = await floor_of(kind.make, its_rows, max_turns, seed, kind.timeout_s)
         found[tag] = None if floor == Floor() else floor
     return found
 
 
-async def floor_of(
-    make: Callable[[], Env], rows: Sequence[Row], max_turns: int, seed: int, episodes_per_row: int
-) -> Floor:
-    seeds = [seed * len(rows) * episodes_per_row + number for number in range(len(rows) * episodes_per_row)]
-    at_random = [await play_random(make, rows[s % len(rows)], s, max_turns) for s in seeds]
-    best = [await play_best(make, rows[s % len(rows)], s, max_turns) for s in seeds]
+async def floor_of(make: Callable[[], Env], rows: Sequence[Row], max_turns: int, seed: int, timeout_s: float) -> Floor:
+    at_random, best = [], []
+    for number, row in enumerate(rows, start=seed * len(rows)):
+        at_random.append(await in_time(play_random(make, row, number, max_turns), timeout_s))
+        best.append(await in_time(play_best(make, row, number, max_turns), timeout_s))
     return Floor(*means(at_random), *means(best))
+
+
+async def in_time(game: Coroutine[Any, Any, Played | None], timeout_s: float) -> Played | None:
+    """None if it fails: an environment that does so now and then is no reason to do without a floor."""
+    try:
+        return await asyncio.wait_for(game, timeout_s)
+    except (Exception, SystemExit):
+        return None
 
 
 def means(played: Sequence[Played | None]) -> tuple[float | None, float | None]:

@@ -12,6 +12,8 @@ Beside its three methods an environment may have any of these:
 - `tools`: functions, as JSON schemas, that the chat template is to tell the model of.
 - `count_turn(num_before, num_generated, is_cut)`: told before each step how many tokens were there, how many the model
   generated, and whether they were cut off at a limit.
+- `was_shown(messages)`: told what the model gets to see of an observation that is longer than
+  `rollout.max_observation_tokens` and was cut.
 - `state()`: where the model is after `reset`; equal texts are equal states, as in `StepResult.state`.
 - `summary()`: metrics of the whole trajectory, asked once at its end, whoever ended it.
 - `random_reply(rng)` and `best_reply()`: what a random player and an optimal one would say now. They are the floor and
@@ -19,10 +21,10 @@ Beside its three methods an environment may have any of these:
 - `open_shared(...)`, a class method: what all trajectories of a worker share (a client, a server); each environment
   gets it as its argument `shared`, and it is closed at the end.
 
-A class whose methods are plain functions, because they block, is played in processes of its own (`processes.py`).
+A class whose methods are plain functions, because they block, is played in processes of its own (`processes.py`), and
+is not told of `count_turn` and `was_shown`.
 """
 
-import random
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -76,14 +78,8 @@ class Counting(Protocol):
 
 
 @runtime_checkable
-class Playable(Protocol):
-    """One that code can play."""
-
-    def random_reply(self, rng: random.Random) -> str: ...
-
-    def best_reply(self) -> str | None:
-        """None: no solution is known."""
-        ...
+class Shown(Protocol):
+    def was_shown(self, messages: list[Message]) -> None: ...
 
 
 def bounds_itself(env: Any) -> bool:
@@ -100,7 +96,8 @@ def num_last_turns(env: Any) -> int:
 
 def first_state(env: Any) -> str:
     """All samples of a prompt begin in the same, whatever it is called."""
-    return str(env.state()) if hasattr(env, "state") else ""
+    state = getattr(env, "state", None)
+    return str(state()) if callable(state) else ""
 
 
 def tools_of(env: Any) -> list[dict[str, Any]]:

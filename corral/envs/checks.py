@@ -107,7 +107,7 @@ class Trial:
     async def reply(self, env: Any, rng: random.Random) -> str:
         if not has_player(env, "random_reply"):
             return rng.choice(NOISE)
-        reply = await self._named("random_reply", answered(env.random_reply(rng)))
+        reply = await self.call("random_reply", ask(env, "random_reply", rng), env)
         if not isinstance(reply, str):
             raise CheckFailed(f"random_reply returned {reply!r:.100}, which is not text")
         return reply
@@ -126,7 +126,7 @@ def try_out(environment: Environment, rows: Sequence[Row], max_turns: int, seed:
     """All checks, then the floor and the ceiling over all rows."""
     with opened(environment, rows, max_turns, seed) as trial:
         passed, failed = [], []
-        for check in (same_again, same_in_another_process, odd_replies_are_harmless, closes, plays):
+        for check in (same_again, same_in_another_process, odd_replies_are_harmless, closes, plays, plays_best):
             try:
                 passed.append(asyncio.run(check(trial)))
             except CheckFailed as error:
@@ -134,7 +134,7 @@ def try_out(environment: Environment, rows: Sequence[Row], max_turns: int, seed:
         if failed:
             return Report([], passed, failed, 0.0, Floor())
         first = asyncio.run(trial.play(rows[0], seed))[0]["messages"]
-        floor = asyncio.run(floor_of(trial.make, rows, max_turns, seed, episodes_per_row=1))
+        floor = asyncio.run(floor_of(trial.make, rows, max_turns, seed, environment.timeout_s))
         return Report(first, passed, failed, asyncio.run(measure_pace(trial)), floor)
 
 
@@ -160,6 +160,26 @@ async def play_some(trial: Trial) -> list[Transcript]:
     games = [await trial.play(row, trial.seed + number) for number, row in enumerate(trial.rows[:NUM_COMPARED])]
     plain: list[Transcript] = json.loads(json.dumps(games))
     return plain
+
+
+async def ask(env: Any, player: str, *arguments: Any) -> Any:
+    return await answered(getattr(env, player)(*arguments))
+
+
+async def plays_best(trial: Trial) -> str:
+    """With the solver, if there is one, which may be wrong about a board but not fail."""
+    env = await trial.began(trial.rows[0], trial.seed)
+    try:
+        if not has_player(env, "best_reply"):
+            return "it has no solver, so no ceiling"
+        for _ in range(trial.max_turns):
+            reply = await trial.call("best_reply", ask(env, "best_reply"), env)
+            if reply is None or checked(await trial.call(f"step({reply!r:.60})", env.step(reply), env)).done:
+                break
+    finally:
+        with contextlib.suppress(CheckFailed):
+            await trial.call("close", env.close(), env)
+    return "its solver plays"
 
 
 async def measure_pace(trial: Trial) -> float:

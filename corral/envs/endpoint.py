@@ -78,7 +78,7 @@ class Session:
     def _is_asked_again(self, last: Exchange, request: ChatRequest) -> bool:
         """Whether the client hung up before it had the answer, and now tries again."""
         same = (last.request.messages, last.request.tools) == (request.messages, request.tools)
-        return same and not last.was_sent and last.reader.at_eof()
+        return same and not last.was_sent and has_hung_up(last.reader)
 
 
 class Endpoint:
@@ -156,7 +156,7 @@ class Endpoint:
         except BadRequest as error:
             await send_error(writer, 400, str(error))
             return
-        if reader.at_eof():
+        if has_hung_up(reader):
             raise ConnectionError("the client hung up")
         key = f"chatcmpl-{secrets.token_hex(8)}"
         if request.stream:
@@ -165,6 +165,11 @@ class Endpoint:
         else:
             await send_json(writer, 200, completion(reply, request, key))
         exchange.was_sent = True
+
+
+def has_hung_up(reader: asyncio.StreamReader) -> bool:
+    """Whether the client is gone: it closed the connection, or the connection broke."""
+    return reader.at_eof() or reader.exception() is not None
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:

@@ -19,18 +19,15 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from corral.data.plugins import load_object
+from corral.data.plugins import load_object, without_exit
 from corral.data.rows import Row
 from corral.envs.endpoint import HOST, Endpoint, Session
 from corral.envs.threads import LoopThread, call_in_thread
 from corral.recipe.errors import UserError
+from corral.rewards.parent import dying_with_parent
 
 OFFERED = ("row", "base_url", "api_key", "model")
 TAIL_BYTES = 64 * 1024
-_DIE_WITH_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
-)
-"""Becomes the program, which then does not outlive a worker that is killed."""
 
 
 class Agents:
@@ -42,6 +39,7 @@ class Agents:
         self._run = load_agent(agent) if agent is not None else None
         self._command = checked_command(command) if command is not None else []
         self._model = model
+        spare_from_proxies(HOST)
         self.endpoint = Endpoint(model, ignored)
         self._loop = LoopThread("agents")
 
@@ -54,7 +52,7 @@ class Agents:
         everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         asked = {name: value for name, value in values.items() if everything or name in parameters}
         if inspect.iscoroutinefunction(self._run):
-            return self._loop.submit(without_exit(functools.partial(self._run, **asked)))
+            return self._loop.submit(without_exit(self._run(**asked)))
         return call_in_thread(functools.partial(self._run, **asked), "agent")
 
     def close(self) -> None:
@@ -87,12 +85,13 @@ def checked_command(command: Sequence[str]) -> list[str]:
     return [program, *rest]
 
 
-async def without_exit(call: Callable[[], Any]) -> Any:
-    """An agent that calls `sys.exit` has failed; the event loop goes on."""
-    try:
-        return await call()
-    except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
+def spare_from_proxies(host: str) -> None:
+    """A proxy would look for the endpoint on its own machine, and be told the key. Agents that are functions read this
+    process's environment, programs inherit it."""
+    names = ("no_proxy", "NO_PROXY")  # where there is the first, many do not look at the second
+    spared = [one.strip() for name in names for one in os.environ.get(name, "").split(",") if one.strip()]
+    for name in names:
+        os.environ[name] = "*" if "*" in spared else ",".join(dict.fromkeys([*spared, host]))
 
 
 def program_variables(values: Mapping[str, Any]) -> dict[str, str]:
@@ -101,21 +100,17 @@ def program_variables(values: Mapping[str, Any]) -> dict[str, str]:
         "OPENAI_API_KEY": values["api_key"],
         "OPENAI_MODEL": values["model"],
     }
-    # A proxy would look for the endpoint on its own machine.
-    direct = {name: ",".join(filter(None, [os.environ.get(name), HOST])) for name in ("NO_PROXY", "no_proxy")}
-    return {**os.environ, **direct, **variables}
+    return {**os.environ, **variables}
 
 
 async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, str]) -> Any:
     """The last line of its output, if that is JSON with `score`. RuntimeError if it ends with another code than 0."""
-    prefix = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT] if sys.platform == "linux" else []
     # Files, because a pipe is open until everything that the program started has ended, too.
     with TemporaryFile() as row_file, TemporaryFile() as output, TemporaryFile() as errors:
         row_file.write(row_as_json(row))
         row_file.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *prefix,
-            *command,
+            *dying_with_parent(command, signal.SIGKILL),
             stdin=row_file,
             stdout=output,
             stderr=errors,

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from corral.data.plugins import error_line
-from corral.envs.base import StepResult
+from corral.envs.base import StepResult, first_state
 from corral.envs.registry import find_class
 from corral.recipe.errors import UserError
 from corral.rewards.messages import receive_message, send_message
@@ -51,7 +51,8 @@ class Player:
         self._env = self._made(**self._arguments)
         messages = self._env.reset(row, seed)
         attributes = {name: getattr(self._env, name) for name in ATTRIBUTES if hasattr(self._env, name)}
-        return {"messages": messages, "attributes": attributes, "summary": self._summary()}
+        state = first_state(self._env)
+        return {"messages": messages, "attributes": attributes, "state": state, "summary": self._summary()}
 
     def step(self, reply: str) -> dict[str, Any]:
         result = self._env.step(reply)

@@ -233,6 +233,7 @@ class ProcessEnv:
     def __init__(self, processes: EnvProcesses) -> None:
         self._processes = processes
         self._place: Place | None = None
+        self._state = ""
         self._summary: dict[str, float] = {}
         for name in ATTRIBUTES:
             if hasattr(processes.made, name):
@@ -248,7 +249,7 @@ class ProcessEnv:
         reply = await self._place.call("reset", row, seed)
         for name, value in reply["attributes"].items():
             setattr(self, name, value)
-        self._summary = reply["summary"]
+        self._state, self._summary = reply["state"], reply["summary"]
         messages: list[Message] = reply["messages"]
         return messages
 
@@ -274,6 +275,10 @@ class ProcessEnv:
             finally:
                 place.give_back()
 
+    def state(self) -> str:
+        """As it was after `reset`."""
+        return self._state
+
     def summary(self) -> dict[str, float]:
         """As it was after the last step."""
         return self._summary
@@ -289,6 +294,27 @@ class ProcessEnv:
     async def _call(self, method: str, *values: Any) -> Reply:
         assert self._place is not None, f"{method} before reset"
         return await self._place.call(method, *values)
+
+
+class BlockingEnv:
+    """The same without processes: for a debugger, which needs it here and lets everything else wait."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    async def reset(self, row: Row, seed: int) -> list[Message]:
+        messages: list[Message] = self._env.reset(row, seed)
+        return messages
+
+    async def step(self, reply: str) -> StepResult:
+        result: StepResult = self._env.step(reply)
+        return result
+
+    async def close(self) -> None:
+        self._env.close()
 
 
 def _pickled(name: str, arguments: dict[str, Any]) -> bytes:

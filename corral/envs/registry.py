@@ -45,11 +45,7 @@ class EnvSet:
         """That of the environment which plays the row."""
         if len(self.kinds) == 1:
             return next(iter(self.kinds.values()))
-        tag = row.extra.get("environment")
-        if tag not in self.kinds:
-            known = ", ".join(self.kinds)
-            raise UserError(f"a row's column `environment` is {tag!r}, and `environments` has {known}")
-        return self.kinds[tag]
+        return self.kinds[row.extra["environment"]]
 
     def close(self) -> None:
         for kind in self.kinds.values():
@@ -69,6 +65,8 @@ class Kind:
     limit: asyncio.Semaphore | None
     """Trajectories that may be played at the same time. None: all."""
     shared: list[Shared] = field(default_factory=list)
+    make_here: Callable[[], Env] | None = None
+    """Of one that `make` makes in another process: in this one, for a debugger."""
 
     @classmethod
     def open(cls, tag: str, environment: Environment, pool: Rewards | None, rollout: Rollout) -> "Kind":
@@ -101,10 +99,10 @@ class Kind:
             shared=shared,
         )
         if is_blocking(made):
-            from corral.envs.processes import EnvProcesses, ProcessEnv
+            from corral.envs.processes import BlockingEnv, EnvProcesses, ProcessEnv
 
             processes = EnvProcesses(environment.name, made, arguments, environment.processes, environment.timeout_s)
-            kind.make = lambda: ProcessEnv(processes)
+            kind.make, kind.make_here = lambda: ProcessEnv(processes), lambda: BlockingEnv(made(**arguments))
             # More would wait for a process while others wait for them to begin.
             kind.limit = asyncio.Semaphore(min(environment.processes, environment.concurrency or environment.processes))
             shared.append(processes)

@@ -6,6 +6,7 @@ which only an answer counts. The recipe's reward function scores everything behi
 """
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ Question: {question}
 OBSERVATION = "\n\n<information>{documents}</information>\n\n"
 DOCUMENT = "Doc {number} (Title: {title}) {text}"
 NOTHING_FOUND = "Nothing was found."
+QUESTION_MARKS = ("?", "？", "؟")
 INVALID_FEEDBACK = """
 
 That was neither a search nor an answer. To search, I write what I look for between <search> and </search>. To answer, \
@@ -80,36 +82,9 @@ class SearchEnv:
         self._client = shared
         self._pool, self._max_turns, self._do_search = pool, max_turns, do_search
         self._prompt = ANSWER_PROMPT if prompt == SEARCH_PROMPT and not do_search else prompt
-        self._observation, self._document, self._invalid_feedback = observation, document, invalid_feedback
+        self._before, _, self._closing = observation.partition("{documents}")
+        self._document, self._invalid_feedback = document, invalid_feedback
         check_text("prompt", self._prompt, "{question}")
-        check_text("observation", observation, "{documents}")
-        check_text("document", document, "{text}")
-        if ANSWER.search(invalid_feedback):
-            raise UserError(
-                "`invalid_feedback` has an <answer>...</answer> in it, which would be scored as the model's"
-            )
-        self._row: Row | None = None
-        self._transcript = ""
-        self._turns = self._valid = self._searches = 0
-        self._answered = self._found = False
-
-    @classmethod
-    def open_shared(
-        cls,
-        do_search: bool = True,
-        prompt: str | None = SEARCH_PROMPT,
-        observation: str = OBSERVATION,
-        document: str = DOCUMENT,
-        invalid_feedback: str = INVALID_FEEDBACK,
-        retriever: str | Sequence[str] = (),
-        topk: int = 3,
-        patience_s: float = 300.0,
-        request_timeout_s: float = 30.0,
-        cache_size: int = 10_000,
-        token_file: str | None = None,
-    ) -> RetrievalClient | NoRetriever:
-        """Also checks the options, before anything is played."""
-        check_text("prompt", prompt, "{question}")
         check_text("observation", observation, "{documents}")
         check_text("document", document, "{text}")
         if ANSWER.search(invalid_feedback):
@@ -117,6 +92,24 @@ class SearchEnv:
                 "environment `search`: its option `invalid_feedback` has an <answer>...</answer> in it, "
                 "which would be scored as the model's"
             )
+        self._row: Row | None = None
+        self._transcript = self._unread = ""
+        self._unread_is_information = False
+        self._turns = self._valid = self._searches = 0
+        self._search_s = 0.0
+        self._answered = self._found = False
+
+    @classmethod
+    def open_shared(
+        cls,
+        do_search: bool = True,
+        retriever: str | Sequence[str] = (),
+        topk: int = 3,
+        patience_s: float = 300.0,
+        request_timeout_s: float = 30.0,
+        cache_size: int = 10_000,
+        token_file: str | None = None,
+    ) -> RetrievalClient | NoRetriever:
         if not do_search:
             return NoRetriever()
         if not retriever:
@@ -138,6 +131,7 @@ class SearchEnv:
         return row.prompt if self._prompt is None else with_question(row.prompt, self._prompt)
 
     async def step(self, reply: str) -> StepResult:
+        self._read()
         action = read_action(reply)
         self._transcript += action.said
         self._turns += 1
@@ -147,12 +141,16 @@ class SearchEnv:
         if self._answered or not may_search:
             return await self._end()
         if action.tag == "search":
-            self._searches += 1
-            observation, closing = self._show(await self._client.search(action.text))
+            self._unread = self._before + await self._search(action.text) + self._closing
         else:
-            observation, closing = self._invalid_feedback, ""
-        self._transcript += observation
-        return StepResult([Message(role="user", content=observation)], 0.0, done=False, closing=closing)
+            self._unread = self._invalid_feedback
+        self._unread_is_information = action.tag == "search"
+        message = Message(role="user", content=self._unread)
+        return StepResult([message], 0.0, done=False, closing=self._closing if self._unread_is_information else "")
+
+    def was_shown(self, messages: list[Message]) -> None:
+        """What was cut off is neither scored nor found."""
+        self._unread = "".join(message["content"] for message in messages)
 
     async def close(self) -> None:
         self._row = None
@@ -161,6 +159,7 @@ class SearchEnv:
         return {
             "turns": float(self._turns),
             "searches": float(self._searches),
+            "search_s": self._search_s,
             "valid_actions": self._valid / max(self._turns, 1),
             "found": float(self._found),
             "answered": float(self._answered),
@@ -171,15 +170,24 @@ class SearchEnv:
         score = await self._pool.score(self._transcript, self._row)
         return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
 
-    def _show(self, documents: Sequence[Document]) -> tuple[str, str]:
-        """The observation, and the end of it that must not be cut off."""
+    def _read(self) -> None:
+        """The model has seen the last observation, for it replies. One that came too late for a reply it has not."""
         assert self._row is not None, "step before reset"
-        shown = [show(document, number, self._document) for number, document in enumerate(documents, start=1)]
-        text = "\n".join(shown) or NOTHING_FOUND
-        if not self._found and self._row.answer is not None:
+        self._transcript += self._unread
+        if self._unread_is_information and not self._found and self._row.answer is not None:
+            text = self._unread.removeprefix(self._before).removesuffix(self._closing)
             self._found = is_in(text, self._row.answer)
-        before, _, closing = self._observation.partition("{documents}")
-        return before + text + closing, closing
+        self._unread, self._unread_is_information = "", False
+
+    async def _search(self, query: str) -> str:
+        self._searches += 1
+        started = time.monotonic()
+        try:
+            documents = await self._client.search(query)
+        finally:
+            self._search_s += time.monotonic() - started
+        shown = [show(document, number, self._document) for number, document in enumerate(documents, start=1)]
+        return "\n".join(shown) or NOTHING_FOUND
 
 
 @dataclass(frozen=True)
@@ -204,16 +212,20 @@ def read_action(reply: str) -> Action:
 
 
 def show(document: Document, number: int, template: str) -> str:
-    """Tags in documents lose their brackets, so that nothing that was found is taken for the model's own doing."""
+    """Tags in documents get square brackets, so that nothing that was found is taken for the model's own doing."""
     values = {"{number}": str(number), "{title}": document.title, "{text}": document.text}
     filled = re.sub(r"\{(?:number|title|text)\}", lambda match: values[match[0]], template)
-    return TAG.sub(lambda match: match[0].strip("<>"), filled)
+    return TAG.sub(lambda match: f"[{match[0][1:-1]}]", filled)  # without brackets, those around it might do
 
 
 def with_question(prompt: Sequence[Message], template: str) -> list[Message]:
-    """The template with the last user message in it, instead of that message."""
+    """The template with the last user message in it, instead of that message. It ends as a question does, since many
+    of those in data sets do not (Search-R1 does so)."""
     position = max(index for index, message in enumerate(prompt) if message["role"] == "user")
-    asked = Message(role="user", content=template.replace("{question}", prompt[position]["content"].strip()))
+    question = prompt[position]["content"].strip()
+    if not question.endswith(QUESTION_MARKS):
+        question += "?"
+    asked = Message(role="user", content=template.replace("{question}", question))
     return [*prompt[:position], asked, *prompt[position + 1 :]]
 
 

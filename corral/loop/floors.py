@@ -1,10 +1,10 @@
 """What random and optimal play would score on the held-out boards: the lines between which a score is read."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from corral.data.rows import Row
 from corral.envs.agents import Floor, floors
-from corral.envs.base import Playable
 from corral.envs.registry import EnvSet, find_class
 from corral.recipe.schema import Recipe
 
@@ -17,14 +17,15 @@ async def floor_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, float]
     playable = {
         tag: environment
         for tag, environment in recipe.tagged_environments.items()
-        if issubclass(find_class(environment.name), Playable)
+        if any(hasattr(find_class(environment.name), player) for player in ("random_reply", "best_reply"))
     }
     own = [row for row in rows if len(recipe.tagged_environments) == 1 or row.extra.get("environment") in playable]
     if not own:
         return {}
     env_set = EnvSet(playable, {}, recipe.rollout)
+    games = floors(env_set, own[:MOST_ROWS], recipe.rollout.max_turns, recipe.seed)
     try:
-        found = await floors(env_set, own[:MOST_ROWS], recipe.rollout.max_turns, recipe.seed)
+        found = await asyncio.to_thread(asyncio.run, games)  # solvers compute, and the event loop has others to serve
     finally:
         env_set.close()
     return as_metrics(found)

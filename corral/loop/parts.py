@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from corral.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
 from corral.loop.playground import Playground
@@ -248,6 +249,7 @@ def check_turns(recipe: Recipe, tokenizer: Any, console: Console) -> None:
 def prompts_of(recipe: Recipe, source: Source, tokenizer: Any, console: Console) -> list[PreparedPrompt]:
     data = recipe.data
     rows = load_rows(source, data, recipe.shares)
+    check_tags(rows, recipe, source)
     prompts, counts = fit_prompts(
         rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong
     )
@@ -257,6 +259,15 @@ def prompts_of(recipe: Recipe, source: Source, tokenizer: Any, console: Console)
             f"truncated, for having more than {data.max_prompt_tokens} tokens"
         )
     return prompts
+
+
+def check_tags(rows: list[Row], recipe: Recipe, source: Source) -> None:
+    """Every row says whose it is, where there are several environments."""
+    for number, row in enumerate(rows):
+        tag = row.extra.get("environment")
+        if recipe.environments and tag not in recipe.environments:
+            known = ", ".join(recipe.environments)
+            raise UserError(f"{source.path}, row {number}: the column `environment` is {tag!r}; there are {known}")
 
 
 def with_steps(recipe: Recipe, num_rows: int) -> Recipe:

@@ -108,7 +108,7 @@ def turns_of(trajectories: Sequence[Trajectory], offsets: IntArray) -> Turns:
         for (last, _), state in zip(trajectory.turn_rewards, trajectory.turn_states, strict=True)
     ]
     ends, rows, states = torch.tensor(turns, dtype=torch.int64).reshape(-1, 3).unbind(1)
-    return Turns(ends.contiguous(), rows, states)
+    return Turns(ends.contiguous(), rows.contiguous(), states.contiguous())
 
 
 def last_generated(batch: Batch) -> Tensor:

@@ -11,8 +11,9 @@ from corral.observe.lines import held_out_score, score_text
 TRAIN, HELD_OUT, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
 SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
 FEW_POINTS = 40
-PLAYERS = {"validation/floor/reward": "random play", "validation/ceiling/reward": "optimal play"}
+PLAYERS = {"floor": "random", "ceiling": "optimal"}
 """Lines to read a score against."""
+ENVIRONMENT = "validation/environment/"
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
@@ -20,6 +21,7 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
     from matplotlib.figure import Figure
 
     small = {name: label for name, label in SMALL_PANELS.items() if points(rows, name)[0]}
+    small |= {name: f"success, {tag}" for tag, name in successes(rows).items()}
     figure = Figure(figsize=(9, 6.2 if small else 4.5), dpi=150, layout="constrained")
     grid = figure.add_gridspec(2 if small else 1, max(len(small), 1), height_ratios=[2.6, 1] if small else None)
     large = figure.add_subplot(grid[0, :])
@@ -28,6 +30,9 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         axes = figure.add_subplot(grid[1, column], sharex=large)
         _draw_line(axes, *points(rows, name), QUIET, width=1.6)
         axes.set_title(label, loc="left", fontsize=10)
+        if name.startswith(ENVIRONMENT):
+            tag = name.removeprefix(ENVIRONMENT).removesuffix("success")
+            _draw_players(axes, rows, {f"validation/{which}/{tag}success": who for which, who in PLAYERS.items()})
         _tidy(axes)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
@@ -58,12 +63,7 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     if held_out:
         _draw_held_out(axes, [held_out[step] for step in sorted(held_out)])
     scores = [held_out_score(row) for row in held_out.values()]
-    for name, label in PLAYERS.items():
-        _, level = points(rows, name)
-        if level:
-            axes.axhline(level[-1], color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-            place = {"xy": (1, level[-1]), "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
-            axes.annotate(f"{label} {level[-1]:.2f}", **place, color=QUIET, fontsize=9, zorder=4)
+    _draw_players(axes, rows, {f"validation/{which}/reward": who for which, who in PLAYERS.items()})
     if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
         bottom, top = axes.get_ylim()
@@ -73,6 +73,22 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     _tidy(axes)
     if steps or held_out:
         axes.legend(frameon=False, loc="best")
+
+
+def successes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """By tag, the metric of each environment's success, where there are several."""
+    names = {name for row in rows for name in row if name.startswith(ENVIRONMENT) and name.endswith("/success")}
+    tags = {name: name.removeprefix(ENVIRONMENT).removesuffix("/success") for name in sorted(names)}
+    return {tag: name for name, tag in tags.items() if name != f"{ENVIRONMENT}success"}
+
+
+def _draw_players(axes: Any, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
+    for name, label in names.items():
+        _, level = points(rows, name)
+        if level:
+            axes.axhline(level[-1], color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            place = {"xy": (1, level[-1]), "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
+            axes.annotate(f"{label} {level[-1]:.2f}", **place, color=QUIET, fontsize=9, zorder=4)
 
 
 def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -119,7 +119,9 @@ def environment_scores(metrics: Mapping[str, float]) -> list[EnvironmentScore]:
         {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         for prefix in ("validation/environment/", "validation/floor/", "validation/ceiling/")
     )
-    tags = sorted({name.partition("/")[0] for name in measured if "/" in name})
+    ends = ("/reward", "/turns", "/length")  # which every tag has, see `loop/record.py`
+    named = {name.removesuffix(ends[0]) for name in measured if name.endswith(ends[0])}
+    tags = sorted(tag for tag in named if all(f"{tag}{end}" in measured for end in ends))
 
     def below(numbers: Mapping[str, float], tag: str) -> dict[str, float]:
         prefix = f"{tag}/" if tag else ""

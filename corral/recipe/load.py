@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from corral.recipe.document import Document, plain_scalar, read_document
 from corral.recipe.keys import (
+    ANY,
     Key,
     KeyPath,
     choices_of,
@@ -85,7 +86,9 @@ def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
         key = find_key((*path, name))
         if key is None or not (key.section is not None or key.named_sections):
             continue
-        if values[name] is None and not key.optional:
+        if values[name] is None and key.path[-1] == ANY:
+            values[name] = {}  # a name is not nothing
+        elif values[name] is None and not key.optional:
             del values[name]
         elif isinstance(values[name], dict):
             drop_empty_sections(values[name], (*path, name))

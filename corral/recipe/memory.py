@@ -83,6 +83,8 @@ class _Estimate:
                 yield MemoryItem(f"{role} optimiser", self.held("optimiser", self.optimiser(role), ["learning"]))
         if "rollout" in roles:
             yield MemoryItem("KV cache", {"playing": self.kv_cache()})
+            if self.recipe.rollout.max_turns > 1:
+                yield MemoryItem("KV of turns before, at most", {"playing": self.kv_cache()})
             yield MemoryItem("logits of a decode step", {"playing": self.decode_logits()})
         if "actor" in roles or "critic" in roles:
             trained = [role for role in ("actor", "critic") if role in roles]  # one after the other

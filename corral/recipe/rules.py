@@ -30,6 +30,8 @@ PlacedRule = Callable[[Recipe, Placement], Findings]
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
 """Environments that are nothing without a row's prompt."""
+OWN_REWARDS = ("frozen_lake", "sokoban", "gymnasium", "reasoning_gym")
+NOT_BLOCKING = ("question", "frozen_lake", "sokoban", "search", "tools", "agent")
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
 
 
@@ -133,6 +135,14 @@ def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings
         yield from unused(recipe.rollout, "rollout", ["max_turn_tokens", "max_observation_tokens"], reason)
     for tag, environment in environments.items():
         where = f"environments.{tag}" if tag else "environment"
+        if environment.name in OWN_REWARDS:
+            reason = f"{environment.name} has rewards of its own"
+            yield from unused(
+                environment.reward, f"{where}.reward", ["name", "options", "timeout_s", "workers"], reason
+            )
+        if environment.name in NOT_BLOCKING:
+            reason = f"{environment.name} does not block"
+            yield from unused(environment, where, ["processes"], reason)
         if environment.name == "question":
             reason = f"a question only waits for its reward, which has `{where}.reward.timeout_s`"
             yield from unused(environment, where, ["timeout_s"], reason)

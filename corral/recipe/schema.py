@@ -145,7 +145,7 @@ class Environment(Section):
     """For one reset or step."""
     concurrency: PositiveInt | None = None
     """Trajectories that are played at the same time on a worker. None: all of them."""
-    processes: PositiveInt = 2
+    processes: PositiveInt = 8
     """For an environment whose methods block: so many are played at a time, each in a process of its own."""
 
 

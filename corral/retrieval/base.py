@@ -30,11 +30,20 @@ class Searcher(Protocol):
     num_threads: int
     """That may search at once."""
     merges: bool
-    """Whether the queries of several requests are better searched in one call."""
+    """Whether queries are better searched in one call, also those of several requests, or each in a thread."""
+    about: str
+    """What else there is to say of it. Empty: nothing."""
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
         """For each query up to `k` passages, the best first. The best 3 are the first 3 of the best 10."""
         ...
+
+
+def check_kind(kind: str, has_encoder: bool) -> None:
+    if kind not in KINDS:
+        raise UserError(f"`{kind}` is not a kind of index; there are: {', '.join(KINDS)}")
+    if kind != "bm25" and not has_encoder:
+        raise UserError(f"a {kind} index needs --encoder, a sentence-transformers model")
 
 
 @contextmanager

@@ -41,16 +41,25 @@ class Batcher:
         for thread in self.threads:
             thread.start()
 
-    def submit(self, ask: Ask) -> "Future[Answer]":
-        future: Future[Answer] = Future()
+    def submit(self, asks: Sequence[Ask]) -> "list[Future[Answer]]":
+        """All of them or none."""
+        futures: list[Future[Answer]] = [Future() for _ in asks]
+        number = sum(len(ask.queries) for ask in asks)
         with self.news:
-            full = self.num_waiting > 0 and self.num_waiting + len(ask.queries) > self.max_waiting
-            if full or self.closed:
+            if self.is_full(number) or self.closed:
                 raise Overloaded
-            self.waiting.append((ask, future))
-            self.num_waiting += len(ask.queries)
-            self.news.notify()
-        return future
+            self.waiting.extend(zip(asks, futures, strict=True))
+            self.num_waiting += number
+            self.news.notify(len(asks))
+        return futures
+
+    def is_full(self, more: int = 1) -> bool:
+        """Whether so many more queries would be too many. If nothing waits, no request is."""
+        with self.news:
+            if self.num_waiting + more > self.max_waiting:
+                self.waiting = deque(one for one in self.waiting if not one[1].cancelled())
+                self.num_waiting = sum(len(ask.queries) for ask, _ in self.waiting)
+            return self.num_waiting > 0 and self.num_waiting + more > self.max_waiting
 
     def close(self) -> None:
         """What waits is not searched any more; what is being searched is finished."""

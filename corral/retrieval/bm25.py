@@ -49,6 +49,13 @@ class Bm25Settings:
     """Of the stop words that are left out and of the endings that are cut off. `none`: neither."""
 
 
+def check_bm25(settings: Bm25Settings) -> None:
+    """What would be missing at the end, before the corpus is read."""
+    splitter(settings.language)
+    with retriever_extra():
+        import bm25s  # noqa: F401
+
+
 def build_bm25(corpus: Corpus, folder: Path, settings: Bm25Settings, progress: Progress = silent) -> None:
     num_words = count_words(corpus, folder, splitter(settings.language), progress)
     num_entries = (folder / "terms.tmp").stat().st_size // 4
@@ -171,7 +178,7 @@ def splitter(language: str) -> Split:
 
 
 class Bm25Searcher:
-    kind, num_threads, merges = "bm25", 1, True
+    kind, num_threads, merges, about = "bm25", 1, True, ""
 
     def __init__(self, folder: Path, corpus: Corpus, settings: Bm25Settings) -> None:
         self.corpus, self.split = corpus, splitter(settings.language)

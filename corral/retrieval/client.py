@@ -116,10 +116,10 @@ class RetrievalClient:
 
     def close(self) -> None:
         """Searches in flight fail. Does not wait for requests that are on their way."""
-        self._closed.set()
-        for _ in self._threads:
-            self._queue.put(None)
         with self._lock:
+            self._closed.set()
+            for _ in self._threads:
+                self._queue.put(None)
             left = list(self._under_way.values())
         self._fail(left, RuntimeError("the retrieval client is closed"))
 
@@ -246,21 +246,25 @@ class RetrievalClient:
                 self._cache[query.text] = documents
                 while len(self._cache) > self.cache_size:
                     self._cache.popitem(last=False)
-                self._under_way.pop(query.text, None)
         for query, documents in zip(batch, results, strict=True):
-            for future in query.waiting:
+            for future in self._take(query):
                 if future.set_running_or_notify_cancel():
                     future.set_result(documents)
 
     def _fail(self, batch: Sequence[Query], error: Exception) -> None:
-        with self._lock:
-            for query in batch:
-                self._under_way.pop(query.text, None)
         for query in batch:
-            for future in query.waiting:
-                if not future.done() and future.set_running_or_notify_cancel():
+            for future in self._take(query):
+                if future.set_running_or_notify_cancel():
                     self._count(failures=1)
                     future.set_exception(error)
+
+    def _take(self, query: Query) -> "list[Future[list[Document]]]":
+        """All who wait for it, and nobody twice: an answer may come while `close` is giving the query up."""
+        with self._lock:
+            if self._under_way.get(query.text) is query:
+                del self._under_way[query.text]
+            waiting, query.waiting = query.waiting, []
+            return waiting
 
     def _count(self, **more: float) -> None:
         with self._lock:

@@ -6,12 +6,12 @@ make in memory, is begun again.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.observe.files import replacing
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, UserError
 from corral.retrieval.base import Found
 from corral.retrieval.corpus import Corpus, Progress, silent
 from corral.retrieval.encoder import Encoder, EncoderSettings
@@ -42,28 +42,20 @@ class DenseSettings:
         return cls(**{**settings, "encoder": EncoderSettings(**settings["encoder"])})
 
 
-@dataclass(frozen=True)
-class DenseBuild:
-    """What may differ from one attempt to the next."""
-
-    device: str | None = None
-    batch: int = 64
-    progress: Progress = field(default=silent)
-
-
-def build_dense(corpus: Corpus, folder: Path, kind: str, settings: DenseSettings, how: DenseBuild) -> None:
-    encoder = Encoder(settings.encoder, how.device, how.batch)
+def build_dense(
+    corpus: Corpus, folder: Path, kind: str, settings: DenseSettings, encoder: Encoder, progress: Progress = silent
+) -> None:
     vectors = VectorFile(folder / FLAT, len(corpus), encoder.dimension, settings.half)
     try:
-        encode_all(corpus, vectors, encoder, how.progress)
+        encode_all(corpus, vectors, encoder, progress)
     except KeyboardInterrupt:
         raise RunError(
             f"stopped; {vectors.done:,} of {len(corpus):,} passages are encoded, and the same command goes on there"
         ) from None
-    del encoder
+    vectors.check_whole()
     if kind == "hnsw":
         try:
-            build_graph(vectors, folder / HNSW, settings, how.progress)
+            build_graph(vectors, folder / HNSW, settings, progress)
         except KeyboardInterrupt:
             raise RunError("stopped; all passages are encoded, and the same command begins with the graph") from None
 
@@ -99,15 +91,29 @@ class DenseSearcher:
     num_threads, merges = 1, True
 
     def __init__(
-        self, folder: Path, corpus: Corpus, kind: str, settings: DenseSettings, device: str | None = None
+        self,
+        folder: Path,
+        corpus: Corpus,
+        kind: str,
+        settings: DenseSettings,
+        device: str | None = None,
+        encoder: str | None = None,
     ) -> None:
+        """`encoder`: where that of the queries is, if it was moved."""
         self.kind, self.corpus = kind, corpus
         self.num_passages: int | None = len(corpus)
         self.index = open_mapped(folder / (HNSW if kind == "hnsw" else FLAT))
         if kind == "hnsw":
             self.index.hnsw.efSearch = settings.ef_search
         assert self.index.ntotal == len(corpus)
-        self.encoder = Encoder(settings.encoder, device)
+        model = encoder or settings.encoder.query_model or settings.encoder.model
+        if Path(model).is_absolute() and not Path(model).is_dir():
+            raise UserError(f"the encoder of {folder} is not at {model}; say where it is with --encoder")
+        self.encoder = Encoder(replace(settings.encoder, model=model, query_model=None), device)
+        if self.encoder.dimension != self.index.d:
+            lengths = f"{self.encoder.dimension} numbers, those of {folder} have {self.index.d}"
+            raise UserError(f"{model} is not the encoder of this index: its vectors have {lengths}")
+        self.about = self.encoder.in_words()
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
         if not queries:

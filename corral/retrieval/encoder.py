@@ -1,12 +1,13 @@
 """Texts to vectors, by a sentence-transformers model.
 
 Families of encoders want to be asked in their own way: e5 with prefixes, bge with an instruction before the query, DPR
-without normalisation and with two models. What is known of a family by its name can be overruled, and what was used for
-the passages is written in the index, so that queries are always treated the same.
+without normalisation and with two models. What the model says of itself goes before what is known of its family by its
+name; what the user says goes before both. What was used for the passages is written in the index, so that queries are
+always treated the same.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ BGE = "Represent this sentence for searching relevant passages: "
 BGE_CHINESE = "为这个句子生成表示以用于检索相关文章："
 
 Vectors = npt.NDArray[np.float32]
+Prompts = Mapping[str, str]
+"""Of a sentence-transformers model, by name."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,12 @@ class EncoderSettings:
     query_model: str | None = None
     """If queries have a model of their own, as in DPR."""
     query_prefix: str | None = None
-    """None: as the family has it, else as the model says."""
+    """None: as the model says; where it says nothing, as the family has it."""
     passage_prefix: str | None = None
     pooling: str | None = None
     """mean or cls. None: as the model says; where it says nothing, as the family has it."""
     normalise: bool | None = None
+    """None: as the family has it, else yes."""
     max_tokens: int = MAX_TOKENS
     """What a text is cut to."""
 
@@ -60,42 +64,46 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
 )
 
 
+OTHERS = re.compile(r"\b(instruct|icl|gemma\d*)\b")
+"""In the name of a model that is asked in another way than the family whose name it has."""
+SNAPSHOT = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+/?$")
+"""How the hub's cache names a model's folder."""
+
+
 def family_of(model: str) -> Family | None:
     """By the last part of the name: `intfloat/e5-base-v2` is an e5."""
-    name = Path(model).name.lower().replace("_", "-")
+    snapshot = SNAPSHOT.search(model)
+    name = (snapshot[1] if snapshot else Path(model).name).lower().replace("_", "-")
+    if OTHERS.search(name):
+        return None
     return next((family for pattern, family in FAMILIES if re.search(pattern, name)), None)
-
-
-def resolved(settings: EncoderSettings) -> EncoderSettings:
-    """With what is known of the family, for what was not given."""
-    family = family_of(settings.model)
-    if settings.normalise is None:
-        settings = replace(settings, normalise=family is None or family.normalise)
-    if family is not None and settings.query_prefix is None:
-        settings = replace(settings, query_prefix=family.query_prefix)
-    if family is not None and settings.passage_prefix is None:
-        settings = replace(settings, passage_prefix=family.passage_prefix)
-    return settings
 
 
 class Encoder:
     def __init__(self, settings: EncoderSettings, device: str | None = None, batch: int = 64) -> None:
-        settings = resolved(settings)
-        self.batch, self.normalise = batch, bool(settings.normalise)
+        check_device(device)
+        self.batch = batch
         self.passage_model = self.query_model = load(settings.model, settings, device)
         if settings.query_model is not None:
             self.query_model = load(settings.query_model, settings, device)
-        self.query_prefix = own_prefix(settings.query_prefix, self.query_model, "query")
-        self.passage_prefix = own_prefix(settings.passage_prefix, self.passage_model, "passage", "document")
+        self.settings = resolved(settings, self.query_model.prompts, self.passage_model.prompts)
         self.dimension = dimension_of(self.passage_model)
         if dimension_of(self.query_model) != self.dimension:
             raise UserError(f"{settings.query_model} and {settings.model} have vectors of different lengths")
 
+    def in_words(self) -> str:
+        used = self.settings
+        return (
+            f"encoder {used.model}: query prefix {used.query_prefix!r}, passage prefix {used.passage_prefix!r}, "
+            f"pooling {pooling_in(self.query_model)}, {'' if used.normalise else 'not '}normalised, "
+            f"{self.dimension} numbers"
+        )
+
     def passages(self, texts: Sequence[str]) -> Vectors:
-        return self._encode(self.passage_model, texts, self.passage_prefix)
+        return self._encode(self.passage_model, texts, self.settings.passage_prefix or "")
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        return self._encode(self.query_model, texts, self.query_prefix)
+        return self._encode(self.query_model, texts, self.settings.query_prefix or "")
 
     def _encode(self, model: "SentenceTransformer", texts: Sequence[str], prefix: str) -> Vectors:
         encoded = model.encode(
@@ -104,7 +112,7 @@ class Encoder:
             batch_size=self.batch,
             show_progress_bar=False,
             convert_to_numpy=True,
-            normalize_embeddings=self.normalise,
+            normalize_embeddings=bool(self.settings.normalise),
         )
         return np.asarray(encoded, np.float32)
 
@@ -113,33 +121,74 @@ def load(name: str, settings: EncoderSettings, device: str | None) -> "SentenceT
     with retriever_extra():
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-        from sentence_transformers.util import is_sentence_transformer_model
         from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     try:
-        if settings.pooling is None and is_sentence_transformer_model(name):
+        pooling = pooling_for(name, settings)
+        if pooling is None:
             model = SentenceTransformer(name, device=device)
         else:
-            family = family_of(name)
-            pooling = settings.pooling or (family.pooling if family else "mean")
             words = Transformer(name)
             model = SentenceTransformer(
                 modules=[words, Pooling(words.get_embedding_dimension(), pooling)], device=device
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the encoder {name} cannot be loaded: {first_line(error)}") from error
-    own = model.max_seq_length
-    model.max_seq_length = settings.max_tokens if own is None else min(own, settings.max_tokens)
+    longest = model.max_seq_length
+    model.max_seq_length = settings.max_tokens if longest is None else min(longest, settings.max_tokens)
     if model.device.type == "cuda":
         model = model.half()
     return model.eval()
 
 
-def own_prefix(given: str | None, model: "SentenceTransformer", *names: str) -> str:
-    """What the model says itself, if nobody else does."""
-    if given is not None:
-        return given
-    return next(filter(None, (model.prompts.get(name) for name in names)), "")
+def resolved(settings: EncoderSettings, query_prompts: Prompts, passage_prompts: Prompts) -> EncoderSettings:
+    """Without anything left open, so that a model that is moved is still asked in the same way."""
+    family = family_of(settings.model) or Family("")
+    query = own(query_prompts, family.query_prefix, "query", "web_search_query")
+    passage = own(passage_prompts, family.passage_prefix, "passage", "document")
+    poolings = {pooling_for(name, settings) for name in (settings.model, settings.query_model) if name}
+    return replace(
+        settings,
+        query_prefix=query if settings.query_prefix is None else settings.query_prefix,
+        passage_prefix=passage if settings.passage_prefix is None else settings.passage_prefix,
+        normalise=family.normalise if settings.normalise is None else settings.normalise,
+        pooling=poolings.pop() if len(poolings) == 1 else settings.pooling,
+    )
+
+
+def own(prompts: Prompts, of_family: str, *names: str) -> str:
+    """A model that has prompts at all wants none where it has none."""
+    if not any(prompts.values()):
+        return of_family
+    return next(filter(None, map(prompts.get, names)), "")
+
+
+def pooling_for(name: str, settings: EncoderSettings) -> str | None:
+    """None: as the model says."""
+    with retriever_extra():
+        from sentence_transformers.util import is_sentence_transformer_model
+    if settings.pooling is not None or is_sentence_transformer_model(name):
+        return settings.pooling
+    return (family_of(name) or Family("")).pooling
+
+
+def pooling_in(model: "SentenceTransformer") -> str:
+    modes = (getattr(module, "pooling_mode", None) for module in model)
+    mode = next(filter(None, modes), "of its own")
+    return mode if isinstance(mode, str) else " and ".join(mode)
+
+
+def check_device(device: str | None) -> None:
+    if device is None:
+        return
+    import torch
+
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"--device {device} is not a device; there are cpu, cuda, cuda:1 and so on") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices")
 
 
 def dimension_of(model: "SentenceTransformer") -> int:

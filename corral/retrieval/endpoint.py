@@ -39,10 +39,15 @@ class Endpoint:
     """Used by several threads; a lost update of its fields costs one request at most."""
 
     def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
-        parts = urlsplit(url)
+        example = "one is `http://127.0.0.1:8000`"
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise UserError(f"`{url}` is not the address of a retriever: {first_line(error)}; {example}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"`{url}` is not the address of a retriever; one is `http://127.0.0.1:8000`")
-        self.secure, self.host, self.port = parts.scheme == "https", parts.hostname, parts.port
+            raise UserError(f"`{url}` is not the address of a retriever; {example}")
+        self.secure, self.host, self.port = parts.scheme == "https", parts.hostname, port
         path = parts.path.rstrip("/")
         self.path = path if path.endswith("/retrieve") else f"{path}/retrieve"
         self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
@@ -59,13 +64,14 @@ class Endpoint:
         self.failures = 0
 
     def failed(self, started: float, retry_after_s: float | None) -> None:
-        """Requests that were sent before the last failure was seen say nothing new."""
+        """Requests that were sent before the last failure was seen say nothing new. The server may ask for a longer
+        pause, not for a shorter one."""
         if started < self.failed_at:
             return
         self.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** min(self.failures - 1, 10), LONGEST_PAUSE_S) * random.uniform(0.8, 1.2)
         self.failed_at = time.monotonic()
-        self.again_at = self.failed_at + (pause if retry_after_s is None else retry_after_s)
+        self.again_at = self.failed_at + max(pause, retry_after_s or 0.0)
 
 
 @dataclass

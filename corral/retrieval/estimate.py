@@ -9,12 +9,14 @@ import math
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from corral.recipe.errors import UserError
+from corral.retrieval.base import check_kind
 from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
 from corral.retrieval.corpus import parse_line, stat
 from corral.retrieval.dense import DenseSettings
@@ -96,11 +98,11 @@ def estimate(
     measure: bool = True,
 ) -> Estimate:
     """`measure=False`: without loading an encoder or timing anything; its dimension is then read from its folder."""
+    check_kind(kind, dense is not None)
     sample = take_sample(corpus)
     if kind == "bm25":
         return estimate_bm25(sample, bm25 or Bm25Settings())
-    if dense is None:
-        raise UserError(f"a {kind} index needs --encoder, a sentence-transformers model")
+    assert dense is not None
     return estimate_dense(sample, kind, dense, device, batch, measure)
 
 
@@ -199,25 +201,39 @@ def dimension_in(model: Path) -> int:
 def take_sample(corpus: Path) -> Sample:
     """Lines at equal distances. A file of no more lines than that is read whole."""
     total = stat(corpus).st_size
-    lines: list[bytes] = []
+    lines: list[tuple[int, bytes]] = []
+    """Where they begin, and what they are."""
     with corpus.open("rb") as file:
         head = file.readlines(SAMPLE * 400)
-        if file.tell() >= total:
-            lines = [line for line in head if line.strip()]
-            number = len(lines)
+        if whole := file.tell() >= total:
+            starts = accumulate(map(len, head), initial=0)
+            lines = [(start, line) for start, line in zip(starts, head, strict=False) if line.strip()]
         else:
             for step in range(SAMPLE):
                 file.seek(total * step // SAMPLE)
                 if step:
                     file.readline()  # the rest of a line
+                start = file.tell()
                 if (line := file.readline()).strip():
-                    lines.append(line)
-            number = round(total / (sum(map(len, lines)) / len(lines)))
+                    lines.append((start, line))
     if not lines:
         raise UserError(f"{corpus} has no passages")
-    step = max(1, len(lines) // SAMPLE)
-    contents = [parse_line(line, corpus, 0).contents for line in lines[::step]]
+    number = len(lines) if whole else round(total / (sum(len(line) for _, line in lines) / len(lines)))
+    contents = [contents_at(start, line, corpus) for start, line in lines[:: max(1, len(lines) // SAMPLE)]]
     return Sample(contents, total, number)
+
+
+def contents_at(start: int, line: bytes, corpus: Path) -> str:
+    """Only of a line that is wrong the number is wanted: those before it are counted then."""
+    try:
+        return parse_line(line, corpus, 0).contents
+    except UserError:
+        number = 1
+        with corpus.open("rb") as file:
+            while start > 0 and (part := file.read(min(start, 2**20))):
+                number += part.count(b"\n")
+                start -= len(part)
+        return parse_line(line, corpus, number).contents
 
 
 def of_index(folder: Path) -> Estimate:

@@ -43,12 +43,11 @@ class Manifest:
 def read(path: Path) -> Manifest:
     try:
         fields = json.loads(path.read_text())
-        found = Manifest(**{**fields, "corpus": CorpusFacts(**fields["corpus"])})
+        if (number := fields["format"]) == FORMAT:
+            return Manifest(**{**fields, "corpus": CorpusFacts(**fields["corpus"])})
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is not the manifest of an index: {error}") from error
-    if found.format != FORMAT:
-        raise UserError(f"{path} has format {found.format}, this version reads {FORMAT}; build the index again")
-    return found
+    raise UserError(f"{path} has format {number}, this version of corral reads {FORMAT}; build the index again")
 
 
 def read_finished(folder: Path) -> Manifest:

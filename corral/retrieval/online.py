@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from corral.recipe.errors import RunError, UserError
 from corral.retrieval.base import Found, Passage
@@ -43,8 +43,8 @@ class OnlineSettings(BaseModel):
     title: str = "title"
     text: str = "snippet"
     id: str | None = None
-    timeout_s: float = 10.0
-    concurrency: int = 8
+    timeout_s: float = Field(10.0, gt=0)
+    concurrency: int = Field(8, ge=1)
 
     @field_validator("url")
     @classmethod
@@ -67,7 +67,7 @@ def read_online(path: Path) -> OnlineSettings:
 
 
 class OnlineSearcher:
-    kind, merges = "online", False
+    kind, merges, about = "online", False, ""
     num_passages: int | None = None
 
     def __init__(self, settings: OnlineSettings, key: str | None) -> None:
@@ -75,23 +75,33 @@ class OnlineSearcher:
             raise UserError(f"the variable {settings.key_env}, which has the key of the search service, is not set")
         self.settings, self.key = settings, key or ""
         self.num_threads = settings.concurrency
+        self.has_found = False
+        """Whether an answer has had a list of results, where the settings say that it is."""
         self.opener = urllib.request.build_opener(NoRedirects())
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
         return [self.one(query, k) for query in queries]
 
     def one(self, query: str, k: int) -> list[Found]:
-        results = self._ask(query, k)
-        for part in self.settings.results.split("."):
-            results = results.get(part, []) if isinstance(results, dict) else []
-        if not isinstance(results, list):
-            raise RunError(f"online search: `{self.settings.results}` of the answer is not a list")
         found = []
-        for place, result in enumerate(results[:k], 1):
+        for place, result in enumerate(self._results(self._ask(query, k))[:k], 1):
             title, text = (str(field(result, name) or "") for name in (self.settings.title, self.settings.text))
             name = None if self.settings.id is None else field(result, self.settings.id)
             found.append(Found(Passage(str(name or place), f'"{title}"\n{text}'), 1 / place))
         return found
+
+    def _results(self, answer: Any) -> list[Any]:
+        """Some services leave the list out when they have found nothing: once it was seen, that is believed."""
+        for part in self.settings.results.split("."):
+            answer = answer.get(part) if isinstance(answer, dict) else None
+            if answer is None:
+                if self.has_found:
+                    return []
+                raise RunError(f"online search: the answer has no `{part}` (`results: {self.settings.results}`)")
+        if not isinstance(answer, list):
+            raise RunError(f"online search: `{self.settings.results}` of the answer is not a list")
+        self.has_found = True
+        return answer
 
     def _ask(self, query: str, k: int) -> Any:
         quoted = {"query": urllib.parse.quote(query, safe=""), "topk": str(k), "key": urllib.parse.quote(self.key)}

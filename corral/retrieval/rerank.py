@@ -5,6 +5,7 @@ from itertools import islice
 
 from corral.recipe.errors import UserError, first_line
 from corral.retrieval.base import Found, retriever_extra
+from corral.retrieval.encoder import check_device
 
 BATCH = 32
 
@@ -15,9 +16,10 @@ class Reranker:
             from sentence_transformers import CrossEncoder
             from transformers.utils.logging import disable_progress_bar
         disable_progress_bar()
+        check_device(device)
         try:
             self.model = CrossEncoder(model, device=device)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"the re-ranker {model} cannot be loaded: {first_line(error)}") from error
         if self.model.num_labels != 1:
             raise UserError(f"the re-ranker {model} gives {self.model.num_labels} scores where one is wanted")

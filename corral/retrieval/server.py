@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.retrieval.answer import Answerer, Ask
@@ -63,6 +64,8 @@ class Service:
     async def retrieve(self, request: "Request") -> bytes:
         if self.answerer is None or self.batcher is None:
             raise Refused(503, "loading", "the index is being loaded")
+        if self.batcher.is_full():  # before the body takes memory
+            raise overloaded(self.batcher)
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 content = await read_body(request, self.limits.body_bytes)
@@ -70,22 +73,36 @@ class Service:
             raise Refused(408, "timeout", f"the request did not arrive in {self.limits.timeout_s:g} s") from None
         began = time.perf_counter()
         ask, return_scores = parse(content, self.limits, self.topk, self.answerer.reranker is not None)
-        found = await self.answer(self.batcher, ask) if ask.queries else []
+        asks = [ask] if self.answerer.searcher.merges else [replace(ask, queries=[query]) for query in ask.queries]
+        found = await self.answer(self.batcher, asks, request) if ask.queries else []
         self.counters.answered(len(ask.queries), time.perf_counter() - began)
         return json.dumps(result(found, return_scores), ensure_ascii=False).encode("utf-8", "replace")
 
-    async def answer(self, batcher: Batcher, ask: Ask) -> list[list[Found]]:
+    async def answer(self, batcher: Batcher, asks: list[Ask], request: "Request") -> list[list[Found]]:
+        """Of one request. However it ends, nothing of it waits to be searched any more."""
         try:
-            async with asyncio.timeout(self.limits.timeout_s):
-                return await asyncio.wrap_future(batcher.submit(ask))
+            futures = batcher.submit(asks)
         except Overloaded:
-            raise Refused(503, "overloaded", f"{batcher.num_waiting} queries are waiting; try again") from None
-        except TimeoutError:
-            raise Refused(503, "timeout", f"not answered in {self.limits.timeout_s:g} s; try again") from None
+            raise overloaded(batcher) from None
+        searched = asyncio.gather(*map(asyncio.wrap_future, futures))
+        gone = asyncio.ensure_future(hung_up(request))
+        try:
+            either: set[asyncio.Future[Any]] = {searched, gone}
+            await asyncio.wait(either, timeout=self.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if searched.done():
+                return [own for answer in searched.result() for own in answer]
+            if gone.done():
+                raise Refused(499, "gone", "the client has hung up")
+            raise Refused(503, "timeout", f"not answered in {self.limits.timeout_s:g} s; try again")
         except asyncio.CancelledError:
             raise Refused(503, "closing", "the server is ending") from None
         except RunError as error:  # of a service elsewhere
             raise Refused(502, "upstream", str(error)) from error
+        finally:
+            gone.cancel()
+            searched.cancel()
+            for future in futures:
+                future.cancel()
 
     def health(self) -> dict[str, object]:
         if self.answerer is None:
@@ -99,6 +116,16 @@ class Service:
             "topk": self.topk,
             "reranker": self.answerer.reranker is not None,
         }
+
+
+async def hung_up(request: "Request") -> None:
+    """Returns when the client is gone. Only after the whole body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def overloaded(batcher: Batcher) -> Refused:
+    return Refused(503, "overloaded", f"{batcher.num_waiting} queries are waiting; try again")
 
 
 async def read_body(request: "Request", limit: int) -> bytes:
@@ -228,7 +255,8 @@ def serve(
             return
         searcher = answerer.searcher
         passages = "" if searcher.num_passages is None else f", {searcher.num_passages:,} passages"
-        say(f"ready after {time.monotonic() - began:.1f} s: {searcher.kind}{passages}")
+        about = f"; {searcher.about}" if searcher.about else ""
+        say(f"ready after {time.monotonic() - began:.1f} s: {searcher.kind}{passages}{about}")
 
     address = f"[{host}]" if ":" in host else host
     say(f"listening on http://{address}:{listening.getsockname()[1]}; loading")

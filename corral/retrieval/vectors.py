@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RunError, UserError
 from corral.retrieval.base import retriever_extra
 
 AT_NUMBER = slice(8, 16)
@@ -45,6 +45,12 @@ class VectorFile:
             file.flush()
             os.fsync(file.fileno())
         self.done += len(vectors)
+
+    def check_whole(self) -> None:
+        """Somebody else may have written to the file too."""
+        size, wanted = self.path.stat().st_size, len(self.header) + self.total * self.row_bytes
+        if size != wanted:
+            raise RunError(f"{self.path} has {size} bytes where it should have {wanted}; delete {self.path.parent}")
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         offset = len(self.header) + start * self.row_bytes

@@ -24,11 +24,13 @@ class Limits:
     body_bytes: int = 16 * 2**20
     queries: int = 4096
     topk: int = 100
+    passages: int = 20_480
+    """In one answer: queries times `topk`."""
     query_chars: int = 8192
     waiting: int = 8192
     """Queries of all clients."""
-    timeout_s: float = 60.0
-    """For a request to arrive, and to be answered."""
+    timeout_s: float = 25.0
+    """For a request to arrive, and to be answered: less than the 30 s of `RetrievalClient`, which then learns why."""
     connections: int = 1000
 
 
@@ -64,11 +66,14 @@ def parse(content: bytes, limits: Limits, default_topk: int, reranks: bool) -> t
     for name in ("topk", "topk_retrieval", "topk_rerank"):
         if (getattr(body, name) or 0) > limits.topk:
             raise Refused(413, "limit", f"{name} is {getattr(body, name)}, at most {limits.topk}")
+    topk = body.topk or body.topk_rerank or default_topk
+    if (number := len(body.queries) * max(topk, body.topk_retrieval or 0)) > limits.passages:
+        raise Refused(413, "limit", f"{number} passages (queries x topk); at most {limits.passages} in one request")
     if (body.topk_retrieval or body.topk_rerank) and not reranks:
         raise Refused(422, "invalid", "topk_retrieval and topk_rerank: this server has no re-ranker (--reranker)")
     if body.topk and body.topk_rerank:
         raise Refused(422, "invalid", "topk and topk_rerank are two names of one thing; send one of them")
-    return Ask(body.queries, body.topk or body.topk_rerank or default_topk, body.topk_retrieval), body.return_scores
+    return Ask(body.queries, topk, body.topk_retrieval), body.return_scores
 
 
 def in_one_line(error: ValidationError) -> str:

@@ -32,7 +32,10 @@ def em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
 
 
 def sub_em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
-    """1 if the reference is in the answer, word for word, `format_score` if there is an answer without it, else 0."""
+    """1 if the reference is in the answer, word for word, `format_score` if there is an answer without it, else 0.
+
+    Search-R1 takes any piece of the text, so that a model that is asked for `12` does well with `2012`.
+    """
     references, said = normalised_references(answer), last_answer(response)
     if said is None:
         return 0.0

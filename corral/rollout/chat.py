@@ -7,6 +7,8 @@ from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.recipe.errors import UserError
 
+STAND_IN = "stand-in-reply"
+
 
 class Chat:
     def __init__(self, tokenizer: Any, chat: bool) -> None:
@@ -23,25 +25,28 @@ class Chat:
     def continuation(self, messages: list[Message], ended: bool) -> list[int]:
         """What follows the model's turn: its end (unless generated: `ended`), the messages, the next turn's opening.
 
-        Taken from how the template renders a stand-in conversation, behind the end of the stand-in reply.
+        Taken from how the template renders a stand-in conversation, behind the stand-in reply. (Many templates render a
+        reply that is the last message differently, with room for thoughts: there it is never the last.)
         """
         if not self.chat:
             return self._encode("\n".join(["", *(message["content"] for message in messages), ""]))
-        before = [Message(role="user", content="question"), Message(role="assistant", content="reply")]
-        start = self._render(before, opening=False)
-        whole = self._render([*before, *messages], opening=True)
-        if whole[: len(start)] != start:
+        before = [Message(role="user", content="question"), Message(role="assistant", content=STAND_IN)]
+        rendered = self.tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True)
+        _, found, tail = rendered.partition(STAND_IN)
+        if not found:
             raise UserError(
                 "the model's chat template changes earlier turns when a new one is added, so a conversation cannot be "
                 "extended token by token: give a prefix-stable one as `model.chat_template`"
             )
-        if self.tokenizer.eos_token_id not in start:
+        tokens = self._encode(tail)
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        end = next((i for i, token in enumerate(tokens) if token in special), None)
+        if end is None:
             raise UserError(
-                f"the model's chat template does not end a turn with {self.tokenizer.eos_token}, the tokenizer's end: "
-                "give one that does as `model.chat_template`"
+                f"the model's chat template does not end a turn with {self.tokenizer.eos_token} or another special "
+                "token: give one that does as `model.chat_template`"
             )
-        end = len(start) - 1 - start[::-1].index(self.tokenizer.eos_token_id)
-        return whole[end + 1 if ended else end :]
+        return tokens[end + 1 :] if ended else tokens
 
     def inline(self, messages: list[Message]) -> list[int]:
         """What follows within the model's own turn, as it is."""
@@ -69,6 +74,3 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False) if text else []
         return tokens
-
-    def _render(self, messages: list[Message], opening: bool) -> list[int]:
-        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=opening, return_dict=False))

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from corral.data.plugins import error_line
+from corral.data.plugins import error_line, without_exit
 from corral.data.rows import Row
 from corral.data.trajectory import StopReason, Trajectory
 from corral.envs.base import (
     Counting,
     Env,
+    Shown,
     StepResult,
     Summarised,
     bounds_itself,
@@ -31,7 +32,7 @@ from corral.envs.base import (
 from corral.envs.registry import EnvSet, Kind
 from corral.recipe.errors import UserError
 from corral.rollout.chat import Chat
-from corral.rollout.engine import Completion, Engine, Finish, Sampling
+from corral.rollout.engine import Completion, Engine, Finish, Memory, Sampling
 
 Answer = TypeVar("Answer")
 
@@ -81,14 +82,17 @@ class Driver:
             for prompt in prompts
         ]
         episodes = [episode for group in groups for episode in group]
-        await asyncio.gather(*(episode.reset() for episode in episodes if episode.kind.limit is None))
 
         async def finish(group: list[_Episode]) -> list[Trajectory]:
             trajectories = await asyncio.gather(*(episode.play(sampling) for episode in group))
             on_group(group[0].prompt, trajectories)
             return trajectories
 
-        finished = await asyncio.gather(*(finish(group) for group in groups))
+        try:
+            await asyncio.gather(*(episode.reset() for episode in episodes if episode.kind.limit is None))
+            finished = await asyncio.gather(*(finish(group) for group in groups))
+        finally:
+            await asyncio.gather(*(episode.close() for episode in episodes))  # those that were not played to their end
         return [trajectory for group in finished for trajectory in group]
 
 
@@ -118,6 +122,8 @@ class _Episode:
 
     async def reset(self) -> None:
         driver, prompt = self.driver, self.prompt
+        if driver.max_observation_tokens is not None:
+            self.metrics["cut_observations"] = 0.0
         opening = prompt.tokens
         try:
             self.env = self.kind.make()
@@ -146,7 +152,7 @@ class _Episode:
             stop = StopReason.ERROR if self.error else await self._turns(sampling)
             self._sum_up()
         finally:
-            await self._close()
+            await self.close()
         return Trajectory(
             tokens=np.array(self.tokens, np.int64),
             generated=np.array(self.generated, np.bool_),
@@ -164,16 +170,18 @@ class _Episode:
         )
 
     async def _turns(self, sampling: Sampling) -> StopReason:
-        driver, start, memory = self.driver, len(self.tokens), None
+        driver, start = self.driver, len(self.tokens)
+        memories: list[Memory | None] = [None]  # a list, so that nobody else holds what the engine is given back
         budget, num_turns = driver.max_response_tokens, driver.max_turns + num_last_turns(self.env)
         for turn in range(num_turns):
             left = budget - (len(self.tokens) - start)
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
             completion = await driver.engine.generate(
-                self.tokens, limited, self.seed + turn, memory=memory, keep=turn + 1 < num_turns
+                self.tokens, limited, self.seed + turn, memory=memories.pop(), keep=turn + 1 < num_turns
             )
             self._generate(completion)
-            memory = completion.memory
+            memories.append(completion.memory)
+            completion = replace(completion, memory=None)
             answer = await self._step(completion, is_last=turn + 1 == num_turns)
             if answer is None:
                 return StopReason.ERROR
@@ -220,7 +228,9 @@ class _Episode:
         if limit is not None:
             messages = chat.cut(messages, limit, result.closing)
             if messages != result.messages:
-                self.metrics["cut_observations"] = self.metrics.get("cut_observations", 0.0) + 1
+                self.metrics["cut_observations"] += 1
+                if isinstance(self.env, Shown):
+                    self.env.was_shown(messages)
         if is_inline(self.env) and not ended:
             return chat.inline(messages)
         return chat.continuation(messages, ended)
@@ -232,10 +242,11 @@ class _Episode:
             except Exception as error:
                 self.error = self.error or f"summary: {describe(error, self.kind.timeout_s)}"
 
-    async def _close(self) -> None:
-        if self.env is not None:
+    async def close(self) -> None:
+        env, self.env = self.env, None
+        if env is not None:
             try:
-                await self._call(self.env.close())
+                await self._call(env.close())
             except Exception as error:
                 self.error = self.error or f"close: {describe(error, self.kind.timeout_s)}"
 
@@ -268,14 +279,6 @@ STOP_OF = {
     Finish.STOP_STRING: StopReason.STOP_STRING,
     Finish.LENGTH: StopReason.LENGTH,
 }
-
-
-async def without_exit(call: Coroutine[Any, Any, Answer]) -> Answer:
-    """An environment that calls `sys.exit` has failed; the run has not."""
-    try:
-        return await call
-    except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
 
 
 def checked(result: StepResult) -> StepResult:

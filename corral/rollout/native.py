@@ -133,6 +133,7 @@ class NativeEngine:
         request = Request(np.array(tokens, np.int64), sampling, seed, loop.create_future(), keep=keep)
         if isinstance(memory, History) and memory.length < len(tokens):
             request.memory = memory
+        del memory  # the request lets go of it as soon as it is in the cache
         self.in_flight.add(request)
         self.waiting.append(request)
         if self.pump is None or self.pump.done():
@@ -243,8 +244,11 @@ class NativeEngine:
         for family, requests in families.items():
             if family in self.stored:
                 self._start(requests, self.stored[family])
-        self._extend([requests for requests in fresh if self._remembered(requests[0])], left)
-        self._prefill([requests for requests in fresh if not self._remembered(requests[0])], left)
+        going_on = [requests for requests in fresh if self._remembered(requests[0])]
+        anew = [requests for requests in fresh if not self._remembered(requests[0])]
+        for alike in self._alike(going_on):
+            self._extend(alike, left)
+        self._prefill(anew, left)
         self.stored = {family: stored for family, stored in self.stored.items() if family in left}
 
     def _prefill(self, families: list[list[Request]], left: set[tuple[bytes, Sampling]]) -> None:
@@ -265,10 +269,21 @@ class NativeEngine:
         for slot, requests, path in zip(slots, families, tree.paths, strict=True):
             self._begin(Branch(requests, len(path), hidden[path[-1]], slot), left)
 
+    def _alike(self, families: list[list[Request]]) -> list[list[list[Request]]]:
+        """In parts whose new tokens, padded to the longest, are at most `max_prefill_tokens`, or one family's."""
+
+        def new(family: list[Request]) -> int:
+            return len(family[0].prompt) - self._remembered(family[0])
+
+        parts: list[list[list[Request]]] = []
+        for family in sorted(families, key=new):
+            if not parts or (len(parts[-1]) + 1) * new(family) > self.max_prefill_tokens:
+                parts.append([])
+            parts[-1].append(family)
+        return parts
+
     def _extend(self, families: list[list[Request]], left: set[tuple[bytes, Sampling]]) -> None:
         """The same for families whose prompts go on from a history: only what is new is computed."""
-        if not families:
-            return
         slots = range(len(self.branches), len(self.branches) + len(families))
         self.cache.reserve(max(len(requests[0].prompt) for requests in families))
         pasts = [self._remembered(requests[0]) for requests in families]
@@ -286,6 +301,8 @@ class NativeEngine:
 
     def _begin(self, branch: Branch, left: set[tuple[bytes, Sampling]]) -> None:
         self.branches.append(branch)
+        for request in branch.requests:
+            request.memory = None  # it is in the cache now
         family = branch.requests[0].family
         if family in left:
             self.stored[family] = StoredPrompt(self.cache.read(branch.slot, branch.length), branch.hidden)
@@ -299,7 +316,7 @@ class NativeEngine:
         slot, length = len(self.branches), len(requests[0].prompt)
         self.cache.reserve(length)
         self.cache.write(slot, stored.cache)
-        self.branches.append(Branch(requests, length, stored.hidden, slot))
+        self._begin(Branch(requests, length, stored.hidden, slot), set())
 
     def _draw(self) -> list[Request]:
         """Draws a token for every request, ends those that are done, forks branches whose requests drew differently."""
@@ -350,12 +367,16 @@ class NativeEngine:
         for branch in self.branches:
             finished = [request for request in branch.requests if request.finish is not None]
             history = None
-            if branch.length <= room and any(request.keep for request in finished):
+            if branch.length <= room and any(self._may_keep(request) for request in finished):
                 history = History(self.cache.read(branch.slot, branch.length), branch.length, self.version)
                 self.histories.add(history)
                 room -= branch.length
             for request in finished:
                 request.memory = history if request.keep else None
+
+    def _may_keep(self, request: Request) -> bool:
+        """If all of it is of the weights that are here now."""
+        return request.keep and request.versions[0] == self.version
 
     def _fork(self) -> None:
         """Regroups the unfinished requests by what they drew, and gives every group one of the first slots."""

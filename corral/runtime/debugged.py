@@ -29,6 +29,8 @@ def build_here(role: str, site: Site, recipe: Recipe, resume_from: Path | None) 
     if isinstance(made, Player):
         for kind in made.driver.envs.kinds.values():
             kind.timeout_s = math.inf
+            if kind.make_here is not None:
+                kind.make, kind.limit = kind.make_here, None
     return made
 
 

@@ -37,6 +37,7 @@ from corral.runtime.nodes import WORKER_SLOT, Heartbeats, Node, NodeAgent, head_
 from corral.runtime.process import DeviceProcess, Seat
 from corral.runtime.remote import Device, NodeGone, Process, RayGroup, node_lost, reply
 from corral.runtime.remote_debugger import LOOPBACK, Lookout, Wanted, WorkerDebugger, check
+from corral.runtime.services import END_WITHIN_S
 
 LIVES_WITH = {"rewards": "rollout"}
 """Roles that the placement does not name."""
@@ -191,7 +192,8 @@ class RayRuntime:
         goodbyes = [device.process.actor.call.remote("worker", "close") for device in alive]
         goodbyes += [node.agent.close.remote() for node in self.nodes if node.agent and not node.lost.done()]
         if goodbyes:
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)
+            timeout_s = GOODBYE_S + (2 * END_WITHIN_S if self.cluster.services else 0)
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=timeout_s)
         for actor in self.actors:
             ray.kill(actor)
         if self.booking is not None:
@@ -222,7 +224,9 @@ class RayRuntime:
 
     async def _await_services(self, node: Node) -> None:
         if self.cluster.services:
-            problems = await self._in_time(node.agent.await_services.remote(), node, "what `cluster.services` names")
+            longest_s = max(service.start_timeout_s for service in self.cluster.services.values())
+            waiting = node.agent.await_services.remote()
+            problems = await self._in_time(waiting, node, "what `cluster.services` names", longest_s + GOODBYE_S)
             if problems:
                 raise RunError(f"{node}: {problems[0]}")
 
@@ -276,8 +280,8 @@ class RayRuntime:
         )
         await self._in_time(device.process.actor.sit.remote(seat), device.node, f"device {device.number}")
 
-    async def _in_time(self, reference: Any, node: Node, who: str) -> Any:
-        limit = self.cluster.start_timeout_s
+    async def _in_time(self, reference: Any, node: Node, who: str, limit_s: float | None = None) -> Any:
+        limit = limit_s or self.cluster.start_timeout_s
         try:
             return await reply(reference, node, limit)
         except NodeGone:

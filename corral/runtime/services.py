@@ -5,6 +5,7 @@ goes to a log of its own. The program is killed with the thread's process, howev
 """
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
@@ -17,18 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corral.recipe.schema import Service
+from corral.rewards.parent import dying_with_parent
 
 LOOK_EVERY_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Before a program that died is started again: doubled each time, until one has been ready."""
-END_WITHIN_S = 5.0
+END_WITHIN_S = 3.0
+"""After SIGTERM; and for who had the port before to let go of it."""
 ANSWER_S = 2.0
 LAST_LINES = 3
-DIE_WITH_PARENT = (
-    "import ctypes, os, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 15); "
-    "os.execvp(sys.argv[1], sys.argv[1:])"
-)
-"""1: PR_SET_PDEATHSIG, which outlasts exec. 15: SIGTERM."""
 
 
 def command_of(service: Service) -> list[str]:
@@ -86,6 +84,9 @@ class RunningService:
 
     def _live(self) -> None:
         """Waits for the program's end, looking every `LOOK_EVERY_S`; unblocked by `stop`."""
+        deadline = time.monotonic() + END_WITHIN_S
+        while self._answers() is not None and time.monotonic() < deadline:
+            self.stopping.wait(LOOK_EVERY_S)
         if self._answers() is not None:
             self.problem = (
                 f"`cluster.services.{self.name}`: something else answers at {self.url} already; end it, choose another "
@@ -115,7 +116,7 @@ class RunningService:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", DIE_WITH_PARENT, *command_of(self.service)],
+                dying_with_parent(command_of(self.service), signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -140,6 +141,8 @@ class RunningService:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
+        except http.client.HTTPException:
+            return 0  # an answer, but not in HTTP
         except OSError:
             return None
 

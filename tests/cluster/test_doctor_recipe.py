@@ -183,7 +183,7 @@ def test_the_first_token_that_changes_is_shown() -> None:
         (THINKING, 1, ["note"]),
         (THINKING, 3, ["warning"]),
         (COUNTING, 1, ["note"]),
-        (COUNTING, 3, ["error", "warning"]),
+        (COUNTING, 3, ["warning"]),
         ("{{ raise_exception('no') }}", 1, ["note"]),
         ("", 1, ["error"]),
     ],

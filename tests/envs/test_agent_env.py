@@ -1,6 +1,7 @@
 """Agents that somebody else wrote, against the OpenAI API, with its own client or a plain one."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,6 +33,8 @@ from corral.rollout.native import NativeEngine
 AGENTS = '''
 import asyncio
 import json
+import socket
+import struct
 import time
 
 import httpx
@@ -200,6 +203,19 @@ def impatient(base_url, api_key):
         say(base_url, api_key, messages)
     say(base_url, api_key, [*messages, {"role": "user", "content": "Thanks!"}])
     return 1
+
+
+def broken_off(base_url, api_key):
+    """Its connection is reset, and it asks again."""
+    body = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\nContent-Length: {len(body)}"
+    host = httpx.URL(base_url)
+    with socket.create_connection((host.host, host.port)) as connection:
+        connection.sendall(head.encode() + b"\\r\\n\\r\\n" + body)
+        time.sleep(0.2)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets when closed
+    time.sleep(0.1)
+    return float(say(base_url, api_key, [{"role": "user", "content": "?"}]))
 
 
 def echo(row, base_url, api_key):
@@ -438,6 +454,35 @@ def test_a_client_that_hangs_up_and_asks_again_gets_the_answer(agents: Path) -> 
     envs.close()
     assert first.messages == [Message(role="user", content="Thanks!")]
     assert last.reward == 1.0
+
+
+def test_a_client_whose_connection_was_reset_and_asks_again_gets_the_answer(agents: Path) -> None:
+    envs = open_envs(agent=f"{agents}:broken_off")
+    env: Any = envs.kind_of(ROW).make()
+    _, [last] = asyncio.run(converse(env, ["0.5"], after_reset=lambda: asyncio.sleep(0.6)))
+    envs.close()
+    assert last.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("spared", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"NO_PROXY": "example.com, 127.0.0.1"}, "example.com,127.0.0.1"),
+        ({"no_proxy": "a.com", "NO_PROXY": "b.com"}, "a.com,b.com,127.0.0.1"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_the_endpoint_is_asked_without_a_proxy(
+    agents: Path, monkeypatch: pytest.MonkeyPatch, spared: dict[str, str], expected: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, spared.get(name, ""))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody is there
+    _, [result] = play(agents, "one_turn", ["5"])
+    assert result.reward == 1.0
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == expected
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def env_test(*arguments: str) -> Result:
 def test_a_game_passes_and_its_floor_and_ceiling_are_told() -> None:
     said = env_test("frozen_lake", "--episodes", "50", "--options", "{separator: ' ', prompts: {system: null}}")
     assert said.exit_code == 0, said.output
-    assert said.output.count("  ok  ") == 5
+    assert said.output.count("  ok  ") == 6
     assert re.search(r"[\d,]+ steps/s", said.output)
     assert re.search(r"random  reward 0\.\d+, success \d+\.\d%", said.output)
     assert "best    reward 1.000, success 100.0%" in said.output

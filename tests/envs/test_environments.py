@@ -127,5 +127,3 @@ def test_a_row_says_which_of_several_environments_plays_it(pool: ScorerPool, cou
     several["count"].options["limit"] = 1
     envs = EnvSet(several, {})
     assert envs.kind_of(Row([], None, "", {"environment": "count"})).tag == "count"
-    with pytest.raises(UserError, match="column `environment` is 'sea', and `environments` has lake, count"):
-        envs.kind_of(Row([], None, "", {"environment": "sea"}))

@@ -142,7 +142,7 @@ def test_a_random_player_wins_as_often_as_is_known(options: dict[str, Any], num_
 
 def test_the_best_player_always_wins_within_ten_moves() -> None:
     with opened("frozen_lake", max_turns=10) as make:
-        floor = asyncio.run(floor_of(make, boards(200), 10, seed=0, episodes_per_row=1))
+        floor = asyncio.run(floor_of(make, boards(200), 10, seed=0, timeout_s=10))
     assert (floor.best_success, floor.best_reward) == (1.0, 1.0)
     assert floor.random_success is not None
     assert 0.1 < floor.random_success < 0.35

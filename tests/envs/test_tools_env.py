@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from torch import Tensor
 
+from corral.data.plugins import load_object
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.base import StepResult
@@ -29,9 +30,11 @@ from corral.rollout.engine import Completion, Finish, Sampling
 
 TOOLS = '''
 import asyncio
+import enum
 import sqlite3
 import sys
 import time
+from typing import Literal
 
 
 def add(a: int, b: int = 1) -> int:
@@ -119,6 +122,32 @@ def many(*numbers: int):
 
 def enumerated(colour: frozenset):
     pass
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def paint(colour: Literal[Colour.RED]):
+    pass
+
+
+class Stubborn:
+    def use(self):
+        pass
+
+    def close(self):
+        raise ValueError("cannot let go")
+
+
+class Tidy:
+    closed = []
+
+    def put(self):
+        pass
+
+    def close(self):
+        Tidy.closed.append(True)
 
 
 class Nothing:
@@ -229,6 +258,7 @@ def test_type_hints_become_types_of_json() -> None:
         (["path"], {}, "tool `path`: its type hints can't be read"),
         (["many"], {}, "the model can't name its parameter"),
         (["enumerated"], {}, "its parameter `colour` is .*frozenset.*, which a model cannot write"),
+        (["paint"], {}, "its parameter `colour` may be `<Colour.RED: 1>`, which a model cannot write"),
         (["Nothing"], {}, "has no public methods"),
         (["ad"], {}, "did you mean `add`"),
         (["add"], {"style": "yaml"}, "environment.options.style must be hermes or openai, not 'yaml'"),
@@ -372,6 +402,12 @@ def test_a_session_that_is_stuck_says_so_and_comes_back(file: Path) -> None:
     assert late == "Error: `nap` did not answer within 0.2 s"
     assert "an earlier call that took too long is still running" in busy
     assert back == '["5"]'
+
+
+def test_a_session_that_cannot_be_closed_keeps_no_other_open(play: Play, file: Path) -> None:
+    with pytest.raises(ValueError, match="cannot let go"):
+        play([], "Stubborn", "Tidy")
+    assert load_object(f"{file}:Tidy", "tools").closed == [True]
 
 
 def test_a_class_of_async_methods_lives_in_the_event_loop(play: Play) -> None:

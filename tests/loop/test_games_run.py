@@ -1,5 +1,6 @@
 """Games in a real run: boards shared by samples, several environments with tags, floors and ceilings, learning."""
 
+import asyncio
 import gzip
 import io
 import json
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from corral.data.sources import load_rows
+from corral.envs.registry import EnvSet
 from corral.loop.train import train
 from corral.observe.console import Console
 from corral.observe.metrics import read
-from corral.recipe.errors import RecipeError
+from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
 from corral.recipe.rules import check
@@ -39,6 +42,7 @@ optimiser: {{learning_rate: 0.001}}
 schedule: {{steps: 2}}
 logging: {{runs: {folder}/runs}}
 """
+ONLY_TRAINING = ("validation.before_training=false", "validation.after_training=false")
 SHORT = (
     "action_pattern: null, actions: {Left: L, Down: D, Right: R, Up: U}, "
     'prompts: {system: null, opening: "{observation}\\n", turn: "{observation}"}'
@@ -75,7 +79,7 @@ def test_mixed_environments_have_their_shares_and_their_own_metrics(tmp_path: Pa
 
 
 def test_the_samples_of_a_prompt_share_a_board_and_other_prompts_have_others(tmp_path: Path, tiny_model: Path) -> None:
-    folder, _ = run(tmp_path, tiny_model, MIXED, "validation.before_training=false", "validation.after_training=false")
+    folder, _ = run(tmp_path, tiny_model, MIXED, *ONLY_TRAINING)
     openings: dict[int, set[str]] = {}
     for one in trajectories(folder):
         openings.setdefault(one["ordinal"], set()).add(one["prompt"])
@@ -114,9 +118,30 @@ def test_what_would_not_work_is_refused_before_anything_is_loaded(
     assert any(expected in problem for problem in error.value.problems)
 
 
-def test_bad_options_of_a_game_are_said_at_the_start(tmp_path: Path, tiny_model: Path) -> None:
-    from corral.recipe.errors import UserError
+def test_a_row_of_no_environment_is_said_at_the_start(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "seed": 1, "environment": "lake"}\n{"prompt": "b", "seed": 2}\n'
+    )
+    text = MIXED.replace("path: boards, size: 60", "path: {folder}/rows.jsonl").replace("    share: 2\n", "")
+    with pytest.raises(UserError, match=r"rows.jsonl, row 1: the column `environment` is None; there are lake, boxes"):
+        run(tmp_path, tiny_model, text)
 
+
+def test_no_board_is_trained_on_and_validated_on(tmp_path: Path, tiny_model: Path) -> None:
+    folder, _ = run(
+        tmp_path, tiny_model, MIXED, "environments.lake.options.size=2", "data.train.size=600", *ONLY_TRAINING
+    )
+    trained = {one["prompt"] for one in trajectories(folder)}
+    recipe = load_recipe(folder / "recipe.yaml", [])
+    source = recipe.data.validation
+    assert source is not None
+    env_set = EnvSet(recipe.tagged_environments, {}, recipe.rollout)
+    for row in load_rows(source, recipe.data, recipe.shares):
+        messages = asyncio.run(env_set.kind_of(row).make().reset(row, 0))
+        assert messages[0]["content"] not in trained
+
+
+def test_bad_options_of_a_game_are_said_at_the_start(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(UserError, match="size must be at least 2"):
         run(tmp_path, tiny_model, MIXED, "environments.lake.options.size=1")
 
@@ -142,9 +167,10 @@ logging: {{runs: {folder}/runs, trajectories: false}}
 
 @pytest.mark.slow
 def test_a_model_that_knows_nothing_learns_to_walk(tmp_path: Path) -> None:
-    """Two turns on lakes of 2 x 2 cells without holes: a random player wins about 40 % of the time."""
+    """Two turns on lakes of 2 x 2 cells without holes, of which there are a dozen: a random player wins nearly half."""
     folder, _ = run(tmp_path, Path("blank-1m"), EASY)
-    rows = [row for row in read(folder / "metrics.jsonl") if "validation/environment/success" in row]
+    rows = read(folder / "metrics.jsonl")
     floor = rows[0]["validation/floor/success"]
-    assert rows[0]["validation/environment/success"] < floor
-    assert rows[-1]["validation/environment/success"] > 1.3 * floor
+    success = [row["environment/success"] for row in rows if "environment/success" in row]
+    assert sum(success[:3]) / 3 < floor / 2
+    assert sum(success[-3:]) / 3 > 1.5 * floor

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -71,6 +72,9 @@ class Service:
     url: str = ""
     status: int = 200
     may_answer: threading.Event = field(default_factory=threading.Event)
+    delay_s: float = 0.0
+    finds: bool = True
+    """False: without a list of results."""
     requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
 
 
@@ -84,8 +88,9 @@ def search_service() -> Iterator[Service]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             service.requests.append((self.path, dict(self.headers), body))
             service.may_answer.wait(30)
+            time.sleep(service.delay_s)
             hits = [{"page": {"name": f"T{n}"}, "snippet": f"text {n}", "link": f"http://x/{n}"} for n in range(5)]
-            answer = json.dumps({"web": {"results": hits}}).encode()
+            answer = json.dumps({"web": {"results": hits}} if service.finds else {}).encode()
             self.send_response(service.status)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()

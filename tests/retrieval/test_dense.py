@@ -12,9 +12,10 @@ from sentence_transformers import SentenceTransformer
 
 from corral.recipe.errors import RunError, UserError
 from corral.retrieval.dense import FLAT, DenseSettings, build_graph
-from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, resolved
+from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, own
 from corral.retrieval.index import build, open_index
 from corral.retrieval.manifest import BUILDING, MANIFEST, OFFSETS, read
+from corral.retrieval.rerank import Reranker
 from corral.retrieval.vectors import VectorFile, open_mapped
 
 pytestmark = pytest.mark.xdist_group("dense")
@@ -121,18 +122,108 @@ def test_a_stopped_build_goes_on_with_the_rest(
 
 
 def test_families_of_encoders_are_known_by_name() -> None:
-    def known(name: str) -> tuple[str | None, str | None, bool | None]:
-        settings = resolved(EncoderSettings(name))
-        return settings.query_prefix, settings.passage_prefix, settings.normalise
+    def known(name: str) -> tuple[str, str, bool] | None:
+        family = family_of(name)
+        return None if family is None else (family.query_prefix, family.passage_prefix, family.normalise)
 
     assert known("intfloat/e5-base-v2") == ("query: ", "passage: ", True)
     assert known("/models/multilingual-e5-small") == ("query: ", "passage: ", True)
     assert known("BAAI/bge-base-en-v1.5") == (BGE, "", True)
     assert known("BAAI/bge-m3") == ("", "", True)
     assert known("facebook/dpr-ctx_encoder-single-nq-base") == ("", "", False)
-    assert known("sentence-transformers/all-MiniLM-L6-v2") == (None, None, True)
-    assert family_of("page5/model") is None
-    assert resolved(EncoderSettings("intfloat/e5-base-v2", query_prefix="")).query_prefix == ""
+    assert known("/hub/models--intfloat--e5-base-v2/snapshots/f52bf8ec8c7124536f0efb74aca902b2995e5bcd") == known("e5")
+    for other in ("sentence-transformers/all-MiniLM-L6-v2", "page5/model", "/models--x--bge/other"):
+        assert known(other) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["multilingual-e5-large-instruct", "e5-mistral-7b-instruct", "bge-en-icl", "bge-multilingual-gemma2"]
+)
+def test_models_that_are_asked_in_another_way_are_not_of_the_family(name: str) -> None:
+    assert family_of(name) is None
+
+
+def test_what_the_model_says_goes_before_what_its_family_has() -> None:
+    assert own({"query": "", "document": ""}, "query: ", "query") == "query: "
+    assert own({"query": "ask: "}, "query: ", "query") == "ask: "
+    assert own({"query": "ask: "}, "passage: ", "passage", "document") == ""
+
+
+def test_what_was_found_out_of_an_encoder_is_written_down_and_said(minilm: Path, tmp_path: Path) -> None:
+    """A model that says nothing of itself, in a folder whose name does."""
+    folder = tmp_path / "bge-small"
+    shutil.copytree(minilm, folder)
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (folder / name).unlink(missing_ok=True)
+    encoder = Encoder(EncoderSettings(str(folder), passage_prefix="p: "), "cpu")
+    used = encoder.settings
+    assert (used.query_prefix, used.passage_prefix, used.pooling, used.normalise) == (BGE, "p: ", "cls", True)
+    said = f"query prefix {BGE!r}, passage prefix 'p: ', pooling cls, normalised, 384 numbers"
+    assert encoder.in_words() == f"encoder {folder}: {said}"
+
+
+def test_an_encoder_that_was_moved_is_found_when_told(
+    small_corpus: Path, flat_index: Path, minilm: Path, tmp_path: Path
+) -> None:
+    index = shutil.copytree(flat_index, tmp_path / "index")
+    text = (index / MANIFEST).read_text()
+    (index / MANIFEST).write_text(text.replace(str(minilm), "/nowhere/minilm"))
+    with pytest.raises(UserError, match="not at /nowhere/minilm; say where it is with --encoder"):
+        open_index(index, device="cpu")
+    searcher = open_index(index, device="cpu", encoder=str(minilm))
+    assert len(searcher.search(QUERIES[:1], 3)[0]) == 3
+    assert f"encoder {minilm}: query prefix ''" in searcher.about
+
+
+def test_an_encoder_with_other_vectors_is_refused(flat_index: Path, minilm: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    BertModel(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="have 32 numbers, those of .* have 384"):
+        open_index(flat_index, device="cpu", encoder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cdua", "--device cdua is not a device"), ("cuda:99", "--device cuda:99: this machine has")]
+)
+def test_a_device_that_is_not_there_is_one_line(minilm: Path, device: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Encoder(EncoderSettings(str(minilm)), device)
+    with pytest.raises(UserError, match=said):
+        Reranker(str(minilm), device)
+
+
+def test_what_is_encoded_is_kept_if_the_corpus_turns_out_wrong(
+    small_corpus: Path, minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.retrieval.dense.ROUND", 1)
+    corpus = Path(shutil.copy(small_corpus, tmp_path / "corpus.jsonl"))
+
+    def spoil(what: str, done: int, total: int) -> None:
+        if what == "encoding passages":
+            corpus.write_bytes(b"x" * corpus.stat().st_size)
+
+    settings = DenseSettings(EncoderSettings(str(minilm)))
+    with pytest.raises(UserError, match="not a line of JSON"):
+        build(corpus, tmp_path / "index", "flat", dense=settings, device="cpu", batch=16, progress=spoil)
+    assert (tmp_path / "index" / FLAT).stat().st_size > 16 * 384 * 4
+    with pytest.raises(UserError, match="with another corpus"):
+        build(corpus, tmp_path / "index", "flat", dense=settings, device="cpu")
+    corpus = Path(shutil.copy(small_corpus, tmp_path / "elsewhere.jsonl"))
+    made = build(corpus, tmp_path / "index", "flat", dense=settings, device="cpu")
+    assert (made.corpus.path, made.corpus.mtime_ns) == (str(corpus.resolve()), corpus.stat().st_mtime_ns)
+
+
+def test_a_file_of_vectors_that_somebody_else_has_written_to_is_noticed(tmp_path: Path) -> None:
+    file = VectorFile(tmp_path / "v.faiss", 4, 8, False)
+    file.append(unit_vectors(4, 8))
+    file.check_whole()
+    with file.path.open("ab") as raw:
+        raw.write(b"more")
+    with pytest.raises(RunError, match="bytes where it should have"):
+        file.check_whole()
 
 
 def test_prefixes_pooling_and_norms_reach_the_model(minilm: Path) -> None:
@@ -156,6 +247,7 @@ def test_an_encoder_that_is_not_there_is_one_line(small_corpus: Path, tmp_path: 
     with pytest.raises(UserError, match="cannot be loaded") as raised:
         build(small_corpus, tmp_path / "index", "flat", dense=settings)
     assert "\n" not in str(raised.value)
+    assert not (tmp_path / "index").exists()  # before the corpus was read
 
 
 def unit_vectors(number: int, dimension: int) -> np.ndarray:

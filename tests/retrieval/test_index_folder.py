@@ -9,6 +9,7 @@ from commands import corral
 from docstrings import write_corpus
 
 from corral.recipe.errors import UserError
+from corral.retrieval.bm25 import Bm25Settings
 from corral.retrieval.dense import DenseSettings
 from corral.retrieval.encoder import EncoderSettings
 from corral.retrieval.estimate import estimate, of_index
@@ -80,6 +81,59 @@ def test_a_bad_corpus_leaves_no_folder(folder: Path) -> None:
     assert not (folder / "index").exists()
 
 
+def test_a_folder_that_was_there_stays_if_the_corpus_is_bad(folder: Path) -> None:
+    (folder / "corpus.jsonl").write_text("{\n")
+    (folder / "index").mkdir()
+    with pytest.raises(UserError, match="not a line of JSON"):
+        build(folder / "corpus.jsonl", folder / "index")
+    assert list((folder / "index").iterdir()) == []
+
+
+def test_one_folder_is_built_by_one_process_at_a_time(folder: Path) -> None:
+    refused = []
+
+    def build_too(what: str, done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(UserError, match="is being built by another process") as raised:
+                build(folder / "corpus.jsonl", folder / "index")
+            refused.append(raised)
+
+    build(folder / "corpus.jsonl", folder / "index", progress=build_too)
+    assert refused
+    assert open_index(folder / "index").search(["sorted list"], 3)[0]
+
+
+def test_a_language_is_checked_before_the_corpus_is_read(folder: Path) -> None:
+    seen: list[str] = []
+    with pytest.raises(UserError, match="not a language"):
+        build(
+            folder / "corpus.jsonl",
+            folder / "index",
+            bm25=Bm25Settings(language="klingon"),
+            progress=lambda what, done, total: seen.append(what),
+        )
+    assert not seen
+    assert not (folder / "index").exists()
+
+
+def test_an_index_of_a_later_version_is_said_to_be_one(folder: Path) -> None:
+    build(folder / "corpus.jsonl", folder / "index")
+    fields = json.loads((folder / "index" / MANIFEST).read_text())
+    (folder / "index" / MANIFEST).write_text(json.dumps(fields | {"format": 2, "shards": 3}))
+    with pytest.raises(UserError, match="has format 2, this version of corral reads 1"):
+        open_index(folder / "index")
+
+
+@pytest.mark.parametrize("number", [100, 4000])
+def test_a_bad_line_of_a_sample_is_named(tmp_path: Path, number: int) -> None:
+    """In a file that is read whole, and in one that is not."""
+    good = json.dumps({"contents": "word " * 100}) + "\n"
+    bad = number // 2
+    (tmp_path / "corpus.jsonl").write_text(good * bad + "{" * 500 * 4 + "\n" + good * bad)
+    with pytest.raises(UserError, match=rf"corpus.jsonl:{bad + 1}: not a line of JSON"):
+        estimate(tmp_path / "corpus.jsonl")
+
+
 def test_the_estimate_is_near_what_is_built(corpus_file: Path, bm25_index: Path) -> None:
     said, made = estimate(corpus_file), of_index(bm25_index)
     assert said.num_passages == made.num_passages == 400
@@ -122,6 +176,16 @@ def test_an_index_is_estimated_built_and_searched_from_the_command_line(folder: 
         (["build", "corpus.jsonl", "i", "--kind", "flat"], "needs --encoder"),
         (["build", "corpus.jsonl", "i", "--encoder", "x"], "--encoder has no effect"),
         (["build", "corpus.jsonl", "i", "--language", "klingon"], "`klingon` is not a language"),
+        (["build", "corpus.jsonl", "i", "--kind", "ivf", "--dry-run"], "`ivf` is not a kind of index"),
+        (["build", "corpus.jsonl", "i", "--half"], "--half has no effect on a bm25 index"),
+        (["build", "corpus.jsonl", "i", "--query-prefix", "q"], "--query-prefix has no effect on a bm25 index"),
+        (
+            ["build", "corpus.jsonl", "i", "--kind", "flat", "--encoder", "x", "--k1", "1.5"],
+            "--k1 has no effect on a f",
+        ),
+        (["build", "corpus.jsonl", "i", "--json"], "--json has no effect without --dry-run"),
+        (["serve", "nothing", "--candidates", "5"], "--candidates has no effect without --reranker"),
+        (["serve", "--online", "x", "--encoder", "y"], "--encoder has no effect on a search service"),
         (["build", "nothing.jsonl", "i"], "nothing.jsonl is not a file"),
         (["serve"], "say what to search"),
         (["serve", "nothing"], "nothing is not an index"),

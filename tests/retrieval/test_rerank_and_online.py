@@ -1,6 +1,8 @@
 """The re-ranker behind a search, and search by somebody else's service."""
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 from corral.recipe.errors import RunError, UserError
 from corral.retrieval.answer import Answerer, Ask
+from corral.retrieval.client import RetrievalClient
+from corral.retrieval.endpoint import Document
 from corral.retrieval.index import open_index
 from corral.retrieval.online import OnlineSearcher, OnlineSettings, read_online
 from corral.retrieval.rerank import Reranker
@@ -119,6 +123,39 @@ def test_what_goes_wrong_elsewhere_is_one_line_without_the_key(service: Service,
         assert served.ask("/health").json["kind"] == "online"
 
 
+def test_a_wrong_place_of_the_results_is_named(service: Service) -> None:
+    with pytest.raises(RunError, match=r"the answer has no `pages` \(`results: web.pages`\)"):
+        OnlineSearcher(settings_for(service, results="web.pages"), None).search(["a"], 1)
+
+
+def test_an_answer_without_the_list_is_believed_once_it_was_seen(service: Service) -> None:
+    searcher = OnlineSearcher(settings_for(service), None)
+    assert len(searcher.search(["a"], 2)[0]) == 2
+    service.finds = False
+    assert searcher.search(["b"], 2) == [[]]
+
+
+def test_the_queries_of_one_request_are_asked_at_the_same_time(service: Service, tmp_path: Path) -> None:
+    """64 in one request of the client: 6.4 s one after the other, 0.8 s in eights."""
+    service.delay_s = 0.1
+    (tmp_path / "online.yaml").write_text(
+        f"{{url: '{service.url}/?q={{query}}', results: web.results, concurrency: 8}}\n"
+    )
+    with serving(tmp_path, "--online", "online.yaml") as served:
+        client = RetrievalClient(served.url, topk=2, batch_wait_s=0.2)
+
+        async def all_at_once() -> list[list[Document]]:
+            return await asyncio.gather(*(client.search(f"query {number}") for number in range(64)))
+
+        began = time.monotonic()
+        found = asyncio.run(all_at_once())
+        took = time.monotonic() - began
+        client.close()
+    assert [len(documents) for documents in found] == [2] * 64
+    assert len(service.requests) == 64
+    assert took < 4
+
+
 def test_a_service_that_points_elsewhere_is_not_followed(service: Service) -> None:
     service.status = 302
     with pytest.raises(RunError, match="answered with 302"):
@@ -126,10 +163,16 @@ def test_a_service_that_points_elsewhere_is_not_followed(service: Service) -> No
 
 
 def test_what_is_wrong_in_the_file_is_said(tmp_path: Path) -> None:
-    (tmp_path / "online.yaml").write_text("url: ftp://x\nresult: a\n")
+    (tmp_path / "online.yaml").write_text("url: ftp://x\nresult: a\nconcurrency: 0\ntimeout_s: 0\n")
     with pytest.raises(UserError) as raised:
         read_online(tmp_path / "online.yaml")
-    for problem in ("url: Value error, must begin with http", "results: Field required", "result: Extra inputs"):
+    for problem in (
+        "url: Value error, must begin with http",
+        "results: Field required",
+        "result: Extra inputs",
+        "concurrency: Input should be greater than or equal to 1",
+        "timeout_s: Input should be greater than 0",
+    ):
         assert problem in str(raised.value)
     with pytest.raises(UserError, match="variable MY_KEY"):
         OnlineSearcher(OnlineSettings(url="http://x", key_env="MY_KEY", results="a"), None)

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from stand_in_retriever import Answer, StandInRetriever, in_full
 
 from corral.recipe.errors import UserError
-from corral.retrieval.client import RetrievalClient, RetrievalError
-from corral.retrieval.endpoint import Document
+from corral.retrieval.client import Query, RetrievalClient, RetrievalError
+from corral.retrieval.endpoint import Document, Endpoint
 
 
 @pytest.fixture
@@ -229,12 +230,34 @@ def test_the_token_of_a_file_is_sent(server: StandInRetriever, tmp_path: Path) -
     [
         ([], {}, "no address of a retriever is given"),
         ("localhost:8000", {}, "`localhost:8000` is not the address of a retriever; one is `http"),
+        ("http://127.0.0.1:99999", {}, "`http://127.0.0.1:99999` is not the address of a retriever: Port out of range"),
+        ("http://[::1", {}, "is not the address of a retriever: Invalid IPv6"),
         ("http://127.0.0.1:1", {"token_file": "no/such/file"}, "the retriever's token can't be read: no/such/file"),
     ],
 )
 def test_what_can_not_work_is_refused_at_once(endpoints: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RetrievalClient(endpoints, **options)
+
+
+def test_a_server_can_ask_for_a_longer_pause_but_not_for_a_shorter_one() -> None:
+    endpoint = Endpoint("http://127.0.0.1:1", 1.0)
+    for _ in range(6):
+        endpoint.failed(time.monotonic(), 0.0)
+    assert endpoint.left_alone_s() > 3
+    endpoint.failed(time.monotonic(), 20.0)
+    assert endpoint.left_alone_s() > 19
+
+
+def test_an_answer_that_comes_while_the_client_is_closed_disturbs_nobody(server: StandInRetriever) -> None:
+    client = RetrievalClient(server.url)
+    future: Future[list[Document]] = Future()
+    query = Query("a", 0.0, [future])
+    client._under_way["a"] = query
+    client.close()
+    client._resolve([query], [[]])
+    with pytest.raises(RuntimeError, match="closed"):
+        future.result()
 
 
 def test_closing_ends_searches_that_wait(server: StandInRetriever) -> None:

@@ -5,16 +5,19 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import Served, load_when_told, search_service, serving
+from asking import Served, Service, load_when_told, search_service, serving
 from commands import corral
 from docstrings import QUERIES
 
+from corral.retrieval.client import RetrievalClient
 from corral.retrieval.index import open_index
+from corral.retrieval.wire import Limits
 
 pytestmark = pytest.mark.xdist_group("retriever")
 
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.xdist_group("retriever")
 @pytest.fixture(scope="module")
 def served(bm25_index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     limits = ("--max-queries", "50", "--max-topk", "20", "--max-query-chars", "200", "--max-body", "20000")
+    limits = (*limits, "--max-passages", "500")
     with serving(tmp_path_factory.mktemp("served"), str(bm25_index), *limits) as found:
         yield found
 
@@ -61,6 +65,7 @@ def test_no_queries_and_no_match_are_answers_too(served: Served) -> None:
         ({"queries": ["a"], "top_k": 5}, 422, "top_k: Extra inputs"),
         ({"queries": ["a"], "topk": 21}, 413, "topk is 21, at most 20"),
         ({"queries": ["a"] * 51}, 413, "51 queries; at most 50"),
+        ({"queries": ["a"] * 50, "topk": 11}, 413, "550 passages (queries x topk); at most 500"),
         ({"queries": ["a", "b" * 201]}, 413, "queries.1 has 201 characters"),
         ({"queries": ["c" * 20000]}, 413, "larger than 20000 bytes"),
         ({"queries": ["a"], "topk_rerank": 2}, 422, "no re-ranker"),
@@ -183,6 +188,45 @@ def test_what_is_beyond_the_queue_is_refused_at_once(tmp_path: Path) -> None:
         assert [path for path, _, _ in service.requests] == ["/?q=first", "/?q=second"]
 
 
+def test_a_request_is_refused_before_its_body_if_too_many_wait(tmp_path: Path) -> None:
+    with search_service() as service, serving_one_at_a_time(service, tmp_path, "--max-waiting", "1") as served:
+        service.may_answer.clear()
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(served.ask, "/retrieve", {"queries": ["first"]})
+            wait_until(lambda: len(service.requests) == 1)
+            second = clients.submit(served.ask, "/retrieve", {"queries": ["second"]})
+            wait_until(lambda: served.metric("queue_depth") == 1)
+            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+            connection.putrequest("POST", "/retrieve")
+            connection.putheader("Content-Length", "1000000")
+            connection.endheaders()  # and no body
+            assert connection.getresponse().status == 503
+            service.may_answer.set()
+            assert [first.result().status, second.result().status] == [200, 200]
+
+
+def test_what_nobody_waits_for_any_more_is_not_searched(tmp_path: Path) -> None:
+    with search_service() as service, serving_one_at_a_time(service, tmp_path, "--max-waiting", "2") as served:
+        service.may_answer.clear()
+        with ThreadPoolExecutor(1) as clients:
+            first = clients.submit(served.ask, "/retrieve", {"queries": ["first"]})
+            wait_until(lambda: len(service.requests) == 1)
+            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+            connection.request("POST", "/retrieve", json.dumps({"queries": ["gone", "gone too"]}))
+            wait_until(lambda: served.metric("queue_depth") == 2)
+            connection.close()
+            wait_until(lambda: served.metric('refused_total{reason="gone"}') == 1)
+            last = clients.submit(served.ask, "/retrieve", {"queries": ["last"]})
+            service.may_answer.set()
+            assert [first.result().status, last.result().status] == [200, 200]
+        assert [path for path, _, _ in service.requests] == ["/?q=first", "/?q=last"]
+
+
+def test_the_server_gives_up_before_its_clients_do() -> None:
+    client = RetrievalClient("http://127.0.0.1:1")
+    assert Limits().timeout_s < client.timeout_s
+
+
 def test_a_request_that_is_not_answered_in_time_is_given_up(tmp_path: Path) -> None:
     with search_service() as service:
         (tmp_path / "online.yaml").write_text(
@@ -204,6 +248,13 @@ def test_a_port_that_is_taken_is_one_line(served: Served, bm25_index: Path, tmp_
     assert result.errors == [
         f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; see --host, --port"
     ]
+
+
+@contextmanager
+def serving_one_at_a_time(service: Service, folder: Path, *options: str) -> Iterator[Served]:
+    (folder / "online.yaml").write_text(f"url: {service.url}/?q={{query}}\nresults: web.results\nconcurrency: 1\n")
+    with serving(folder, "--online", "online.yaml", *options) as served:
+        yield served
 
 
 def wait_until(condition: Any, timeout_s: float = 10.0) -> None:

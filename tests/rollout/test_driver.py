@@ -139,7 +139,8 @@ class Inline(Base):
     last_turns = 1
 
     async def step(self, reply):
-        return StepResult([{"role": "user", "content": "<info>" + "blah " * 2 + "</info>"}], 0.0, False, closing="</info>")
+        content = "<info>" + "blah " * 2 + "</info>"
+        return StepResult([{"role": "user", "content": content}], 0.0, False, closing="</info>")
 
     def summary(self):
         return {"seen": 1.0}
@@ -442,7 +443,8 @@ def test_an_inline_observation_continues_the_models_own_turn_unless_it_was_close
         else:
             inline += 1
             assert text == "<info>blah blah </info>"
-    assert inline and as_message + inline == 8
+    assert inline
+    assert as_message + inline == 8
 
 
 def test_last_turns_come_on_top_and_the_summary_is_asked_when_they_are_over(play: Play) -> None:
@@ -458,8 +460,7 @@ def test_a_turn_has_its_own_limit_of_tokens(play: Play) -> None:
 
 
 def test_a_long_observation_is_cut_and_keeps_its_closing_tag(play: Play) -> None:
-    cut = [t for t in play("Inline", samples=8, max_tokens=2, max_turns=1, max_observation_tokens=15, budget=80)]
-    for trajectory in cut:
+    for trajectory in play("Inline", samples=8, max_tokens=2, max_turns=1, max_observation_tokens=15, budget=80):
         (_, _), (_, first), (_, observation), (_, _) = turns(trajectory)
         assert trajectory.metrics["cut_observations"] == 1.0
         if first[-1] != play.tokenizer.eos_token_id:

@@ -1,4 +1,4 @@
-"""A search trajectory of three turns, drawn out token by token: what was generated, and what everything else may see."""
+"""A search trajectory of three turns, token by token: what was generated, and what everything else may see of it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -62,6 +62,10 @@ def retriever() -> Iterator[StandInRetriever]:
 
 @pytest.fixture
 def played(retriever: StandInRetriever) -> Trajectory:
+    return play(retriever)
+
+
+def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_tokens: int | None = None) -> Trajectory:
     tokenizer = tiny_tokenizer()
     environment = Environment(
         name="search",
@@ -85,8 +89,9 @@ def played(retriever: StandInRetriever) -> Trajectory:
         max_prompt_tokens=100,
         max_response_tokens=400,
         seed=0,
+        max_observation_tokens=max_observation_tokens,
     )
-    row = Row([Message(role="user", content="Who wrote it?")], "Ann", "", {})
+    row = Row([Message(role="user", content="Who wrote it?")], answer, "", {})
     prompt = Prompt(0, 0, row, render_prompt(tokenizer, row, True))
     try:
         [trajectory] = asyncio.run(driver.play([prompt], 1, Sampling(max_tokens=400)))
@@ -113,6 +118,12 @@ def test_a_search_in_three_turns_token_by_token(played: Trajectory) -> None:
     assert played.logprobs[~played.generated].tolist() == [0.0] * int((~played.generated).sum())
     assert set(played.versions[~played.generated]) == {-1}
     assert played.logprobs[played.generated].tolist() == [-float(i + 1) for r in generated for i in range(len(r))]
+
+
+def test_what_the_model_does_not_see_counts_as_not_found(retriever: StandInRetriever) -> None:
+    whole, cut = play(retriever, answer="it"), play(retriever, answer="it", max_observation_tokens=35)
+    assert "<information>All of</information>" in draw(cut)
+    assert (whole.metrics["found"], cut.metrics["found"]) == (1.0, 0.0)
 
 
 def test_rewards_sit_on_the_last_token_of_each_turn(played: Trajectory) -> None:

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from corral.data.boards import part_of
 from corral.data.plugins import did_you_mean
 from corral.data.rows import Message, Row
 from corral.envs.base import StepResult
 from corral.envs.games.prompts import Prompts, fill
 from corral.recipe.errors import UserError
 
+MOST_ATTEMPTS = 1000
 ANSWER_PATTERN = "<answer>(.*?)</answer>"
 ANSWER_FORMAT = "<answer>{action}</answer>"
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -124,8 +126,19 @@ class GameBase(ABC):
         self._valid: list[bool] = []
         self._effective: list[bool] = []
 
+    def _board(self, row: Row, seed: int) -> Game:
+        """The row's: that of its seed, or the first of those after it that belongs to the row's part."""
+        first, part = board_seed(row), row.extra.get("part")
+        for attempt in range(MOST_ATTEMPTS):
+            game = self.new_game(first + attempt, seed)
+            if part is None or part_of(game.text()) == part:
+                return game
+        raise UserError(
+            f"none of {MOST_ATTEMPTS} boards with these options is for {part}; they are too few to be parted"
+        )
+
     def begin(self, row: Row, seed: int) -> list[Message]:
-        self._game = self.new_game(board_seed(row), seed)
+        self._game = self._board(row, seed)
         self._valid, self._effective = [], []
         opening = Message(role="user", content=self._render(self._texts.opening))
         if self._texts.system is None:

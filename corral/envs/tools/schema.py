@@ -55,6 +55,9 @@ def type_schema(hint: Any, where: str) -> dict[str, Any]:
     if hint in PLAIN:
         return {"type": PLAIN[hint]}
     if origin is Literal:
+        for one in inner:
+            if type(one) not in PLAIN:
+                raise UserError(f"{where} may be `{one!r}`, which a model cannot write; it can write {SUPPORTED}")
         kinds = {PLAIN[type(one)] for one in inner}
         return {**({"type": kinds.pop()} if len(kinds) == 1 else {}), "enum": list(inner)}
     if origin in (Union, types.UnionType):

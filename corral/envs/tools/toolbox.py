@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from corral.data.plugins import did_you_mean, error_line, load_object
+from corral.data.plugins import did_you_mean, error_line, load_object, without_exit
 from corral.data.rows import Row
 from corral.envs.threads import CallThread, call_in_thread
 from corral.envs.tools.calls import Call
@@ -108,9 +108,12 @@ class ToolSet:
             raise ToolError(f"`{call.name}` failed: {error_line(error)}") from error
 
     async def close(self) -> None:
+        """All of them, also if one cannot be closed; then its error is raised."""
         sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            await within(session.close(), self._timeout_s)
+        closing = (within(session.close(), self._timeout_s) for session in sessions.values())
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     def _run(self, tool: Tool, call: Call) -> Awaitable[Any]:
         if tool.owner is not None:
@@ -173,14 +176,6 @@ async def within(call: Awaitable[Any], timeout_s: float) -> Any:
     if not task.done():
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     return task.result()
-
-
-async def without_exit(call: Awaitable[Any]) -> Any:
-    """A tool that calls `sys.exit` has failed; the event loop goes on."""
-    try:
-        return await call
-    except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
 
 
 def as_text(result: Any) -> str:
