@@ -20,6 +20,8 @@ class StopReason(StrEnum):
     """The model generated one of the recipe's stop strings."""
     LENGTH = "length"
     """The response reached `max_response_tokens`; what it says may be cut off."""
+    ENVIRONMENT = "environment"
+    """The environment was done, after a turn that ended at its own limit, `max_turn_tokens`."""
     TURNS = "turns"
     """The conversation reached `max_turns` before the environment was done."""
     ERROR = "error"

@@ -87,9 +87,6 @@ class Kind:
             offered["shared"] = shared[0]
         parameters = inspect.signature(made).parameters
         arguments = {name: value for name, value in offered.items() if name in parameters} | environment.options
-        bind(made, arguments, environment.name)
-        if environment.name in BUILT_IN and not is_blocking(made):
-            made(**arguments)  # says what is wrong with its options now, and not in every trajectory
         kind = cls(
             tag=tag,
             make=lambda: made(**arguments),
@@ -98,6 +95,13 @@ class Kind:
             limit=None if environment.concurrency is None else asyncio.Semaphore(environment.concurrency),
             shared=shared,
         )
+        try:
+            bind(made, arguments, environment.name)
+            if environment.name in BUILT_IN and not is_blocking(made):
+                made(**arguments)  # says what is wrong with its options now, and not in every trajectory
+        except BaseException:
+            kind.close()
+            raise
         if is_blocking(made):
             from corral.envs.processes import BlockingEnv, EnvProcesses, ProcessEnv
 

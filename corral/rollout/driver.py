@@ -187,7 +187,8 @@ class _Episode:
                 return StopReason.ERROR
             result, observation = answer
             if result.done:
-                return StopReason.ERROR if result.error else STOP_OF[completion.finish]
+                is_cut = len(self.tokens) - start >= budget
+                return StopReason.ERROR if result.error else reason_of(completion.finish, is_cut)
             if turn + 1 == num_turns:
                 break
             if len(self.tokens) - start + len(observation) >= budget:
@@ -274,11 +275,13 @@ class _Episode:
         self.versions += completion.versions
 
 
-STOP_OF = {
-    Finish.STOP_TOKEN: StopReason.END_OF_TURN,
-    Finish.STOP_STRING: StopReason.STOP_STRING,
-    Finish.LENGTH: StopReason.LENGTH,
-}
+def reason_of(finish: Finish, is_cut: bool) -> StopReason:
+    """Of an environment that is done. `is_cut`: no token more could have been generated."""
+    if finish is Finish.STOP_TOKEN:
+        return StopReason.END_OF_TURN
+    if finish is Finish.STOP_STRING:
+        return StopReason.STOP_STRING
+    return StopReason.LENGTH if is_cut else StopReason.ENVIRONMENT
 
 
 def checked(result: StepResult) -> StepResult:

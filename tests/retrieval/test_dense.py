@@ -181,7 +181,7 @@ def test_an_encoder_with_other_vectors_is_refused(flat_index: Path, minilm: Path
     config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     BertModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="have 32 numbers, those of .* have 384"):
+    with pytest.raises(UserError, match=r"have 32 numbers, those of .* have 384"):
         open_index(flat_index, device="cpu", encoder=str(tmp_path))
 
 
