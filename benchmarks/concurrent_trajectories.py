@@ -44,7 +44,7 @@ class WaitingLakeEnv(FrozenLakeEnv):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="4 trajectories, one round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--results", type=type(RESULTS), default=RESULTS)
     options = parser.parse_args()
     samples, rounds = (4, 1) if options.smoke else (SAMPLES, options.rounds)
