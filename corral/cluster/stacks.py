@@ -28,8 +28,12 @@ PROCESS_S = 15.0
 NODE_S = 60.0
 """For a node to answer."""
 AT_ONCE = 4
-REWARD_MARK = b"from corral.rewards.worker import main"
-"""In the command line of a process that runs a reward function."""
+Kind = Literal["controller", "worker", "reward", "environment"]
+MARKS: dict[Kind, bytes] = {
+    "reward": b"from corral.rewards.worker import main",
+    "environment": b"from corral.envs.process_worker import main",
+}
+"""In the command line of a process that runs a reward function, or plays environments that block."""
 AT_REST = {
     "ScorerPool._serve",
     "EnvProcesses._serve",
@@ -46,8 +50,6 @@ NO_PERMISSION = (
 )
 OWN = Path(corral.__file__).parent
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
-
-Kind = Literal["controller", "worker", "reward"]
 
 
 @dataclass(frozen=True)
@@ -137,21 +139,23 @@ def find_processes() -> list[Process]:
     node = socket.gethostname()
     found = [Process(node, one.pid, one.kind, one.run, one.device, one.roles) for one in present()]
     parents = {process.pid: process for process in found}
-    for pid, parent in reward_processes():
+    for kind, pid, parent in helpers():
         if (owner := parents.get(parent)) is not None:
-            found.append(replace(owner, pid=pid, kind="reward", roles=()))
+            found.append(replace(owner, pid=pid, kind=kind, roles=()))
         else:
-            found.append(Process(node, pid, "reward", "", None, ()))
+            found.append(Process(node, pid, kind, "", None, ()))
     return found
 
 
-def reward_processes() -> Iterator[tuple[int, int]]:
-    """Their ids and their parents'."""
+def helpers() -> Iterator[tuple[Kind, int, int]]:
+    """Processes that workers have started, their ids and their parents'."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if REWARD_MARK in (folder / "cmdline").read_bytes() and folder.stat().st_uid == os.getuid():
-                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                yield int(folder.name), int(parent)
+            command = (folder / "cmdline").read_bytes()
+            for kind, mark in MARKS.items():
+                if mark in command and folder.stat().st_uid == os.getuid():
+                    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                    yield kind, int(folder.name), int(parent)
         except (FileNotFoundError, ProcessLookupError):
             continue
 
@@ -239,7 +243,7 @@ def stacks_of_cluster(native: bool = False) -> tuple[list[Process], list[str]]:
 
 def in_words(processes: Iterable[Process]) -> str:
     """One block for each process, or for all that are alike in what they are and where they stand."""
-    order = {"controller": 0, "worker": 1, "reward": 2}
+    order = {"controller": 0, "worker": 1, "reward": 2, "environment": 3}
     ordered = sorted(processes, key=lambda one: (one.run, order[one.kind], one.device or 0, one.node, one.pid))
     blocks: dict[Any, list[Process]] = {}
     for one in ordered:
@@ -265,6 +269,7 @@ def title(alike: Sequence[Process]) -> str:
     same = f" ({len(alike)} alike)" if len(alike) > 1 else ""
     if first.kind == "worker":
         return f"{devices}, {'+'.join(first.roles)}{run}{same}"
-    if first.kind == "reward":
-        return f"reward function{f' on {devices}' if numbers else ''}{run}{same}"
+    if first.kind in MARKS:
+        what = "reward function" if first.kind == "reward" else "environments"
+        return f"{what}{f' on {devices}' if numbers else ''}{run}{same}"
     return f"controller{run}{same}"

@@ -26,11 +26,9 @@ from corral.envs.base import StepResult
 from corral.envs.process_worker import ATTRIBUTES
 from corral.recipe.errors import UserError
 from corral.rewards.process import WorkerProcess
+from corral.rewards.workers import Workers
 
 WORKER = "corral.envs.process_worker"
-START_TIMEOUT_S = 120.0
-"""For importing the class and all that it imports."""
-START_ATTEMPTS = 3
 CLOSE_TIMEOUT_S = 5.0
 
 Reply = dict[str, Any]
@@ -96,21 +94,19 @@ class EnvProcesses:
 
     def __init__(self, name: str, made: Any, arguments: dict[str, Any], num_processes: int, timeout_s: float) -> None:
         self.made = made
-        self._name, self._num_processes, self._timeout_s = name, num_processes, timeout_s
-        self._load = _pickled(name, arguments)
+        self._num_processes, self._timeout_s = num_processes, timeout_s
+        self._workers = Workers(f"environment `{name}`", WORKER, _pickled(name, arguments))
         self._places: queue.SimpleQueue[Place | None] = queue.SimpleQueue()
         self._taken: set[Place] = set()
         self._threads: list[threading.Thread] = []
-        self._workers: set[WorkerProcess] = set()
-        self._unusable: Exception | None = None
-        self._lock = threading.RLock()
+        self._lock = self._workers.lock
 
     def begin(self) -> Place:
         """A place for a new trajectory, which its first call waits for."""
         place = Place()
         with self._lock:
-            if self._unusable is not None:
-                raise self._unusable
+            if self._workers.unusable is not None:
+                raise self._workers.unusable
             self._places.put(place)
             if not self._threads:
                 self._threads = [
@@ -124,9 +120,7 @@ class EnvProcesses:
     def close(self) -> None:
         """Kill all processes; calls in flight raise."""
         self._refuse(RuntimeError("the environments' processes are closed"))
-        with self._lock:
-            for worker in self._workers:
-                worker.kill()
+        self._workers.kill()
         for _ in self._threads:
             self._places.put(None)
         for thread in self._threads:
@@ -136,32 +130,32 @@ class EnvProcesses:
         """A thread's life. Consumes trajectories; `close` ends it."""
         worker = None
         try:
-            worker = self._start_worker()
+            worker = self._workers.start()
             while (place := self._places.get()) is not None:
                 worker = self._serve_trajectory(worker, place)
         except Exception as error:
             self._refuse(error)
         finally:
             if worker is not None:
-                self._end(worker)
+                self._workers.end(worker)
 
     def _serve_trajectory(self, worker: WorkerProcess, place: Place) -> WorkerProcess:
         """Answer the trajectory's calls; returns the process for the next one."""
         place.is_taken = True
         with self._lock:
             self._taken.add(place)
-            if self._unusable is not None:
-                place.lose(self._unusable)
+            if self._workers.unusable is not None:
+                place.lose(self._workers.unusable)
         try:
             if not worker.is_idle():  # it died after its last trajectory, which is not this one's fault
-                self._end(worker)
-                worker = self._start_worker()
+                self._workers.end(worker)
+                worker = self._workers.start()
             while (call := place.next_call()) is not None:
                 lost = self._answer(worker, call)
                 if lost is not None:
                     place.lose(lost)
                     call.future.set_exception(lost)
-                    return self._start_worker()
+                    return self._workers.start()
             return worker
         except Exception as error:
             place.lose(error)
@@ -175,46 +169,18 @@ class EnvProcesses:
         try:
             reply = worker.ask(call.request, self._timeout_s)
         except TimeoutError:
-            self._end(worker)
+            self._workers.end(worker)
             return TimeoutError(f"the environment took longer than {self._timeout_s:g} s and its process was killed")
         except (EOFError, OSError, ValueError):
-            ended = self._end(worker)
-            return self._unusable or RuntimeError(f"the environment's process died: {ended}")
+            ended = self._workers.end(worker)
+            return self._workers.unusable or RuntimeError(f"the environment's process died: {ended}")
         call.future.set_result(reply)
         return None
-
-    def _start_worker(self) -> WorkerProcess:
-        """One that has loaded the class."""
-        name, ended = self._name, ""
-        for _ in range(START_ATTEMPTS):
-            with self._lock:
-                if self._unusable is not None:
-                    raise self._unusable
-                worker = WorkerProcess(WORKER)
-                self._workers.add(worker)
-            try:
-                reply = worker.ask(self._load, START_TIMEOUT_S)
-            except TimeoutError as error:
-                self._end(worker)
-                raise UserError(f"environment `{name}`: loading it took longer than {START_TIMEOUT_S:g} s") from error
-            except (EOFError, OSError, ValueError):
-                ended = self._end(worker)
-                continue
-            if "unusable" in reply:
-                self._end(worker)
-                raise UserError(reply["unusable"])
-            return worker
-        raise UserError(f"environment `{name}`: its process died {START_ATTEMPTS} times while loading it: {ended}")
-
-    def _end(self, worker: WorkerProcess) -> str:
-        with self._lock:
-            self._workers.discard(worker)  # first, so that `close` signals no process that is gone
-        return worker.end()
 
     def _refuse(self, error: Exception) -> None:
         """From now on, and for all who wait: `error`."""
         with self._lock:
-            self._unusable = self._unusable or error
+            self._workers.unusable = self._workers.unusable or error
             for place in self._taken:
                 place.lose(error)
             with contextlib.suppress(queue.Empty):

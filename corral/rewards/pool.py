@@ -22,14 +22,12 @@ from typing import Literal, Protocol
 
 from corral.data.plugins import error_line
 from corral.data.rows import Row
-from corral.recipe.errors import UserError
 from corral.recipe.schema import Reward
 from corral.rewards.calling import check_name
 from corral.rewards.process import WorkerProcess
+from corral.rewards.workers import Workers
 
-START_TIMEOUT_S = 120.0
-"""For importing the function and all that it imports."""
-START_ATTEMPTS = 3
+WORKER = "corral.rewards.worker"
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -82,16 +80,16 @@ class ScorerPool:
         self._reward = reward
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._workers: set[WorkerProcess] = set()
+        load = pickle.dumps((reward.name, reward.options))
+        self._workers = Workers(f"reward `{reward.name}`", WORKER, load)
         self._counts = Counts()
         self._loaded: Future[None] = Future()
-        self._unusable: Exception | None = None
-        self._lock = threading.RLock()
+        self._lock = self._workers.lock
 
     def start(self) -> None:
         """Start the workers in the background; returns at once."""
         with self._lock:
-            if not self._threads and self._unusable is None:
+            if not self._threads and self._workers.unusable is None:
                 self._threads = [
                     threading.Thread(target=self._serve, name=f"reward worker {number}", daemon=True)
                     for number in range(self._reward.workers)
@@ -108,8 +106,8 @@ class ScorerPool:
         """Run the function on one response. Never raises for what the function does; see `Score.error`."""
         job = _Job(response, row, Future())
         with self._lock:
-            if self._unusable is not None:
-                raise self._unusable
+            if self._workers.unusable is not None:
+                raise self._workers.unusable
             self._jobs.put(job)
         self.start()
         return await asyncio.wrap_future(job.future)
@@ -122,9 +120,7 @@ class ScorerPool:
     def close(self) -> None:
         """Kill all workers; calls in flight raise."""
         self._refuse(RuntimeError("the reward pool is closed"))
-        with self._lock:
-            for worker in self._workers:
-                worker.kill()
+        self._workers.kill()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -142,13 +138,13 @@ class ScorerPool:
             self._refuse(error)
         finally:
             if worker is not None:
-                self._end(worker)
+                self._workers.end(worker)
 
     def _serve_job(self, worker: WorkerProcess, job: _Job) -> WorkerProcess:
         """Resolve the job's future; returns the worker for the next job."""
         try:
             if not worker.is_idle():  # it died after its last job, which is not this job's fault
-                self._end(worker)
+                self._workers.end(worker)
                 worker = self._start_worker()
             outcome, score = self._run(worker, job)
             self._settle(job, outcome, score)
@@ -166,10 +162,10 @@ class ScorerPool:
         try:
             reply = worker.ask(request, timeout_s)
         except TimeoutError:
-            self._end(worker)
+            self._workers.end(worker)
             return "timed_out", self._failed(f"the reward function took longer than {timeout_s:g} s and was killed")
         except (EOFError, OSError, ValueError):
-            return "died", self._failed(f"the reward function's process died: {self._end(worker)}")
+            return "died", self._failed(f"the reward function's process died: {self._workers.end(worker)}")
         if "error" in reply:
             return "raised", self._failed(reply["error"])
         return "ok", Score(reply["score"], metrics=reply["metrics"])
@@ -179,46 +175,23 @@ class ScorerPool:
 
     def _settle(self, job: _Job, outcome: Outcome, score: Score) -> None:
         with self._lock:
-            if self._unusable is not None:
-                raise self._unusable
+            if self._workers.unusable is not None:
+                raise self._workers.unusable
             self._counts = dataclasses.replace(self._counts, **{outcome: getattr(self._counts, outcome) + 1})
         job.future.set_result(score)
 
     def _start_worker(self) -> WorkerProcess:
         """A worker that has loaded the function."""
-        name, ended = self._reward.name, ""
-        for _ in range(START_ATTEMPTS):
-            with self._lock:
-                if self._unusable is not None:
-                    raise self._unusable
-                worker = WorkerProcess()
-                self._workers.add(worker)
-            try:
-                reply = worker.ask(pickle.dumps((name, self._reward.options)), START_TIMEOUT_S)
-            except TimeoutError as error:
-                self._end(worker)
-                raise UserError(f"reward `{name}`: loading it took longer than {START_TIMEOUT_S:g} s") from error
-            except (EOFError, OSError, ValueError):
-                ended = self._end(worker)
-                continue
-            if "unusable" in reply:
-                self._end(worker)
-                raise UserError(reply["unusable"])
-            with self._lock:
-                if not self._loaded.done():
-                    self._loaded.set_result(None)
-            return worker
-        raise UserError(f"reward `{name}`: its process died {START_ATTEMPTS} times while loading it: {ended}")
-
-    def _end(self, worker: WorkerProcess) -> str:
+        worker = self._workers.start()
         with self._lock:
-            self._workers.discard(worker)  # first, so that `close` signals no process that is gone
-        return worker.end()
+            if not self._loaded.done():
+                self._loaded.set_result(None)
+        return worker
 
     def _refuse(self, error: Exception) -> None:
         """From now on, and for all who wait: `error`."""
         with self._lock:
-            self._unusable = self._unusable or error
+            self._workers.unusable = self._workers.unusable or error
             if not self._loaded.done():
                 self._loaded.set_exception(error)
             with contextlib.suppress(queue.Empty):

@@ -17,7 +17,6 @@ from corral.rewards.messages import receive_message, send_message
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(int(sys.argv[2]))"
 )
-REWARD_WORKER = "corral.rewards.worker"
 
 
 class WorkerProcess:
@@ -26,7 +25,7 @@ class WorkerProcess:
     Belongs to the thread that made it: Linux kills the process when that thread ends (see `worker._die_with_parent`).
     """
 
-    def __init__(self, module: str = REWARD_WORKER) -> None:
+    def __init__(self, module: str) -> None:
         bootstrap = _BOOTSTRAP.format(module=module)
         self._connection, theirs = socket.socketpair()
         with theirs:
