@@ -43,11 +43,11 @@ class WaitingLakeEnv(FrozenLakeEnv):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="4 trajectories, one round")
+    parser.add_argument("--smoke", action="store_true", help="2 trajectories")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--results", type=type(RESULTS), default=RESULTS)
     options = parser.parse_args()
-    samples, rounds = (4, 1) if options.smoke else (SAMPLES, options.rounds)
+    samples, rounds = (2, 1) if options.smoke else (SAMPLES, options.rounds)
     report = Report("concurrent_trajectories", "64 trajectories of one group", options.results, [])
     measured = {}
     for name, spec in {"FrozenLake": "frozen_lake", "waiting 50 ms a step": f"{__file__}:WaitingLakeEnv"}.items():
