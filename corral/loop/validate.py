@@ -77,5 +77,6 @@ def show_samples(players: Players, result: ValidationResult, console: Console, t
     for trajectory in result.trajectories[::every][:wanted]:
         row = players.validation[trajectory.row].row
         response = players.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
-        samples.append(Sample(row.prompt[-1]["content"], response, str(row.answer), trajectory.reward))
+        answer = "" if row.answer is None else str(row.answer)
+        samples.append(Sample(row.prompt[-1]["content"], response, answer, trajectory.reward))
     console.samples(samples, title)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from corral.envs.registry import uses_rewards
+from corral.envs.registry import EnvSet, uses_rewards
 from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.schema import Environment, Recipe
@@ -22,7 +22,13 @@ def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) 
     trained = recipe.model.path if resume_from is None else str(resume_from)
     match role:
         case "rewards":
-            return Pools.start(rewarded(recipe))
+            pools = Pools.start(rewarded(recipe))
+            try:
+                EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout).close()  # before any model is loaded
+            except BaseException:
+                pools.close()
+                raise
+            return pools
         case "actor":
             return Actor("actor", site, recipe, trained)
         case "reference":
