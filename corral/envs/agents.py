@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,6 +12,10 @@ from typing import Any
 from corral.data.rows import Row
 from corral.envs.base import Env, Summarised
 from corral.envs.registry import EnvSet
+
+
+BUDGET_S = 60.0
+"""For the games of a floor: an environment that hangs must not hold up a run by more than this and one deadline."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,11 @@ async def floors(env_set: EnvSet, rows: Sequence[Row], max_turns: int, seed: int
 
 
 async def floor_of(make: Callable[[], Env], rows: Sequence[Row], max_turns: int, seed: int, timeout_s: float) -> Floor:
-    at_random, best = [], []
+    """Over all rows, or those that were played when `BUDGET_S` was over."""
+    at_random, best, deadline = [], [], time.monotonic() + BUDGET_S
     for number, row in enumerate(rows, start=seed * len(rows)):
+        if time.monotonic() > deadline:
+            break
         at_random.append(await in_time(play_random(make, row, number, max_turns), timeout_s))
         best.append(await in_time(play_best(make, row, number, max_turns), timeout_s))
     return Floor(*means(at_random), *means(best))

@@ -38,9 +38,11 @@ class ModelShape:
 
     @classmethod
     def find(cls, path: str) -> "ModelShape | None":
-        """Of a folder or the built-in model. None for a hub name: nothing is downloaded for a plan."""
+        """Of a folder or a built-in model. None for a hub name: nothing is downloaded for a plan."""
         if path.lower() == "smollm2-135m-instruct":
             return SMOLLM2_135M
+        if path.lower() == "blank-1m":
+            return BLANK_1M
         folder = Path(path).expanduser()
         return cls.from_folder(folder) if folder.is_dir() else None
 
@@ -125,6 +127,16 @@ SMOLLM2_135M = ModelShape(
     head_dim=64,
     intermediate_size=1536,
     vocab_size=49152,
+    tie_word_embeddings=True,
+)
+BLANK_1M = ModelShape(
+    hidden_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    intermediate_size=384,
+    vocab_size=259,
     tie_word_embeddings=True,
 )
 

@@ -1,7 +1,9 @@
 import json
+from dataclasses import replace
 
 import pytest
 
+from corral.model.blank import SHAPE
 from corral.recipe.errors import UserError
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
@@ -78,3 +80,9 @@ def test_a_config_that_is_not_json_is_one_line(tmp_path):
 def test_a_missing_number_is_named():
     with pytest.raises(UserError, match="has no vocab_size, so the model's shape is unknown"):
         ModelShape.from_config({key: value for key, value in LLAMA3_8B.items() if key != "vocab_size"})
+
+
+def test_the_blank_model_has_the_shape_that_a_plan_counts_with() -> None:
+    found = ModelShape.find("blank-1m")
+    assert found is not None
+    assert ModelShape.from_config(SHAPE, "blank") == replace(found, dense_intermediate_size=found.intermediate_size)
