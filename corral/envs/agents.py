@@ -13,7 +13,6 @@ from corral.data.rows import Row
 from corral.envs.base import Env, Summarised
 from corral.envs.registry import EnvSet
 
-
 BUDGET_S = 60.0
 """For the games of a floor: an environment that hangs must not hold up a run by more than this and one deadline."""
 
