@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from report import HERE, Measured
-from workloads import SMOKE, WORKLOADS, Workload, hash_reward
+from workloads import SMOKE, WORKLOADS, Workload
 
 QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
 LEARNING_RATE = 1e-6
@@ -46,7 +46,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
     return Recipe(
         name="benchmark",
         model={"path": options.model, "dtype": "float32"},
-        environment={"reward": {"name": f"{HERE / 'workloads.py'}:hash_reward"}},
+        environment={"reward": {"name": "corral.bench.reward:hash_reward"}},
         algorithm={"name": "grpo"},
         optimiser={"learning_rate": LEARNING_RATE},
         schedule={"steps": options.steps + 1},
@@ -102,77 +102,31 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
 def trl_steps(options: argparse.Namespace) -> Measured:
     """TRL's own trainer; a step is from one optimiser step's end to the next one's."""
     import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
+    from corral.bench.reward import hash_reward
+    from corral.bench.trl import timed_trl_steps
     from corral.data.sources import load_rows
 
     torch.set_num_threads(options.threads)
     recipe, workload, tuning = recipe_of(options), workload_of(options.workload, options), dict(TRL_SIDES[options.side])
     num_steps, num_samples = options.steps + 1, workload.num_prompts * workload.num_samples
     rows = load_rows(recipe.data.train, recipe.data)[: num_steps * workload.num_prompts]
-    prompts = [row.prompt if workload.chat else row.prompt[0]["content"] for row in rows]
     micro_batch = num_samples if tuning.pop("one_micro_batch", False) else 8
-    clock = {"generation_s": 0.0, "ends": [], "generations": []}
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock["ends"].append(time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock["ends"].append(time.perf_counter())
-            clock["generations"].append(clock["generation_s"])
-            clock["generation_s"] = 0.0
-
-    class TimedTrainer(GRPOTrainer):
-        def _generate(self, *arguments: Any, **named: Any) -> Any:
-            started = time.perf_counter()
-            result = super()._generate(*arguments, **named)
-            clock["generation_s"] += time.perf_counter() - started
-            return result
-
-    def rewards(completions: list[Any], **_: Any) -> list[float]:
-        return [hash_reward(c if isinstance(c, str) else c[0]["content"]) for c in completions]
-
-    trainer = TimedTrainer(
+    return timed_trl_steps(
         model=options.model,
-        processing_class=AutoTokenizer.from_pretrained(options.model),
-        reward_funcs=rewards,
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-        callbacks=[Clock()],
-        args=GRPOConfig(
-            output_dir="trl",
-            model_init_kwargs={"dtype": "float32"},
-            bf16=False,
-            use_cpu=True,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=num_samples // micro_batch,
-            num_generations=workload.num_samples,
-            max_completion_length=workload.num_new,
-            shuffle_dataset=False,
-            max_steps=num_steps,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            logging_steps=1,
-            report_to="none",
-            disable_tqdm=True,
+        prompts=[row.prompt if workload.chat else row.prompt[0]["content"] for row in rows],
+        reward=hash_reward,
+        config={
+            "output_dir": "trl",
+            "model_init_kwargs": {"dtype": "float32"},
+            "bf16": False,
+            "use_cpu": True,
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": num_samples // micro_batch,
+            "num_generations": workload.num_samples,
+            "max_completion_length": workload.num_new,
+            "max_steps": num_steps,
+            "learning_rate": LEARNING_RATE,
             **tuning,
-        ),
+        },
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
-    seen = [0, *(round(log["num_tokens"]) for log in logs)]  # counted over the run, prompts included
-    tokens = [round(log["completions/mean_length"] * num_samples) for log in logs]
-    return [
-        {
-            "seconds": clock["ends"][i + 1] - clock["ends"][i],
-            "generation_s": clock["generations"][i],
-            "tokens": tokens[i],
-            "gradient_norm": log["grad_norm"],
-            "prompt_tokens": seen[i + 1] - seen[i] - tokens[i],
-        }
-        for i, log in enumerate(logs)
-    ]

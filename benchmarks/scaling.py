@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from overlap import ray_cluster
-from report import HERE, RESULTS, Measured, Report, seconds_of, spread
+from report import RESULTS, Measured, Report, seconds_of, spread
 from timed import bench_folder, timed_steps
 from tiny import SHAPE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -88,7 +88,7 @@ def recipe_of(cluster: dict[str, Any], model: Path, folder: Path, options: argpa
             "name": "scaling",
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": {"path": "arithmetic:addition", "size": 256}, "max_prompt_tokens": 128},
-            "environment": {"reward": {"name": f"{HERE / 'workloads.py'}:hash_reward", "workers": 1}},
+            "environment": {"reward": {"name": "corral.bench.reward:hash_reward", "workers": 1}},
             "rollout": {"max_response_tokens": new},
             "batch": {"prompts_per_step": prompts, "samples_per_prompt": 8, "max_tokens_per_micro_batch": 2048},
             "algorithm": {"kl": {"where": "loss"}},

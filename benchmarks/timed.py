@@ -1,59 +1,15 @@
-"""Runs the real loop and takes the time of its steps, for benchmarks that look at the whole of it."""
+"""What benchmarks of the whole loop need: its steps with a clock, a folder, and the tests' tiny model."""
 
-import asyncio
-import io
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
-from pathlib import Path
 
-from report import HERE, Measured
+from report import HERE
 
-from corral.loop.closing import close_runner
-from corral.loop.interrupt import Interrupt
-from corral.loop.parts import OpenWorkers
-from corral.loop.steps import steps
-from corral.loop.train import running
-from corral.observe.console import Console
-from corral.observe.run_folder import RunFolder
-from corral.recipe.schema import Recipe
+from corral.bench.timed import timed_steps
 
 sys.path.append(str(HERE.parent / "tests"))  # for the tiny model and its tokenizer
 
-
-class Clock(Console):
-    """Notes when each step was logged: from one to the next is a step, with all that is between two steps."""
-
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.noted: list[tuple[float, float, Mapping[str, float]]] = []
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.noted.append((time.perf_counter(), time.process_time(), dict(metrics)))
-
-
-def timed_steps(recipe: Recipe, open_workers: OpenWorkers | None = None) -> Measured:
-    """One dict for each step but the first: its `seconds`, `cpu_s` of this process, and the loop's own numbers."""
-    clock = Clock()
-
-    async def run_steps(folder: RunFolder, interrupt: Interrupt) -> None:
-        async with running(recipe, folder, clock, interrupt, open_workers=open_workers) as run:
-            await run.mender.guard(steps(run))
-
-    runner = asyncio.Runner()
-    try:
-        with (
-            RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as folder,
-            Interrupt(clock.warn) as interrupt,
-        ):
-            runner.run(run_steps(folder, interrupt))
-    finally:
-        close_runner(runner)
-    return [
-        {"seconds": end - start, "cpu_s": cpu_end - cpu_start, **metrics}
-        for (start, cpu_start, _), (end, cpu_end, metrics) in zip(clock.noted, clock.noted[1:], strict=False)
-    ]
+__all__ = ["bench_folder", "timed_steps"]
 
 
 def bench_folder() -> "tempfile.TemporaryDirectory[str]":

@@ -1,9 +1,5 @@
-"""What the GRPO benchmark plays: three workloads, their prompts, and a reward that always teaches something.
+"""What the GRPO benchmark plays: three workloads and their prompts."""
 
-Imported by Corral's reward processes and by TRL's, so it imports nothing but the standard library.
-"""
-
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,9 +55,3 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
                 "prompt": PROBLEM.format(name=person, friend=friend, goods=dice.choice(GOODS), a=a, b=b, c=c, d=d),
                 "answer": "",
             }
-
-
-def hash_reward(response: str) -> float:
-    """A number in [0, 1) that is a function of the text alone. Different samples get different rewards, so no sample
-    has advantage 0, and neither side can leave one out."""
-    return int.from_bytes(hashlib.blake2b(response.encode(), digest_size=4).digest(), "big") / 2**32

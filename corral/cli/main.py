@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import cluster, debug, doctor, envs, jobs, retriever
+from corral.cli import bench, cluster, debug, doctor, envs, jobs, retriever
 from corral.cli.launch import verbs as launch
 from corral.recipe.errors import RunError, UserError
 
@@ -169,6 +169,7 @@ def version() -> None:
             print(f"{package} is not installed as a package")
 
 
+bench.register(app)
 cluster.register(app)
 debug.register(app)
 doctor.register(app)

@@ -6,7 +6,7 @@ engine's cache for decoding. The model's own code never learns the difference, a
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.data.tree import Chunk, TokenTree
+from corral.kernels.device import on_device
+from corral.kernels.varlen import has_flash, varlen_attention
 
 ATTENTION_NAME = "corral"
 EXACT = "corral_exact"
@@ -98,8 +100,9 @@ def forward_hidden(model: Any, tokens: Tensor, positions: Tensor, context: Atten
 class TreeAttention:
     """Every token sees its own history in a `TokenTree`.
 
-    A small tree is one attention call with a mask; in a large one each chunk attends to its own path, so that the
-    work is that of the sequences and not the square of the tree. Which is cheaper is estimated tree by tree.
+    On a GPU with bfloat16 or float16 that is one kernel for all chunks, each with the keys of its path. Elsewhere a
+    small tree is one attention call with a mask; in a large one each chunk attends to its own path, so that the work is
+    that of the sequences and not the square of the tree. Which is cheaper is estimated tree by tree.
     """
 
     CALL_COST = 2200
@@ -107,20 +110,78 @@ class TreeAttention:
 
     def __init__(self, tree: TokenTree, device: torch.device, queries: slice | None = None) -> None:
         """With `queries`, only these nodes ask; keys and values are still those of the whole tree."""
-        self.blocks: list[_Block] = []
-        for chunks in tree.trees:
+        self.tree, self.device, self.queries = tree, device, queries
+
+    @cached_property
+    def blocks(self) -> "list[_Block]":
+        blocks: list[_Block] = []
+        for chunks in self.tree.trees:
             size = chunks[-1].end - chunks[0].start
             by_chunk = sum(self.CALL_COST + (chunk.end - chunk.start) * len(chunk.path) for chunk in chunks)
             if self.CALL_COST + size * size <= by_chunk:
-                self.blocks.append(_dense_block(chunks, device))
+                blocks.append(_dense_block(chunks, self.device))
             else:
-                self.blocks += [_chunk_block(chunk, device) for chunk in chunks]
-        if queries is not None:
-            self.blocks = [cut for block in self.blocks if (cut := block.only(queries, device)) is not None]
+                blocks += [_chunk_block(chunk, self.device) for chunk in chunks]
+        if self.queries is None:
+            return blocks
+        return [cut for block in blocks if (cut := block.only(self.queries, self.device)) is not None]
+
+    @cached_property
+    def ragged(self) -> "_Ragged":
+        return _Ragged(self.tree, self.device, self.queries or slice(0, self.tree.num_nodes))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        if isinstance(kernel, partial) and kernel.func is fast_attention and has_flash(query):
+            return self.ragged.attend(query, key, value, kernel.keywords["scale"])
         outputs = [block.attend(query, key, value, kernel) for block in self.blocks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+class _Ragged:
+    """All chunks in one call: their queries in order, and for each the keys along its path, one behind the other."""
+
+    def __init__(self, tree: TokenTree, device: torch.device, queries: slice) -> None:
+        paths, num_queries = [], []
+        for chunk in tree.chunks:
+            start, end = max(chunk.start, queries.start), min(chunk.end, queries.stop)
+            if start < end:
+                num_queries.append(end - start)
+                paths.append(chunk.path[: len(chunk.path) - (chunk.end - end)])
+        num_keys = [len(path) for path in paths]
+        path = np.concatenate(paths)
+        self.path = None
+        """Nodes of the keys; None: they are the queries themselves."""
+        if num_keys != num_queries or len(path) != tree.num_nodes:
+            self.path = on_device(path, device)
+        starts = np.cumsum([[0, 0], *zip(num_queries, num_keys, strict=True)], axis=0).astype(np.int32)
+        self.query_starts, self.key_starts = on_device(np.ascontiguousarray(starts.T), device)
+        self.max_query, self.max_key = max(num_queries), max(num_keys)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if self.path is not None:
+            gather: Any = _Gathered.apply
+            key, value = gather(key, self.path), gather(value, self.path)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        lengths = (self.query_starts, self.key_starts, self.max_query, self.max_key)
+        output = varlen_attention(query, key, value, *lengths, scale)
+        return output.transpose(0, 1)[None]
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a tensor, of which some are wanted many times. Their gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (index,), gradient = ctx.saved_tensors, gradients[0]
+        total = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
 class _Block:

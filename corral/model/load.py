@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.blank import BLANK, blank_folder
+from corral.model.fused import fuse
 from corral.model.smollm2 import SMOLLM2, smollm2_folder
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
@@ -79,7 +80,10 @@ def load_model(model: Model, device: torch.device) -> Any:
     if model.exact:
         make_exact(loaded)
         prefer_blas()
-    return loaded.to(device).eval()
+    loaded = loaded.to(device).eval()
+    if device.type == "cuda" and not model.exact:
+        fuse(loaded)
+    return loaded
 
 
 def prefer_blas() -> None:

@@ -2,7 +2,8 @@
 
 The logits of a batch, `[tokens, vocabulary]` in float32, are often the largest thing in a training step. They never
 exist here: the forward pass keeps one chunk at a time, and the backward pass computes each chunk again (but for the
-last one, which is still there).
+last one, which is still there: where one chunk is all, nothing is computed twice). On a GPU logits are in the model's
+own dtype, are read once, and are overwritten by their gradient.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from corral.kernels.logits import head_statistics, overwrite_with_gradient
 
 
 def head_logprobs(
@@ -26,7 +29,7 @@ def head_logprobs(
 
     hidden [rows, width]; `rows` must be sorted; several targets may share a row (samples that part ways after it).
     """
-    compute: Any = _HeadLogprobs.apply
+    compute: Any = (HeadLogprobsInPlace if hidden.is_cuda else _HeadLogprobs).apply
     result: tuple[Tensor, Tensor] = compute(hidden, weight, bias, rows, targets, temperature, chunk)
     return result
 
@@ -81,6 +84,82 @@ class _HeadLogprobs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 4
 
 
+class HeadLogprobsInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor,
+        temperature: float, chunk: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        buffer = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        statistics = hidden.new_empty(2, len(hidden), dtype=torch.float32)
+        spans = list(_chunks(len(hidden), rows, chunk))
+        for span, wanted in spans:
+            logits = _logits_into(buffer, hidden[span], weight, bias)
+            normaliser, entropy = head_statistics(logits, temperature)
+            statistics[0, span], statistics[1, span] = normaliser, entropy
+            local = rows[wanted] - span.start
+            logprobs[wanted] = logits[local, targets[wanted]].float() / temperature - normaliser[local]
+        ctx.save_for_backward(hidden, weight, bias, rows, targets, statistics)
+        ctx.temperature, ctx.spans, ctx.buffer = temperature, spans, buffer
+        ctx.set_materialize_grads(False)
+        return logprobs, statistics[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, rows, targets, statistics = ctx.saved_tensors
+        d_logprobs, d_entropy = gradients
+        if d_logprobs is None:
+            d_logprobs = statistics.new_zeros(len(targets))
+        starts = torch.searchsorted(rows, torch.arange(len(hidden) + 1, device=rows.device))
+        d_hidden = torch.empty_like(hidden)
+        d_weight: Tensor | None = None
+        d_bias: Tensor | None = None
+        buffer, ctx.buffer = ctx.buffer, None  # the gradient overwrites it
+        for n, (span, wanted) in enumerate(reversed(ctx.spans)):
+            if n == 0 and buffer is not None:
+                logits = buffer[: span.stop - span.start]
+            else:
+                buffer = hidden.new_empty(ctx.spans[0][0].stop, len(weight)) if buffer is None else buffer
+                logits = _logits_into(buffer, hidden[span], weight, bias)
+            overwrite_with_gradient(
+                logits,
+                statistics[0, span],
+                statistics[1, span],
+                starts[span.start : span.stop + 1] - wanted.start,
+                targets[wanted],
+                d_logprobs[wanted].contiguous(),
+                None if d_entropy is None else d_entropy[span].contiguous(),
+                ctx.temperature,
+            )
+            torch.mm(logits, weight, out=d_hidden[span])
+            d_weight = _added_product(d_weight, logits.T, hidden[span], is_only=len(ctx.spans) == 1)
+            if bias is not None:
+                total = logits.sum(0, dtype=torch.float32)
+                d_bias = total if d_bias is None else d_bias.add_(total)
+        assert d_weight is not None
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 4
+
+
+def _logits_into(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Not yet divided by the temperature."""
+    logits = buffer[: len(hidden)]
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=logits)
+    return torch.addmm(bias, hidden, weight.T, out=logits)
+
+
+def _added_product(total: Tensor | None, left: Tensor, right: Tensor, is_only: bool) -> Tensor:
+    """total + left @ right, summed over chunks in float32. The only one is rounded once, as any product is."""
+    if is_only:
+        return left @ right
+    if left.is_cuda and left.dtype != torch.float32:
+        product = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        product = left.float() @ right.float()
+    return product if total is None else total.add_(product)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     if len(hidden) == 1:  # a single row goes through other kernels, which round differently
         return _logits(hidden.expand(2, -1), weight, bias, temperature)[:1]
@@ -90,6 +169,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 def _chunks(num_rows: int, rows: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
     """(rows of the chunk, targets that belong to them)"""
+    if num_rows <= chunk:  # a GPU need not be asked, nor waited for
+        yield slice(0, num_rows), slice(0, len(rows))
+        return
     starts = torch.arange(0, num_rows + chunk, chunk, device=rows.device).clamp_(max=num_rows)
     bounds = torch.searchsorted(rows, starts).tolist()
     for i, start in enumerate(range(0, num_rows, chunk)):

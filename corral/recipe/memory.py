@@ -15,7 +15,7 @@ from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.rules import max_trajectory_tokens
-from corral.recipe.schema import Recipe
+from corral.recipe.schema import LOGITS_CHUNK, Recipe
 from corral.recipe.shape import ModelShape
 
 Phase = Literal["playing", "scoring", "learning"]
@@ -54,8 +54,9 @@ def estimate_memory(
     placement: Placement,
     shape: ModelShape,
     weight_bytes: int,
+    on_gpu: bool,
 ) -> list[DeviceMemory]:
-    estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, weight_bytes)
+    estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, weight_bytes, on_gpu)
     phases = phases_of(algorithm)
     return [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
@@ -71,6 +72,7 @@ class _Estimate:
     shape: ModelShape
     weight_bytes: int
     """Also of an activation: computation is in the weights' type."""
+    on_gpu: bool
 
     def items(self, roles: tuple[str, ...]) -> Iterator[MemoryItem]:
         for role in ("actor", "critic", "reference"):
@@ -162,14 +164,16 @@ class _Estimate:
         return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * self.weight_bytes
 
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
-        """chunk x vocabulary in float32: logits and probabilities, and learning also their gradients; there, too, the
-        head's own gradient in float32."""
-        chunk = self.recipe.train.logits_chunk * self.shape.vocab_size * FLOAT32
-        head = self.shape.hidden_size * self.shape.vocab_size * FLOAT32
+        """chunk x vocabulary. On a CPU in float32: logits and probabilities, and learning also their gradients. On a
+        GPU once, in the weights' type. Learning, too, the head's own gradient in float32."""
+        vocabulary, most = self.shape.vocab_size, self.recipe.batch.max_tokens_per_micro_batch
+        chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK["cuda" if self.on_gpu else "cpu"])
+        scoring, learning = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
+        head = self.shape.hidden_size * vocabulary * FLOAT32
         of_policy = "reference" in roles or ("actor" in roles and self.algorithm.old_logprobs == "recompute")
         sizes: dict[Phase, int] = {
-            "scoring": 3 * chunk * of_policy,
-            "learning": (4 * chunk + head) * ("actor" in roles),
+            "scoring": chunk * vocabulary * scoring * of_policy,
+            "learning": (chunk * vocabulary * learning + head) * ("actor" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
 

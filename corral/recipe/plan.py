@@ -131,7 +131,7 @@ def make_plan(
     weight_bytes = DTYPE_BYTES.get(recipe.model.dtype, dtype_bytes or (4 if device == "cpu" else 2))
     memory: list[DeviceMemory] = []
     if model_shape is not None:
-        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes)
+        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes, on_gpu=device != "cpu")
     return Plan(
         recipe=recipe,
         algorithm=algorithm,

@@ -310,14 +310,18 @@ class Parallel(Section):
     """Devices over which each layer's matrices are cut."""
 
 
+LOGITS_CHUNK = {"cpu": 256, "cuda": 8192}
+"""Where `train.logits_chunk` says nothing."""
+
+
 class Train(Section):
     parallel: Parallel = Parallel()
     offload: list[Literal["parameters", "gradients", "optimiser"]] = []
     """What lives in the host's memory while the device does not compute with it."""
     recompute: Literal["none", "full"] = "none"
     """full: activations are computed again in the backward pass (less memory, a third more work)."""
-    logits_chunk: PositiveInt = 256
-    """Tokens whose logits exist at the same time."""
+    logits_chunk: PositiveInt | None = None
+    """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None
     """CPU threads. None: all cores."""
 

@@ -21,6 +21,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_tokens: frozenset[int] = frozenset()
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 class Finish(StrEnum):
     STOP_TOKEN = "stop_token"

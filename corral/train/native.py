@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from corral.data.batch import Pack
 from corral.model.logprobs import head_logprobs
-from corral.recipe.schema import Optimiser
+from corral.recipe.schema import LOGITS_CHUNK, Optimiser
 from corral.train.base import PolicyLoss, ValueLoss
 from corral.train.layout import local_tensor
 from corral.train.mesh import Mesh
@@ -32,7 +32,7 @@ class NativePolicy(Trained):
         model: Any,
         *,
         temperature: float,
-        logits_chunk: int,
+        logits_chunk: int | None = None,
         optimiser: Optimiser | None = None,
         total_updates: int = 0,
         recompute: bool = False,
@@ -40,7 +40,8 @@ class NativePolicy(Trained):
         offload: Sequence[str] = (),
     ) -> None:
         super().__init__(model, model, optimiser, total_updates, recompute=recompute, mesh=mesh, offload=offload)
-        self.temperature, self.logits_chunk = temperature, logits_chunk
+        self.temperature = temperature
+        self.logits_chunk = logits_chunk or LOGITS_CHUNK[self.mesh.device.type]
 
     def logprobs(self, packs: Iterable[Pack | None]) -> Iterator[tuple[Tensor, Tensor]]:
         for pack in packs:

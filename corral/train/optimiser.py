@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from corral.recipe.schema import Optimiser as OptimiserRecipe
 from corral.train.layout import Layout
-from corral.train.slots import Slot, sum_gradients, total_norm
+from corral.train.slots import Slot, publish, sum_gradients, total_norm
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,31 @@ class MasterOptimiser:
         rate = self.learning_rate(self.updates)
         if self.layout is not None:
             sum_gradients(self.slots, self.layout)
-        gradients = [slot.gradient for slot in self.slots if slot.gradient is not None]
-        norm = total_norm(self.slots, self.layout) * scale / self.scaler.scale
+        norm = total_norm(self.slots, self.layout)
         self.updates += 1
-        finite = math.isfinite(norm)
-        if finite:
+        size = self._step_on_gpu(norm, scale, rate) if norm.is_cuda else self._step_on_host(float(norm), scale, rate)
+        self.zero_gradients()
+        overflow = self.scaler.update(math.isfinite(size))
+        return UpdateResult(size, rate, skipped=not math.isfinite(size), overflow=overflow)
+
+    def _step_on_host(self, norm: float, scale: float, rate: float) -> float:
+        """-> the gradient's norm, in the loss' own scale"""
+        norm = norm * scale / self.scaler.scale
+        if math.isfinite(norm):
             factor = min(1.0, self.recipe.max_gradient_norm / (norm + 1e-6)) * scale / self.scaler.scale
             if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+                torch._foreach_mul_([slot.gradient for slot in self.slots if slot.gradient is not None], factor)
             self._apply(rate)
-        self.zero_gradients()
-        overflow = self.scaler.update(finite)
-        return UpdateResult(norm, rate, skipped=not finite, overflow=overflow)
+        return norm
+
+    def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
+        """The same without waiting for the norm: AdamW itself divides gradients, and does nothing where one is not
+        finite."""
+        norm = norm * (scale / self.scaler.scale)
+        factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
+        self.adamw.grad_scale, self.adamw.found_inf = 1.0 / factor, (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self._apply(rate)
+        return norm.item()
 
     @torch.no_grad()
     def _apply(self, rate: float) -> None:
@@ -82,8 +95,9 @@ class MasterOptimiser:
             slot.attach()
             self._move_moments(slot, slot.master.device)
         self.adamw.step()
+        publish(self.slots)
         for slot in self.slots:
-            slot.publish()
+            slot.detach()
         self._rest()
 
     def _rest(self) -> None:

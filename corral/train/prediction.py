@@ -4,11 +4,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import StopReason, Trajectory
+from corral.kernels.device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
 from corral.model.collectives import summed
 from corral.model.context_parallel import SlicedTreeAttention, padded_tree, slice_of
@@ -32,11 +32,11 @@ class Prediction:
         if self.group is not None and not len(rows):
             rows = np.zeros(1, np.int64)  # nothing is wanted here, but every rank takes part in the backward pass
         order = np.argsort(row_of_target, kind="stable")
-        self.rows = torch.from_numpy(rows).to(self.device)
+        self.rows = on_device(rows, self.device)
         """Nodes whose next token is wanted."""
-        self.row_of_target = torch.from_numpy(row_of_target[order]).to(self.device)
-        self.token_of_target = torch.from_numpy(targets[order]).to(self.device)
-        self.targets = torch.from_numpy(pack.batch.tokens[pack.flat[targets[order]]]).to(self.device)
+        self.row_of_target = on_device(row_of_target[order], self.device)
+        self.token_of_target = on_device(targets[order], self.device)
+        self.targets = on_device(pack.batch.tokens[pack.flat[targets[order]]], self.device)
 
     @property
     def num_nodes(self) -> int:
@@ -45,14 +45,14 @@ class Prediction:
 
     def hidden(self, causal: Any) -> Tensor:
         """[rows, width], the last hidden states of a transformers model."""
-        tokens = torch.from_numpy(self.tree.tokens[self.nodes]).to(self.device)
-        positions = torch.from_numpy(self.tree.positions[self.nodes]).to(self.device)
+        tokens = on_device(self.tree.tokens[self.nodes], self.device)
+        positions = on_device(self.tree.positions[self.nodes], self.device)
         attention: AttentionContext
         if self.group is None:
             attention = TreeAttention(self.tree, self.device)
         else:
             attention = SlicedTreeAttention(self.tree, self.device, self.group)
-        return forward_hidden(causal, tokens, positions, attention)[self.rows]
+        return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
 
     def to_tokens(self, per_target: Tensor) -> Tensor:
         """[targets] -> [tokens of the pack], 0 where nothing was generated; equal on all ranks of a context group."""

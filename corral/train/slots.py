@@ -28,8 +28,7 @@ class Slot:
 
     def _accumulate(self, low: Tensor) -> None:
         assert low.grad is not None
-        gradient = low.grad.float()
-        self.total = gradient if self.total is None else self.total.add_(gradient)
+        self.total = low.grad.float() if self.total is None else self.total.add_(low.grad)
         low.grad = None
 
     @property
@@ -60,12 +59,17 @@ class Slot:
             self.master.data = self.current.to(local_tensor(self.parameter).device)
             self.master.grad = self.gradient
 
-    def publish(self) -> None:
-        """The model computes with the new weights from here on."""
-        if self.is_copy:
-            self.parameter.copy_(self.master)
+    def detach(self) -> None:
+        """AdamW is done with the gradient."""
         if self.master is not self.parameter:
             self.master.grad = None
+
+
+def publish(slots: list[Slot]) -> None:
+    """The model computes with the new weights from here on."""
+    copies = [slot for slot in slots if slot.is_copy]
+    if copies:
+        torch._foreach_copy_([slot.parameter for slot in copies], [slot.master for slot in copies])
 
 
 def sum_gradients(slots: list[Slot], layout: Layout) -> None:
@@ -94,10 +98,10 @@ def sum_over_replicas(slots: list[Slot], layout: Layout) -> None:
     mesh.sum_([slot.gradient for slot in wanted if slot.gradient is not None], "replicate")
 
 
-def total_norm(slots: list[Slot], layout: Layout | None) -> float:
-    """Of the whole gradient. Parts are squared and added up over the ranks that hold different ones."""
+def total_norm(slots: list[Slot], layout: Layout | None) -> Tensor:
+    """Of the whole gradient, where it is. Parts are squared and added up over the ranks that hold different ones."""
     if layout is None or not layout.mesh.is_sharded:
-        return float(nn.utils.get_total_norm([slot.gradient for slot in slots if slot.gradient is not None]))
+        return nn.utils.get_total_norm([slot.gradient for slot in slots if slot.gradient is not None])
     squares = torch.zeros(2, dtype=torch.float64)
     for slot in slots:
         if slot.gradient is not None:
@@ -105,4 +109,4 @@ def total_norm(slots: list[Slot], layout: Layout | None) -> float:
             squares[int(is_cut)] += torch.linalg.vector_norm(slot.gradient, dtype=torch.float64).cpu() ** 2
     squares = layout.mesh.sum_squares(squares, "sharded")
     cut = layout.mesh.sum_squares(squares[1:], "tensor")
-    return float((squares[0] + cut[0]).sqrt())
+    return (squares[0] + cut[0]).sqrt()

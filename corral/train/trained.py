@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.data.batch import Pack
+from corral.model.fused import unfuse
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimiser
@@ -44,6 +45,8 @@ class Trained:
         self.causal = causal
         self.mesh = mesh or Mesh.build(MeshShape(), next(model.parameters()).device)
         check_offload(self.mesh, offload)
+        if self.mesh.groups.keys() & {"tensor", "expert"}:
+            unfuse(causal)  # there, modules within the layers compute in their own way
         self.sharded = Sharded(
             model,
             causal,
@@ -79,14 +82,13 @@ class Trained:
 
     def backward(self, loss: Tensor) -> float:
         """A share that is not finite spoils the update. Where others wait for this rank's gradients, it is computed
-        with all the same."""
+        with all the same; and on a GPU, which is not kept waiting until the share is known."""
         assert self.optimiser is not None, "a frozen model is not trained"
-        share = loss.item()
-        finite = math.isfinite(share)
-        self.poisoned |= not finite
-        if finite or self.mesh.is_sharded:
+        share = Share(loss.detach())
+        if loss.is_cuda or self.mesh.is_sharded or share.is_finite:
             self.optimiser.backward(loss)
-        return share
+        self.poisoned |= not share.is_finite
+        return share.value
 
     def step(self, scale: float = 1.0) -> UpdateResult:
         """One update with the gradients times `scale`; the same on all ranks."""
@@ -139,6 +141,27 @@ class Trained:
             parts = {key: t if key == "step" else self.layout.part(slot.name, t) for key, t in found.items()}
             optimiser.load_tensors(slot, parts)
         optimiser.load_numbers(json.loads((folder / "optimiser.json").read_text()))
+
+
+class Share:
+    """A number on its way from the device: what is queued there after it does not delay it."""
+
+    def __init__(self, number: Tensor) -> None:
+        self.number = number
+        self.copied: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self.number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+            self.copied = torch.cuda.current_stream(number.device).record_event()
+
+    @property
+    def value(self) -> float:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.number.item()
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.value)
 
 
 def write_text(path: Path, text: str) -> None:

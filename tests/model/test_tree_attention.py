@@ -93,3 +93,31 @@ def test_slices_of_queries_are_parts_of_the_whole(call_cost: int, parts: int, mo
         own = slice(start, start + length)
         part = TreeAttention(tree, DEVICE, own).attend(0, query[:, :, own], key, value, kernel)
         torch.testing.assert_close(part, whole[:, :, own], atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("alike", [True, False], ids=["shared beginnings", "nothing shared"])
+def test_one_call_for_all_chunks_is_the_same_attention(
+    parts: int, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU in bfloat16; here in float32, so that no rounding hides a key too much."""
+    distinct = [np.array([n, *range(10, 14 + n)]) for n in range(4)]
+    tree = padded_tree(TokenTree.build(sequences() if alike else distinct), parts)
+    query, key, value, upstream = torch.randn(
+        4, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)
+    ).to(DEVICE)
+    key, value = key[:, :2].requires_grad_(), value[:, :2].requires_grad_()
+    kernel = partial(fast_attention, scale=0.3)
+    length = tree.num_nodes // parts
+    for start in range(0, tree.num_nodes, length):
+        own = slice(start, start + length)
+        results = []
+        for in_one_call in (False, True):
+            monkeypatch.setattr("corral.model.attention.has_flash", lambda _, answer=in_one_call: answer)
+            attention = TreeAttention(tree, DEVICE, None if parts == 1 else own)
+            output = attention.attend(0, query[:, :, own], key, value, kernel)
+            assert ("ragged" in attention.__dict__) == in_one_call
+            results.append([output, *torch.autograd.grad(output, [key, value], upstream[:, :, own])])
+        for plain, ragged in zip(*results, strict=True):
+            torch.testing.assert_close(ragged, plain, atol=2e-6, rtol=2e-5)
+    assert (attention.ragged.path is None) == (parts == 1 and not alike)

@@ -13,10 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from corral.recipe.errors import RunError
-from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine, Request, copy_weights
+from corral.rollout.engine import Completion, Sampling
+from corral.rollout.native import NativeEngine, copy_weights
+from corral.rollout.request import Request
 
 LONG = Sampling(max_tokens=24)
+STEPS = {"slots": 9, "paged": 2}
+"""After so many the weights come: with about a third of the tokens to go."""
 SAMPLES = [(PROMPTS[2], LONG, seed) for seed in range(10)]
 
 
@@ -26,9 +29,16 @@ def new_weights(engine: NativeEngine) -> list[tuple[str, Tensor]]:
     return [(name, p + 0.1 * torch.randn(p.shape, generator=generator).to(DEVICE)) for name, p in own]
 
 
-def updated_engine() -> NativeEngine:
+def drawn_before(completion: Completion) -> int:
+    """Tokens that the old weights drew: some, not all."""
+    old = completion.versions.count(0)
+    assert 0 < old < len(completion.versions)
+    return old
+
+
+def updated_engine(core: str) -> NativeEngine:
     """One that never had the old weights."""
-    engine = make_engine()
+    engine = make_engine(core=core)
     engine.load(new_weights(engine), version=1)
     return engine
 
@@ -66,33 +76,36 @@ def generate_across_update(
     return asyncio.run(run())
 
 
-def test_a_completion_notes_which_version_drew_each_token_and_the_pause_is_returned() -> None:
-    engine = make_engine()
-    (completion,), seconds = generate_across_update(engine, SAMPLES[:1], new_weights(engine), after=9)
-    assert completion.versions == [0] * 9 + [1] * 15
+def test_a_completion_notes_which_version_drew_each_token_and_the_pause_is_returned(core: str) -> None:
+    engine = make_engine(core=core)
+    (completion,), seconds = generate_across_update(engine, SAMPLES[:1], new_weights(engine), after=STEPS[core])
+    old = drawn_before(completion)
+    assert completion.versions == [0] * old + [1] * (24 - old)
     assert 0 < seconds < 10
 
 
-def test_what_was_drawn_before_an_update_is_as_without_it() -> None:
-    undisturbed = generate(make_engine(), SAMPLES)
-    engine = make_engine()
-    completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=9)
+def test_what_was_drawn_before_an_update_is_as_without_it(core: str) -> None:
+    undisturbed = generate(make_engine(core=core), SAMPLES)
+    engine = make_engine(core=core)
+    completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=STEPS[core])
     for ours, theirs in zip(completions, undisturbed, strict=True):
-        assert (ours.tokens[:9], ours.logprobs[:9]) == (theirs.tokens[:9], theirs.logprobs[:9])
-        assert ours.tokens[9:] != theirs.tokens[9:]
+        old = drawn_before(ours)
+        assert (ours.tokens[:old], ours.logprobs[:old]) == (theirs.tokens[:old], theirs.logprobs[:old])
+        assert ours.tokens[old:] != theirs.tokens[old:]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_after_an_update_new_weights_read_what_the_old_ones_left_in_the_cache(family: str) -> None:
-    engine = make_engine(family)
+def test_after_an_update_new_weights_read_what_the_old_ones_left_in_the_cache(family: str, core: str) -> None:
+    engine = make_engine(family, core=core)
     weights = new_weights(engine)
     old = [(name, parameter.detach().clone()) for name, parameter in engine.model.named_parameters()]
-    completions, _ = generate_across_update(engine, SAMPLES, weights, after=9)
+    completions, _ = generate_across_update(engine, SAMPLES, weights, after=STEPS[core])
     theirs = AutoModelForCausalLM.from_config(engine.model.config, attn_implementation="eager").eval().to(DEVICE)
     for completion in completions:
         copy_weights(theirs, old)
         history = torch.tensor([PROMPTS[2] + completion.tokens], device=DEVICE)
-        num_read = len(PROMPTS[2]) + 8  # the ninth token was drawn by the old weights, and read by the new ones
+        # The last token that the old weights drew was read by the new ones.
+        num_read = len(PROMPTS[2]) + drawn_before(completion) - 1
         cache = DynamicCache()
         with torch.no_grad():
             before = theirs(history[:, :num_read], past_key_values=cache).logits
@@ -103,28 +116,28 @@ def test_after_an_update_new_weights_read_what_the_old_ones_left_in_the_cache(fa
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=1e-5)
 
 
-def test_samples_that_start_after_an_update_have_nothing_of_the_old_weights() -> None:
-    engine = make_engine(max_sequences=3)
-    completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=9)
+def test_samples_that_start_after_an_update_have_nothing_of_the_old_weights(core: str) -> None:
+    engine = make_engine(max_sequences=3, core=core)
+    completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=STEPS[core])
     assert [completion.versions[0] for completion in completions] == [0] * 3 + [1] * 7
-    for ours, theirs in zip(completions[3:], generate(updated_engine(), SAMPLES[3:]), strict=True):
+    for ours, theirs in zip(completions[3:], generate(updated_engine(core), SAMPLES[3:]), strict=True):
         assert ours.versions == [1] * 24
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
 
 
-def test_a_request_that_comes_after_an_update_is_of_the_new_version_alone() -> None:
-    engine = make_engine()
+def test_a_request_that_comes_after_an_update_is_of_the_new_version_alone(core: str) -> None:
+    engine = make_engine(core=core)
     later = (PROMPTS[2], LONG, 77)
-    (*_, ours), _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=9, later=[later])
-    (theirs,) = generate(updated_engine(), [later])
+    (*_, ours), _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=STEPS[core], later=[later])
+    (theirs,) = generate(updated_engine(core), [later])
     assert ours.versions == [1] * 24
     assert ours.tokens == theirs.tokens
     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
 
 
-def test_after_weights_that_broke_off_requests_wait_until_others_are_taken_whole() -> None:
-    engine = make_engine()
+def test_after_weights_that_broke_off_requests_wait_until_others_are_taken_whole(core: str) -> None:
+    engine = make_engine(core=core)
     weights = new_weights(engine)
 
     def broken() -> Iterator[tuple[str, Tensor]]:

@@ -12,13 +12,17 @@ from transformers import AutoModelForCausalLM
 from corral.model.attention import make_exact, register
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.native import NativeEngine
+from corral.rollout.paged.core import PagedCore
+from corral.rollout.slots import SlotCore
 
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 1e-4
 """In log-probs, float32: a GPU sums in another order."""
 PROMPTS = [[5, 6, 7, 8], [5, 6, 9], [40, 41, 42, 43, 44, 45], [5, 6, 7, 8, 9, 10]]
 
 
-def make_engine(family: str = "llama", max_sequences: int = 64, max_prefill_tokens: int = 4096) -> NativeEngine:
+def make_engine(
+    family: str = "llama", max_sequences: int = 64, max_prefill_tokens: int = 4096, core: str = "slots"
+) -> NativeEngine:
     register()
     torch.manual_seed(2)
     model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval().to(DEVICE)
@@ -26,7 +30,12 @@ def make_engine(family: str = "llama", max_sequences: int = 64, max_prefill_toke
         for parameter in model.parameters():
             parameter.mul_(4)  # random weights say nothing much; louder ones have opinions
     return NativeEngine(
-        model, tiny_tokenizer(), max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_length=256
+        model,
+        tiny_tokenizer(),
+        max_sequences=max_sequences,
+        max_prefill_tokens=max_prefill_tokens,
+        max_length=256,
+        paged=core == "paged",
     )
 
 
@@ -48,8 +57,8 @@ def reference_logprobs(engine: NativeEngine, prompt: list[int], tokens: list[int
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
-def test_log_probs_are_those_of_a_plain_forward_pass(family: str) -> None:
-    engine = make_engine(family, max_sequences=5)
+def test_log_probs_are_those_of_a_plain_forward_pass(family: str, core: str) -> None:
+    engine = make_engine(family, max_sequences=5, core=core)
     sampling = Sampling(max_tokens=12, temperature=0.8)
     requests = [(prompt, sampling, 10 * i + s) for i, prompt in enumerate(PROMPTS) for s in range(4)]
     for (prompt, _, _), completion in zip(requests, generate(engine, requests), strict=True):
@@ -57,8 +66,8 @@ def test_log_probs_are_those_of_a_plain_forward_pass(family: str) -> None:
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=1e-5)
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
-    engine = make_engine()
+def test_greedy_tokens_are_those_of_transformers(core: str) -> None:
+    engine = make_engine(core=core)
     sampling = Sampling(max_tokens=20, temperature=0.0)
     ours = generate(engine, [(prompt, sampling, 0) for prompt in PROMPTS])
     for prompt, completion in zip(PROMPTS, ours, strict=True):
@@ -71,12 +80,12 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
         assert completion.tokens == tokens[len(prompt) :]
 
 
-def test_a_sample_does_not_depend_on_what_else_is_in_the_batch() -> None:
+def test_a_sample_does_not_depend_on_what_else_is_in_the_batch(core: str) -> None:
     sampling = Sampling(max_tokens=10)
     requests = [(prompt, sampling, 100 + i) for i, prompt in enumerate(PROMPTS * 3)]
-    together = generate(make_engine(), requests)
-    cramped = generate(make_engine(max_sequences=3, max_prefill_tokens=6), requests)
-    alone = [generate(make_engine(), [request])[0] for request in requests]
+    together = generate(make_engine(core=core), requests)
+    cramped = generate(make_engine(max_sequences=3, max_prefill_tokens=6, core=core), requests)
+    alone = [generate(make_engine(core=core), [request])[0] for request in requests]
     assert [c.tokens for c in together] == [c.tokens for c in cramped] == [c.tokens for c in alone]
 
 
@@ -88,22 +97,23 @@ def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_beginning() 
     assert engine.stats.generated_tokens == 30 * 6
 
 
-def test_prompts_share_a_common_beginning() -> None:
-    engine = make_engine()
+def test_prompts_share_a_common_beginning(core: str) -> None:
+    engine = make_engine(core=core)
     generate(engine, [(PROMPTS[0], Sampling(max_tokens=1), 0), (PROMPTS[3], Sampling(max_tokens=1), 0)])
     assert engine.stats.computed_tokens == 6
 
 
-def test_a_prompt_is_prefilled_once_though_its_samples_start_at_different_times() -> None:
-    engine = make_engine(max_sequences=3)
+def test_a_prompt_is_prefilled_once_though_its_samples_start_at_different_times(core: str) -> None:
+    engine = make_engine(max_sequences=3, core=core)
     completions = generate(engine, [(PROMPTS[2], Sampling(max_tokens=2), seed) for seed in range(10)])
     assert engine.stats.computed_tokens <= len(PROMPTS[2]) + 10
     assert all(len(c.tokens) == 2 for c in completions)
-    assert not engine.stored
+    assert isinstance(engine.core, (SlotCore, PagedCore))
+    assert not engine.core.stored
 
 
-def test_a_stop_token_ends_a_sequence_and_is_part_of_it() -> None:
-    engine = make_engine()
+def test_a_stop_token_ends_a_sequence_and_is_part_of_it(core: str) -> None:
+    engine = make_engine(core=core)
     free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=30), 5)])[0]
     token = free.tokens[4]
     stopped = generate(engine, [(PROMPTS[0], Sampling(max_tokens=30, stop_tokens=frozenset([token])), 5)])[0]
@@ -112,8 +122,8 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it() -> None:
     assert free.finish is Finish.LENGTH
 
 
-def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it() -> None:
-    engine = make_engine()
+def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it(core: str) -> None:
+    engine = make_engine(core=core)
     free = generate(engine, [(PROMPTS[1], Sampling(max_tokens=30), 6)])[0]
     text = engine.tokenizer.decode(free.tokens)
     stopped = generate(engine, [(PROMPTS[1], Sampling(max_tokens=30, stop=(text[3:5],)), 6)])[0]
@@ -121,8 +131,8 @@ def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it() -> None:
     assert engine.tokenizer.decode(stopped.tokens) == text[: text.index(text[3:5]) + 2]
 
 
-def test_truncated_sampling_draws_only_what_it_may_and_reports_untruncated_log_probs() -> None:
-    engine = make_engine()
+def test_truncated_sampling_draws_only_what_it_may_and_reports_untruncated_log_probs(core: str) -> None:
+    engine = make_engine(core=core)
     only_best = Sampling(max_tokens=8, top_k=1)
     greedy, best = generate(
         engine, [(PROMPTS[0], Sampling(max_tokens=8, temperature=0.0), 1), (PROMPTS[0], only_best, 2)]
@@ -132,14 +142,14 @@ def test_truncated_sampling_draws_only_what_it_may_and_reports_untruncated_log_p
     torch.testing.assert_close(torch.tensor(best.logprobs), expected, atol=TOLERANCE, rtol=1e-5)
 
 
-def test_every_token_carries_the_version_of_the_weights() -> None:
-    engine = make_engine()
+def test_every_token_carries_the_version_of_the_weights(core: str) -> None:
+    engine = make_engine(core=core)
     engine.load((), version=7)
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=3), 0)])[0].versions == [7, 7, 7]
 
 
-def test_loaded_weights_are_the_ones_that_play() -> None:
-    engine, other = make_engine(), make_engine()
+def test_loaded_weights_are_the_ones_that_play(core: str) -> None:
+    engine, other = make_engine(core=core), make_engine(core=core)
     with torch.no_grad():
         for parameter in other.model.parameters():
             parameter.add_(0.05)
@@ -150,10 +160,11 @@ def test_loaded_weights_are_the_ones_that_play() -> None:
 
 def test_pausing_gives_the_cache_back_and_playing_takes_it_again() -> None:
     engine = make_engine()
+    assert isinstance(engine.core, SlotCore)
     before = generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0]
     engine.pause()
-    assert engine.cache.capacity == 0
-    assert engine.cache.keys[0] is None
+    assert engine.core.cache.capacity == 0
+    assert engine.core.cache.keys[0] is None
     engine.resume()
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0].tokens == before.tokens
 
@@ -161,7 +172,8 @@ def test_pausing_gives_the_cache_back_and_playing_takes_it_again() -> None:
 def test_the_cache_stays_within_its_bound() -> None:
     engine = make_engine(max_sequences=4)
     generate(engine, [(prompt, Sampling(max_tokens=60), i) for i, prompt in enumerate(PROMPTS * 4)])
-    keys = engine.cache.keys[0]
+    assert isinstance(engine.core, SlotCore)
+    keys = engine.core.cache.keys[0]
     assert keys is not None
     assert keys.shape[0] == 4
     assert keys.shape[2] <= 128
@@ -175,8 +187,8 @@ def test_an_impossible_request_is_refused(tokens: list[int], max_tokens: int, me
         generate(make_engine(), [(tokens, Sampling(max_tokens=max_tokens), 0)])
 
 
-def test_a_failing_model_fails_its_requests_instead_of_hanging() -> None:
-    engine = make_engine()
+def test_a_failing_model_fails_its_requests_instead_of_hanging(core: str) -> None:
+    engine = make_engine(core=core)
 
     def broken(*_: object, **__: object) -> Callable[..., None]:
         raise RuntimeError("out of memory")
@@ -212,11 +224,11 @@ async def two_turns(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str) -> None:
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str, core: str) -> None:
     async def conversations(engine: NativeEngine, keep: bool) -> list[tuple[list[int], Completion]]:
         return await asyncio.gather(*(two_turns(engine, p, 10 * i, keep=keep) for i, p in enumerate(PROMPTS * 3)))
 
-    remembering, forgetting = make_engine(family), make_engine(family)
+    remembering, forgetting = make_engine(family, core=core), make_engine(family, core=core)
     found = asyncio.run(conversations(remembering, keep=True))
     again = asyncio.run(conversations(forgetting, keep=False))
     for (whole, completion), (same, other) in zip(found, again, strict=True):
@@ -226,11 +238,12 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str) -> 
         expected = reference_logprobs(remembering, whole, completion.tokens, 1.0)
         assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     assert remembering.stats.computed_tokens < forgetting.stats.computed_tokens
-    assert not remembering.histories  # nobody can come back with one any more
+    assert isinstance(remembering.core, (SlotCore, PagedCore))
+    assert not remembering.core.histories  # nobody can come back with one any more
 
 
-def test_a_history_of_other_weights_is_not_gone_on_from() -> None:
-    engine = make_engine()
+def test_a_history_of_other_weights_is_not_gone_on_from(core: str) -> None:
+    engine = make_engine(core=core)
 
     async def with_an_update() -> tuple[list[int], Completion]:
         first = await engine.generate(PROMPTS[0], Sampling(max_tokens=4), 1, keep=True)

@@ -1,14 +1,52 @@
 """Drawing tokens: seeded by request, on the device, with the log-probability of what was drawn."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's constants
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """Of each row; 0, 1 and 0 switch them off."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    truncation: Truncation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw i is from row `rows[i]` of the logits [rows, vocabulary], at the row's temperature (0: the likeliest token).
+
+    -> tokens, and their log-probs at that temperature (at 1 where it is 0) before truncation, float32. By inverse CDF
+    on all devices: the same tokens but for rounding.
+    """
+    if logits.is_cuda:
+        from corral.kernels.gpu.draw import draw_in_tiles
+
+        if truncation is None:
+            return draw_in_tiles(logits, rows, temperatures, seeds, counters)
+    scaled = scale_logits(logits.float(), temperatures)
+    allowed = scaled if truncation is None else truncate(scaled, truncation)
+    if logits.is_cuda:
+        tokens, _ = draw_in_tiles(allowed, rows, (temperatures > 0).float(), seeds, counters)
+    else:
+        tokens = pick(allowed, rows, uniform(seeds, counters), temperatures == 0)
+    return tokens, scaled[rows, tokens] - scaled.logsumexp(-1)[rows]
+
+
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     """A number in [0, 1) for each (seed, counter), by splitmix64: the same wherever and whenever it is asked for."""
-    z = _mix(_mix(seeds) + (counters + 1) * _GOLDEN)
+    z = _mix(_mix(seeds) + (counters.long() + 1) * _GOLDEN)
     return _shift(z, 41).to(torch.float32) * 2.0**-23
 
 
@@ -28,11 +66,12 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
     return logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
 
 
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Tokens outside top-k, top-p or min-p (each per row; 0, 1 and 0 switch them off) get -inf.
+def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
+    """Tokens outside top-k, top-p or min-p get -inf.
 
     top-p keeps the smallest set of most likely tokens whose probability reaches p, and always the most likely one.
     """
+    top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
     ordered, _ = logits.sort(-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     probability = ordered.softmax(-1)
@@ -44,7 +83,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def draw(logits: Tensor, rows: Tensor, uniforms: Tensor, greedy: Tensor) -> Tensor:
+def pick(logits: Tensor, rows: Tensor, uniforms: Tensor, greedy: Tensor) -> Tensor:
     """One token for each request: from row `rows[i]` of the logits, by inverse CDF, or the likeliest where greedy[row].
 
     Requests on the same row share its CDF. (On a CPU this is many times faster than torch.multinomial.)

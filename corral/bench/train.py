@@ -1,0 +1,127 @@
+"""The sides of `corral bench train`: forward, backward and AdamW on the same tokens, with and without recomputing
+activations."""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corral.bench.memory import memory, synchronise
+from corral.bench.settings import Settings
+from corral.bench.side import Tell
+from corral.recipe.shape import ModelShape
+
+LEARNING_RATE = 1e-6
+
+
+def corral(settings: Settings, tell: Tell) -> None:
+    """The native trainer, with float32 masters where the weights are smaller; log-probs and entropy of every token."""
+    from corral.model.load import load_model
+    from corral.recipe.schema import Model, Optimiser, Train
+    from corral.train.native import NativePolicy
+
+    device = torch.device(settings.device)
+    model = load_model(Model(path=settings.folder, dtype=settings.dtype), device)
+    policy = NativePolicy(
+        model,
+        temperature=1.0,
+        logits_chunk=Train().logits_chunk,
+        optimiser=Optimiser(learning_rate=LEARNING_RATE),
+        total_updates=10**6,
+    )
+    pack = pack_of(settings)
+
+    def step() -> float:
+        policy.forward_backward(pack, lambda logprobs, entropy: -logprobs.sum() / settings.train.num_tokens)
+        result = policy.step()
+        assert not result.skipped, "the update was not finite"
+        return result.gradient_norm
+
+    for recompute in ("full", "none"):
+        policy.recompute = recompute == "full"
+        measure(settings, tell, step, recompute=recompute, masters="float32")
+
+
+def transformers(settings: Settings, tell: Tell) -> None:
+    """A plain model with its own loss, and fused AdamW on the weights as they are: no masters, so it does less."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device(settings.device)
+    model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype=settings.dtype, attn_implementation="sdpa")
+    model = model.to(device).train()
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    vocab_size = ModelShape.from_folder(Path(settings.folder)).vocab_size
+    tokens = torch.tensor(settings.train.sequences(vocab_size), device=device)[:, :-1]
+
+    def step() -> float:
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        return float(norm)
+
+    for recompute in ("full", "none"):
+        if recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+        measure(settings, tell, step, recompute=recompute, masters="none")
+
+
+def pack_of(settings: Settings) -> Any:
+    """Sequences that have nothing in common; all tokens but the first of each are predicted."""
+    import numpy as np
+
+    from corral.data.batch import Batch
+    from corral.data.trajectory import StopReason, Trajectory
+
+    vocab_size = ModelShape.from_folder(Path(settings.folder)).vocab_size
+    trajectories = []
+    for number, sequence in enumerate(settings.train.sequences(vocab_size)):
+        generated = np.arange(len(sequence)) > 0
+        trajectories.append(
+            Trajectory(
+                tokens=np.array(sequence, np.int64),
+                generated=generated,
+                logprobs=np.zeros(len(sequence), np.float32),
+                versions=np.where(generated, 0, -1),
+                turn_rewards=[(len(sequence) - 1, 0.0)],
+                stop=StopReason.LENGTH,
+                ordinal=number,
+                sample=0,
+                row=number,
+            )
+        )
+    [pack] = Batch.of(trajectories).pack(settings.train.num_tokens)
+    return pack
+
+
+def measure(settings: Settings, tell: Tell, step: Callable[[], float], **about: str) -> None:
+    device, work = torch.device(settings.device), settings.train
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for number in range(work.warm_up + work.measured):
+        synchronise(device)
+        started = time.perf_counter()
+        norm = step()
+        synchronise(device)
+        seconds.append(time.perf_counter() - started)
+        if number in (0, work.warm_up):
+            tell.progress(f"recompute {about['recompute']}, step {number + 1}: {seconds[-1]:.3f} s")
+    step_s = statistics.median(seconds[work.warm_up :])
+    parameters = ModelShape.from_folder(Path(settings.folder)).num_parameters
+    tell.row(
+        **about,
+        tokens=work.num_tokens,
+        seconds=seconds[work.warm_up :],
+        step_s=step_s,
+        tokens_per_s=work.num_tokens / step_s,
+        tflops=6 * parameters * work.num_tokens / step_s / 1e12,
+        gradient_norm=norm,
+        **memory(device),
+    )

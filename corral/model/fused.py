@@ -1,0 +1,261 @@
+"""Decoder layers of the Llama family, computed with fewer and larger kernels.
+
+`fuse` leaves a transformers model as it is to everybody who looks at it: the same modules, parameters, names and
+hooks. What changes is where the weights of projections that read the same tokens lie (behind each other, so that one
+product computes them all) and how a layer computes. Models that are not exactly of this shape are left alone.
+"""
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corral.kernels.gate import silu_mul
+from corral.kernels.linear import adjacent, merged_linear
+from corral.kernels.norm import add_rms_norm, rms_norm
+from corral.kernels.rotary import rotate
+from corral.model.attention import ATTENTION_NAME, corral_attention
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""With these names transformers' own classes begin. Others may have the same parts and another arithmetic."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """What a layer computes with, for those who compute it themselves. Tensors are the parameters' own memory."""
+
+    module: Any
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    scaling: float
+
+    @property
+    def input_norm(self) -> Norm:
+        return norm_of(self.module.input_layernorm)
+
+    @property
+    def post_norm(self) -> Norm:
+        """Between attention and the feed-forward part."""
+        return norm_of(self.module.post_attention_layernorm)
+
+    @property
+    def qkv_weight(self) -> Tensor:
+        """[(heads + 2 kv_heads) * head_width, width]: queries, keys, values."""
+        return merged([linear.weight for linear in attention_inputs(self.module)])
+
+    @property
+    def qkv_bias(self) -> Tensor | None:
+        biases = biases_of(attention_inputs(self.module))
+        return merged(biases) if biases else None
+
+    @property
+    def q_norm(self) -> Norm | None:
+        return optional_norm(self.module.self_attn, "q_norm")
+
+    @property
+    def k_norm(self) -> Norm | None:
+        return optional_norm(self.module.self_attn, "k_norm")
+
+    @property
+    def o_weight(self) -> Tensor:
+        weight: Tensor = self.module.self_attn.o_proj.weight.detach()
+        return weight
+
+    @property
+    def o_bias(self) -> Tensor | None:
+        bias: Tensor | None = self.module.self_attn.o_proj.bias
+        return None if bias is None else bias.detach()
+
+    @property
+    def gate_up_weight(self) -> Tensor:
+        """[2 units, width]: gates first."""
+        return merged([linear.weight for linear in gated_inputs(self.module)])
+
+    @property
+    def down_weight(self) -> Tensor:
+        weight: Tensor = self.module.mlp.down_proj.weight.detach()
+        return weight
+
+
+def fuse(model: Any) -> bool:
+    """Whether the model is one that can be fused; from then on it is."""
+    decoder = model.get_decoder()
+    if not is_fusible(decoder):
+        return False
+    for layer in decoder.layers:
+        for linears in (attention_inputs(layer), gated_inputs(layer)):
+            make_adjacent([linear.weight for linear in linears])
+            if biases := biases_of(linears):
+                make_adjacent(biases)
+        # Bound methods: a copy of the layer computes with its own weights.
+        layer.forward = MethodType(layer_forward, layer)
+    decoder.norm.forward = MethodType(norm_forward, decoder.norm)
+    return True
+
+
+def unfuse(model: Any) -> None:
+    """The layers compute module by module again, for those who change how a module computes."""
+    decoder = model.get_decoder()
+    for module in [*getattr(decoder, "layers", ()), getattr(decoder, "norm", None)]:
+        forward = getattr(module, "__dict__", {}).get("forward")
+        if getattr(forward, "__func__", None) in (layer_forward, norm_forward):
+            del module.forward
+
+
+def fused_layers(model: Any) -> list[FusedLayer] | None:
+    """None: the model is not fused, or its weights were moved since."""
+    decoder = model.get_decoder()
+    if not is_fusible(decoder):
+        return None
+    layers = []
+    for layer in decoder.layers:
+        tensors = [[linear.weight for linear in linears] for linears in (attention_inputs(layer), gated_inputs(layer))]
+        if biases := biases_of(attention_inputs(layer)):
+            tensors.append(biases)
+        if any(adjacent(group) is None for group in tensors):
+            return None
+        attention = layer.self_attn
+        width = attention.head_dim
+        layers.append(
+            FusedLayer(
+                module=layer,
+                index=attention.layer_idx,
+                num_heads=attention.q_proj.out_features // width,
+                num_kv_heads=attention.k_proj.out_features // width,
+                head_width=width,
+                scaling=attention.scaling,
+            )
+        )
+    return layers
+
+
+def layer_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    past_key_values: Any = None,
+    **context: Any,
+) -> Tensor:
+    """A decoder layer, as transformers calls it with the attention context that `forward_hidden` passes along."""
+    assert position_embeddings is not None
+    assert past_key_values is None, "a fused model is called by `forward_hidden`"
+    shape = hidden_states.shape
+    tokens = hidden_states.reshape(-1, shape[-1])
+    normed, residual = add_rms_norm(tokens, None, *weight_and_eps(self.input_layernorm))
+    attended = attend(self.self_attn, normed, shape[:-1], position_embeddings, context)
+    normed, residual = add_rms_norm(attended, residual, *weight_and_eps(self.post_attention_layernorm))
+    gated = silu_mul(merged_linear(normed, [linear.weight for linear in gated_inputs(self)]))
+    output: Tensor = residual + self.mlp.down_proj(gated)
+    return output.view(shape)
+
+
+def attend(
+    attention: Any, tokens: Tensor, shape: torch.Size, position_embeddings: tuple[Tensor, Tensor], context: Any
+) -> Tensor:
+    """tokens [tokens, width] -> [tokens, width]; `shape`: (batch, tokens of each)."""
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    merged = merged_linear(tokens, [linear.weight for linear in linears], biases_of(linears))
+    parts = merged.split([linear.out_features for linear in linears], dim=-1)
+    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
+    if hasattr(attention, "q_norm"):
+        query = rms_norm(query, *weight_and_eps(attention.q_norm))
+        key = rms_norm(key, *weight_and_eps(attention.k_norm))
+    cos, sin = (table.expand(*shape, -1).reshape(-1, table.shape[-1]) for table in position_embeddings)
+    query, key = rotate(query, key, cos, sin)
+    query, key, value = (part.unflatten(0, shape).transpose(1, 2) for part in (query, key, value))
+    output, _ = corral_attention(attention, query, key, value, None, scaling=attention.scaling, **context)
+    projected: Tensor = attention.o_proj(output.reshape(len(tokens), -1))
+    return projected
+
+
+def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return rms_norm(hidden_states, *weight_and_eps(self))
+
+
+def is_fusible(decoder: Any) -> bool:
+    """By class and by parts: what has one part more or less, or of another kind, is not ours to compute."""
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not is_norm(getattr(decoder, "norm", None)):
+        return False
+    uses_ours = getattr(decoder.config, "_attn_implementation", None) == ATTENTION_NAME
+    return uses_ours and len(layers) > 0 and all(is_fusible_layer(layer) for layer in layers)
+
+
+def is_fusible_layer(layer: nn.Module) -> bool:
+    names = {f"{family}DecoderLayer" for family in FAMILIES}
+    if not names & {base.__name__ for base in type(layer).__mro__}:  # FSDP makes a class of its own of it
+        return False
+    parts = {"input_layernorm", "post_attention_layernorm"}
+    parts |= {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    head_norms = {"self_attn.q_norm", "self_attn.k_norm"}
+    found = {name for name, module in layer.named_modules() if list(module.parameters(recurse=False))}
+    if found not in (parts, parts | head_norms):
+        return False
+    mlp: Any = layer.mlp
+    linears = [layer.get_submodule(name) for name in found if name.endswith("_proj")]
+    norms = [layer.get_submodule(name) for name in found if name.endswith("norm")]
+    return (
+        all(type(linear) is nn.Linear and "forward" not in linear.__dict__ for linear in linears)
+        and all(is_norm(norm) for norm in norms)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        and len({linear.bias is None for linear in attention_inputs(layer)}) == 1
+    )
+
+
+def is_norm(module: Any) -> bool:
+    return (
+        type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight") and hasattr(module, "variance_epsilon")
+    )
+
+
+def attention_inputs(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    attention = layer.self_attn
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def gated_inputs(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+    return layer.mlp.gate_proj, layer.mlp.up_proj
+
+
+def biases_of(linears: tuple[nn.Linear, ...]) -> list[Tensor]:
+    return [linear.bias for linear in linears if linear.bias is not None]
+
+
+def weight_and_eps(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def norm_of(module: Any) -> Norm:
+    return Norm(module.weight.detach(), module.variance_epsilon)
+
+
+def optional_norm(module: Any, name: str) -> Norm | None:
+    return norm_of(getattr(module, name)) if hasattr(module, name) else None
+
+
+def merged(tensors: list[Tensor]) -> Tensor:
+    view = adjacent(tensors)
+    assert view is not None, "fused weights stay where they are"
+    return view
+
+
+@torch.no_grad()
+def make_adjacent(parameters: list[Tensor]) -> None:
+    """Into one new storage; the old ones are free as soon as nobody else holds them."""
+    if adjacent(parameters) is not None:
+        return
+    storage = torch.cat([parameter.data for parameter in parameters])
+    for parameter, view in zip(parameters, storage.split([len(p) for p in parameters]), strict=True):
+        parameter.data = view

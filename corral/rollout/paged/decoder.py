@@ -1,0 +1,181 @@
+"""One token of every sequence: the model's own layers over the paged cache, and the draw, captured as a CUDA graph.
+
+A graph is captured the first time that as many sequences are decoded, for the next larger of a few batch sizes. What it
+computes with (weights, cache, state) stays at its address, whatever is in it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corral.kernels.draw import draw
+from corral.kernels.gate import silu_mul
+from corral.kernels.norm import add_rms_norm, rms_norm
+from corral.kernels.paged import PAGE, paged_attention, rotate_and_store
+from corral.model.attention import Kernel, forward_hidden
+from corral.model.fused import FusedLayer, fused_layers, weight_and_eps
+from corral.rollout.paged.pool import PagePool
+from corral.rollout.paged.state import SlotState
+
+PROGRAMS = 132
+"""That keep a GPU's multiprocessors busy: where there are fewer, sequences are read in several parts each."""
+
+
+def batch_size(count: int, most: int) -> int:
+    """The size of the graph that decodes `count` sequences. Up to 128 a step takes as long as reading the weights does;
+    above, what is decoded for nobody costs time."""
+    if count <= 128:
+        return min(1 << (count - 1).bit_length(), most)
+    step = 64 if count <= 512 else 128
+    return min(-(-count // step) * step, most)
+
+
+class Decoder:
+    def __init__(self, model: Any, pool: PagePool, state: SlotState, scales: dict[int, float], max_steps: int) -> None:
+        self.model, self.pool, self.state, self.scales = model, pool, state, scales
+        num_slots, num_pages = state.table.shape
+        device = pool.device
+        self.drawn_tokens = torch.zeros(max_steps, num_slots, dtype=torch.int64, device=device)
+        self.drawn_logprobs = torch.zeros(max_steps, num_slots, dtype=torch.float32, device=device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        """The row into which the next step's draws go."""
+        self.rows = torch.arange(num_slots, device=device)
+        self.last_position = num_pages * PAGE - 1
+        self.head = model.get_output_embeddings()
+        self.rotary = rotary_tables(model, num_pages * PAGE)
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.memory: Any = None
+        """Of all graphs: they never run at the same time."""
+        self.addresses: tuple[int, ...] = ()
+
+    def run(self, count: int, steps: int, truncates: bool) -> tuple[Tensor, Tensor]:
+        """`steps` tokens for the first `count` slots. -> (tokens, log-probs) [steps, count], until the next run"""
+        size = batch_size(count, len(self.rows))
+        self.cursor.zero_()
+        step = self.graph(size, truncates) if self.pool.device.type == "cuda" else lambda: self.step(size, truncates)
+        for _ in range(steps):
+            step()
+        return self.drawn_tokens[:steps, :count], self.drawn_logprobs[:steps, :count]
+
+    def graph(self, size: int, truncates: bool) -> Callable[[], None]:
+        addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        if addresses != self.addresses:
+            self.graphs.clear()
+            self.addresses = addresses
+        if (size, truncates) not in self.graphs:
+            self.graphs[size, truncates] = self.capture(size, truncates)
+        return self.graphs[size, truncates].replay
+
+    def capture(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
+        """Once as a rehearsal, on slots that nobody has, for what is compiled and allocated on first use."""
+        rehearsal = SlotState.empty(size, self.state.table.shape[1], self.pool.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.draw(self.hidden(rehearsal), rehearsal, truncates)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            self.step(size, truncates)
+        self.memory = graph.pool()
+        return graph
+
+    def step(self, size: int, truncates: bool) -> None:
+        state = self.state.first(size)
+        tokens, logprobs = self.draw(self.hidden(state), state, truncates)
+        state.tokens.copy_(tokens)
+        self.drawn_tokens[:, :size].index_copy_(0, self.cursor, tokens[None])
+        self.drawn_logprobs[:, :size].index_copy_(0, self.cursor, logprobs[None])
+        state.positions.add_(1).clamp_(max=self.last_position)
+        state.counters.add_(1)
+        self.cursor.add_(1)
+
+    def draw(self, hidden: Tensor, state: SlotState, truncates: bool) -> tuple[Tensor, Tensor]:
+        return draw(
+            self.head(hidden),
+            self.rows[: len(hidden)],
+            state.temperatures,
+            state.seeds,
+            state.counters,
+            state.truncation if truncates else None,
+        )
+
+    def hidden(self, state: SlotState) -> Tensor:
+        """[slots, width], after each slot's new token."""
+        layers = fused_layers(self.model)
+        if layers is None or self.rotary is None:
+            context = PagedDecode(self.pool, state, self.scales)
+            return forward_hidden(self.model, state.tokens, state.positions.long(), context)
+        decoder = self.model.get_decoder()
+        residual = F.embedding(state.tokens, decoder.embed_tokens.weight)
+        change: Tensor | None = None
+        for layer in layers:
+            if change is None:
+                normed = rms_norm(residual, layer.input_norm.weight, layer.input_norm.eps)
+            else:
+                normed, residual = add_rms_norm(change, residual, layer.input_norm.weight, layer.input_norm.eps)
+            attended = self.attend(layer, normed, state)
+            change = F.linear(attended, layer.o_weight, layer.o_bias)
+            normed, residual = add_rms_norm(change, residual, layer.post_norm.weight, layer.post_norm.eps)
+            change = F.linear(silu_mul(F.linear(normed, layer.gate_up_weight)), layer.down_weight)
+        assert change is not None
+        return add_rms_norm(change, residual, *weight_and_eps(decoder.norm))[0]
+
+    def attend(self, layer: FusedLayer, normed: Tensor, state: SlotState) -> Tensor:
+        assert self.rotary is not None
+        keys, values = self.pool.keys_and_values(layer.index)
+        query = rotate_and_store(
+            F.linear(normed, layer.qkv_weight, layer.qkv_bias),
+            keys,
+            values,
+            state.positions,
+            state.table,
+            *self.rotary,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+        )
+        splits = num_splits(len(query), keys.shape[1])
+        output = paged_attention(query, keys, values, state.positions, state.table, layer.scaling, splits)
+        return output.flatten(1)
+
+
+class PagedDecode:
+    """Attention context for models that are not fused: one new token in each slot."""
+
+    def __init__(self, pool: PagePool, state: SlotState, scales: dict[int, float]) -> None:
+        self.pool, self.state, self.scales = pool, state, scales
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        keys, values = self.pool.keys_and_values(layer)
+        positions, table = self.state.positions, self.state.table
+        qkv = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value)], dim=1)
+        rotated = rotate_and_store(qkv, keys, values, positions, table, None, None)
+        splits = num_splits(len(rotated), keys.shape[1])
+        output = paged_attention(rotated, keys, values, positions, table, self.scales[layer], splits)
+        return output.transpose(0, 1)[None]
+
+
+def num_splits(sequences: int, kv_heads: int) -> int:
+    splits = 1
+    while splits < 16 and splits * sequences * kv_heads < PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def rotary_tables(model: Any, length: int) -> tuple[Tensor, Tensor] | None:
+    """(cos, sin) [positions, width], as the model itself computes them. None: it has none that hold for every length,
+    or that turn whole heads."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if rotary is None or getattr(rotary, "rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
+        return None
+    parameter = next(model.parameters())
+    with torch.no_grad():
+        cos, sin = rotary(parameter.new_empty(1, 1, 1), torch.arange(length, device=parameter.device)[None])
+    layers = fused_layers(model)
+    if layers is None or cos.shape[-1] != layers[0].head_width:
+        return None
+    return cos[0].contiguous(), sin[0].contiguous()

@@ -1,0 +1,236 @@
+"""What only the paged core does: sharing pages, making room, reading long prompts in parts, decoding ahead."""
+
+import asyncio
+import gc
+
+import pytest
+import torch
+from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine, reference_logprobs
+from tiny import DEVICE
+
+from corral.kernels.paged import PAGE
+from corral.model.fused import fuse
+from corral.rollout.engine import Completion, Finish, Sampling
+from corral.rollout.native import NativeEngine
+from corral.rollout.paged import core as paged_core
+from corral.rollout.paged.core import PagedCore
+from corral.rollout.paged.decoder import batch_size
+from corral.rollout.paged.pool import CacheShape, PagePool
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels need heads of 16 and more")
+LONG_PROMPT = [3 + i % 60 for i in range(150)]
+
+
+def paged_engine(num_pages: int | None = None, **options: int) -> NativeEngine:
+    engine = make_engine(core="paged", **options)  # type: ignore[arg-type]
+    if num_pages is not None:
+        core_of(engine)._num_pages = lambda shape: num_pages  # type: ignore[method-assign]
+    return engine
+
+
+def core_of(engine: NativeEngine) -> PagedCore:
+    assert isinstance(engine.core, PagedCore)
+    return engine.core
+
+
+def assert_nothing_is_held(engine: NativeEngine) -> None:
+    core = core_of(engine)
+    gc.collect()
+    core._acquire()
+    assert core.pool is not None
+    assert sorted(core.pool.free) == list(range(1, core.pool.num_pages + 1))
+    assert not core.pool.users.any()
+    assert sorted(core.free_slots) == list(range(core.max_sequences))
+    assert not core.table.any()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_fused_model_plays_as_it_does_module_by_module(family: str) -> None:
+    requests = [(prompt, Sampling(max_tokens=12), 7 * i) for i, prompt in enumerate(PROMPTS * 2)]
+    plain, fused = paged_engine(family=family), paged_engine(family=family)  # type: ignore[arg-type]
+    assert fuse(fused.model)
+    for ours, theirs in zip(generate(fused, requests), generate(plain, requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert core_of(fused).decoder.rotary is not None  # type: ignore[union-attr]
+
+
+def test_sequences_of_several_pages_are_as_with_the_other_core() -> None:
+    requests = [(LONG_PROMPT[: 40 + 20 * i], Sampling(max_tokens=90), i) for i in range(5)]
+    for ours, theirs in zip(generate(paged_engine(), requests), generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
+def test_samples_share_the_pages_of_their_prompt_and_write_into_none_of_them(length: int) -> None:
+    engine = paged_engine()
+    requests = [(LONG_PROMPT[:length], Sampling(max_tokens=20), seed) for seed in range(6)]
+    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert engine.stats.computed_tokens - length < 6 * (20 + paged_core.WINDOW)
+    assert_nothing_is_held(engine)
+
+
+def test_a_prompt_that_is_longer_than_a_pass_is_read_in_parts_between_which_others_go_on() -> None:
+    engine = paged_engine(max_prefill_tokens=32)
+    requests = [(PROMPTS[0], Sampling(max_tokens=60), 1), (LONG_PROMPT, Sampling(max_tokens=10), 2)]
+    requests += [(PROMPTS[1], Sampling(max_tokens=10), 3)]
+    passes: list[int] = []
+    read = core_of(engine)._read
+
+    def counted(openings: list[paged_core.Opening]) -> None:
+        before = engine.stats.computed_tokens
+        read(openings)
+        passes.append(engine.stats.computed_tokens - before)
+
+    core_of(engine)._read = counted  # type: ignore[method-assign]
+    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert max(passes) == 32
+    assert_nothing_is_held(engine)
+
+
+def test_sequences_are_set_aside_when_pages_run_out_and_go_on_later_as_if_nothing_had_happened() -> None:
+    engine = paged_engine(num_pages=5)
+    set_aside: list[int] = []
+    put_back = core_of(engine)._set_aside
+
+    def noted(waiting: list[paged_core.Request]) -> None:
+        put_back(waiting)
+        set_aside.append(len(waiting[0].tokens))
+
+    core_of(engine)._set_aside = noted  # type: ignore[method-assign]
+    requests = [(PROMPTS[i % 4], Sampling(max_tokens=100), i) for i in range(6)]
+    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert set_aside
+    assert_nothing_is_held(engine)
+
+
+def test_what_is_decoded_behind_a_stop_token_is_seen_by_nobody() -> None:
+    engine = paged_engine(max_sequences=2)
+    free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=40), 5)])[0]
+    sampling = Sampling(max_tokens=40, stop_tokens=frozenset(free.tokens[9:10]))
+    first = free.tokens.index(free.tokens[9])
+    requests = [(PROMPTS[0], sampling, 5), *((PROMPTS[i % 4], Sampling(max_tokens=30), 50 + i) for i in range(8))]
+    stopped, *others = generate(engine, requests)
+    assert stopped.tokens == free.tokens[: first + 1]
+    assert stopped.logprobs == pytest.approx(free.logprobs[: first + 1], abs=TOLERANCE)
+    assert stopped.finish is Finish.STOP_TOKEN
+    for ours, theirs in zip(others, generate(make_engine(), requests[1:]), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_nothing_is_held(engine)
+
+
+def test_histories_give_way_to_what_runs() -> None:
+    engine = paged_engine(num_pages=4)
+
+    async def play() -> tuple[list[Completion], Completion, Completion]:
+        first = await asyncio.gather(
+            *(engine.generate(prompt, Sampling(max_tokens=4), 1, keep=True) for prompt in PROMPTS)
+        )
+        long = await engine.generate(LONG_PROMPT, Sampling(max_tokens=60), 2)
+        again = [*PROMPTS[0], *first[0].tokens, 20]
+        return first, long, await engine.generate(again, Sampling(max_tokens=4), 3, memory=first[0].memory)
+
+    first, long, again = asyncio.run(play())
+    assert all(completion.memory is not None for completion in first)
+    assert not any(completion.memory.pages for completion in first)  # type: ignore[union-attr]
+    expected = reference_logprobs(engine, LONG_PROMPT, long.tokens, 1.0)
+    assert torch.tensor(long.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    expected = reference_logprobs(engine, [*PROMPTS[0], *first[0].tokens, 20], again.tokens, 1.0)
+    assert torch.tensor(again.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    del first, long, again
+    assert_nothing_is_held(engine)
+
+
+def test_several_may_go_on_from_one_history() -> None:
+    engine = paged_engine()
+
+    async def play() -> list[tuple[list[int], Completion]]:
+        first = await engine.generate(LONG_PROMPT[:70], Sampling(max_tokens=6), 1, keep=True)
+        wholes = [[*LONG_PROMPT[:70], *first.tokens, *range(20, 23 + i)] for i in range(4)]
+        completions = await asyncio.gather(
+            *(engine.generate(whole, Sampling(max_tokens=10), 5, memory=first.memory) for whole in wholes)
+        )
+        return list(zip(wholes, completions, strict=True))
+
+    before = engine.stats.computed_tokens
+    for whole, completion in asyncio.run(play()):
+        expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
+        assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert engine.stats.computed_tokens - before < 2 * 70
+    assert_nothing_is_held(engine)
+
+
+def test_pausing_gives_the_pages_back_and_a_history_from_before_is_read_again() -> None:
+    engine = paged_engine()
+
+    async def play() -> tuple[list[int], Completion]:
+        first = await engine.generate(PROMPTS[2], Sampling(max_tokens=6), 1, keep=True)
+        engine.pause()
+        assert core_of(engine).pool.layers is None  # type: ignore[union-attr]
+        engine.resume()
+        whole = [*PROMPTS[2], *first.tokens, 20]
+        return whole, await engine.generate(whole, Sampling(max_tokens=6), 2, memory=first.memory)
+
+    whole, completion = asyncio.run(play())
+    expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
+    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert_nothing_is_held(engine)
+
+
+def test_an_update_while_a_long_prompt_is_half_read_reads_it_again() -> None:
+    engine = paged_engine(max_prefill_tokens=32, max_sequences=2)
+    weights = [(name, weight.detach() * 0.9) for name, weight in engine.model.named_parameters()]
+
+    async def play() -> Completion:
+        other = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=60), 1))
+        request = asyncio.ensure_future(engine.generate(LONG_PROMPT, Sampling(max_tokens=10), 2))
+        while not core_of(engine).opening:
+            await asyncio.sleep(0)
+        await engine.update(weights, version=1)
+        await other
+        return await request
+
+    completion = asyncio.run(play())
+    assert completion.versions == [1] * 10
+    expected = reference_logprobs(engine, LONG_PROMPT, completion.tokens, 1.0)
+    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert_nothing_is_held(engine)
+
+
+def test_graphs_come_in_few_sizes_and_decode_little_for_nobody() -> None:
+    sizes = {batch_size(count, 1000) for count in range(1, 1001)}
+    assert len(sizes) < 20
+    assert all(batch_size(count, 1000) >= count for count in range(1, 1001))
+    assert max(batch_size(count, 1000) / count for count in range(128, 1001)) < 1.5
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    pool = PagePool(CacheShape(2, 1, 4, torch.float32), 6, torch.device("cpu"))
+    pool.acquire()
+    return pool
+
+
+def test_a_page_is_free_again_when_its_last_user_has_left(pool: PagePool) -> None:
+    pages = pool.take(3)
+    pool.share(pages[:1])
+    pool.leave(pages)
+    assert set(pool.free) == {1, 2, 3, 4, 5, 6} - {pages[0]}
+    pool.leave(pages[:1])
+    assert set(pool.free) == {1, 2, 3, 4, 5, 6}
+    assert 0 not in pool.free
+
+
+def test_a_copied_page_has_the_same_keys_and_values_in_all_layers(pool: PagePool) -> None:
+    assert pool.layers is not None
+    pool.layers.normal_()
+    pool.copy([2, 3], [5, 6])
+    assert torch.equal(pool.layers[:, :, [5, 6]], pool.layers[:, :, [2, 3]])

@@ -1,0 +1,81 @@
+"""Training a fused model is training the model: with one process, sharded, and with the optimiser's steps on a GPU."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from sharded_cases import Outcome, alone, build_model, deviation, mesh_of, outcome, policy_of
+from team import Team
+
+from corral.model.fused import fuse, fused_layers
+from corral.recipe.mesh import MeshShape
+from corral.recipe.schema import Optimiser
+from corral.train.optimiser import MasterOptimiser
+from corral.train.slots import total_norm
+
+
+def fused_outcome(shape: MeshShape | None, recompute: bool = False) -> Outcome:
+    model = build_model("llama")
+    assert fuse(model)
+    return outcome(policy_of(model, mesh_of(shape), recompute=recompute), mesh_of(shape))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_fused_model_learns_the_same(recompute: bool) -> None:
+    found, expected = fused_outcome(None, recompute), alone("llama")
+    assert deviation(found.gradients, expected.gradients) < 5e-6
+    assert deviation(found.weights, expected.weights) < 5e-6
+    assert found.norms == pytest.approx(expected.norms, rel=5e-6)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)])
+def test_a_fused_model_learns_the_same_on_a_mesh(team: Callable[[int], Team], shape: MeshShape) -> None:
+    """Sharded weights are not next to each other when they are gathered; cut layers compute module by module."""
+    expected = alone("llama")
+    for found in team(2).run(fused_outcome, shape):
+        assert deviation(found.gradients, expected.gradients) < 5e-6
+        assert deviation(found.weights, expected.weights) < 5e-6
+
+
+def test_updates_leave_fused_weights_where_they_are() -> None:
+    model = build_model("llama", torch.bfloat16)
+    fuse(model)
+    outcome(policy_of(model))
+    assert fused_layers(model) is not None
+
+
+def optimiser_of(parameter: torch.nn.Parameter) -> MasterOptimiser:
+    return MasterOptimiser([("weight", parameter)], Optimiser(learning_rate=0.1, max_gradient_norm=0.5), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_that_does_not_wait_for_the_norm_is_the_same_step(dtype: torch.dtype) -> None:
+    weights = []
+    for waits in (True, False):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5).to(dtype))
+        optimiser = optimiser_of(parameter)
+        for scale in (1.0, 0.5):
+            optimiser.backward((parameter * (torch.arange(5) / 4).to(dtype)).sum())
+            norm = total_norm(optimiser.slots, None)
+            if waits:
+                size = optimiser._step_on_host(float(norm), scale, 0.1)
+            else:
+                size = optimiser._step_on_gpu(norm, scale, 0.1)
+            assert size == pytest.approx(math.sqrt(30) / 4 * scale)
+            optimiser.zero_gradients()
+        weights.append(optimiser.slots[0].current)
+    torch.testing.assert_close(*weights)
+
+
+def test_a_step_that_does_not_wait_for_the_norm_skips_what_is_not_finite() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimiser = optimiser_of(parameter)
+    for gradient in (1.0, math.inf, math.nan, 1.0):
+        optimiser.slots[0].total = torch.full((3,), gradient)
+        before = optimiser.slots[0].current.clone()
+        size = optimiser._step_on_gpu(total_norm(optimiser.slots, None), 1.0, 0.1)
+        assert math.isfinite(size) == math.isfinite(gradient)
+        assert torch.equal(before, optimiser.slots[0].current) == (not math.isfinite(gradient))
+    assert optimiser.tensors(optimiser.slots[0])["step"].item() == 2
+    assert torch.equal(parameter, optimiser.slots[0].current.bfloat16())
