@@ -132,7 +132,7 @@ class NativeEngine:
 
     def pause(self) -> None:
         assert not self.in_flight, "requests are in flight"
-        self.core.release()
+        self.thread.submit(self.core.release).result()
 
     def resume(self) -> None:
         """The cache is taken again as sequences need it."""

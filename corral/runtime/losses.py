@@ -5,7 +5,6 @@ Trainers know nothing of algorithms; here the two meet, on the worker.
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from corral.algorithms.aggregate import GlobalCounts, aggregate
@@ -14,6 +13,7 @@ from corral.algorithms.losses import LOSSES, LossOptions, PolicyTerms, TokenLoss
 from corral.algorithms.regularisers import llds
 from corral.algorithms.values import value_loss
 from corral.data.batch import Pack
+from corral.kernels.device import on_device
 from corral.recipe.presets import ResolvedAlgorithm
 
 
@@ -36,12 +36,21 @@ class Sums:
     num_tokens: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    unread: list[tuple[str, TokenLoss]] = field(default_factory=list)
+    """Still on the device, which would have to be waited for."""
 
     def add(self, name: str, token_loss: TokenLoss) -> None:
-        for key, value in token_loss.sums.items():
-            self.sums[f"{name}/{key}"] = self.sums.get(f"{name}/{key}", 0.0) + float(value)
-        for key, value in token_loss.maxima.items():
-            self.maxima[f"{name}/{key}"] = max(self.maxima.get(f"{name}/{key}", 0.0), float(value))
+        self.unread.append((name, TokenLoss(token_loss.loss.detach(), token_loss.sums, token_loss.maxima)))
+
+    def read(self) -> "Sums":
+        """Itself, with all that was added."""
+        for name, token_loss in self.unread:
+            for key, value in token_loss.sums.items():
+                self.sums[f"{name}/{key}"] = self.sums.get(f"{name}/{key}", 0.0) + float(value)
+            for key, value in token_loss.maxima.items():
+                self.maxima[f"{name}/{key}"] = max(self.maxima.get(f"{name}/{key}", 0.0), float(value))
+        self.unread.clear()
+        return self
 
     def merge(self, other: "Sums") -> None:
         self.loss += other.loss
@@ -63,15 +72,15 @@ class PolicyShare:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         algorithm, device = self.algorithm, logprobs.device
-        mask, offsets = (torch.from_numpy(array).to(device) for array in (self.pack.generated, self.pack.offsets))
-        column = {name: torch.from_numpy(self.pack.column(name)).to(device) for name in self.pack.batch.columns}
+        mask, offsets = (on_device(array, device) for array in (self.pack.generated, self.pack.offsets))
+        column = {name: on_device(self.pack.column(name), device) for name in self.pack.batch.columns}
         terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets)
         token_loss = LOSSES[algorithm.loss](terms, loss_options(algorithm))
         entropy_sum = (entropy.detach() * mask).sum()
         self.sums.add(
             "policy", TokenLoss(token_loss.loss, {**token_loss.sums, "entropy": entropy_sum}, token_loss.maxima)
         )
-        self.sums.num_tokens += int(mask.sum())
+        self.sums.num_tokens += int(self.pack.generated.sum())
         loss = token_loss.loss
         if "correction" in column:
             loss = loss * column["correction"]
@@ -110,7 +119,7 @@ class ValueShare:
 
     def __call__(self, values: Tensor) -> Tensor:
         device = values.device
-        mask, offsets = (torch.from_numpy(array).to(device) for array in (self.pack.generated, self.pack.offsets))
-        old, returns = (torch.from_numpy(self.pack.column(name)).to(device) for name in ("values", "returns"))
+        mask, offsets = (on_device(array, device) for array in (self.pack.generated, self.pack.offsets))
+        old, returns = (on_device(self.pack.column(name), device) for name in ("values", "returns"))
         token_loss = value_loss(values, old, returns, mask, self.clip)
         return aggregate(token_loss.loss, mask, offsets, "token_mean", self.terms.counts)

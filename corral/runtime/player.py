@@ -117,6 +117,12 @@ class Player:
             self.failure = error
             self.news.set()
 
+    def make_room(self) -> None:
+        """Gives the cache's memory to who computes next on this device; the next game takes it again. Not while games
+        are being played, whose histories are in it."""
+        if not self.tasks:
+            self.engine.pause()
+
     # --- new weights
 
     async def join_channel(self, kind: str, meeting: str, rank: int, size: int) -> None:

@@ -44,6 +44,8 @@ class _Role:
 
     def packs(self, share: Batch | None) -> Sequence[Pack | None]:
         """As many as the worker with the most has."""
+        if self.site.device.type == "cuda" and "rollout" in self.site.hosted:
+            self.site.hosted["rollout"].make_room()
         packs: list[Pack | None] = []
         if share is not None:
             packs += share.pack(self.recipe.batch.max_tokens_per_micro_batch)
@@ -113,7 +115,7 @@ class Actor(Scorer):
         for pack in self.packs(share):
             loss = None if pack is None else PolicyShare(self.algorithm, pack, terms, sums)
             sums.loss += self.trainer.forward_backward(pack, loss)
-        return sums
+        return sums.read()
 
     def step(self, scale: float = 1.0) -> UpdateResult:
         """`scale`: for what the gradient is still to be divided by."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from corral.recipe.schema import Optimiser as OptimiserRecipe
 from corral.train.layout import Layout
-from corral.train.slots import Slot, publish, sum_gradients, total_norm
+from corral.train.slots import Slot, sum_gradients, total_norm
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,48 @@ class MasterOptimiser:
             self._apply(rate)
         return norm
 
+    @torch.no_grad()
     def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
-        """The same without waiting for the norm: AdamW itself divides gradients, and does nothing where one is not
-        finite."""
+        """The same in one pass over everything, launched without waiting for the norm: where that is not finite, the
+        kernel changes nothing."""
+        from corral.kernels.gpu import adamw
+
         norm = norm * (scale / self.scaler.scale)
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
-        self.adamw.grad_scale, self.adamw.found_inf = 1.0 / factor, (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        self._apply(rate)
+        factor = torch.where(norm.isfinite(), factor, math.nan)
+        slots = [slot for slot in self.slots if slot.received is not None]
+        for slot in slots:
+            slot.attach()
+            self._move_moments(slot, slot.master.device)
+        states = [self._state(slot) for slot in slots]
+        torch._foreach_add_([state["step"] for state in states], norm.isfinite().float())
+        for slot, state in zip(slots, states, strict=True):
+            assert slot.received is not None
+            adamw.update(
+                slot.current,
+                slot.received.contiguous(),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                slot.parameter if slot.is_copy else None,
+                state["step"],
+                factor,
+                rate=rate,
+                decay=self.recipe.weight_decay,
+                betas=self.recipe.betas,
+                log_betas=(math.log(self.recipe.betas[0]), math.log(self.recipe.betas[1])),
+                eps=self.recipe.epsilon,
+            )
+        self._rest()
         return norm.item()
+
+    def _state(self, slot: Slot) -> dict[str, Tensor]:
+        """As torch's AdamW keeps it."""
+        state: dict[str, Tensor] = self.adamw.state[slot.master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=slot.master.device)
+            state["exp_avg"] = torch.zeros_like(slot.current)
+            state["exp_avg_sq"] = torch.zeros_like(slot.current)
+        return state
 
     @torch.no_grad()
     def _apply(self, rate: float) -> None:
@@ -93,11 +127,12 @@ class MasterOptimiser:
             group["lr"] = rate
         for slot in self.slots:
             slot.attach()
+            if slot.master is not slot.parameter:
+                slot.master.grad = slot.gradient
             self._move_moments(slot, slot.master.device)
         self.adamw.step()
-        publish(self.slots)
         for slot in self.slots:
-            slot.detach()
+            slot.publish()
         self._rest()
 
     def _rest(self) -> None:

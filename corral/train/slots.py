@@ -27,15 +27,27 @@ class Slot:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def _accumulate(self, low: Tensor) -> None:
+        """The first micro-batch's gradient is kept as it came, until there is another one."""
         assert low.grad is not None
-        self.total = low.grad.float() if self.total is None else self.total.add_(low.grad)
+        if self.total is None:
+            self.total = low.grad
+        else:
+            self.total = self.total.float().add_(low.grad)
         low.grad = None
 
     @property
-    def gradient(self) -> Tensor | None:
+    def received(self) -> Tensor | None:
+        """The gradient, in float32 or, where it came in one piece, as it came."""
         if self.is_copy:
             return self.total
         return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient, float32."""
+        if self.is_copy and self.total is not None:
+            self.total = self.total.float()
+        return self.received
 
     def start_gradient(self) -> None:
         """At zero, where this rank has seen nothing of the parameter, but another one has."""
@@ -54,22 +66,16 @@ class Slot:
         return self.master.detach() if self.is_copy else local_tensor(self.parameter)
 
     def attach(self) -> None:
-        """Makes the master ready for AdamW."""
+        """The master is where the optimiser computes."""
         if self.master is not self.parameter:
             self.master.data = self.current.to(local_tensor(self.parameter).device)
-            self.master.grad = self.gradient
 
-    def detach(self) -> None:
-        """AdamW is done with the gradient."""
+    def publish(self) -> None:
+        """The model computes with the new weights from here on."""
+        if self.is_copy:
+            self.parameter.copy_(self.master)
         if self.master is not self.parameter:
             self.master.grad = None
-
-
-def publish(slots: list[Slot]) -> None:
-    """The model computes with the new weights from here on."""
-    copies = [slot for slot in slots if slot.is_copy]
-    if copies:
-        torch._foreach_copy_([slot.parameter for slot in copies], [slot.master for slot in copies])
 
 
 def sum_gradients(slots: list[Slot], layout: Layout) -> None:
@@ -101,7 +107,9 @@ def sum_over_replicas(slots: list[Slot], layout: Layout) -> None:
 def total_norm(slots: list[Slot], layout: Layout | None) -> Tensor:
     """Of the whole gradient, where it is. Parts are squared and added up over the ranks that hold different ones."""
     if layout is None or not layout.mesh.is_sharded:
-        return nn.utils.get_total_norm([slot.gradient for slot in slots if slot.gradient is not None])
+        gradients = [slot.received for slot in slots if slot.received is not None]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
+        return norm
     squares = torch.zeros(2, dtype=torch.float64)
     for slot in slots:
         if slot.gradient is not None:

@@ -78,4 +78,5 @@ def test_a_step_that_does_not_wait_for_the_norm_skips_what_is_not_finite() -> No
         assert math.isfinite(size) == math.isfinite(gradient)
         assert torch.equal(before, optimiser.slots[0].current) == (not math.isfinite(gradient))
     assert optimiser.tensors(optimiser.slots[0])["step"].item() == 2
-    assert torch.equal(parameter, optimiser.slots[0].current.bfloat16())
+    # To the last bit or the one before: the interpreter cuts where a GPU rounds.
+    torch.testing.assert_close(parameter.float(), optimiser.slots[0].current, rtol=2**-7, atol=0)

@@ -7,6 +7,7 @@ Everything that touches the cache is launched in order on one stream, so a page 
 knows that its owner has ended.
 """
 
+import gc
 import heapq
 import weakref
 from collections import deque
@@ -161,6 +162,9 @@ class PagedCore:
             pool = PagePool(shape, self._num_pages(shape), self.device)
             self.decoder = Decoder(self.model, pool, self.state, self.scales, WINDOW)
             self.pool = pool
+            # A look at every object of the process takes Python longer than a window takes the device.
+            gc.collect()
+            gc.freeze()
         self.pool.acquire()
         while self.left_pages:
             self.pool.leave(self.left_pages.popleft())
