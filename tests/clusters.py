@@ -4,11 +4,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from hosts import Lab
+from hosts import SMALL_RAY, Lab
 
 CORRAL = [sys.executable, "-m", "corral.cli.main"]
-SMALL = ["--", "--num-cpus=2", "--object-store-memory=100000000", "--memory=1000000000"]
-"""Ray would take a third of the machine on every host."""
+SMALL = ["--", *SMALL_RAY]
+"""For Ray."""
 UP_S = 120
 
 

@@ -1,5 +1,6 @@
 """What many tests need: a tiny random model with a character tokenizer, and a recipe that trains it in seconds."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Ray would start Python processes in advance for every run. Corral's actors, whose environment is their own, use none.
+os.environ |= {"RAY_prestart_worker_first_driver": "false"}
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; read when transformers, below, imports triton
 
 from tiny import save_tiny_model
 

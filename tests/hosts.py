@@ -36,6 +36,8 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """With these Ray notices in seconds that a node is gone. By default a cable that was pulled takes it a minute."""
+SMALL_RAY = ("--num-cpus=2", "--object-store-memory=100000000", "--memory=1000000000", "--include-log-monitor=false")
+"""Ray would take a third of the machine on every host, and pass on what workers print, for which nobody asks here."""
 FONTS = Path("~/.cache/matplotlib").expanduser()
 """That matplotlib has collected; it needs seconds for it."""
 DECOY = "192.168.231"
@@ -136,7 +138,7 @@ class Lab:
         chosen = range(self.num_hosts) if hosts is None else hosts
         address = self.hosts[chosen[0]].address
         kind = f"--num-gpus={devices}" if gpus else f"--resources={json.dumps({'corral_device': devices})}"
-        small = ["--num-cpus=2", "--object-store-memory=100000000", "--memory=1000000000", "--disable-usage-stats"]
+        small = [*SMALL_RAY, "--disable-usage-stats"]
         as_head = ["--head", "--port=6379", "--include-dashboard=false"]
         started = []
         for place, number in enumerate(chosen):

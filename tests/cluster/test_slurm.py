@@ -99,7 +99,7 @@ def test_it_trains_to_the_end_on_two_nodes(user: User) -> None:
 def test_a_run_that_fails_ends_the_job_with_its_reason(user: User, tiny_model: Path) -> None:
     model = user.folder / "model"
     model.symlink_to(tiny_model)
-    user.launch(f"model.path={model}")
+    user.launch(f"model.path={model}", "cluster.nodes=1")
     model.unlink()  # it was there when the script was written, and is not where the job runs
     job = job_in(user.run("sbatch", "launch/tiny.sbatch").stdout)
     ended = user.wait(job)

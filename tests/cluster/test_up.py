@@ -165,7 +165,7 @@ def test_down_ends_what_up_started_and_nothing_else(lab: Lab) -> None:
     left = lab.run(2, ["ps", "ax", "-o", "comm="]).stdout.split()
     assert not {"raylet", "gcs_server"} & set(left)
     assert corral(lab, 2, "down").stdout.strip() == "nothing was up on this node"
-    missing = corral(lab, 0, "check", "6", "--timeout=15")
+    missing = corral(lab, 0, "check", "6", "--timeout=5")
     assert missing.returncode == 1
     assert "rank 2 of 3 missing" in missing.stderr.splitlines()[-1]
     assert "h3" in missing.stderr.splitlines()[-1]

@@ -7,6 +7,8 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,22 +18,55 @@ from hosts import DECOY, Lab
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("trouble")]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def lab() -> Iterator[Lab]:
+    """New hosts for every test: sooner made than `corral down` has ended what a test started."""
+    with two_networks() as made:
+        yield made
+
+
+@contextmanager
+def two_networks() -> Iterator[Lab]:
     with Lab(2, loopback_names=True, decoys=True) as made:
         assert made.run(0, ["hostname", "-I"]).stdout.split()[0].startswith(DECOY)
         yield made
 
 
-@pytest.fixture(autouse=True)
-def _nothing_left(lab: Lab) -> Iterator[None]:
-    yield
-    for host in (0, 1):
-        corral(lab, host, "down", "--force")
+# --- one cluster, and what comes over it
 
 
-def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(lab: Lab) -> None:
-    bring_up(lab, devices=1)
+@dataclass(frozen=True)
+class Late:
+    """A cluster whose worker came when the head had stopped waiting for it."""
+
+    lab: Lab
+    code: int
+    said: str
+    error: str
+    waited_s: float
+
+
+@pytest.fixture(scope="module")
+def late() -> Iterator[Late]:
+    with two_networks() as lab:
+        started = time.monotonic()
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
+        head = begin_up(lab, 0, "--timeout=3", devices=1, OMP_NUM_THREADS="1", **place)
+        said, _ = head.communicate(timeout=60)
+        error, waited_s = lab.errors.read_text().splitlines()[-1], time.monotonic() - started
+        bring_up(lab, devices=1)  # what was up stays, and the rest can still come
+        yield Late(lab, head.returncode, said, error, waited_s)
+
+
+def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(late: Late) -> None:
+    assert late.code == 1
+    assert "rank 0 (head)" in late.said
+    assert late.error.startswith("error: after 3 s the cluster lacks rank 1 of 2; here: 0 h1.")
+    assert late.waited_s < 45
+
+
+def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: Late) -> None:
+    lab = late.lab
     nodes = json.loads(corral(lab, 0, "status", "--json").stdout)["nodes"]
     assert [node["address"] for node in nodes] == [host.address for host in lab.hosts]
     for host in (0, 1):
@@ -41,6 +76,16 @@ def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(lab: Lab) 
         assert "NCCL_SOCKET_IFNAME=eth0" in variables
 
 
+def test_a_head_that_was_started_again_gets_its_worker_back(late: Late) -> None:
+    lab = late.lab
+    corral(lab, 0, "down")
+    bring_up(lab, devices=1)  # the worker's Ray, of the first cluster, is still there
+    assert corral(lab, 0, "check", "2", "--timeout=5").returncode == 0
+
+
+# --- everything else
+
+
 def test_a_head_with_two_networks_asks_which_one(lab: Lab) -> None:
     result = corral(lab, 0, "up", "--head", "--nodes=2", "--devices=1")
     assert result.returncode == 2
@@ -48,27 +93,6 @@ def test_a_head_with_two_networks_asks_which_one(lab: Lab) -> None:
     assert f"ens1 {DECOY}.11, eth0 {lab.hosts[0].address}" in result.stderr
     wrong = corral(lab, 0, "up", "--head", "--nodes=2", MASTER_ADDR="10.0.0.99")
     assert "but that is 10.0.0.99, and this node has ens1" in wrong.stderr
-
-
-def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(lab: Lab) -> None:
-    started = time.monotonic()
-    head = begin_up(
-        lab,
-        0,
-        "--timeout=3",
-        devices=1,
-        RANK="0",
-        WORLD_SIZE="2",
-        MASTER_ADDR=lab.hosts[0].address,
-        OMP_NUM_THREADS="1",
-    )
-    said = head.communicate(timeout=60)[0]
-    assert head.returncode == 1
-    assert "rank 0 (head)" in said
-    last = lab.errors.read_text().splitlines()[-1]
-    assert last.startswith("error: after 3 s the cluster lacks rank 1 of 2; here: 0 h1.")
-    assert time.monotonic() - started < 45
-    bring_up(lab, devices=1)  # what was up stays, and the rest can still come
 
 
 def test_a_head_that_is_missing_is_waited_for_in_bounded_time(lab: Lab) -> None:
@@ -143,13 +167,6 @@ def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
     result = corral(lab, 0, "up", "--head", "--port=7200")
     assert result.returncode == 2
     assert "port 7200 of this node is in use by python3 (pid " in result.stderr
-
-
-def test_a_head_that_was_started_again_gets_its_worker_back(lab: Lab) -> None:
-    bring_up(lab, devices=1)
-    corral(lab, 0, "down")
-    bring_up(lab, devices=1)  # the worker's Ray, of the first cluster, is still there
-    assert corral(lab, 0, "check", "2", "--timeout=5").returncode == 0
 
 
 def test_a_worker_must_agree_that_there_is_no_token(lab: Lab) -> None:

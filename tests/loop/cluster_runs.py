@@ -15,6 +15,8 @@ CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=2")
 APART = (*NODES, "cluster.placement={rollout: 0-1, actor: 2-3}")
 """The first host plays, the second learns."""
+ONE_PLAYER = (*NODES, "cluster.placement={rollout: 0, actor: 2-3}")
+"""The same, where one player is enough."""
 LIMIT_S = 180.0
 
 
@@ -24,7 +26,9 @@ class ClusterRun:
     def __init__(self, lab: Lab, folder: Path, model: Path, name: str, *overrides: str) -> None:
         self.lab, self.path = lab, folder / "runs" / name
         recipe = write_recipe(folder, model)
-        self.started = time.monotonic()
+        self.said = ""
+        """Known once it has ended."""
+        self.before = len(lab.errors.read_text())
         self.process: subprocess.Popen[str] = lab.begin(
             0, [*CORRAL, "train", str(recipe), f"name={name}", *overrides], OMP_NUM_THREADS="1"
         )
@@ -39,7 +43,8 @@ class ClusterRun:
     def wait(self) -> str:
         """What it said."""
         said, _ = self.process.communicate(timeout=LIMIT_S)
-        return said + self.lab.errors.read_text()
+        self.said = said + self.lab.errors.read_text()[self.before :]
+        return self.said
 
     @property
     def code(self) -> int | None:

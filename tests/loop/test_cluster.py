@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import APART, NODES, ClusterRun
+from cluster_runs import APART, NODES, ONE_PLAYER, ClusterRun
 from hosts import Lab
 from runs import steps_here, steps_of
 
@@ -18,27 +18,31 @@ SLOWLY = (
     "environment.reward.options.seconds=0.02",
 )
 LONG = ("schedule.steps=12", "batch.prompts_per_step=8")
+"""Enough to see that it learns."""
+FEW = 8
+SHORT = (f"schedule.steps={FEW}", "batch.prompts_per_step=8")
+"""Enough to see that it computes the same."""
 MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "policy/entropy", "length/mean")
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Each host's own name is a loopback address, as on Debian."""
+    """Each host's own name is a loopback address, as on Debian. Ray's health checks are as they are by default."""
     with Lab(2, loopback_names=True) as lab:
-        lab.start_ray(devices=2)
+        lab.start_ray(devices=2, health_checks={})
         yield lab
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[dict[str, Any]]:
-    """The steps of the same recipe in one process."""
+    """The steps of the same recipe in one process. The first ones are those of a shorter run."""
     return steps_here(tmp_path_factory.mktemp("alone"), tiny_model, *LONG)
 
 
 def test_colocated_it_is_the_run_of_one_process(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
-    run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *LONG)
+    run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *SHORT)
     said = run.wait()
     assert run.code == 0, said
     assert_same(steps_of(run.path), alone)
@@ -46,18 +50,8 @@ def test_colocated_it_is_the_run_of_one_process(
     assert_all_trained(run)
 
 
-def test_apart_it_is_the_run_of_one_process_too(
-    lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
-) -> None:
-    run = ClusterRun(lab, tmp_path, tiny_model, "apart", *APART, *LONG)
-    said = run.wait()
-    assert run.code == 0, said
-    assert_same(steps_of(run.path), alone)
-    assert_all_trained(run)
-
-
 def test_pipelined_it_learns_the_same(lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]) -> None:
-    run = ClusterRun(lab, tmp_path, tiny_model, "pipelined", *APART, *LONG, "schedule.pipelined=true")
+    run = ClusterRun(lab, tmp_path, tiny_model, "pipelined", *ONE_PLAYER, *SHORT, "schedule.pipelined=true")
     said = run.wait()
     assert run.code == 0, said
     assert_same(steps_of(run.path), alone)
@@ -67,28 +61,37 @@ def test_pipelined_it_learns_the_same(lab: Lab, tmp_path: Path, tiny_model: Path
 def test_running_ahead_it_learns_as_much(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
-    run = ClusterRun(lab, tmp_path, tiny_model, "ahead", *APART, *LONG, "schedule.max_staleness=1")
+    run = ClusterRun(lab, tmp_path, tiny_model, "ahead", *ONE_PLAYER, *LONG, "schedule.max_staleness=1")
     said = run.wait()
     assert run.code == 0, said
     rows = steps_of(run.path)
     assert max(row["staleness/max"] for row in rows) == 1
     assert gain(rows) > 0.5 * gain(alone) > 0
-    assert_all_trained(run)
+    assert_all_trained(run, steps=12)
 
 
-def test_prompts_of_a_player_that_dies_are_played_elsewhere(
-    lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
-) -> None:
-    slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    run = ClusterRun(lab, tmp_path, tiny_model, "player", *APART, *LONG, *slowly)
-    run.wait_until(lambda: run.num_steps >= 2 and len((tmp_path / "calls").read_bytes()) % 32 > 8)
+@pytest.fixture(scope="module")
+def bereft(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> ClusterRun:
+    """A run with players apart, one of which dies while it plays."""
+    folder = tmp_path_factory.mktemp("bereft")
+    slowly = [override.format(folder=folder) for override in SLOWLY]
+    run = ClusterRun(lab, folder, tiny_model, "player", *APART, *SHORT, *slowly)
+    run.wait_until(lambda: run.num_steps >= 2 and len((folder / "calls").read_bytes()) % 32 > 8)
     run.kill_workers(host=0)
-    said = run.wait()
-    assert run.code == 0, said
-    assert "was killed by signal 9" in said
-    assert "are played elsewhere" in said
-    assert_same(steps_of(run.path), alone)
-    assert_all_trained(run)
+    run.wait()
+    return run
+
+
+def test_apart_it_is_the_run_of_one_process_too(bereft: ClusterRun, alone: list[dict[str, Any]]) -> None:
+    """Whether or not all players live."""
+    assert bereft.code == 0, bereft.said
+    assert_same(steps_of(bereft.path), alone)
+
+
+def test_prompts_of_a_player_that_dies_are_played_elsewhere(bereft: ClusterRun) -> None:
+    assert "was killed by signal 9" in bereft.said
+    assert "are played elsewhere" in bereft.said
+    assert_all_trained(bereft)
 
 
 def test_when_all_players_die_the_next_ones_go_on(
@@ -103,14 +106,14 @@ def test_when_all_players_die_the_next_ones_go_on(
     assert run.code == 0, said
     assert said.count("plays again") == 2
     assert gain(steps_of(run.path)) > 0.5 * gain(alone)
-    assert_all_trained(run)
+    assert_all_trained(run, steps=12)
 
 
 def test_a_trainer_that_dies_costs_the_steps_since_the_last_checkpoint(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *APART, *LONG, *slowly, "checkpoint.every=2")
+    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *ONE_PLAYER, *SHORT, *slowly, "checkpoint.every=2")
     run.wait_until(lambda: run.num_steps >= 5)
     run.kill_workers(host=1)
     said = run.wait()
@@ -128,7 +131,7 @@ def test_without_a_node_the_run_goes_on_with_the_rest(
     with Lab(2) as lab:
         lab.start_ray(devices=2, health_checks={})
         patience = ("cluster.min_nodes=1", "cluster.node_timeout_s=5", "checkpoint.every=2")
-        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *LONG, *slowly, *patience)
+        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *SHORT, *slowly, *patience)
         run.wait_until(lambda: run.num_steps >= 3)
         lab.cut(1)
         said = run.wait()
@@ -142,8 +145,8 @@ def test_a_node_that_only_played_is_done_without(tmp_path: Path, tiny_model: Pat
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
     with Lab(2) as lab:
         lab.start_ray(devices=2, health_checks={})
-        placed = ("cluster.placement={actor: 0, rollout: 1-3}", "cluster.min_nodes=1", "cluster.node_timeout_s=5")
-        run = ClusterRun(lab, tmp_path, tiny_model, "player", *NODES, *LONG, *slowly, *placed)
+        placed = ("cluster.placement={actor: 0, rollout: 1-2}", "cluster.min_nodes=1", "cluster.node_timeout_s=5")
+        run = ClusterRun(lab, tmp_path, tiny_model, "player", *NODES, *SHORT, *slowly, *placed)
         run.wait_until(lambda: run.num_steps >= 3)
         lab.cut(1)
         said = run.wait()
@@ -154,32 +157,35 @@ def test_a_node_that_only_played_is_done_without(tmp_path: Path, tiny_model: Pat
     assert_all_trained(run)
 
 
-def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(tmp_path: Path, tiny_model: Path) -> None:
+def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(
+    lab: Lab, tmp_path: Path, tiny_model: Path
+) -> None:
+    """The last one with this cluster: the node is cut off."""
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    with Lab(2) as lab:
-        lab.start_ray(devices=2, health_checks={})
-        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *LONG, *slowly, "checkpoint.every=2")
-        run.wait_until(lambda: run.num_steps >= 3)
-        lab.cut(1)
-        cut = time.monotonic()
-        said = run.wait()
+    small = ("cluster.nodes=2", "cluster.devices_per_node=1", "checkpoint.every=2")
+    run = ClusterRun(lab, tmp_path, tiny_model, "needed", *small, *LONG, *slowly)
+    run.wait_until(lambda: run.num_steps >= 3)
+    lab.cut(1)
+    cut = time.monotonic()
+    run.wait()
     assert time.monotonic() - cut < 60
     assert run.code == 1
-    last = said.strip().splitlines()[-1]
-    assert last.startswith(f"error: node 1, h2 ({lab.hosts[1].address}), with devices 2-3, was lost"), said
+    last = run.said.strip().splitlines()[-1]
+    assert last.startswith(f"error: node 1, h2 ({lab.hosts[1].address}), with device 1, was lost"), run.said
 
 
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, other in zip(rows, expected, strict=True):
+    """As the first steps that are expected."""
+    assert [row["step"] for row in rows] == list(range(1, FEW + 1))
+    for row, other in zip(rows, expected[:FEW], strict=True):
         for name in MEASURED:
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
 
 
-def assert_all_trained(run: ClusterRun) -> None:
+def assert_all_trained(run: ClusterRun, steps: int = FEW) -> None:
     audit = run.audit()
     assert audit.clean
-    assert audit.trained == 96
+    assert audit.trained == 8 * steps
 
 
 def gain(rows: list[dict[str, Any]]) -> float:
