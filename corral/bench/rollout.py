@@ -132,8 +132,8 @@ def vllm(settings: Settings, tell: Tell) -> None:
 
     for work in settings.rollout:
         measure(settings, tell, work, generate_with(logprobs=0, flat_logprobs=True))
-        measure(settings, tell, work, generate_with(), variant="no log-probs")
         if work.repeats is None:
+            measure(settings, tell, work, generate_with(), variant="no log-probs")
             measure(settings, tell, work, generate_with(logprobs=0), variant="log-probs as dictionaries")
 
 
