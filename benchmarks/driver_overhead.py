@@ -242,7 +242,7 @@ class Workers:
         else:
             hosted = [SimulatedTrainer(recipe) for _ in self.placement.roles[role]]
         self.groups[role] = CountingGroup(role, hosted, self.calls)
-        return [{"dtype": "float32"}] * len(hosted)
+        return [one.facts() for one in hosted]
 
     async def watch(self) -> None:
         await asyncio.Event().wait()

@@ -15,7 +15,7 @@ import numpy as np
 
 from corral.data.batch import Batch
 from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
-from corral.recipe.schema import Recipe
+from corral.recipe.schema import MAX_SEQUENCES, Recipe
 from corral.rollout.driver import Prompt, seed_of
 from corral.runtime.losses import Sums, UpdateTerms
 from corral.runtime.player import Finished, Game
@@ -97,7 +97,8 @@ class SimulatedPlayer:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.profile = recipe, profile_of(recipe)
-        self.places = asyncio.Semaphore(recipe.rollout.max_sequences)
+        self.max_sequences = recipe.rollout.max_sequences or MAX_SEQUENCES["cpu"]
+        self.places = asyncio.Semaphore(self.max_sequences)
         self.finished: list[Finished] = []
         self.failure: Exception | None = None
         self.news = asyncio.Event()
@@ -106,6 +107,9 @@ class SimulatedPlayer:
         self.since = [0.0]
         """When each version came."""
         self.paused_s = 0.0
+
+    def facts(self) -> dict[str, Any]:
+        return {"max_sequences": self.max_sequences}
 
     async def submit(self, games: Sequence[Game]) -> None:
         for game in games:

@@ -132,8 +132,8 @@ async def open_players(recipe: Recipe, console: Console, model_path: str | None 
         check_turns(recipe, tokenizer, console)
         validation = prompts_of(recipe, source, tokenizer, console)
         with console.stage("loading the model"):
-            await runtime.build("rollout", recipe, None)
-        async with open_playground(recipe, runtime) as playground:
+            facts = await runtime.build("rollout", recipe, None)
+        async with open_playground(runtime, facts[0]["max_sequences"]) as playground:
             yield Players(recipe, tokenizer, validation[: recipe.validation.max_prompts], runtime, playground)
 
 
@@ -159,7 +159,7 @@ async def open_parts(
         recipe = with_steps(recipe, len(train))
         with console.stage("loading the model"):
             facts = {role: await runtime.build(role, recipe, resume_from) for role in ORDER if role in placement.roles}
-        async with open_playground(recipe, runtime) as playground:
+        async with open_playground(runtime, facts["rollout"][0]["max_sequences"]) as playground:
             actor, dtype = learners(recipe, runtime, "actor"), facts["actor"][0]["dtype"]
             yield Parts(
                 recipe=recipe,
@@ -215,9 +215,10 @@ async def open_runtime(
 
 
 @asynccontextmanager
-async def open_playground(recipe: Recipe, runtime: Runtime) -> AsyncIterator[Playground]:
+async def open_playground(runtime: Runtime, max_sequences: int) -> AsyncIterator[Playground]:
+    """`max_sequences`: that a player decodes at the same time."""
     rollout = runtime.groups["rollout"]
-    playground = Playground(rollout, math.inf if rollout.size == 1 else ROOM * recipe.rollout.max_sequences)
+    playground = Playground(rollout, math.inf if rollout.size == 1 else ROOM * max_sequences)
     for rank in range(rollout.size):
         playground.open(rank)
     try:

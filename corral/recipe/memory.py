@@ -15,7 +15,7 @@ from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.rules import max_trajectory_tokens
-from corral.recipe.schema import LOGITS_CHUNK, Recipe
+from corral.recipe.schema import LOGITS_CHUNK, MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.recipe.shape import ModelShape
 
 Phase = Literal["playing", "scoring", "learning"]
@@ -85,7 +85,7 @@ class _Estimate:
                 yield MemoryItem(f"{role} optimiser", self.held("optimiser", self.optimiser(role), ["learning"]))
         if "rollout" in roles:
             yield MemoryItem("KV cache", {"playing": self.kv_cache()})
-            if self.recipe.rollout.max_turns > 1:
+            if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
                 yield MemoryItem("KV of turns before, at most", {"playing": self.kv_cache()})
             yield MemoryItem("logits of a decode step", {"playing": self.decode_logits()})
         if "actor" in roles or "critic" in roles:
@@ -126,14 +126,24 @@ class _Estimate:
         return self.shape.num_parameters * FLOAT32 // self.sharing(role)
 
     def kv_cache(self) -> int:
-        """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: it grows as needed."""
+        """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: on a CPU it grows as
+        needed; on a GPU it is taken at once, or as much of it as fits, and given back for learning."""
         shape = self.shape
         per_token = shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * self.weight_bytes
-        return self.recipe.rollout.max_sequences * max_trajectory_tokens(self.recipe) * per_token
+        return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token
 
     def decode_logits(self) -> int:
-        """sequences x vocabulary in float32, and their probabilities."""
-        return 2 * self.recipe.rollout.max_sequences * self.shape.vocab_size * FLOAT32
+        """sequences x vocabulary: in float32, and their probabilities; on a GPU as they come."""
+        per_logit = self.weight_bytes if self.on_gpu else 2 * FLOAT32
+        return self.max_sequences * self.shape.vocab_size * per_logit
+
+    @property
+    def max_sequences(self) -> int:
+        return self.recipe.rollout.max_sequences or MAX_SEQUENCES[self.device]
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.on_gpu else "cpu"
 
     def activations(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """Without gradients one layer's at a time; with them every layer's, or with recompute every layer's input and
@@ -144,8 +154,9 @@ class _Estimate:
         learning = layer * shape.num_layers
         if self.recipe.train.recompute == "full":
             learning = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
+        prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {
-            "playing": self.recipe.rollout.max_prefill_tokens * layer * ("rollout" in roles),
+            "playing": prefill * layer * ("rollout" in roles),
             "scoring": int(micro_batch * layer) * self.scores(roles),
             "learning": int(micro_batch * learning) * ("actor" in roles or "critic" in roles),
         }
@@ -167,7 +178,7 @@ class _Estimate:
         """chunk x vocabulary. On a CPU in float32: logits and probabilities, and learning also their gradients. On a
         GPU once, in the weights' type. Learning, too, the head's own gradient in float32."""
         vocabulary, most = self.shape.vocab_size, self.recipe.batch.max_tokens_per_micro_batch
-        chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK["cuda" if self.on_gpu else "cpu"])
+        chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK[self.device])
         scoring, learning = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
         head = self.shape.hidden_size * vocabulary * FLOAT32
         of_policy = "reference" in roles or ("actor" in roles and self.algorithm.old_logprobs == "recompute")

@@ -155,6 +155,11 @@ class TaggedEnvironment(Environment):
     are, in a column `environment`)."""
 
 
+MAX_SEQUENCES = {"cpu": 64, "cuda": 512}
+MAX_PREFILL_TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Where `rollout.max_sequences` and `rollout.max_prefill_tokens` say nothing."""
+
+
 class Rollout(Section):
     engine: Literal["native"] = "native"
     temperature: PositiveFloat = 1.0
@@ -173,10 +178,10 @@ class Rollout(Section):
     """Strings that end a turn when generated."""
     stop_token_ids: list[NaturalInt] = []
     """Besides the model's own end-of-turn tokens."""
-    max_sequences: PositiveInt = 64
-    """Sequences decoded at the same time; bounds the KV cache."""
-    max_prefill_tokens: PositiveInt = 4096
-    """Prompt tokens computed in one pass."""
+    max_sequences: PositiveInt | None = None
+    """Sequences decoded at the same time; bounds the KV cache. None: 64 on a CPU, 512 on a GPU."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens computed in one pass, between which others go on. None: 4096 on a CPU, 8192 on a GPU."""
 
 
 class Batch(Section):

@@ -67,7 +67,8 @@ class NativeEngine:
         paged: bool | None = None,
     ) -> None:
         """`paged`: which core. None: the paged one on a GPU, where it can decode this model."""
-        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+        self.model, self.tokenizer = model, tokenizer
+        self.max_sequences, self.max_length = max_sequences, max_length
         if paged is None:
             paged = next(model.parameters()).is_cuda and can_be_paged(model)
         make_core = PagedCore if paged else SlotCore

@@ -13,7 +13,7 @@ from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
 from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
-from corral.recipe.schema import Recipe
+from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.pools import Pools
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt
@@ -56,6 +56,9 @@ class Player:
         self.failure: BaseException | None = None
         self.news = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
+
+    def facts(self) -> dict[str, Any]:
+        return {"max_sequences": self.engine.max_sequences}
 
     # --- playing
 
@@ -172,8 +175,8 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     return NativeEngine(
         model,
         tokenizer,
-        max_sequences=rollout.max_sequences,
-        max_prefill_tokens=rollout.max_prefill_tokens,
+        max_sequences=rollout.max_sequences or MAX_SEQUENCES[model.device.type],
+        max_prefill_tokens=rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[model.device.type],
         max_length=limit,
     )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sharded_cases import Outcome, alone, build_model, deviation, mesh_of, outcome, policy_of
 from team import Team
+from tiny import DEVICE
 
 from corral.model.fused import fuse, fused_layers
 from corral.recipe.mesh import MeshShape
@@ -53,10 +54,10 @@ def optimiser_of(parameter: torch.nn.Parameter) -> MasterOptimiser:
 def test_a_step_that_does_not_wait_for_the_norm_is_the_same_step(dtype: torch.dtype) -> None:
     weights = []
     for waits in (True, False):
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5).to(dtype))
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5).to(DEVICE, dtype))
         optimiser = optimiser_of(parameter)
         for scale in (1.0, 0.5):
-            optimiser.backward((parameter * (torch.arange(5) / 4).to(dtype)).sum())
+            optimiser.backward((parameter * (torch.arange(5) / 4).to(DEVICE, dtype)).sum())
             norm = total_norm(optimiser.slots, None)
             if waits:
                 size = optimiser._step_on_host(float(norm), scale, 0.1)
@@ -69,10 +70,10 @@ def test_a_step_that_does_not_wait_for_the_norm_is_the_same_step(dtype: torch.dt
 
 
 def test_a_step_that_does_not_wait_for_the_norm_skips_what_is_not_finite() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16, device=DEVICE))
     optimiser = optimiser_of(parameter)
     for gradient in (1.0, math.inf, math.nan, 1.0):
-        optimiser.slots[0].total = torch.full((3,), gradient)
+        optimiser.slots[0].total = torch.full((3,), gradient, device=DEVICE)
         before = optimiser.slots[0].current.clone()
         size = optimiser._step_on_gpu(total_norm(optimiser.slots, None), 1.0, 0.1)
         assert math.isfinite(size) == math.isfinite(gradient)

@@ -1,0 +1,107 @@
+"""The paged core with its kernels and graphs, against the reference core on the same GPU. Skipped without one."""
+
+import asyncio
+
+import pytest
+import torch
+from test_native_engine import PROMPTS, generate
+from tiny import DEVICE, tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from corral.model.attention import register
+from corral.model.fused import fuse
+from corral.rollout.engine import Completion, Sampling
+from corral.rollout.native import NativeEngine
+from corral.rollout.paged.core import PagedCore
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+LONG_PROMPT = [3 + i % 60 for i in range(150)]
+
+
+def engines(family: str, dtype: torch.dtype, **options: int) -> tuple[NativeEngine, NativeEngine]:
+    """(paged and fused, reference), with the same weights."""
+    register()
+    config = tiny_config(family)
+    config.head_dim = 16
+    made = []
+    for paged in (True, False):
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="corral", dtype=dtype).eval().to(DEVICE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4)
+        if paged:
+            fuse(model)
+        limits = {"max_sequences": 64, "max_prefill_tokens": 4096, **options}
+        made.append(NativeEngine(model, tiny_tokenizer(), max_length=256, paged=paged, **limits))
+    assert isinstance(made[0].core, PagedCore)
+    return made[0], made[1]
+
+
+def compare(ours: list[Completion], theirs: list[Completion], dtype: torch.dtype) -> None:
+    """Sampled tokens are the same until rounding makes a difference, and so are their log-probs: to 1e-4 in float32, and
+    to 0.05 in the mean in bfloat16, in which both are rounded at every step."""
+    differences: list[float] = []
+    for a, b in zip(ours, theirs, strict=True):
+        alike = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(a.tokens))
+        differences += [abs(x - y) for x, y in zip(a.logprobs[:alike], b.logprobs[:alike], strict=True)]
+    total = sum(len(completion.tokens) for completion in ours)
+    if dtype == torch.float32:
+        assert max(differences) < 1e-4
+        assert len(differences) > 0.99 * total
+    else:
+        assert sum(differences) / len(differences) < 0.05
+        assert len(differences) > 0.2 * total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_what_is_played_is_what_the_reference_plays(family: str, dtype: torch.dtype) -> None:
+    paged, reference = engines(family, dtype)
+    requests = [(LONG_PROMPT[: 20 + 30 * (i % 5)], Sampling(max_tokens=40 + i), i) for i in range(20)]
+    requests += [(prompt, Sampling(max_tokens=30, top_p=0.9, temperature=0.7), 9) for prompt in PROMPTS]
+    requests += [(prompt, Sampling(max_tokens=30, temperature=0.0), 9) for prompt in PROMPTS]
+    compare(generate(paged, requests), generate(reference, requests), dtype)
+
+
+def test_few_slots_are_refilled_and_a_long_prompt_is_read_in_parts() -> None:
+    paged, reference = engines("llama", torch.float32, max_sequences=3, max_prefill_tokens=32)
+    requests = [(LONG_PROMPT[: 10 + 20 * (i % 7)], Sampling(max_tokens=5 + 7 * (i % 6)), i) for i in range(30)]
+    compare(generate(paged, requests), generate(reference, requests), torch.float32)
+
+
+def test_graphs_go_on_to_hold_after_a_pause_and_with_other_weights() -> None:
+    paged, reference = engines("llama", torch.float32)
+    requests = [(prompt, Sampling(max_tokens=30), 3) for prompt in PROMPTS]
+    generate(paged, requests)
+    before = torch.cuda.mem_get_info()[0]
+    paged.pause()
+    core = paged.core
+    assert isinstance(core, PagedCore)
+    assert core.pool is not None
+    assert torch.cuda.mem_get_info()[0] - before >= core.pool.num_bytes
+    graphs = dict(core.decoder.graphs)  # type: ignore[union-attr]
+    weights = [(name, weight.detach() * 0.9) for name, weight in reference.model.named_parameters()]
+    paged.load(weights, version=1)
+    reference.load(weights, version=1)
+    compare(generate(paged, requests), generate(reference, requests), torch.float32)
+    assert core.decoder.graphs == graphs  # type: ignore[union-attr]
+
+
+def test_conversations_go_on_from_their_pages() -> None:
+    paged, reference = engines("qwen3", torch.float32)
+
+    async def turns(engine: NativeEngine, seed: int) -> list[Completion]:
+        tokens, memory, answers = LONG_PROMPT[: 60 + seed], None, []
+        for turn in range(4):
+            answer = await engine.generate(tokens, Sampling(max_tokens=9), seed + turn, memory=memory, keep=True)
+            tokens, memory = [*tokens, *answer.tokens, 20, 21, 22], answer.memory
+            answers.append(answer)
+        return answers
+
+    async def all_of(engine: NativeEngine) -> list[Completion]:
+        answers = await asyncio.gather(*(turns(engine, seed) for seed in range(12)))
+        return [answer for conversation in answers for answer in conversation]
+
+    compare(asyncio.run(all_of(paged)), asyncio.run(all_of(reference)), torch.float32)
+    assert paged.stats.computed_tokens < 2 * reference.stats.computed_tokens
