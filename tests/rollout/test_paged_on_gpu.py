@@ -39,8 +39,8 @@ def engines(family: str, dtype: torch.dtype, **options: int) -> tuple[NativeEngi
 
 
 def compare(ours: list[Completion], theirs: list[Completion], dtype: torch.dtype) -> None:
-    """Sampled tokens are the same until rounding makes a difference, and so are their log-probs: to 1e-4 in float32, and
-    to 0.05 in the mean in bfloat16, in which both are rounded at every step."""
+    """Sampled tokens are the same until rounding makes a difference, and so are their log-probs: to 1e-4 in float32,
+    and to 0.05 in the mean in bfloat16, in which both are rounded at every step."""
     differences: list[float] = []
     for a, b in zip(ours, theirs, strict=True):
         alike = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(a.tokens))
