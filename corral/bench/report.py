@@ -28,7 +28,7 @@ class Report:
     command: Sequence[str]
     rows: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the device: its name and its ceilings."""
+    """Of the device: its name and its ceilings; and a remark on Corral's side."""
     remarks: list[str] = field(default_factory=list)
     """Sides that were skipped, or failed."""
 
@@ -83,6 +83,8 @@ class Report:
         ]
         if facts.get("matrix_tflops"):
             lines.insert(1, f"- {facts['device']}: {ceilings_in_words(facts)}")
+        if "remark" in facts:
+            lines.append(f"- Corral: {facts['remark']}")
         remarks = [f"```text\n{remark}\n```" for remark in self.remarks]
         parts = [f"# {TITLES[self.settings.verb]}", "\n".join(lines), self.table, *remarks]
         return "\n\n".join(parts) + "\n"

@@ -99,6 +99,9 @@ class Peers:
     trl_dtype: str = "float32"
     """Of TRL's weights; it computes in bfloat16 either way. float32 is what Corral's masters are."""
     trl_checkpointing: bool = False
+    trl_correction: bool = False
+    """TRL's importance correction for what the engine's log-probs differ from the trainer's, which is its default, and
+    another forward pass. (Corral's ratios are against the engine's log-probs.)"""
     trl_vllm_memory: float = 0.3
     """Share of the device that TRL gives to vLLM."""
     vllm_memory: float = 0.9

@@ -33,6 +33,8 @@ def corral(settings: Settings, tell: Tell) -> None:
         step["generation_s"] = step["time/play_s"]
         step["tokens"] = round(step["speed/tokens_per_s"] * step["time/step_s"])
         step["gradient_norm"] = step["policy/gradient_norm"]
+    furthest = max(step["policy/ratio_deviation"] for step in steps)
+    tell.facts(remark=f"engine against trainer: every ratio of the update is within {furthest:.2g} of 1")
     report(settings, tell, steps, f"micro-batches of {settings.micro_batch_tokens} tokens")
 
 
@@ -68,9 +70,9 @@ def recipe_values(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def trl(settings: Settings, tell: Tell) -> None:
-    """TRL's trainer with vLLM in the same process, tuned: no gradient checkpointing, no sleep mode (both fit), and no
-    importance correction, which would cost another forward pass for log-probs that Corral does not recompute either.
-    Without a GPU it generates with transformers."""
+    """TRL's trainer with vLLM in the same process, tuned: no gradient checkpointing, no sleep mode (both fit), and,
+    unless asked for, no importance correction, which costs another forward pass. Without a GPU it generates with
+    transformers."""
     from corral.bench.trl import timed_trl_steps
 
     work, peers, on_gpu = settings.step, settings.peers, settings.device == "cuda"
@@ -99,7 +101,7 @@ def trl(settings: Settings, tell: Tell) -> None:
                 "vllm_mode": "colocate",
                 "vllm_gpu_memory_utilization": peers.trl_vllm_memory,
                 "vllm_max_model_length": work.prompt_tokens + work.num_new + 16,
-                "vllm_importance_sampling_correction": False,
+                "vllm_importance_sampling_correction": peers.trl_correction,
                 "generation_kwargs": {"ignore_eos": True, "detokenize": False},
             }
         steps = timed_trl_steps(
@@ -111,7 +113,9 @@ def trl(settings: Settings, tell: Tell) -> None:
         )
     engine = "vLLM" if on_gpu else "transformers"
     about = f"{engine}, micro-batches of {micro_batch} samples, {peers.trl_dtype} weights"
-    report(settings, tell, steps[1:], about + (", gradient checkpointing" if peers.trl_checkpointing else ""))
+    about += ", gradient checkpointing" if peers.trl_checkpointing else ""
+    about += ", importance correction" if peers.trl_correction else ""
+    report(settings, tell, steps[1:], about)
 
 
 def prompts_of(settings: Settings, folder: Path) -> list[str]:

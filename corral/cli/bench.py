@@ -93,6 +93,9 @@ def step(
     trl_checkpointing: Annotated[
         bool, typer.Option("--trl-checkpointing", help="TRL recomputes activations: less memory.")
     ] = False,
+    trl_correction: Annotated[
+        bool, typer.Option("--trl-correction", help="TRL corrects for the engine's log-probs: another forward pass.")
+    ] = False,
     trl_vllm_memory: Annotated[float, typer.Option(min=0.05, max=1, help="Share of the device for TRL's vLLM.")] = 0.3,
     timeout: Timeout = 600.0,
 ) -> None:
@@ -111,6 +114,7 @@ def step(
         micro_batch_tokens=micro_batch_tokens,
         peers=Peers(
             trl_micro_batch=trl_micro_batch, trl_dtype=trl_dtype, trl_checkpointing=trl_checkpointing,
+            trl_correction=trl_correction,
             trl_vllm_memory=trl_vllm_memory,
         ),
     )  # fmt: skip

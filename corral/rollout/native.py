@@ -54,6 +54,10 @@ class Core(Protocol):
         """Gives the cache's memory back until the next step. Nothing runs."""
         ...
 
+    def acquire(self) -> None:
+        """Takes what `release` has given back."""
+        ...
+
 
 class NativeEngine:
     def __init__(
@@ -136,7 +140,8 @@ class NativeEngine:
         self.thread.submit(self.core.release).result()
 
     def resume(self) -> None:
-        """The cache is taken again as sequences need it."""
+        """Takes the cache's memory again, which the next request would do otherwise."""
+        self.thread.submit(self.core.acquire).result()
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)

@@ -87,6 +87,9 @@ class SlotCore:
     def release(self) -> None:
         self.cache.release()
 
+    def acquire(self) -> None:
+        """It is taken as sequences grow."""
+
     def _decode(self) -> None:
         """Reads the token that each branch drew in the last step."""
         if not self.branches:

@@ -36,7 +36,7 @@ def core_of(engine: NativeEngine) -> PagedCore:
 def assert_nothing_is_held(engine: NativeEngine) -> None:
     core = core_of(engine)
     gc.collect()
-    core._acquire()
+    core.acquire()
     assert core.pool is not None
     assert sorted(core.pool.free) == list(range(1, core.pool.num_pages + 1))
     assert not core.pool.users.any()
@@ -108,6 +108,25 @@ def test_sequences_are_set_aside_when_pages_run_out_and_go_on_later_as_if_nothin
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
     assert set_aside
+    assert_nothing_is_held(engine)
+
+
+def test_a_sequence_may_be_as_long_as_all_pages() -> None:
+    engine = paged_engine(max_sequences=1)
+    prompt = [3 + i % 60 for i in range(250)]
+    requests = [(prompt, Sampling(max_tokens=6), seed) for seed in range(3)]
+    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+    assert_nothing_is_held(engine)
+
+
+def test_prompts_that_wait_for_samples_give_way_to_what_runs() -> None:
+    engine = paged_engine(num_pages=6, max_sequences=4)
+    prompts = [LONG_PROMPT[: 100 + i] for i in range(4)]
+    requests = [(prompt, Sampling(max_tokens=100), seed) for prompt in prompts for seed in range(5)]
+    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
     assert_nothing_is_held(engine)
 
 

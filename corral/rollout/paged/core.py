@@ -130,7 +130,7 @@ class PagedCore:
 
     def step(self, waiting: list[Request]) -> list[Request]:
         """Launches a window, then reads the one before."""
-        self._acquire()
+        self.acquire()
         self._admit(waiting)
         self._launch(waiting)
         while len(self.windows) > int(bool(self.running)):
@@ -154,9 +154,7 @@ class PagedCore:
         if self.pool is not None:
             self._reset_pages()
 
-    # --- memory
-
-    def _acquire(self) -> None:
+    def acquire(self) -> None:
         if self.pool is None:
             shape = cache_shape(self.model)
             pool = PagePool(shape, self._num_pages(shape), self.device)
@@ -169,18 +167,21 @@ class PagedCore:
         while self.left_pages:
             self.pool.leave(self.left_pages.popleft())
 
+    # --- memory
+
     def _num_pages(self, shape: CacheShape) -> int:
-        """For `max_sequences` of `max_length` tokens, or as many as fit."""
-        wanted = self.max_sequences * num_pages_of(self.max_length)
+        """For `max_sequences` of `max_length` tokens, or as many as fit. Where a sequence begins, it has one twice."""
+        of_one = num_pages_of(self.max_length) + 1
+        wanted = self.max_sequences * of_one
         if self.device.type != "cuda":
             return wanted
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         fitting = int((free + unused) * MEMORY_SHARE) // shape.page_bytes - 1
-        if fitting < num_pages_of(self.max_length):
+        if fitting < of_one:
             raise UserError(
                 f"the KV cache of one sequence of {self.max_length} tokens needs "
-                f"{num_pages_of(self.max_length) * shape.page_bytes / 2**30:.1f} GiB, and the device has "
+                f"{of_one * shape.page_bytes / 2**30:.1f} GiB, and the device has "
                 f"{(free + unused) / 2**30:.1f} GiB left: lower data.max_prompt_tokens or rollout.max_response_tokens"
             )
         return min(wanted, fitting)
@@ -196,15 +197,20 @@ class PagedCore:
         self.table[:] = 0
 
     def _make_room(self, count: int) -> bool:
-        """Whether `count` pages are free; histories go for it."""
+        """Whether `count` pages are free; what can be read again goes for it: histories, then prompts that wait for
+        samples."""
         assert self.pool is not None
         for key in list(self.histories):
             if len(self.pool.free) >= count:
-                break
+                return True
             history = self.histories.pop(key, None)
             if history is not None:
                 self.pool.leave(history.pages)
                 history.pages.clear()
+        for family in list(self.stored):
+            if len(self.pool.free) >= count:
+                return True
+            self.pool.leave(self.stored.pop(family).pages)
         return len(self.pool.free) >= count
 
     def _forget_prompts(self) -> None:
