@@ -22,7 +22,7 @@ def engines(family: str, dtype: torch.dtype, **options: int) -> tuple[NativeEngi
     """(paged and fused, reference), with the same weights."""
     register()
     config = tiny_config(family)
-    config.head_dim = 16
+    config.head_dim = 32
     made = []
     for paged in (True, False):
         torch.manual_seed(2)

@@ -504,7 +504,7 @@ def can_be_paged(model: Any) -> bool:
     return (
         set(attention_scales(model)) == set(range(shape.num_layers))
         and not hasattr(config, "kv_lora_rank")
-        and 16 <= shape.width <= 256
+        and 32 <= shape.width <= 256
         and shape.width.bit_count() == 1
     )
 

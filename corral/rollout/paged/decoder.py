@@ -14,7 +14,7 @@ from torch import Tensor
 from corral.kernels.draw import draw
 from corral.kernels.gate import silu_mul
 from corral.kernels.norm import add_rms_norm, rms_norm
-from corral.kernels.paged import PAGE, paged_attention, rotate_and_store
+from corral.kernels.paged import PAGE, paged_decode
 from corral.model.attention import Kernel, forward_hidden
 from corral.model.fused import FusedLayer, fused_layers, weight_and_eps
 from corral.rollout.paged.pool import PagePool
@@ -125,22 +125,20 @@ class Decoder:
         return add_rms_norm(change, residual, *weight_and_eps(decoder.norm))[0]
 
     def attend(self, layer: FusedLayer, normed: Tensor, state: SlotState) -> Tensor:
-        assert self.rotary is not None
+        q_norm, k_norm = layer.q_norm, layer.k_norm
         keys, values = self.pool.keys_and_values(layer.index)
-        query = rotate_and_store(
+        return paged_decode(
             F.linear(normed, layer.qkv_weight, layer.qkv_bias),
             keys,
             values,
             state.positions,
             state.table,
-            *self.rotary,
-            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
-            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
-            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+            scale=layer.scaling,
+            rotary=self.rotary,
+            norms=None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight),
+            eps=0.0 if q_norm is None else q_norm.eps,
+            splits=num_splits(len(normed), layer.num_kv_heads),
         )
-        splits = num_splits(len(query), keys.shape[1])
-        output = paged_attention(query, keys, values, state.positions, state.table, layer.scaling, splits)
-        return output.flatten(1)
 
 
 class PagedDecode:
@@ -151,12 +149,17 @@ class PagedDecode:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
-        positions, table = self.state.positions, self.state.table
         qkv = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value)], dim=1)
-        rotated = rotate_and_store(qkv, keys, values, positions, table, None, None)
-        splits = num_splits(len(rotated), keys.shape[1])
-        output = paged_attention(rotated, keys, values, positions, table, self.scales[layer], splits)
-        return output.transpose(0, 1)[None]
+        output = paged_decode(
+            qkv,
+            keys,
+            values,
+            self.state.positions,
+            self.state.table,
+            scale=self.scales[layer],
+            splits=num_splits(len(qkv), keys.shape[1]),
+        )
+        return output.view(len(qkv), -1, query.shape[3]).transpose(0, 1)[None]
 
 
 def num_splits(sequences: int, kv_heads: int) -> int:
