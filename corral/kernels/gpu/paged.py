@@ -12,6 +12,8 @@ from torch import Tensor
 from corral.kernels.paged import PAGE
 
 LOG2_E = 1.4426950408889634
+FEW = 264
+"""Programs: two for each of an H100's multiprocessors, which leaves shared memory for more pages under way in each."""
 
 
 def decode(
@@ -41,7 +43,7 @@ def decode(
         table.stride(0), scale * LOG2_E, eps,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), HALF=width // 2,
         PAGE=PAGE, SPLITS=splits, NORM=norms is not None, ROTATE=rotary is not None,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=4 if sequences * kv_heads * splits <= FEW else 3,
     )  # fmt: skip
     if splits > 1:
         _combine[(sequences * heads,)](partial, weights, output, SPLITS=splits, WIDTH=width, num_warps=1)
@@ -99,9 +101,13 @@ def _decode(
     per_split = tl.cdiv(pages, SPLITS)
     key_offsets = (place[:, None] * KV_HEADS + kv_head) * WIDTH + half[None, :]
     value_offsets = (place[:, None] * KV_HEADS + kv_head) * WIDTH + column[None, :]
-    for index in range(split * per_split, tl.minimum((split + 1) * per_split, pages)):
-        page = tl.load(table + sequence * table_stride + index).to(tl.int64)
+    own_table = table + sequence * table_stride
+    first = split * per_split
+    page = tl.load(own_table + first, mask=first < pages, other=0).to(tl.int64)
+    for index in range(first, tl.minimum(first + per_split, pages)):
         base = page * (PAGE * KV_HEADS * WIDTH)
+        # The next one, ahead: then the loads of keys and values wait for nothing, and several pages are under way.
+        page = tl.load(own_table + index + 1, mask=index + 1 < pages, other=0).to(tl.int64)
         # A page may hold anything behind the sequence's end, and 0 x NaN is NaN.
         seen = (index * PAGE + place) < position
         k_low = tl.load(keys + base + key_offsets, mask=seen[:, None], other=0.0)
@@ -124,7 +130,7 @@ def _decode(
             cos, sin, k_weight, half, eps, NORM, ROTATE, kind,
         )  # fmt: skip
         new_value = tl.load(token + (HEADS + KV_HEADS + kv_head) * WIDTH + column)
-        page = tl.load(table + sequence * table_stride + position // PAGE).to(tl.int64)
+        page = tl.load(own_table + position // PAGE).to(tl.int64)
         slot = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * WIDTH
         tl.store(keys + slot + half[None, :], new_low)
         tl.store(keys + slot + HALF + half[None, :], new_high)
