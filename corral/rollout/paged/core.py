@@ -51,6 +51,8 @@ class Opening:
     """Of the weights that read them."""
     hidden: Tensor | None = None
     """[width], of the last token, when all are read."""
+    begun_in: int | None = None
+    """Somebody else's page, with the beginning of the first one that is read: to be copied."""
 
 
 @dataclass(eq=False)
@@ -160,9 +162,10 @@ class PagedCore:
             pool = PagePool(shape, self._num_pages(shape), self.device)
             self.decoder = Decoder(self.model, pool, self.state, self.scales, WINDOW)
             self.pool = pool
-            # A look at every object of the process takes Python longer than a window takes the device.
-            gc.collect()
-            gc.freeze()
+            if self.device.type == "cuda":
+                # A look at every object of the process takes Python longer than a window takes the device.
+                gc.collect()
+                gc.freeze()
         self.pool.acquire()
         while self.left_pages:
             self.pool.leave(self.left_pages.popleft())
@@ -276,11 +279,10 @@ class PagedCore:
         if not self._make_room(needed + own):
             self.pool.leave(pages)
             return None
-        new = self.pool.take(needed)
+        opening = Opening([], tokens, pages[:whole] + self.pool.take(needed), known, self.version)
         if whole < len(pages):
-            self.pool.copy(pages[whole:], new[:1])
-            self.pool.leave(pages[whole:])
-        return Opening([], tokens, pages[:whole] + new, known, self.version)
+            opening.begun_in = pages[whole]
+        return opening
 
     def _remembered(self, request: Request, length: int) -> tuple[list[int], int]:
         """(pages, tokens in them) that need not be computed."""
@@ -298,6 +300,12 @@ class PagedCore:
         ends = [len(opening.tokens) for opening in unread]
         if len(unread) == 1:
             ends = [min(ends[0], unread[0].known + self.max_prefill_tokens)]
+        begun = [opening for opening in unread if opening.begun_in is not None]
+        sources = [opening.begun_in for opening in begun if opening.begun_in is not None]
+        self.pool.copy(sources, [opening.pages[opening.known // PAGE] for opening in begun])
+        self.pool.leave(sources)
+        for opening in begun:
+            opening.begun_in = None
         pieces = [Piece(o.tokens[:end], o.known, o.pages) for o, end in zip(unread, ends, strict=True)]
         context = Prefill(self.pool, pieces, self.scales)
         hidden = forward_hidden(self.model, context.tokens, context.positions, context)[context.last]
@@ -309,8 +317,8 @@ class PagedCore:
         self.opening = unread[0] if unread[0].hidden is None else None
 
     def _begin(self, openings: list[Opening], left: set[Family]) -> None:
-        """Draws the first token of every request, each in a slot and with pages of its own from here on. Prompts with
-        samples `left` to wait are stored for them."""
+        """Draws the first token of every request, each in a slot and with a last page of its own from here on. Prompts
+        with samples `left` to wait are stored for them; else the last request takes over the opening's pages."""
         assert self.pool is not None
         copies: list[tuple[int, int]] = []
         begun: list[tuple[int, Sequence]] = []
@@ -325,11 +333,13 @@ class PagedCore:
                 self.pool.leave(self.stored.pop(key).pages)
             whole = len(opening.tokens) // PAGE
             for request in opening.requests:
-                pages = opening.pages[:whole]
-                self.pool.share(pages)
-                for page in opening.pages[whole:]:
-                    pages += self.pool.take(1)
-                    copies.append((page, pages[-1]))
+                pages = opening.pages
+                if request is not opening.requests[-1] or key in left:
+                    pages = opening.pages[:whole]
+                    self.pool.share(pages)
+                    for page in opening.pages[whole:]:
+                        pages += self.pool.take(1)
+                        copies.append((page, pages[-1]))
                 last = len(request.prompt) + request.sampling.max_tokens - 1
                 begun.append((heapq.heappop(self.free_slots), Sequence(request, pages, len(opening.tokens), last)))
                 request.memory = None  # it is in the cache now
@@ -337,7 +347,8 @@ class PagedCore:
                     self.stats.prompt_tokens += len(request.prompt)
         self.pool.copy([source for source, _ in copies], [target for _, target in copies])
         for opening in openings:
-            self.pool.leave(opening.pages)
+            if _key(opening.requests[0]) in left:
+                self.pool.leave(opening.pages)
         hidden = torch.stack([opening.hidden for opening in openings if opening.hidden is not None])
         rows = [row for row, opening in enumerate(openings) for _ in opening.requests]
         self._draw_first(hidden, rows, [opening.requests[0].sampling for opening in openings], begun)
