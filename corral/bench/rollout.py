@@ -76,13 +76,13 @@ def tell_of_cache(engine: Any, tell: Tell) -> None:
     """What training gets while nothing is played, and how long that takes."""
     from corral.rollout.paged.core import PagedCore
 
-    if isinstance(engine.core, PagedCore) and engine.core.pool is not None:
+    if isinstance(engine.core, PagedCore):
         started = time.perf_counter()
         engine.pause()
         paused = time.perf_counter()
         engine.resume()
         taken_ms, given_ms = 1000 * (time.perf_counter() - paused), 1000 * (paused - started)
-        size = engine.core.pool.num_bytes / 1e9
+        size = engine.core.cache.pool.num_bytes / 1e9
         tell.facts(remark=f"a cache of {size:.1f} GB was given back in {given_ms:.1f} ms, taken in {taken_ms:.1f} ms")
 
 

@@ -15,7 +15,9 @@ from corral.rollout.native import NativeEngine
 from corral.rollout.paged import core as paged_core
 from corral.rollout.paged.core import PagedCore
 from corral.rollout.paged.decoder import batch_size
+from corral.rollout.paged.openings import Opening
 from corral.rollout.paged.pool import CacheShape, PagePool
+from corral.rollout.request import Request
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels need heads of 32 and more")
 LONG_PROMPT = [3 + i % 60 for i in range(150)]
@@ -24,7 +26,7 @@ LONG_PROMPT = [3 + i % 60 for i in range(150)]
 def paged_engine(num_pages: int | None = None, **options: int) -> NativeEngine:
     engine = make_engine(core="paged", **options)  # type: ignore[arg-type]
     if num_pages is not None:
-        core_of(engine)._num_pages = lambda shape: num_pages  # type: ignore[method-assign]
+        core_of(engine).cache.num_pages = lambda: num_pages  # type: ignore[method-assign]
     return engine
 
 
@@ -37,9 +39,9 @@ def assert_nothing_is_held(engine: NativeEngine) -> None:
     core = core_of(engine)
     gc.collect()
     core.acquire()
-    assert core.pool is not None
-    assert sorted(core.pool.free) == list(range(1, core.pool.num_pages + 1))
-    assert not core.pool.users.any()
+    pool = core.cache.pool
+    assert sorted(pool.free) == list(range(1, pool.num_pages + 1))
+    assert not pool.users.any()
     assert sorted(core.free_slots) == list(range(core.max_sequences))
     assert not core.table.any()
 
@@ -78,14 +80,14 @@ def test_a_prompt_that_is_longer_than_a_pass_is_read_in_parts_between_which_othe
     requests = [(PROMPTS[0], Sampling(max_tokens=60), 1), (LONG_PROMPT, Sampling(max_tokens=10), 2)]
     requests += [(PROMPTS[1], Sampling(max_tokens=10), 3)]
     passes: list[int] = []
-    read = core_of(engine)._read
+    read = core_of(engine).openings.read
 
-    def counted(openings: list[paged_core.Opening]) -> None:
+    def counted(openings: list[Opening]) -> None:
         before = engine.stats.computed_tokens
         read(openings)
         passes.append(engine.stats.computed_tokens - before)
 
-    core_of(engine)._read = counted  # type: ignore[method-assign]
+    core_of(engine).openings.read = counted  # type: ignore[method-assign]
     for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
@@ -98,7 +100,7 @@ def test_sequences_are_set_aside_when_pages_run_out_and_go_on_later_as_if_nothin
     set_aside: list[int] = []
     put_back = core_of(engine)._set_aside
 
-    def noted(waiting: list[paged_core.Request]) -> None:
+    def noted(waiting: list[Request]) -> None:
         put_back(waiting)
         set_aside.append(len(waiting[0].tokens))
 
@@ -193,7 +195,7 @@ def test_pausing_gives_the_pages_back_and_a_history_from_before_is_read_again() 
     async def play() -> tuple[list[int], Completion]:
         first = await engine.generate(PROMPTS[2], Sampling(max_tokens=6), 1, keep=True)
         engine.pause()
-        assert core_of(engine).pool.layers is None  # type: ignore[union-attr]
+        assert core_of(engine).cache.pool.layers is None
         engine.resume()
         whole = [*PROMPTS[2], *first.tokens, 20]
         return whole, await engine.generate(whole, Sampling(max_tokens=6), 2, memory=first.memory)
@@ -211,7 +213,7 @@ def test_an_update_while_a_long_prompt_is_half_read_reads_it_again() -> None:
     async def play() -> Completion:
         other = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=60), 1))
         request = asyncio.ensure_future(engine.generate(LONG_PROMPT, Sampling(max_tokens=10), 2))
-        while not core_of(engine).opening:
+        while not core_of(engine).openings.unfinished:
             await asyncio.sleep(0)
         await engine.update(weights, version=1)
         await other

@@ -78,8 +78,7 @@ def test_graphs_go_on_to_hold_after_a_pause_and_with_other_weights() -> None:
     paged.pause()
     core = paged.core
     assert isinstance(core, PagedCore)
-    assert core.pool is not None
-    assert torch.cuda.mem_get_info()[0] - before >= core.pool.num_bytes
+    assert torch.cuda.mem_get_info()[0] - before >= core.cache.pool.num_bytes
     graphs = dict(core.decoder.graphs)  # type: ignore[union-attr]
     weights = [(name, weight.detach() * 0.9) for name, weight in reference.model.named_parameters()]
     paged.load(weights, version=1)
