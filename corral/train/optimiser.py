@@ -106,7 +106,7 @@ class MasterOptimiser:
                 rate=rate,
                 decay=self.recipe.weight_decay,
                 betas=self.recipe.betas,
-                log_betas=(math.log(self.recipe.betas[0]), math.log(self.recipe.betas[1])),
+                log_betas=(log(self.recipe.betas[0]), log(self.recipe.betas[1])),
                 eps=self.recipe.epsilon,
             )
         self._rest()
@@ -183,6 +183,10 @@ class MasterOptimiser:
         if moments:
             device = torch.device("cpu") if self.on_host else slot.master.device
             self.adamw.state[slot.master] = {key: value.to(device, copy=True) for key, value in moments.items()}
+
+
+def log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
 
 
 class LossScaler:

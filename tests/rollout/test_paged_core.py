@@ -206,6 +206,23 @@ def test_pausing_gives_the_pages_back_and_a_history_from_before_is_read_again() 
     assert_nothing_is_held(engine)
 
 
+def test_where_the_memory_is_not_to_be_had_again_the_cache_gets_smaller() -> None:
+    engine = paged_engine()
+    cache = core_of(engine).cache
+    before = generate(engine, [(PROMPTS[2], Sampling(max_tokens=20), 1)])[0]
+    engine.pause()
+    larger = cache.pool
+
+    def others_have_it() -> None:
+        raise torch.OutOfMemoryError("others have come to stay")
+
+    larger.acquire = others_have_it  # type: ignore[method-assign]
+    cache.num_pages = lambda: 10  # type: ignore[method-assign]
+    assert generate(engine, [(PROMPTS[2], Sampling(max_tokens=20), 1)])[0].tokens == before.tokens
+    assert cache.pool.num_pages == 10
+    assert_nothing_is_held(engine)
+
+
 def test_an_update_while_a_long_prompt_is_half_read_reads_it_again() -> None:
     engine = paged_engine(max_prefill_tokens=32, max_sequences=2)
     weights = [(name, weight.detach() * 0.9) for name, weight in engine.model.named_parameters()]

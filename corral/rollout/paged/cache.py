@@ -52,9 +52,16 @@ class PagedCache:
         return self.made
 
     def acquire(self) -> None:
+        """Takes the pool's memory. Others may have come to stay since it was made, such as an optimiser's moments: then
+        there is a smaller pool."""
         if self.made is None:
             self.made = PagePool(self.shape, self.num_pages(), self.device)
-        self.pool.acquire()
+        try:
+            self.pool.acquire()
+        except torch.OutOfMemoryError:
+            self.pool.close()
+            self.made = PagePool(self.shape, self.num_pages(), self.device)
+            self.pool.acquire()
         while self.left_pages:
             self.pool.leave(self.left_pages.popleft())
 

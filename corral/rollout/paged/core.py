@@ -108,7 +108,7 @@ class PagedCore:
 
     def acquire(self) -> None:
         self.cache.acquire()
-        if self.decoder is None:
+        if self.decoder is None or self.decoder.pool is not self.cache.pool:
             self.decoder = Decoder(self.model, self.cache.pool, self.state, self.scales, WINDOW)
             if self.device.type == "cuda":
                 # A look at every object of the process takes Python longer than a window takes the device.

@@ -58,6 +58,10 @@ class PagePool:
         self.users[:] = 0
         self.free = list(range(self.num_pages, 0, -1))
 
+    def close(self) -> None:
+        self.release()
+        self.memory.close()
+
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """[pages x PAGE, kv_heads, width] each."""
         assert self.layers is not None
@@ -108,6 +112,9 @@ class _HostMemory:
     def give_back(self) -> None:
         """It goes with the last tensor."""
 
+    def close(self) -> None:
+        pass
+
 
 class _DeviceMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -121,6 +128,9 @@ class _DeviceMemory:
 
     def give_back(self) -> None:
         self.held.unmap()
+
+    def close(self) -> None:
+        self.held.close()
 
 
 def _make_memory(num_bytes: int, device: torch.device) -> _HostMemory | _DeviceMemory:
