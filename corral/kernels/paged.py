@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from corral.kernels.norm import plain_rms_norm
+from corral.kernels.rotary import plain_rotate
+
 PAGE = 64
 
 
@@ -39,10 +42,10 @@ def paged_decode(
     heads = qkv.shape[1] // width - 2 * kv_heads
     query, key, value = qkv.view(len(qkv), -1, width).split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
-        query, key = norms[0] * _normal(query, eps), norms[1] * _normal(key, eps)
+        query, key = plain_rms_norm(query, norms[0], eps), plain_rms_norm(key, norms[1], eps)
     if rotary is not None:
-        cos, sin = (part[positions.long(), None] for part in rotary)
-        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        cos, sin = (part[positions.long()] for part in rotary)
+        query, key = plain_rotate(query, cos, sin), plain_rotate(key, cos, sin)
     new = table.gather(1, (positions // PAGE)[:, None].long())[:, 0].long() * PAGE + positions % PAGE
     keys[new], values[new] = key, value
     places = torch.arange(int(positions.max()) + 1, device=qkv.device)
@@ -53,13 +56,3 @@ def paged_decode(
     grouped = query.reshape(len(query), kv_heads, -1, width)
     output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None], scale=scale)
     return output.reshape(len(qkv), -1)
-
-
-def _normal(x: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
