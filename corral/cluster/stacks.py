@@ -34,15 +34,9 @@ MARKS: dict[Kind, bytes] = {
     "environment": b"from corral.envs.process_worker import main",
 }
 """In the command line of a process that runs a reward function, or plays environments that block."""
-AT_REST = {
-    "ScorerPool._serve",
-    "EnvProcesses._serve",
-    "Place.next_call",
-    "Heartbeats._ask_nodes",
-    "Heartbeats._ask_ray",
-    "Lookout._look",
-    "TrackerThread._live",
-}
+BESIDE = {"Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
+"""Functions of threads that look after a run: what they are at says least of it."""
+AT_REST = {"ScorerPool._serve", "EnvProcesses._serve", "Place.next_call", *BESIDE}
 """Functions in which a thread waits for work."""
 NO_PERMISSION = (
     "no permission to look into it. Be the same user, or root; in a container, start that with --cap-add SYS_PTRACE "
@@ -83,6 +77,10 @@ class Stack:
         return self.own is None or self.own.function in AT_REST
 
     @property
+    def is_beside(self) -> bool:
+        return any(frame.function in BESIDE for frame in self.frames)
+
+    @property
     def is_event_loop(self) -> bool:
         """Waiting for whatever comes next."""
         return not self.is_active and bool(self.frames) and self.frames[0].file == "selectors.py"
@@ -104,7 +102,7 @@ class Process:
     def shown(self) -> tuple[Stack, ...]:
         """Without threads that wait for work; what says most comes first."""
         busy = [stack for stack in self.stacks if not stack.is_at_rest]
-        return tuple(sorted(busy, key=lambda stack: (not stack.is_active, stack.is_event_loop)))
+        return tuple(sorted(busy, key=lambda stack: (stack.is_beside, not stack.is_active, stack.is_event_loop)))
 
     @property
     def doing(self) -> str:

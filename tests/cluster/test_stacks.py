@@ -117,6 +117,13 @@ def test_processes_that_do_the_same_are_one_block() -> None:
     assert alone.startswith("device 7, actor of run r: waits for work\n")
 
 
+def test_threads_that_look_after_a_run_come_last() -> None:
+    looks = ("Lookout._tell_of_others", "Lookout._look")
+    lookout = Stack("debuggers", True, tuple(Frame(name, "runtime/remote_debugger.py", 1, True) for name in looks))
+    main = Stack("MainThread", False, (Frame("Training.run", "loop/train.py", 1, True),))
+    assert Process("h1", 1, "controller", "r", None, (), (lookout, main)).shown == (main, lookout)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_what_must_not_be_looked_at_says_how_it_may_be(sleeper: "subprocess.Popen[str]") -> None:
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
