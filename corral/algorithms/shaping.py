@@ -17,6 +17,18 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, penal
     return -penalty * (excess / buffer_tokens).clamp(0, 1)
 
 
+def clipped_rewards(token_rewards: Tensor, mask: Tensor, offsets: Tensor, bound: float) -> Tensor:
+    """[T]: each trajectory's rewards, scaled such that their sum is within [-bound, bound].
+
+    In float64, and a lone reward becomes the bound itself: rewards that are clipped to the same number must have no
+    spread, since GRPO divides by it.
+    """
+    totals = ragged.segment_sum(token_rewards.double(), mask, offsets)
+    is_beyond = ragged.expand(totals.abs() > bound, offsets)
+    shares = token_rewards.double() / ragged.expand(totals.abs(), offsets)
+    return torch.where(is_beyond, shares * bound, token_rewards.double())
+
+
 def informative_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """[N] bool: whether the rewards in the trajectory's group differ. If not, every baseline leaves nothing to learn.
 

@@ -2,6 +2,7 @@ r"""Finding the final answer in a text: after `####`, in `\boxed{}`, or as a num
 
 import re
 from decimal import Decimal
+from typing import Any
 
 _NUMBER = re.compile(
     r"""
@@ -16,6 +17,16 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _BOXED = re.compile(r"\\f?boxed\s*(?=\{)")
+
+
+def references(answer: Any) -> list[Any]:
+    """What a row has to compare with: one answer, or several any of which is right. ValueError if it has none."""
+    if hasattr(answer, "tolist"):  # an array, or one of its numbers
+        answer = answer.tolist()
+    several = list(answer) if isinstance(answer, list | tuple | set) else [answer]
+    if not several or several == [None]:
+        raise ValueError("the row has no answer to compare with; is data.answer_key set?")
+    return several
 
 
 def numbers(text: str) -> list[Decimal]:

@@ -2,20 +2,18 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
-from corral.recipe.schema import Source
+from corral.recipe.schema import Part, Source
 
 DEFAULT_SIZE = 1000
-
-
-Part = Literal["train", "validation"]
 VALIDATION_SHARE = 10
 """One board in so many is for validation."""
 
 
 def board_rows(source: Source, environments: Mapping[str, float], part: Part = "train") -> Iterator[dict[str, Any]]:
-    """Boards, dealt to environments (tags, with their shares) so that every beginning of the rows has the shares.
+    """Boards, dealt to environments (tags, with their shares) so that every beginning of the rows has the shares. Not
+    all of them may be 0.
 
     Board 17 of seed 0 is the same number in every run, and it belongs to the same environment while the shares stay.
     """

@@ -15,12 +15,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from corral.data.boards import Part, board_rows
+from corral.data.boards import board_rows
 from corral.data.generated import arithmetic_rows, reasoning_gym_rows
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, row_from_mapping
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Data, Source
+from corral.recipe.schema import Data, Part, Source
 
 Located = tuple[str, Mapping[str, Any]]
 """Where a row is (`train.jsonl:7`, `train.parquet[6]`), and its columns."""

@@ -27,6 +27,8 @@ class Learnt:
         """Updates without any trajectory that could change the weights."""
         self.skipped: list[str] = []
         """One line for each update that was not made because something was not finite."""
+        self.too_far: list[str] = []
+        """One line for each update that was not made because the policy had moved too far (`max_mean_ratio`)."""
         self.finite: list[bool] = []
         """Of each update in order, critic and policy together."""
         self.num_overflows = 0
@@ -41,6 +43,11 @@ class Learnt:
             self.num_overflows += 1
         elif result.skipped:
             self.skipped.append(f"policy loss {loss:g}, gradient norm {result.gradient_norm:g}")
+
+    def add_too_far(self, loss: float, sums: Sums, limit: float) -> None:
+        self.sums.merge(sums)
+        self.losses.append(loss)
+        self.too_far.append(f"mean ratio {sums.mean_ratio:.4g}, above algorithm.max_mean_ratio: {limit:g}")
 
     def add_value(self, loss: float, result: UpdateResult) -> None:
         self.value_losses.append(loss)
@@ -57,7 +64,7 @@ class Learnt:
             "policy/gradient_norm": float(np.mean(finite)) if finite else 0.0,
             "policy/learning_rate": self.learning_rate,
             "updates/made": float(self.num_updates),
-            "updates/skipped": float(len(self.skipped)),
+            "updates/skipped": float(len(self.skipped) + len(self.too_far)),
             "updates/empty": float(self.num_empty),
         }
         if self.num_overflows:
@@ -103,7 +110,17 @@ async def update_policy(parts: Parts, batch: Batch, rows: Sequence[int], learnt:
         learnt.num_empty += 1
         return
     sums = await parts.actor.accumulate(batch, trainable, terms_of(parts, batch, rows))
-    learnt.add_policy(sums.loss, sums, await parts.actor.step())
+    await step_policy(parts, sums, learnt)
+
+
+async def step_policy(parts: Parts, sums: Sums, learnt: Learnt, scale: float = 1.0) -> None:
+    """One update with the gradients times `scale`, unless these are of a policy too far from the one that played."""
+    limit = parts.algorithm.max_mean_ratio
+    if limit is not None and sums.mean_ratio > limit:
+        await parts.actor.group.all("forget_gradients")
+        learnt.add_too_far(sums.loss * scale, sums, limit)
+    else:
+        learnt.add_policy(sums.loss * scale, sums, await parts.actor.step(scale))
 
 
 async def update_critic(parts: Parts, batch: Batch, rows: Sequence[int], learnt: Learnt) -> None:

@@ -22,7 +22,7 @@ from corral.recipe.errors import UserError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
-from corral.recipe.schema import Model, Recipe, Source
+from corral.recipe.schema import Model, Part, Recipe, Source
 from corral.rollout.engine import Sampling
 from corral.rollout.prefix import check_template
 from corral.runtime.group import Group
@@ -120,8 +120,7 @@ class Parts(Players):
 @asynccontextmanager
 async def open_players(recipe: Recipe, console: Console, model_path: str | None = None) -> AsyncIterator[Players]:
     """`model_path`: another model than the recipe's, such as a checkpoint; the tokenizer is its own."""
-    source = recipe.data.validation
-    if source is None:
+    if recipe.data.validation is None:
         raise UserError("data.validation: there is nothing to evaluate on")
     if model_path is not None:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model_path})})
@@ -130,7 +129,7 @@ async def open_players(recipe: Recipe, console: Console, model_path: str | None 
         await runtime.build("rewards", recipe, None)
         tokenizer = tokenizer_of(recipe.model, console)
         check_turns(recipe, tokenizer, console)
-        validation = prompts_of(recipe, source, tokenizer, console)
+        validation = prompts_of(recipe, "validation", tokenizer, console)
         with console.stage("loading the model"):
             facts = await runtime.build("rollout", recipe, None)
         async with open_playground(runtime, facts[0]["max_sequences"]) as playground:
@@ -152,10 +151,10 @@ async def open_parts(
         await runtime.build("rewards", recipe, None)
         tokenizer = tokenizer_of(recipe.model, console)
         check_turns(recipe, tokenizer, console)
-        train = prompts_of(recipe, recipe.data.train, tokenizer, console)
+        train = prompts_of(recipe, "train", tokenizer, console)
         validation = []
         if recipe.data.validation is not None:
-            validation = prompts_of(recipe, recipe.data.validation, tokenizer, console)
+            validation = prompts_of(recipe, "validation", tokenizer, console)
         recipe = with_steps(recipe, len(train))
         with console.stage("loading the model"):
             facts = {role: await runtime.build(role, recipe, resume_from) for role in ORDER if role in placement.roles}
@@ -247,9 +246,11 @@ def check_turns(recipe: Recipe, tokenizer: Any, console: Console) -> None:
             console.warn(doubt)
 
 
-def prompts_of(recipe: Recipe, source: Source, tokenizer: Any, console: Console) -> list[PreparedPrompt]:
+def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> list[PreparedPrompt]:
     data = recipe.data
-    rows = load_rows(source, data, recipe.shares)
+    source = data.train if part == "train" else data.validation
+    assert source is not None
+    rows = load_rows(source, data, recipe.shares(part))
     check_tags(rows, recipe, source)
     prompts, counts = fit_prompts(
         rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong

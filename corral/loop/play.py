@@ -90,7 +90,7 @@ class Playing:
             async for groups in self._finished(size):
                 piece = self._played(groups, rounds)
                 if self.algorithm.dynamic_sampling:
-                    keep_informative(piece)
+                    keep_informative(piece, self.algorithm.reward_clip)
                 kept += len(piece.ordinals)
                 yield piece
             if not self.algorithm.dynamic_sampling or kept >= wanted or rounds == self.algorithm.max_rounds:
@@ -152,10 +152,13 @@ def is_finished(group: _Group) -> bool:
     return group.sampled.done() and (group.greedy is None or group.greedy.done())
 
 
-def keep_informative(played: Played) -> None:
+def keep_informative(played: Played, reward_clip: float | None) -> None:
+    """Drops groups whose rewards, as far as they count, are all equal."""
     if not played.trajectories:
         return
     rewards = torch.tensor([trajectory.reward for trajectory in played.trajectories])
+    if reward_clip is not None:
+        rewards = rewards.clamp(-reward_clip, reward_clip)
     groups = torch.tensor([trajectory.ordinal for trajectory in played.trajectories])
     informative = informative_groups(rewards, groups)
     played.dull = sorted(set(groups[~informative].tolist()))

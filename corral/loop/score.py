@@ -11,7 +11,7 @@ from corral.algorithms.advantages import ADVANTAGES, RewardedBatch, Turns
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.ragged import segment_mean
-from corral.algorithms.shaping import overlong_penalty
+from corral.algorithms.shaping import clipped_rewards, overlong_penalty
 from corral.data.batch import Batch
 from corral.data.trajectory import IntArray, Trajectory
 from corral.loop.parts import Parts
@@ -67,6 +67,10 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
         penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
         rewards[last_generated(batch)] += penalties
         metrics["reward/overlong_penalty"] = float(penalties.mean())
+    baselines = torch.tensor([played.baselines.get(int(group), 0.0) for group in batch.groups])
+    if algorithm.reward_clip is not None:
+        rewards = clipped_rewards(rewards, mask, offsets, algorithm.reward_clip)
+        baselines = baselines.double().clamp(-algorithm.reward_clip, algorithm.reward_clip)
     if parts.kl is not None:
         reference = torch.from_numpy(batch.columns["reference_logprobs"])
         penalty = kl_penalty(old, reference, algorithm.kl_estimator)
@@ -82,7 +86,6 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
         batch.columns["correction"] = correction.weights.numpy()
         metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
     values = batch.columns.get("values")
-    baselines = [played.baselines.get(int(group), 0.0) for group in batch.groups]
     result = ADVANTAGES[algorithm.advantage](
         RewardedBatch(
             token_rewards=rewards,
@@ -90,12 +93,13 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
             offsets=offsets,
             groups=torch.from_numpy(batch.groups),
             values=None if values is None else torch.from_numpy(values),
-            baselines=torch.tensor(baselines),
+            baselines=baselines,
             turns=turns_of(played.trajectories, batch.offsets) if algorithm.advantage in BY_TURN else None,
         ),
         **algorithm.advantage_options,
     )
-    batch.columns["advantages"] = result.advantages.float().numpy()
+    found, bound = result.advantages, algorithm.advantage_clip
+    batch.columns["advantages"] = (found if bound is None else found.clamp(-bound, bound)).float().numpy()
     batch.columns["returns"] = result.returns.float().numpy()
     return metrics
 

@@ -132,6 +132,8 @@ def settle(run: Run, played: Played, learnt: Learnt) -> None:
     """What became of the step's prompts."""
     if learnt.finite and not any(learnt.finite):
         run.ledger.dropped(run.step, played.ordinals, "update not finite")
+    elif learnt.too_far and len(learnt.too_far) == len(learnt.finite):
+        run.ledger.dropped(run.step, played.ordinals, "mean ratio too high")
     else:
         run.ledger.trained(run.step, played.ordinals)
     run.ledger.dropped(run.step, played.failed, "environment failed")
@@ -152,7 +154,11 @@ def nothing_to_learn(run: Run, played: Played) -> str:
 
 
 def guard(run: Run, learnt: Learnt, batch: Batch) -> None:
-    """A number that is not finite never reached the weights; the batch is kept, and three in a row end the run."""
+    """Says which updates were not made. A number that is not finite never reached the weights; the batch is kept, and
+    three in a row end the run."""
+    if learnt.too_far:
+        num_skipped, num_updates = len(learnt.too_far), len(learnt.finite)
+        logger.warning("step %d: %d of %d updates skipped, %s", run.step, num_skipped, num_updates, learnt.too_far[-1])
     for finite in learnt.finite:
         run.skipped_in_a_row = 0 if finite else run.skipped_in_a_row + 1
     if not learnt.skipped:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from corral.algorithms.aggregate import GlobalCounts
 from corral.data.batch import Batch
 from corral.loop.interrupt import Interrupt
-from corral.loop.learn import Learnt, is_broken, kl_coefficient, learn, trainable_rows
+from corral.loop.learn import Learnt, is_broken, kl_coefficient, learn, step_policy, trainable_rows
 from corral.loop.parts import Parts
 from corral.loop.play import Played, Playing
 from corral.loop.score import advantages, plan_updates, score
@@ -88,7 +88,7 @@ async def make_update(parts: Parts, batch: Batch, so_far: Streamed) -> None:
     if so_far.is_broken:
         await parts.actor.group.all("forget_gradients")
     elif sums.num_tokens:
-        learnt.add_policy(sums.loss * scale, sums, await parts.actor.step(scale))
+        await step_policy(parts, sums, learnt, scale)
         learnt.finite.append(not learnt.skipped)
     else:
         learnt.num_empty += 1

@@ -60,6 +60,10 @@ def steps_that_do_nothing(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findi
         yield f"`critic.warmup_steps: {recipe.critic.warmup_steps}` covers all {steps} steps: only the critic learns"
     if recipe.optimiser.warmup_steps >= steps * updates:
         yield f"`optimiser.warmup_steps: {recipe.optimiser.warmup_steps}` covers all {steps * updates} updates"
+    for optimiser, where in ((recipe.optimiser, "optimiser"), (recipe.critic.optimiser, "critic.optimiser")):
+        ratio = optimiser.warmup_ratio
+        if ratio and int(ratio * steps * updates) == 0:
+            yield f"`{where}.warmup_ratio: {ratio:g}` of {steps * updates} updates is less than one: nothing warms up"
     if recipe.data.validation is not None and recipe.validation.every > steps:
         yield f"`validation.every: {recipe.validation.every}` is more than the {steps} steps of the run"
     if recipe.checkpoint.every > steps:

@@ -43,11 +43,11 @@ def dump_recipe(recipe: Recipe, full: bool = False) -> str:
     values = recipe.model_dump(mode="json", exclude_unset=not full)
     ordered = {"name": recipe.name} | values
     return yaml.dump(
-        escape_references(ordered), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, indent=2
+        escape_references(ordered), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=10**6, indent=2
     )
 
 
-class _Dumper(yaml.SafeDumper):
+class RecipeDumper(yaml.SafeDumper):
     """Quotes the text that would not be read back as text, and writes several lines as several lines."""
 
 
@@ -62,7 +62,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+RecipeDumper.add_representer(str, _represent_text)
 
 
 def validate(document: Document) -> Recipe:

@@ -93,6 +93,9 @@ class ResolvedAlgorithm:
     clip_low: float
     clip_high: float
     dual_clip: float | None
+    max_mean_ratio: float | None
+    reward_clip: float | None
+    advantage_clip: float | None
     gamma: float
     lam: float
     turn_gamma: float
@@ -160,6 +163,9 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         clip_low=either(written.clip_low, clip_low),
         clip_high=either(written.clip_high, clip_high),
         dual_clip=written.dual_clip,
+        max_mean_ratio=written.max_mean_ratio,
+        reward_clip=written.reward_clip,
+        advantage_clip=written.advantage_clip,
         gamma=either(written.gamma, 1.0),
         lam=either(written.lam, 1.0),
         turn_gamma=either(written.turn_gamma, 0.95),  # arXiv:2505.10978

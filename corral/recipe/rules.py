@@ -21,7 +21,7 @@ from corral.recipe.presets import (
     ResolvedAlgorithm,
     resolve_algorithm,
 )
-from corral.recipe.schema import Optimiser, Recipe, Section, Source
+from corral.recipe.schema import Optimiser, Part, Recipe, Section, Source
 
 Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
@@ -102,28 +102,43 @@ def environments_or_one(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Finding
     for tag in recipe.environments:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", tag):
             yield f"`environments`: the tag {tag!r} becomes part of metrics' names: use letters, digits, _ - and ."
-    if not on_boards(recipe):
-        reason = "only `data.train.path: boards` is dealt by shares; rows of other sources have a column `environment`"
-        for tag, environment in recipe.environments.items():
-            yield from unused(environment, f"environments.{tag}", ["share"], reason)
+
+
+def shares_of_boards(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    parts = parts_on_boards(recipe)
+    others = "is dealt by shares; rows of other sources have a column `environment`"
+    for tag, environment in recipe.environments.items():
+        where = f"environments.{tag}"
+        if "validation" not in parts:
+            yield from unused(environment, where, ["validation_share"], f"only `data.validation.path: boards` {others}")
+        if not parts:
+            yield from unused(environment, where, ["share"], f"only `path: boards` {others}")
+        elif "train" not in parts and environment.validation_share is not None:
+            reason = f"there are only boards to validate on, and `{where}.validation_share` says how many"
+            yield from unused(environment, where, ["share"], reason)
+    for part in parts:
+        if not any(recipe.shares(part).values()):
+            key = "share" if part == "train" else "validation_share"
+            yield f"`environments`: all shares of `data.{part}.path: boards` are 0; give one of them a `{key}`"
 
 
 def boards_and_games(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    for where, source in (("train", recipe.data.train), ("validation", recipe.data.validation)):
-        if source is not None and source.path == "boards":
-            for environment in recipe.tagged_environments.values():
-                if environment.name in NEED_ROWS:
-                    yield (
-                        f"`data.{where}.path: boards` is for games, and `{environment.name}` needs rows with a prompt: "
-                        "name a file, a hub data set or a generated task"
-                    )
-    if on_boards(recipe):
+    parts = parts_on_boards(recipe)
+    for part in parts:
+        for tag, environment in recipe.tagged_environments.items():
+            if environment.name in NEED_ROWS and recipe.shares(part)[tag]:
+                yield (
+                    f"`data.{part}.path: boards` is for games, and `{environment.name}` needs rows with a prompt: "
+                    "name a file, a hub data set or a generated task"
+                )
+    if "train" in parts:
         reason = "the prompts of a game are its environment's: `environment.options.prompts`"
         yield from unused(recipe.data, "data", ["system", "template", "prompt_key", "answer_key"], reason)
 
 
-def on_boards(recipe: Recipe) -> bool:
-    return recipe.data.train.path == "boards"
+def parts_on_boards(recipe: Recipe) -> list[Part]:
+    sources: dict[Part, Source | None] = {"train": recipe.data.train, "validation": recipe.data.validation}
+    return [part for part, source in sources.items() if source is not None and source.path == "boards"]
 
 
 def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -189,6 +204,9 @@ def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield from unused(written, "algorithm", ["dro_beta"], by_loss)
     if loss not in ("dppo_tv", "dppo_kl"):
         yield from unused(written, "algorithm", ["dppo_threshold"], by_loss)
+    if recipe.batch.updates_per_step * recipe.batch.passes == 1 and algorithm.old_logprobs == "recompute":
+        reason = "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1"
+        yield from unused(written, "algorithm", ["max_mean_ratio"], reason)
     forced = FORCED_AGGREGATION.get(loss)
     if forced is not None and written.aggregation not in (None, forced):
         yield f"`algorithm.aggregation: {written.aggregation}` has no effect: the loss {loss} is always {forced}"
@@ -270,8 +288,13 @@ def shaping_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
 
 
 def optimiser_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    for optimiser, where in ((recipe.optimiser, "optimiser"), (recipe.critic.optimiser, "critic.optimiser")):
-        if optimiser.schedule == "constant" and (where == "optimiser" or algorithm.needs_critic):
+    optimisers = {"optimiser": recipe.optimiser}
+    if algorithm.needs_critic:
+        optimisers["critic.optimiser"] = recipe.critic.optimiser
+    for where, optimiser in optimisers.items():
+        if optimiser.warmup_ratio is not None and "warmup_steps" in optimiser.model_fields_set:
+            yield f"`{where}.warmup_steps` and `{where}.warmup_ratio` are both set; keep one of them"
+        if optimiser.schedule == "constant":
             reason = f"`{where}.schedule` is constant; linear and cosine end at that ratio"
             yield from unused(optimiser, where, ["min_learning_rate_ratio"], reason)
 
@@ -429,6 +452,7 @@ RULES: tuple[Rule, ...] = (
     name_is_a_folder,
     data_keys,
     environments_or_one,
+    shares_of_boards,
     boards_and_games,
     turns_and_timeouts,
     batch_sizes,

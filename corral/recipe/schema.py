@@ -58,6 +58,7 @@ AlgorithmName = Literal[
 AggregationName = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
 ]
+Part = Literal["train", "validation"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 
@@ -123,8 +124,8 @@ class Data(Section):
 
 class Reward(Section):
     name: str = "exact"
-    """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, or `module:function` /
-    `file.py:function`."""
+    """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, by_source (one of them, by the row's
+    `data_source`), or `module:function` / `file.py:function`."""
     options: dict[str, Any] = {}
     """Keyword arguments for the function."""
     timeout_s: PositiveFloat = 10.0
@@ -150,9 +151,11 @@ class Environment(Section):
 
 
 class TaggedEnvironment(Environment):
-    share: PositiveFloat = 1.0
+    share: NaturalFloat = 1.0
     """Of the boards, relative to the others' shares (`path: boards`; rows of other sources say themselves whose they
-    are, in a column `environment`)."""
+    are, in a column `environment`). 0: none."""
+    validation_share: NaturalFloat | None = None
+    """Of the boards to validate on. None: as `share`."""
 
 
 MAX_SEQUENCES = {"cpu": 64, "cuda": 512}
@@ -246,6 +249,12 @@ class Algorithm(Section):
     clip_low: NaturalFloat | None = None
     clip_high: NaturalFloat | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    max_mean_ratio: Annotated[float, Field(gt=1)] | None = None
+    """An update is not made if the mean over its tokens of the ratio of new to old probability is above this."""
+    reward_clip: PositiveFloat | None = None
+    """A trajectory's reward counts as at most this, and at least its negative. What is reported is the whole."""
+    advantage_clip: PositiveFloat | None = None
+    """A token's advantage is at most this, and at least its negative; after whitening, where there is any."""
     gamma: Fraction | None = None
     lam: Fraction | None = None
     """GAE's lambda."""
@@ -276,6 +285,8 @@ class Optimiser(Section):
     weight_decay: NaturalFloat = 0.0
     max_gradient_norm: PositiveFloat = 1.0
     warmup_steps: NaturalInt = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The share of all updates that are warm-up, instead of `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
@@ -454,7 +465,10 @@ class Recipe(Section):
         """By tag; the only one has none."""
         return dict(self.environments) or {"": self.environment}
 
-    @property
-    def shares(self) -> dict[str, float]:
+    def shares(self, part: Part) -> dict[str, float]:
         """Of boards, by tag."""
-        return {tag: environment.share for tag, environment in self.environments.items()} or {"": 1.0}
+        shares = {tag: environment.share for tag, environment in self.environments.items()}
+        if part == "validation":
+            own = {tag: environment.validation_share for tag, environment in self.environments.items()}
+            shares |= {tag: share for tag, share in own.items() if share is not None}
+        return shares or {"": 1.0}

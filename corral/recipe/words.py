@@ -78,6 +78,12 @@ def algorithm_in_words(algorithm: ResolvedAlgorithm) -> dict[str, str]:
             cap=algorithm.correction_cap, floor=algorithm.correction_floor, level=algorithm.correction_level
         ),
     }
+    if algorithm.max_mean_ratio is not None:
+        lines["mean ratio"] = (
+            f"an update with a mean ratio of new to old probability above {algorithm.max_mean_ratio:g} is not made"
+        )
+    if algorithm.reward_clip is not None:
+        lines["rewards"] = f"of a trajectory, within [{-algorithm.reward_clip:g}, {algorithm.reward_clip:g}]"
     if algorithm.entropy_coefficient:
         lines["entropy"] = f"bonus with coefficient {algorithm.entropy_coefficient:g}"
     if algorithm.llds_coefficient:
@@ -97,8 +103,11 @@ def algorithm_in_words(algorithm: ResolvedAlgorithm) -> dict[str, str]:
 def advantage_in_words(algorithm: ResolvedAlgorithm) -> str:
     words = f"{algorithm.advantage}: {ADVANTAGES[algorithm.advantage]}"
     if algorithm.needs_critic:
-        return f"{words}; gamma {algorithm.gamma:g}, lambda {algorithm.lam:g}"
-    return words if algorithm.gamma == 1 else f"{words}; gamma {algorithm.gamma:g}"
+        words += f"; gamma {algorithm.gamma:g}, lambda {algorithm.lam:g}"
+    elif algorithm.gamma != 1:
+        words += f"; gamma {algorithm.gamma:g}"
+    bound = algorithm.advantage_clip
+    return words if bound is None else f"{words}; within [{-bound:g}, {bound:g}]"
 
 
 def loss_in_words(algorithm: ResolvedAlgorithm) -> str:

@@ -29,6 +29,7 @@ BUILT_IN = {
     "search_r1": "corral.rewards.question_answering",
     "math": "corral.rewards.symbolic",
     "reasoning_gym": "corral.rewards.procedural",
+    "by_source": "corral.rewards.by_source",
 }
 OFFERED = ("response", "answer", "prompt", "extra", "source")
 VERL_NAMES = ("solution_str", "ground_truth", "extra_info", "data_source")
@@ -65,13 +66,13 @@ def load_function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 def call(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Result:
     """Score one response. Raises what the function raises, or ValueError for a result that is no finite number."""
-    answer = function(**{**_offer(function, response, row), **options})
+    answer = function(**{**offered(function, response, row), **options})
     return read_result(asyncio.run(_wait_for(answer)) if inspect.isawaitable(answer) else answer)
 
 
 async def call_here(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Result:
     """The same, from an event loop."""
-    answer = function(**{**_offer(function, response, row), **options})
+    answer = function(**{**offered(function, response, row), **options})
     return read_result(await answer if inspect.isawaitable(answer) else answer)
 
 
@@ -85,7 +86,8 @@ def read_result(result: Any) -> Result:
     return Result(_finite(result["score"], "`score`"), {key: value for key, value in metrics.items() if key != "score"})
 
 
-def _offer(function: Callable[..., Any], response: str, row: Row) -> dict[str, Any]:
+def offered(function: Callable[..., Any], response: str, row: Row) -> dict[str, Any]:
+    """What the function asks for, by the names of its parameters."""
     values = {
         "response": response,
         "answer": row.answer,
@@ -131,7 +133,7 @@ def _try_out(function: Callable[..., Any], name: str, options: Mapping[str, Any]
     """A built-in function says what is wrong with its options (a bad pattern, say) when it is called: do that now."""
     if "answer" in inspect.signature(function).parameters:
         try:
-            call(function, "", Row(prompt=[], answer="0", source="", extra={}), options)
+            call(function, "", Row(prompt=[], answer="0", source="arithmetic/", extra={}), options)
         except Exception as error:
             raise UserError(f"reward `{name}`: bad options: {error}") from error
 

@@ -8,8 +8,10 @@ dict with such a list as `target` (Search-R1's layout).
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from corral.data.answers import references
 
 TAGS = ("think", "search", "information", "answer")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -117,12 +119,7 @@ def normalised(text: str) -> str:
 def normalised_references(answer: Any) -> set[str]:
     if isinstance(answer, Mapping):
         answer = answer.get("target")
-    if hasattr(answer, "tolist"):  # an array
-        answer = answer.tolist()
-    if answer is None or answer == []:
-        raise ValueError("the row has no answer to compare with; is data.answer_key set?")
-    several: Iterable[Any] = answer if isinstance(answer, list | tuple | set) else [answer]
-    return {normalised(str(one)) for one in several}
+    return {normalised(str(one)) for one in references(answer)}
 
 
 def contains(text: str, words: str) -> bool:

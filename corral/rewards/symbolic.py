@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from corral.data.answers import after_hashes, last_boxed
+from corral.data.answers import after_hashes, last_boxed, references
 from corral.recipe.errors import UserError
 
 try:
@@ -16,19 +16,23 @@ except ImportError as error:
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math(response: str, answer: Any, *, format_score: float = 0.0) -> float:
-    r"""1 if the final answer (`\boxed{}`, or the last expression) equals the reference; `format_score` if boxed."""
-    if answer is None:
-        raise ValueError("the row has no answer to compare with; is data.answer_key set?")
-    boxed, reference = last_boxed(response), _plain(str(answer))
+def math(
+    response: str, answer: Any, *, right: float = 1.0, wrong: float = 0.0, format_score: float | None = None
+) -> float:
+    r"""`right` if the final answer (`\boxed{}`, or the last expression) equals a reference, else `wrong`; with a
+    `format_score`, that for an answer that is not right but in a box."""
+    boxed, accepted = last_boxed(response), [_plain(str(one)) for one in references(answer)]
     # Words, such as \text{Monday}, are no expressions: those are right when they are the same.
-    if boxed is not None and "".join(boxed.split()) == "".join(reference.split()):
-        return 1.0
-    gold = math_verify.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+    if boxed is not None and any("".join(boxed.split()) == "".join(one.split()) for one in accepted):
+        return right
     said = math_verify.parse(response, parsing_timeout=None)
-    if math_verify.verify(gold, said, timeout_seconds=None):
-        return 1.0
-    return format_score if boxed is not None else 0.0
+    if any(math_verify.verify(_parsed(one), said, timeout_seconds=None) for one in accepted):
+        return right
+    return wrong if boxed is None or format_score is None else format_score
+
+
+def _parsed(reference: str) -> Any:
+    return math_verify.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
 
 
 def _plain(answer: str) -> str:

@@ -39,6 +39,11 @@ class Sums:
     unread: list[tuple[str, TokenLoss]] = field(default_factory=list)
     """Still on the device, which would have to be waited for."""
 
+    @property
+    def mean_ratio(self) -> float:
+        """Of new to old probability, as the policy loss has it."""
+        return self.sums.get("policy/ratio", 0.0) / max(self.num_tokens, 1)
+
     def add(self, name: str, token_loss: TokenLoss) -> None:
         self.unread.append((name, TokenLoss(token_loss.loss.detach(), token_loss.sums, token_loss.maxima)))
 

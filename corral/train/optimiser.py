@@ -40,6 +40,9 @@ class MasterOptimiser:
     ) -> None:
         """`on_host`: moments and masters are in the host's memory between updates."""
         self.recipe, self.total_updates, self.layout, self.on_host = recipe, total_updates, layout, on_host
+        self.num_warmup = recipe.warmup_steps
+        if recipe.warmup_ratio is not None:
+            self.num_warmup = int(recipe.warmup_ratio * total_updates)
         self.slots = [Slot(name, parameter, layout) for name, parameter in parameters if parameter.requires_grad]
         self.adamw = torch.optim.AdamW(
             [slot.master for slot in self.slots],
@@ -154,11 +157,11 @@ class MasterOptimiser:
 
     def learning_rate(self, update: int) -> float:
         recipe = self.recipe
-        if update < recipe.warmup_steps:
-            return recipe.learning_rate * (update + 1) / recipe.warmup_steps
+        if update < self.num_warmup:
+            return recipe.learning_rate * (update + 1) / self.num_warmup
         if recipe.schedule == "constant":
             return recipe.learning_rate
-        progress = min(1.0, (update - recipe.warmup_steps) / max(1, self.total_updates - recipe.warmup_steps))
+        progress = min(1.0, (update - self.num_warmup) / max(1, self.total_updates - self.num_warmup))
         decay = 1.0 - progress if recipe.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         floor = recipe.min_learning_rate_ratio
         return recipe.learning_rate * (floor + (1.0 - floor) * decay)

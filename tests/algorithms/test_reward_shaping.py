@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_lists import quick
 
-from corral.algorithms.shaping import informative_groups, overlong_penalty
+from corral.algorithms.advantages import RewardedBatch, grpo
+from corral.algorithms.shaping import clipped_rewards, informative_groups, overlong_penalty
 
 
 @quick
@@ -22,6 +23,41 @@ def test_the_overlong_penalty_is_full_at_the_limit_and_absent_before_the_buffer(
 def test_a_buffer_longer_than_the_limit_is_an_error() -> None:
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(torch.tensor([1]), 10, 11, 1.0)
+
+
+TURNS = st.lists(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=4), min_size=1, max_size=5)
+"""Rewards of trajectories, turn by turn."""
+
+
+@quick
+@given(TURNS, st.floats(0.1, 5))
+def test_a_trajectorys_reward_is_clipped_and_its_turns_keep_their_shares(
+    trajectories: list[list[float]], bound: float
+) -> None:
+    rewards = torch.tensor([reward for turns in trajectories for reward in turns])
+    offsets = torch.tensor([0, *(len(turns) for turns in trajectories)]).cumsum(0)
+    clipped = clipped_rewards(rewards, torch.ones_like(rewards, dtype=torch.bool), offsets, bound)
+    for turns, own in zip(trajectories, clipped.tensor_split(offsets[1:-1]), strict=True):
+        total = sum(turns)
+        scale = 1 if abs(total) <= bound else bound / abs(total)
+        assert own.tolist() == pytest.approx([reward * scale for reward in turns], abs=1e-6)
+
+
+def test_what_is_not_generated_has_no_reward_to_clip() -> None:
+    rewards, mask = torch.tensor([torch.nan, 4.0, 9.0, -1.0]), torch.tensor([False, True, False, True])
+    clipped = clipped_rewards(rewards, mask, torch.tensor([0, 4]), 1.0)
+    assert clipped[mask].tolist() == pytest.approx([4 / 3, -1 / 3])
+
+
+@quick
+@given(st.lists(st.floats(1.5, 1000, width=32), min_size=2, max_size=5), st.floats(0.1, 1))
+def test_rewards_that_are_clipped_to_the_same_number_teach_nothing(rewards: list[float], bound: float) -> None:
+    number = len(rewards)
+    mask, offsets = torch.ones(number, dtype=torch.bool), torch.arange(number + 1)
+    clipped = clipped_rewards(torch.tensor(rewards), mask, offsets, bound)
+    assert clipped.tolist() == [bound] * number
+    batch = RewardedBatch(clipped, mask, offsets, torch.zeros(number, dtype=torch.int64))
+    assert grpo(batch).advantages.abs().max() < 1e-9
 
 
 @quick

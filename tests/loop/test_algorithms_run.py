@@ -2,18 +2,36 @@
 
 import re
 from pathlib import Path
-from typing import get_args
+from statistics import mean
+from typing import Any, get_args
 
 import pytest
-from runs import steps_here, train_here
+from runs import steps_here, steps_of, train_here
 
+from corral.observe.ledger import Ledger
 from corral.observe.trajectories import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.schema import AlgorithmName
+from corral.runtime.losses import Sums
 
 RARE = ("environment.reward.name=regex", "environment.reward.options.pattern=a|e|i|o|u", "batch.samples_per_prompt=2")
 """A reward that the random model earns about every other time: many groups of two have equal rewards."""
 NEVER = ("environment.reward.name=regex", "environment.reward.options.pattern=nothing like it")
+ALWAYS = ("environment.reward.name=regex", "environment.reward.options.pattern=^")
+IN_TWO_MODES = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
+
+
+def steps_in_mode(folder: Path, model: Path, pipelined: bool, *overrides: str) -> list[dict[str, Any]]:
+    """For a pipeline the rules want devices of its own for rollout; a CPU can do without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runs.check", lambda recipe: [])
+        return steps_here(folder, model, f"schedule.pipelined={str(pipelined).lower()}", *overrides)
+
+
+def played_in(folder: Path) -> list[dict[str, Any]]:
+    """Trajectories of the only step of the only run."""
+    [file] = folder.glob("runs/*/trajectories/step_000001.jsonl.gz")
+    return list(read_trajectories(file))
 
 
 @pytest.mark.parametrize("name", get_args(AlgorithmName))
@@ -88,6 +106,71 @@ def test_overlong_answers_are_penalised(tmp_path: Path, tiny_model: Path) -> Non
     for row in steps_here(tmp_path, tiny_model, *overrides):
         assert -0.5 <= row["reward/overlong_penalty"] < -0.3  # nearly all answers of a random model are cut off
         assert row["reward/mean"] >= 0  # what is reported is what was earned
+
+
+@IN_TWO_MODES
+def test_advantages_are_clipped(tmp_path: Path, tiny_model: Path, pipelined: bool) -> None:
+    overrides = ("algorithm.advantage_clip=0.5", "logging.trajectories=true", "schedule.steps=1")
+    [row] = steps_in_mode(tmp_path, tiny_model, pipelined, *overrides)
+    assert row["updates/made"] == 1
+    assert max(abs(advantage) for record in played_in(tmp_path) for advantage in record["advantages"]) == 0.5
+
+
+@IN_TWO_MODES
+def test_rewards_are_clipped_for_learning_and_reported_as_they_were(
+    tmp_path: Path, tiny_model: Path, pipelined: bool
+) -> None:
+    overrides = ("algorithm.name=reinforce", "algorithm.reward_clip=0.1", "logging.trajectories=true")
+    [row] = steps_in_mode(tmp_path, tiny_model, pipelined, *overrides, "schedule.steps=1")
+    records = played_in(tmp_path)
+    assert max(record["reward"] for record in records) > 0.1
+    assert row["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))
+    for record in records:
+        assert set(record["advantages"]) == {min(record["reward"], 0.1)}
+
+
+def test_dynamic_sampling_drops_groups_whose_clipped_rewards_are_equal(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "letters.py").write_text("def number(response): return 1 + sum(map(str.isalpha, response))")
+    overrides = (f"environment.reward.name={tmp_path}/letters.py:number", "algorithm.name=dapo", "schedule.steps=1")
+    [whole] = steps_here(tmp_path, tiny_model, *overrides)
+    assert whole["updates/made"] == 1
+    with pytest.raises(RunError, match="found no group with different rewards"):
+        steps_here(tmp_path, tiny_model, *overrides, "algorithm.reward_clip=0.5")
+
+
+def test_remax_clips_the_greedy_answers_reward_too(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ("algorithm.name=remax", "algorithm.reward_clip=0.3", "schedule.steps=1", *ALWAYS)
+    [row] = steps_here(tmp_path, tiny_model, *overrides)
+    assert (row["reward/mean"], row["updates/empty"]) == (1, 1)
+
+
+def test_an_update_whose_mean_ratio_is_too_high_is_not_made(tmp_path: Path, tiny_model: Path) -> None:
+    """The first of a step is on-policy. That several in a row are skipped is no reason to end the run."""
+    overrides = ("batch.passes=8", "optimiser.learning_rate=0.02", "algorithm.max_mean_ratio=1.02")
+    run = train_here(tmp_path, tiny_model, *overrides)
+    rows = steps_of(run)
+    assert all(row["updates/made"] >= 1 and row["updates/made"] + row["updates/skipped"] == 8 for row in rows)
+    skipped = int(rows[0]["updates/skipped"])
+    assert skipped > 3
+    log = (run / "logs" / "main.log").read_text()
+    assert re.search(rf"step 1: {skipped} of 8 updates skipped, mean ratio 1\.\d+, above .*max_mean_ratio: 1\.02", log)
+    assert not list((run / "failures").iterdir())
+    assert Ledger(run / "ledger.jsonl").audit().trained == 8
+
+
+@IN_TWO_MODES
+def test_nothing_is_left_of_a_step_whose_updates_were_all_skipped(
+    tmp_path: Path, tiny_model: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next gradient is that of a run which never moved."""
+    _, unmoved = steps_in_mode(tmp_path, tiny_model, pipelined, "optimiser.learning_rate=1e-30")
+    ratios = iter([9.0, 9.0, 1.0])  # compared, and said
+    monkeypatch.setattr(Sums, "mean_ratio", property(lambda sums: next(ratios)))
+    rows = steps_in_mode(tmp_path, tiny_model, pipelined, "algorithm.max_mean_ratio=1.5", "name=skipped")
+    assert [(row["updates/made"], row["updates/skipped"]) for row in rows] == [(0, 1), (1, 0)]
+    assert rows[1]["policy/gradient_norm"] == pytest.approx(unmoved["policy/gradient_norm"], rel=1e-4)
+    audit = Ledger(tmp_path / "runs" / "skipped" / "ledger.jsonl").audit()
+    assert (audit.trained, audit.dropped) == (4, {"mean ratio too high": 4})
 
 
 def test_entropy_bonus_keeps_the_policy_more_random(tmp_path: Path, tiny_model: Path) -> None:

@@ -98,13 +98,26 @@ def test_the_same_seed_plays_the_same_games(tmp_path: Path, tiny_model: Path) ->
     assert numbers(first) == numbers(again)
 
 
+def test_an_environment_may_be_trained_on_or_validated_on_alone(tmp_path: Path, tiny_model: Path) -> None:
+    apart = (
+        "environments.lake.validation_share=0",
+        "environments.boxes.share=0",
+        "environments.boxes.validation_share=1",
+    )
+    folder, _ = run(tmp_path, tiny_model, MIXED, *apart, "schedule.steps=1")
+    rows = read(folder / "metrics.jsonl")
+    tags = {tag for row in rows for tag in ("lake", "boxes") if f"environment/{tag}/reward" in row}
+    validated = {tag for row in rows for tag in ("lake", "boxes") if f"validation/environment/{tag}/reward" in row}
+    assert (tags, validated) == ({"lake"}, {"boxes"})
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["batch.samples_per_prompt=1"], "all advantages would be zero"),
         (["environment.name=question"], "`environment` and `environments` are both set"),
         (["environments.quiz.name=question"], "`question` needs rows with a prompt"),
-        (["data.train.path=rows.jsonl"], "`environments.lake.share` has no effect"),
+        (["data.train.path=rows.jsonl", "~data.validation"], "`environments.lake.share` has no effect"),
         (["data.system=Play."], "`data.system` has no effect"),
         (["algorithm.name=grpo", "algorithm.turn_gamma=0.9"], "`algorithm.turn_gamma` has no effect"),
         (["rollout.max_turn_tokens=500"], "`rollout.max_turn_tokens: 500` is more than"),
@@ -136,7 +149,7 @@ def test_no_board_is_trained_on_and_validated_on(tmp_path: Path, tiny_model: Pat
     source = recipe.data.validation
     assert source is not None
     env_set = EnvSet(recipe.tagged_environments, {}, recipe.rollout)
-    for row in load_rows(source, recipe.data, recipe.shares):
+    for row in load_rows(source, recipe.data, recipe.shares("validation")):
         messages = asyncio.run(env_set.kind_of(row).make().reset(row, 0))
         assert messages[0]["content"] not in trained
 

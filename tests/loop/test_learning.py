@@ -78,6 +78,13 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, tiny_model: Pa
     assert [row["value/loss"] > 0 for row in steps] == [True] * 3
 
 
+def test_warm_up_is_a_share_of_the_updates_that_so_many_epochs_have(tmp_path: Path, tiny_model: Path) -> None:
+    """40 rows, 4 a step: 5 steps of 2 updates."""
+    overrides = ("~schedule.steps", "schedule.epochs=0.5", "batch.updates_per_step=2", "optimiser.warmup_ratio=0.4")
+    rates = [row["policy/learning_rate"] for row in steps_here(tmp_path, tiny_model, *overrides)]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01, 0.01])
+
+
 def test_the_score_on_held_out_questions_rises(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, "schedule.steps=12", *VALIDATION)
     before, after = [row["validation/mean@1"] for row in rows_of(run) if "validation/mean@1" in row]

@@ -13,6 +13,8 @@ VALIDATED = "data.validation.path=test.jsonl"
 APART = 'cluster.devices_per_node=4 cluster.placement={"actor,reference,critic":0-1,"rollout":2-3}'
 """Rollout with devices of its own."""
 TOGETHER = "cluster.devices_per_node=4"
+GAMES = "data.train.path=boards environments.lake.name=frozen_lake environments.boxes.name=sokoban"
+GAMES_TO_VALIDATE = f"{GAMES} data.validation.path=boards data.validation.seed=1"
 
 
 def problems_of(recipe) -> list[str]:
@@ -59,6 +61,27 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
         ("algorithm.dro_beta=1", "algorithm.dro_beta", "the loss ppo does not use it"),
         ("algorithm.dppo_threshold=1", "algorithm.dppo_threshold", "the loss ppo does not use it"),
         ("algorithm.aggregation_norm=1", "algorithm.aggregation_norm", "and this is token_mean"),
+        (
+            "algorithm.max_mean_ratio=2 algorithm.old_logprobs=recompute",
+            "algorithm.max_mean_ratio",
+            "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1",
+        ),
+        (
+            "environments.quiz.share=2",
+            "environments.quiz.share",
+            "only `path: boards` is dealt by shares",
+        ),
+        (
+            f"{GAMES} environments.lake.validation_share=2",
+            "environments.lake.validation_share",
+            "only `data.validation.path: boards` is dealt by shares",
+        ),
+        (
+            f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.share=2 "
+            "environments.lake.validation_share=1",
+            "environments.lake.share",
+            "only boards to validate on, and `environments.lake.validation_share` says how many",
+        ),
         ("algorithm.correction.cap=2", "algorithm.correction.cap", "there is no correction"),
         ("algorithm.correction.floor=0.1", "algorithm.correction.floor", "there is no correction"),
         ("algorithm.correction.level=token", "algorithm.correction.level", "there is no correction"),
@@ -125,6 +148,16 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         "data.train.path=module:function data.train.options.x=1",
         f"{VALIDATED} validation.every=5 validation.temperature=1 validation.top_p=0.9",
         "optimiser.schedule=cosine optimiser.min_learning_rate_ratio=0.1",
+        "optimiser.warmup_ratio=0.1",
+        "optimiser.warmup_ratio=null optimiser.warmup_steps=3",
+        "algorithm.name=ppo critic.optimiser.warmup_ratio=0.1 optimiser.warmup_steps=3",
+        "algorithm.reward_clip=1 algorithm.advantage_clip=5 algorithm.max_mean_ratio=2",
+        "algorithm.max_mean_ratio=2 algorithm.old_logprobs=recompute batch.passes=2",
+        f"{GAMES} environments.lake.share=0",
+        f"{GAMES_TO_VALIDATE} environments.lake.share=0 environments.lake.validation_share=1",
+        f"{GAMES_TO_VALIDATE} environments.lake.validation_share=0",
+        f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.share=2",
+        f"{GAMES} {VALIDATED} environments.quiz.share=0",
         "environment.name=module:Class environment.timeout_s=5 rollout.max_turns=3",
         "logging.trackers=[wandb] logging.project=x",
         "batch.updates_per_step=4 batch.passes=2",
@@ -184,6 +217,32 @@ def test_a_band_whose_floor_is_above_its_cap_is_a_problem(load):
     corrected = ["algorithm.correction.name=icepop", "algorithm.old_logprobs=recompute"]
     (problem,) = problems_of(load(*corrected, "algorithm.correction.floor=6"))
     assert "the floor 6 is not below the cap 5" in problem
+
+
+@pytest.mark.parametrize("where", ["optimiser", "critic.optimiser"])
+def test_warm_up_is_a_number_of_updates_or_a_share_of_them(load, where):
+    assert problems_of(load("algorithm.name=ppo", f"{where}.warmup_steps=0", f"{where}.warmup_ratio=0.1")) == [
+        f"`{where}.warmup_steps` and `{where}.warmup_ratio` are both set; keep one of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "part", "key"),
+    [
+        (("share=0", "validation_share=1"), "train", "share"),
+        (("validation_share=0",), "validation", "validation_share"),
+    ],
+)
+def test_somebody_has_a_share_of_the_boards(load, shares, part, key):
+    written = [f"environments.{tag}.{share}" for tag in ("lake", "boxes") for share in shares]
+    assert problems_of(load(*GAMES_TO_VALIDATE.split(), *written)) == [
+        f"`environments`: all shares of `data.{part}.path: boards` are 0; give one of them a `{key}`"
+    ]
+
+
+def test_boards_are_not_for_questions(load):
+    (problem,) = problems_of(load(*GAMES.split(), "environments.quiz.name=question"))
+    assert "`question` needs rows with a prompt" in problem
 
 
 def test_a_question_has_one_turn(load):
@@ -382,6 +441,11 @@ def test_a_whole_model_is_not_offloaded(load, part, whole):
         ("algorithm.name=gpg batch.passes=2", "the loss gpg has nothing that keeps the later updates"),
         ("algorithm.name=ppo critic.warmup_steps=10", "`critic.warmup_steps: 10` covers all 10 steps"),
         ("optimiser.warmup_steps=10", "`optimiser.warmup_steps: 10` covers all 10 updates"),
+        ("optimiser.warmup_ratio=0.05", "`optimiser.warmup_ratio: 0.05` of 10 updates is less than one"),
+        (
+            "algorithm.name=ppo critic.optimiser.warmup_ratio=0.05",
+            "`critic.optimiser.warmup_ratio: 0.05` of 10 updates is less than one",
+        ),
         ("checkpoint.every=11", "`checkpoint.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.samples_per_prompt=4", "`validation.samples_per_prompt: 4` with"),

@@ -17,6 +17,8 @@ from corral.recipe.schema import Data, Source
         (r"\boxed{72}", "48 + 24 = 72\n#### 72"),
         (r"\boxed{3}", r"so it is \boxed{3}"),
         ("so 72", 72),
+        (r"\boxed{0.5}", [r"\boxed{3}", r"\boxed{\frac{1}{2}}"]),
+        (r"\boxed{ \text{Monday} }", ("3", r"\text{Monday}")),
     ],
 )
 def test_math_accepts_what_is_equal(response: str, answer: Any) -> None:
@@ -33,6 +35,35 @@ def test_math_gives_the_format_score_for_a_wrong_answer_in_a_box() -> None:
     assert math(r"\boxed{4}", "3") == 0
     assert math(r"\boxed{4}", "3", format_score=0.1) == 0.1
     assert math("4", "3", format_score=0.1) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "format_score", "expected"),
+    [
+        (r"\boxed{3}", None, 5),
+        (r"\boxed{3}", -1, 5),
+        (r"\boxed{4}", None, -5),
+        (r"\boxed{4}", -1, -1),
+        (r"\boxed{4}", 0, 0),
+        ("4", -1, -5),
+    ],
+)
+def test_math_scores_right_and_wrong_answers_as_it_is_told(
+    response: str, format_score: float | None, expected: float
+) -> None:
+    pytest.importorskip("math_verify")
+    from corral.rewards.symbolic import math
+
+    assert math(response, ["2", "3"], right=5, wrong=-5, format_score=format_score) == expected
+
+
+@pytest.mark.parametrize("answer", [None, [], [None]])
+def test_math_needs_a_reference(answer: Any) -> None:
+    pytest.importorskip("math_verify")
+    from corral.rewards.symbolic import math
+
+    with pytest.raises(ValueError, match="the row has no answer to compare with"):
+        math(r"\boxed{3}", answer)
 
 
 def test_math_does_not_need_the_main_thread() -> None:
