@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster, debug, doctor, envs, jobs, retriever
+from corral.cli import bench, cluster, debug, doctor, envs, foreign, jobs, retriever
 from corral.cli.launch import verbs as launch
 from corral.recipe.errors import RunError, UserError
 
@@ -34,8 +34,13 @@ Overrides = Annotated[
 
 @app.command()
 def train(
-    recipe: RecipeFile,
+    recipe: foreign.RecipeOrWord = None,
     overrides: Overrides = None,
+    dialect: foreign.DialectName = None,
+    config_path: foreign.ConfigPath = None,
+    config_name: foreign.ConfigName = None,
+    allow_unsupported: foreign.AllowUnsupported = False,
+    shrink: foreign.Shrink = None,
     debug: Annotated[
         bool, typer.Option("--debug", help="All in this process, on one device: breakpoint() opens a debugger.")
     ] = False,
@@ -46,15 +51,20 @@ def train(
         bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
     ] = False,
 ) -> None:
-    """Train as the recipe says. The same command again goes on where a stopped run was."""
-    from corral.cli.planning import planned
+    """Train as the recipe says. The same command again goes on where a stopped run was.
+
+    With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
+    """
+    from corral.cli.planning import with_plan
     from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
     from corral.recipe.plan import batch_in_words, schedule_in_words
 
     debugging = Debugging(debug, post_mortem, insecure)
-    loaded, plan = planned(recipe, overrides or [], debugging.adapt)
+    asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
+    loaded, plan = with_plan(debugging.adapt(asked.load()))
+    asked.prepare(loaded)
     console = Console(live=not debug)
     for warning in plan.warnings:
         console.warn(warning)
@@ -64,14 +74,20 @@ def train(
 
 @app.command()
 def plan(
-    recipe: RecipeFile,
+    recipe: foreign.RecipeOrWord = None,
     overrides: Overrides = None,
+    dialect: foreign.DialectName = None,
+    config_path: foreign.ConfigPath = None,
+    config_name: foreign.ConfigName = None,
+    allow_unsupported: foreign.AllowUnsupported = False,
+    shrink: foreign.Shrink = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    from corral.cli.planning import planned, services_in_words
+    from corral.cli.planning import services_in_words, with_plan
 
-    loaded, made = planned(recipe, overrides or [])
+    asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
+    loaded, made = with_plan(asked.load())
     services = services_in_words(loaded)
     if as_json:
         print(json.dumps({**made.as_dict(), "services": services}, indent=2))
@@ -174,6 +190,7 @@ cluster.register(app)
 debug.register(app)
 doctor.register(app)
 envs.register(app)
+foreign.register(app)
 jobs.register(app)
 launch.register(app)
 retriever.register(app)

@@ -13,8 +13,11 @@ def planned(
     recipe: Path, overrides: Sequence[str], adapt: Callable[[Recipe], Recipe] = lambda recipe: recipe
 ) -> tuple[Recipe, Plan]:
     """Everything that is wrong with the recipe is raised here, before anything is loaded. `adapt`: changes it first."""
-    loaded = adapt(load_recipe(recipe, overrides))
-    return loaded, make_plan(loaded, ModelShape.find(loaded.model.path))
+    return with_plan(adapt(load_recipe(recipe, overrides)))
+
+
+def with_plan(recipe: Recipe) -> tuple[Recipe, Plan]:
+    return recipe, make_plan(recipe, ModelShape.find(recipe.model.path))
 
 
 def services_in_words(recipe: Recipe) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.algorithms.advantages import ADVANTAGES, RewardedBatch, Turns
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
-from corral.algorithms.ragged import segment_mean
+from corral.algorithms.ragged import segment_mean, whiten
 from corral.algorithms.shaping import clipped_rewards, overlong_penalty
 from corral.data.batch import Batch
 from corral.data.trajectory import IntArray, Trajectory
@@ -99,6 +99,8 @@ def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
         **algorithm.advantage_options,
     )
     found, bound = result.advantages, algorithm.advantage_clip
+    if algorithm.whiten:
+        found = whiten(found, mask)
     batch.columns["advantages"] = (found if bound is None else found.clamp(-bound, bound)).float().numpy()
     batch.columns["returns"] = result.returns.float().numpy()
     return metrics

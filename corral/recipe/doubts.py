@@ -110,6 +110,7 @@ def why_learning_waits(recipe: Recipe, algorithm: ResolvedAlgorithm) -> list[str
         f"`batch.passes: {batch.passes}`": batch.passes > 1,
         f"`batch.updates_per_step: {batch.updates_per_step}`": batch.updates_per_step > 1,
         f"the advantage {algorithm.advantage}, which looks at the whole batch": algorithm.advantage in OF_WHOLE_BATCH,
+        "`algorithm.whiten`, which looks at the whole batch": algorithm.whiten,
         "`algorithm.llds_coefficient`, whose share depends on the whole batch": algorithm.llds_coefficient > 0,
     }
     return [reason for reason, applies in reasons.items() if applies]

@@ -25,6 +25,8 @@ GROUP_BASELINES: frozenset[AdvantageName] = frozenset(
 """Advantages that compare the samples of one prompt with each other."""
 DISCOUNTED: frozenset[AdvantageName] = frozenset({"gae", "reinforce", "reinforce_plus_plus"})
 """Advantages in which gamma occurs."""
+WHITENED: frozenset[AdvantageName] = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Advantages whose formula whitens them over the batch."""
 BY_TURN: frozenset[AdvantageName] = frozenset({"turn_grpo", "gigpo"})
 """Advantages in which turn_gamma occurs."""
 
@@ -95,6 +97,7 @@ class ResolvedAlgorithm:
     dual_clip: float | None
     max_mean_ratio: float | None
     reward_clip: float | None
+    whiten: bool
     advantage_clip: float | None
     gamma: float
     lam: float
@@ -165,6 +168,7 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         dual_clip=written.dual_clip,
         max_mean_ratio=written.max_mean_ratio,
         reward_clip=written.reward_clip,
+        whiten=written.whiten,
         advantage_clip=written.advantage_clip,
         gamma=either(written.gamma, 1.0),
         lam=either(written.lam, 1.0),

@@ -18,6 +18,7 @@ from corral.recipe.presets import (
     DISCOUNTED,
     FORCED_AGGREGATION,
     GROUP_BASELINES,
+    WHITENED,
     ResolvedAlgorithm,
     resolve_algorithm,
 )
@@ -28,6 +29,7 @@ Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
 PlacedRule = Callable[[Recipe, Placement], Findings]
 
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+FOLDER_NAME = re.compile(r"\w[\w.+=, -]*(?<! )")
 NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
 """Environments that are nothing without a row's prompt."""
 OWN_REWARDS = ("frozen_lake", "sokoban", "gymnasium", "reasoning_gym")
@@ -58,8 +60,8 @@ def max_trajectory_tokens(recipe: Recipe) -> int:
 
 def name_is_a_folder(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     name = recipe.name
-    if not name.strip() or name in (".", "..") or name != name.strip() or re.search(r'[/\\:*?"<>|\x00-\x1f]', name):
-        yield f'`name: {name!r}` cannot be the name of a folder, which it will be: leave out / \\ : * ? " < > |'
+    if not FOLDER_NAME.fullmatch(name):
+        yield f"`name: {name!r}` cannot be the name of a folder, which it will be: use letters, digits, - _ and ."
     elif len(name.encode()) > 200:
         yield f"`name` is {len(name.encode())} bytes long; as the name of a folder it may have 200"
 
@@ -219,6 +221,8 @@ def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     by_advantage = f"the advantage {algorithm.advantage} does not use it"
     if algorithm.advantage not in DISCOUNTED:
         yield from unused(recipe.algorithm, "algorithm", ["gamma"], by_advantage)
+    if algorithm.whiten and algorithm.advantage in WHITENED:
+        yield f"`algorithm.whiten` has no effect: the advantage {algorithm.advantage} is whitened by itself"
     if algorithm.advantage not in BY_TURN:
         yield from unused(recipe.algorithm, "algorithm", ["turn_gamma"], by_advantage)
     if algorithm.advantage != "gigpo":

@@ -253,6 +253,9 @@ class Algorithm(Section):
     """An update is not made if the mean over its tokens of the ratio of new to old probability is above this."""
     reward_clip: PositiveFloat | None = None
     """A trajectory's reward counts as at most this, and at least its negative. What is reported is the whole."""
+    whiten: bool = False
+    """Bring the advantages of a step to mean 0 and deviation 1 once they are computed, as gae and the
+    reinforce_plus_plus ones are anyway."""
     advantage_clip: PositiveFloat | None = None
     """A token's advantage is at most this, and at least its negative; after whitening, where there is any."""
     gamma: Fraction | None = None

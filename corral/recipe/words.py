@@ -106,6 +106,8 @@ def advantage_in_words(algorithm: ResolvedAlgorithm) -> str:
         words += f"; gamma {algorithm.gamma:g}, lambda {algorithm.lam:g}"
     elif algorithm.gamma != 1:
         words += f"; gamma {algorithm.gamma:g}"
+    if algorithm.whiten:
+        words += "; whitened over the batch"
     bound = algorithm.advantage_clip
     return words if bound is None else f"{words}; within [{-bound:g}, {bound:g}]"
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from statistics import mean
+from statistics import mean, pstdev
 from typing import Any, get_args
 
 import pytest
@@ -106,6 +106,14 @@ def test_overlong_answers_are_penalised(tmp_path: Path, tiny_model: Path) -> Non
     for row in steps_here(tmp_path, tiny_model, *overrides):
         assert -0.5 <= row["reward/overlong_penalty"] < -0.3  # nearly all answers of a random model are cut off
         assert row["reward/mean"] >= 0  # what is reported is what was earned
+
+
+def test_advantages_are_whitened(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ("algorithm.whiten=true", "logging.trajectories=true", "schedule.steps=1")
+    steps_here(tmp_path, tiny_model, *overrides)
+    found = [advantage for record in played_in(tmp_path) for advantage in record["advantages"] if advantage]
+    assert mean(found) == pytest.approx(0, abs=1e-3)
+    assert pstdev(found) == pytest.approx(1, abs=0.05)
 
 
 @IN_TWO_MODES

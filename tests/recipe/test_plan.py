@@ -106,6 +106,7 @@ def test_the_algorithm_is_said_in_words(load):
         ("algorithm.dual_clip=3", "dual clip 3"),
         ("algorithm.max_mean_ratio=1.5", "mean ratio of new to old probability above 1.5 is not made"),
         ("algorithm.reward_clip=2", "of a trajectory, within [-2, 2]"),
+        ("algorithm.whiten=true", "divided by their standard deviation; whitened over the batch"),
         ("algorithm.advantage_clip=5", "divided by their standard deviation; within [-5, 5]"),
         ("algorithm.name=ppo algorithm.advantage_clip=5", "gamma 1, lambda 1; within [-5, 5]"),
         ("algorithm.name=dr_grpo", "divided by a constant, mean over trajectories (256)"),

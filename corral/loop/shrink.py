@@ -1,0 +1,142 @@
+"""`--shrink`: any recipe as one step of a model of a million parameters, to see that it runs before it costs anything.
+
+What is kept is how it works: environment, reward, algorithm, which roles have devices of their own, passes and updates.
+What is not: model, data, sizes, and how models are spread over devices.
+"""
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from corral.recipe.placement import format_devices, resolve_placement
+from corral.recipe.presets import resolve_algorithm
+from corral.recipe.schema import Recipe
+
+SHORT, LONG = 256, 1536
+"""Tokens, which are bytes, of the prompt of a question and of one that explains a game."""
+ROWS = 32
+SERVICE = "retriever"
+PASSAGES = 20
+
+
+def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
+    """On one node in one process; on several with as many devices as there are sets of roles."""
+    values = recipe.model_dump(mode="json", exclude_unset=True)
+    is_question = all(one.name == "question" for one in recipe.tagged_environments.values())
+    values |= {
+        "name": f"{recipe.name}-shrunk",
+        "model": {"path": "blank-1m", "dtype": "float32"},
+        "data": small_data(recipe, SHORT if is_question else LONG),
+        "rollout": small_rollout(recipe, is_question),
+        "schedule": {"steps": 1},
+        "checkpoint": {"resume": "never"},
+        "logging": {"runs": recipe.logging.runs} if "runs" in recipe.logging.model_fields_set else {},
+        "cluster": {"runtime": "local"},
+    }
+    values["batch"] = small_batch(recipe, values)
+    values["train"] = {"recompute": recipe.train.recompute}
+    if recipe.data.validation is not None:
+        values["validation"] = {"before_training": False, "max_prompts": 2}
+    for section, key in (("critic", "path"), ("critic", "warmup_steps"), ("reference", "path")):
+        values.get(section, {}).pop(key, None)
+    shrink_algorithm(values.get("algorithm", {}), values["rollout"])
+    if nodes > 1:
+        values["cluster"] = small_cluster(recipe, nodes)
+        if "placement" in values["cluster"]:
+            values["schedule"] |= {key: getattr(recipe.schedule, key) for key in ("max_staleness", "pipelined")}
+    if any(one.name == "search" and one.options.get("do_search", True) for one in recipe.tagged_environments.values()):
+        search_here(values)
+    return Recipe.model_validate(values)
+
+
+def small_data(recipe: Recipe, max_prompt_tokens: int) -> dict[str, Any]:
+    data: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "overlong": "truncate_left"}
+    for part, seed in (("train", 0), ("validation", 1)):
+        source = getattr(recipe.data, part)
+        if source is not None:
+            path = "boards" if source.path == "boards" else "arithmetic:addition"
+            data[part] = {"path": path, "size": ROWS, "seed": seed}
+            if path != "boards":
+                data[part]["options"] = {"digits": 1}
+    return data | ({"chat": False} if not recipe.data.chat else {})
+
+
+def small_rollout(recipe: Recipe, is_question: bool) -> dict[str, Any]:
+    """With turns short enough that two of them, and what is said between them, take seconds."""
+    written = recipe.rollout.model_dump(exclude_unset=True)
+    kept = {key: written[key] for key in ("temperature", "top_p", "top_k", "min_p", "stop") if key in written}
+    if is_question:
+        return kept | {"max_response_tokens": 16}
+    most = {"max_turns": 2, "max_turn_tokens": 16, "max_observation_tokens": 256}
+    limits = {key: min(limit, written.get(key) or limit) for key, limit in most.items()}
+    return kept | limits | {"max_response_tokens": 768}
+
+
+def small_batch(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    batch = recipe.batch
+    prompts, samples = min(batch.prompts_per_step, 4), min(batch.samples_per_prompt, 4)
+    longest = values["data"]["max_prompt_tokens"] + values["rollout"]["max_response_tokens"]
+    return {
+        "prompts_per_step": prompts,
+        "samples_per_prompt": samples,
+        "updates_per_step": min(batch.updates_per_step, prompts * samples, 4),
+        "passes": min(batch.passes, 2),
+        "max_tokens_per_micro_batch": 2 * longest,
+    }
+
+
+def shrink_algorithm(algorithm: dict[str, Any], rollout: Mapping[str, Any]) -> None:
+    algorithm.pop("aggregation_norm", None)
+    if "max_rounds" in algorithm.get("dynamic_sampling", {}):
+        algorithm["dynamic_sampling"]["max_rounds"] = 1
+    if algorithm.get("overlong", {}).get("buffer_tokens"):
+        algorithm["overlong"]["buffer_tokens"] = min(algorithm["overlong"]["buffer_tokens"], 8)
+
+
+def small_cluster(recipe: Recipe, nodes: int) -> dict[str, Any]:
+    """Roles that shared devices share one; the first of them get what is left over."""
+    placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
+    groups = list(placement.groups())
+    devices_per_node = -(-len(groups) // nodes)
+    cluster: dict[str, Any] = {"nodes": nodes, "devices_per_node": devices_per_node}
+    if len(groups) > 1:
+        first = nodes * devices_per_node - len(groups) + 1
+        spans = [range(first), *(range(first + place, first + place + 1) for place in range(len(groups) - 1))]
+        named = zip(groups, spans, strict=True)
+        cluster["placement"] = {",".join(roles): format_devices(span) for roles, span in named}
+    return cluster
+
+
+# --- something to search in
+
+
+def search_here(values: dict[str, Any]) -> None:
+    """A retriever of the run's own instead of the recipe's, over sums."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    index = Path(values["logging"].get("runs", "runs")) / f"{values['name']}-index"
+    values["cluster"]["services"] = {SERVICE: {"retriever": str(index.absolute()), "port": port}}
+    for environment in (values.get("environment"), *values.get("environments", {}).values()):
+        if environment is not None and environment.get("name") == "search":
+            options = environment.get("options", {})
+            environment["options"] = {key: options[key] for key in ("topk", "prompt") if key in options}
+            environment["options"]["retriever"] = f"http://127.0.0.1:{port}"
+
+
+def prepare(shrunk: Recipe) -> None:
+    """Makes the index, where the recipe needs one and it is not there yet."""
+    from corral.retrieval.index import build
+    from corral.retrieval.manifest import MANIFEST
+
+    service = shrunk.cluster.services.get(SERVICE)
+    if service is None or service.retriever is None or (Path(service.retriever) / MANIFEST).is_file():
+        return
+    index = Path(service.retriever)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    corpus = index.with_suffix(".jsonl")
+    passages = [{"id": str(one), "contents": f"{one} + {one}\nis {2 * one}."} for one in range(PASSAGES)]
+    corpus.write_text("".join(json.dumps(passage) + "\n" for passage in passages))
+    build(corpus, index, "bm25")

@@ -1,0 +1,301 @@
+"""Tables: one row for every key of another system, with what it is in ours, and what reads a configuration by them.
+
+A row's value becomes an `Outcome`: keys of ours, or the reason why there are none. A key that no row knows is an error.
+What the other system does where nothing is said is part of its table too: `default`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, Literal
+
+from corral.recipe.errors import RecipeError
+from corral.recipe.keys import KeyPath, did_you_mean
+
+Status = Literal["mapped", "converted", "built in", "no effect", "unsupported"]
+ABSENT: Any = object()
+"""The default of a key without one."""
+
+
+@dataclass(frozen=True)
+class Given:
+    key: str
+    """As it was written; an old spelling stays one."""
+    value: Any
+    where: str
+    """`train.sh:12`. Empty: nobody wrote it, it is the other system's default."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={show(self.value)}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: Status
+    ours: Mapping[KeyPath, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
+    """The same thing under another name."""
+    return Outcome("mapped", {as_path(ours): value}, note)
+
+
+def converted(ours: Mapping[Any, Any], note: str) -> Outcome:
+    """Another number or other words for the same thing; the note has both. Keys are `a.b` or tuples."""
+    return Outcome("converted", {as_path(key): value for key, value in ours.items()}, note)
+
+
+def built_in(note: str) -> Outcome:
+    """What Corral does anyway, or finds out by itself."""
+    return Outcome("built in", {}, note)
+
+
+def no_effect(why: str) -> Outcome:
+    """Nothing reads it over there either."""
+    return Outcome("no effect", {}, why)
+
+
+def unsupported(why: str) -> Outcome:
+    return Outcome("unsupported", {}, why)
+
+
+def as_path(key: str | KeyPath) -> KeyPath:
+    return tuple(key.split(".")) if isinstance(key, str) else key
+
+
+# --- kinds of values; None passes through all of them
+
+Kind = Callable[[Any], Any]
+"""Raises a ValueError that says what it should be."""
+
+
+def whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError("a whole number")
+    return int(value)
+
+
+def number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a number")
+    return value
+
+
+def truth(value: Any) -> bool:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def text(value: Any) -> str:
+    if isinstance(value, dict | list):
+        raise ValueError("text")
+    return value if isinstance(value, str) else show(value)
+
+
+def texts(value: Any) -> list[str]:
+    """One stands for a list of one."""
+    return [text(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def wholes(value: Any) -> list[int]:
+    return [whole(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def anything(value: Any) -> Any:
+    return value
+
+
+# --- rows
+
+Convert = Callable[["Reading", Given], Outcome]
+
+
+@dataclass(frozen=True)
+class Row:
+    key: str
+    """`a.b`; `*` stands for any one name, and `**` at the end for all that is below."""
+    kind: Kind
+    convert: Convert
+    default: Any = ABSENT
+
+    def fits(self, key: str) -> bool:
+        pattern, names = self.key.split("."), key.split(".")
+        if pattern[-1] == "**":
+            pattern = pattern[:-1]
+            names = names[: len(pattern)] if len(names) > len(pattern) else [""]
+        return len(pattern) == len(names) and all(
+            part in ("*", name) for part, name in zip(pattern, names, strict=True)
+        )
+
+
+def same(key: str, ours: str, kind: Kind, default: Any = ABSENT) -> Row:
+    return Row(key, kind, lambda _, given: mapped(ours, given.value), default)
+
+
+def turned(key: str, kind: Kind, convert: Convert, default: Any = ABSENT) -> Row:
+    return Row(key, kind, convert, default)
+
+
+def needless(key: str, note: str) -> Row:
+    """Whatever its value, Corral does so anyway or decides it by itself."""
+    return Row(key, anything, lambda *_: built_in(note))
+
+
+def idle(key: str, why: str) -> Row:
+    """Nothing reads it over there."""
+    return Row(key, anything, lambda *_: no_effect(why))
+
+
+def only(key: str, kind: Kind, values: Iterable[Any], note: str, otherwise: str) -> Row:
+    """Corral has just these values of it; null counts as one of them."""
+    allowed = (*values, None)
+    return Row(key, kind, lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise))
+
+
+def lacking(key: str, why: str) -> Row:
+    """Unsupported, unless it is switched off: null, false, 0 or empty."""
+    return Row(key, anything, lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    rows: tuple[Row, ...]
+    """In the order in which they are read. A key's row is the one with its very name, else the first that fits it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings; `a.**` stands for all that is below."""
+
+    def canonical(self, key: str) -> str:
+        if key in self.aliases:
+            return self.aliases[key]
+        for old, new in self.aliases.items():
+            if old.endswith(".**") and key.startswith(old[:-2]):
+                return new[:-2] + key[len(old) - 2 :]
+        return key
+
+    def row(self, key: str) -> Row | None:
+        return self._exact.get(key) or next((row for row in self._patterns if row.fits(key)), None)
+
+    @cached_property
+    def _exact(self) -> dict[str, Row]:
+        return {row.key: row for row in reversed(self.rows) if "*" not in row.key}
+
+    @cached_property
+    def _patterns(self) -> list[Row]:
+        return [row for row in self.rows if "*" in row.key]
+
+
+# --- reading
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of a key: a line of the report."""
+
+    given: Given
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of ours and where its value is from."""
+
+    value: Any
+    given: Given
+    outcome: Outcome
+
+
+class Reading:
+    """A configuration on its way through a table: what conversions ask for the values of other keys."""
+
+    def __init__(self, table: Table, given: Mapping[str, Given]) -> None:
+        self.table = table
+        self.problems: list[str] = []
+        self.given: dict[str, Given] = {}
+        for one in given.values():
+            self._add(table.canonical(one.key), one)
+
+    def _add(self, key: str, one: Given) -> None:
+        row = self.table.row(key)
+        other = self.given.get(key)
+        if row is None:
+            near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1)), None))
+            self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
+        elif other is not None and other.value != one.value:
+            self.problem(one, f"is the same key as {other} ({other.where}), with another value")
+        else:
+            try:
+                value = None if one.value is None else row.kind(one.value)
+            except (ValueError, OverflowError) as error:
+                self.problem(one, f"should be {error}")
+            else:
+                self.given[key] = Given(one.key, value, one.where)
+
+    def _known(self) -> list[str]:
+        return [row.key for row in self.table.rows] + list(self.table.aliases)
+
+    def problem(self, given: Given, what: str) -> None:
+        self.problems.append(f"{given.where or self.table.title}: `{given}` {what}")
+
+    def __getitem__(self, key: str) -> Any:
+        """As written, else what the other system takes; None where it takes nothing."""
+        if key in self.given:
+            return self.given[key].value
+        row = self.table.row(key)
+        assert row is not None, key
+        return None if row.default is ABSENT else row.default
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it was written, with another value than null."""
+        return key in self.given and self.given[key].value is not None
+
+    def below(self, prefix: str) -> dict[str, Any]:
+        """What was written below it, `a.b` for nested keys."""
+        start = prefix + "."
+        return {key[len(start) :]: one.value for key, one in self.given.items() if key.startswith(start)}
+
+    def read(self) -> tuple[dict[KeyPath, Setting], list[Entry]]:
+        """Raises a RecipeError with all that is wrong."""
+        outcomes = list(self._outcomes())
+        entries = [Entry(one, outcome) for one, outcome in outcomes if one.where]
+        settings: dict[KeyPath, Setting] = {}
+        for one, outcome in outcomes:
+            for path, value in outcome.ours.items():
+                before = settings.get(path)
+                if before is None or (one.where and not before.given.where):
+                    settings[path] = Setting(value, one, outcome)
+                elif one.where and before.value != value:
+                    self.problem(one, f"and {before.given} both say what `{'.'.join(path)}` is, and differ")
+        if self.problems:
+            raise RecipeError(dict.fromkeys(self.problems))
+        return settings, entries
+
+    def _outcomes(self) -> Iterator[tuple[Given, Outcome]]:
+        written = defaultdict[int, list[Given]](list)
+        for key, one in self.given.items():
+            written[id(self.table.row(key))].append(one)
+        for row in self.table.rows:
+            unwritten = [] if row.default is ABSENT else [Given(row.key, row.default, "")]
+            for one in written[id(row)] or unwritten:
+                try:
+                    yield one, row.convert(self, one)
+                except (ValueError, ArithmeticError) as error:
+                    self.problem(one, str(error))
+
+
+def show(value: Any) -> str:
+    """A value as in an override."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)

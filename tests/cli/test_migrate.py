@@ -1,0 +1,265 @@
+"""`corral migrate`, `--dialect`, `python -m corral.verl`: what is written for other systems, planned and run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from commands import Finished, corral
+from fuzz_dialects import READERS, fuzz
+
+WRITTEN = Path(__file__).parent.parent / "dialects" / "written"
+FILES = sorted(path.name for path in WRITTEN.iterdir())
+BATCHES = {
+    "verl_submit.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
+    "verl_dstack.sh": "256 prompts x 1 sample = 256 trajectories -> 4 updates of 64 on 16 trainers",
+    "verl_slurm.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
+    "search_r1.sh": "512 prompts x 1 sample = 512 trajectories -> 2 updates of 256 on 16 trainers",
+    "roll_two_nodes.yaml": "64 prompts x 1 sample = 64 trajectories -> 1 update of 64 on 4 trainers",
+    "roll_one_gpu.yaml": "16 prompts x 1 sample = 16 trajectories -> 1 update of 16 on 1 trainer",
+    "rlinf_shared.yaml": "512 prompts x 16 samples = 8192 trajectories -> 4 updates of 2048 on 32 trainers",
+    "rlinf_apart.yaml": "512 prompts x 16 samples = 8192 trajectories -> 4 updates of 2048 on 8 trainers",
+}
+"""What `corral plan` has to say of them."""
+
+
+def migrated(folder: Path, name: str, *options: str) -> Finished:
+    return corral(folder, "migrate", str(WRITTEN / name), *options)
+
+
+@pytest.fixture(params=FILES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_what_guides_say_is_read_without_loss_and_plans(tmp_path: Path, name: str) -> None:
+    made = migrated(tmp_path, name, "--strict")
+    assert made.code == 0, made.stderr
+    (tmp_path / "recipe.yaml").write_text(made.stdout)
+    planned = corral(tmp_path, "plan", "recipe.yaml")
+    assert planned.code == 0, planned.stderr
+    assert BATCHES[name] in planned.stdout
+
+
+def test_devices_of_roles_apart_add_up(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(migrated(tmp_path, "rlinf_apart.yaml").stdout)
+    placement = json.loads(corral(tmp_path, "plan", "recipe.yaml", "--json").stdout)["placement"]
+    assert {role: len(devices) for role, devices in placement.items()} == {"rollout": 20, "idle": 4, "actor": 8}
+
+
+def test_every_key_that_was_written_is_in_the_report(tmp_path: Path, name: str) -> None:
+    report = json.loads(migrated(tmp_path, name, "--json").stdout)
+    told = {one["key"] for one in report["keys"]}
+    assert told == written_keys(WRITTEN / name)
+    assert all(one["note"] or one["ours"] for one in report["keys"]), report["keys"]
+
+
+def written_keys(path: Path) -> set[str]:
+    """Found in another way than the reader's."""
+    if path.suffix == ".yaml":
+        return set(leaves(yaml.safe_load(path.read_text())))
+    command = path.read_text().partition("main_ppo")[2].partition("2>&1")[0]
+    return {key.lstrip("+") for key in re.findall(r"^\s+([+\w.]+)=", command, re.MULTILINE)}
+
+
+def leaves(values: object, prefix: str = "") -> list[str]:
+    if not isinstance(values, dict):
+        return [prefix]
+    return [leaf for key, value in values.items() for leaf in leaves(value, f"{prefix}.{key}".lstrip("."))]
+
+
+def test_migrating_what_was_migrated_changes_nothing(tmp_path: Path, name: str) -> None:
+    once = migrated(tmp_path, name).stdout
+    (tmp_path / "recipe.yaml").write_text(once)
+    again = corral(tmp_path, "migrate", "recipe.yaml")
+    assert (again.code, again.stdout) == (0, once)
+    assert "already" in again.stderr
+
+
+@pytest.mark.slow
+def test_shrunk_it_trains_a_step_in_one_process(tmp_path: Path, name: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(migrated(tmp_path, name).stdout)
+    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
+    assert trained.code == 0, trained.stderr
+    assert "step 1/1" in trained.stdout
+
+
+# --- pitfalls
+
+
+def test_what_a_pipe_gave_to_tee_is_pointed_out(tmp_path: Path) -> None:
+    made = migrated(tmp_path, "verl_dstack.sh")
+    assert "verl_dstack.sh:31: `trainer.resume_mode=disable` is passed to tee, not to the training" in made.stderr
+    assert "resume" not in made.stdout
+
+
+def test_pitfalls_of_a_submit_script_are_pointed_out(tmp_path: Path) -> None:
+    said = migrated(tmp_path, "search_r1.sh").stderr
+    assert "$train_data is not set in the script, so it is empty" in said
+    assert "the address `<address>:8265` of `ray job submit` lacks `http://`" in said
+    assert re.search(r"CUDA_VISIBLE_DEVICES, .*ulimit apply to the shell that submits, not to the job", said)
+    assert "`trainer.default_hdfs_dir` is given twice" in said
+
+
+def test_a_key_given_twice_is_pointed_out_and_the_last_counts(tmp_path: Path) -> None:
+    made = migrated(tmp_path, "verl_slurm.sh")
+    assert "`actor_rollout_ref.model.enable_gradient_checkpointing` is given twice" in made.stderr
+    assert "recompute: full" in made.stdout
+
+
+# --- what is wrong is one clear line, and nothing runs
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("verl.trainer.main_ppo data.trian_batch_size=4", "did you mean `data.train_batch_size`?"),
+        ("verl.trainer.main_ppo data.train_batch_size", "is not an override; write `key=value`"),
+        ("verl.trainer.main_ppo data.train_batch_size=many", "should be a whole number"),
+        ("something.else a=1", "does not start a training that is known"),
+    ],
+)
+def test_a_wrong_command_is_one_clear_line(tmp_path: Path, command: str, problem: str) -> None:
+    refused = corral(tmp_path, "migrate", "--", "python3", "-m", *command.split())
+    assert refused.code == 2
+    [line] = refused.stderr.strip().splitlines()
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("a.sh", "python3 -m verl.trainer.main_ppo data.train_files=$(touch hit)", "nothing is run here"),
+        ("a.sh", "python3 -m verl.trainer.main_ppo data.train_files=`touch hit`", "nothing is run here"),
+        ("a.sh", "touch hit; rm -rf hit", "no command in it starts a training"),
+        ("a.sh", "python3 -m verl.trainer.main_ppo 'a=1", "is not closed"),
+        ("a.yaml", "pretrain: ${model}\nmodel: ${pretrain}\nmax_steps: 1", "in a circle"),
+        ("a.yaml", "num_gpus_per_node: 1\nactor_train.device_mapping: __import__('os').system('touch hit')", "should be a range"),
+        ("a.yaml", "num_gpus_per_node: &x [*x]", "alias"),
+        ("a.yaml", "some: thing\nof: nobody", "none of its keys is known"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line_and_nothing_runs(tmp_path: Path, file: str, text: str, problem: str) -> None:
+    (tmp_path / file).write_text(text)
+    refused = corral(tmp_path, "migrate", file)
+    assert refused.code == 2
+    assert problem in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "hit").exists()
+
+
+def test_a_variable_can_be_given_from_outside(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=$NODES trainer.n_gpus_per_node=8")
+    made = corral(tmp_path, "migrate", "run.sh", "--define", "NODES=4")
+    assert made.code == 0, made.stderr
+    assert "nodes: 4" in made.stdout
+
+
+def test_strict_refuses_what_corral_lacks(tmp_path: Path) -> None:
+    words = [
+        "migrate",
+        "--strict",
+        "--",
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        "actor_rollout_ref.model.lora_rank=8",
+    ]
+    refused = corral(tmp_path, *words)
+    assert refused.code == 2
+    assert "`actor_rollout_ref.model.lora_rank=8` is unsupported" in refused.stderr
+    assert corral(tmp_path, words[0], *words[2:]).code == 0
+
+
+# --- commands of other systems, run as they are
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """As verl's own preparation writes them."""
+    table = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{one} + 1?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(one + 1)},
+        }
+        for one in range(8)
+    ]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "train.parquet")
+    return tmp_path / "train.parquet"
+
+
+def overrides(rows: Path, model: Path) -> list[str]:
+    return [
+        f"data.train_files={rows}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=48",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.logger=['console']",
+        "trainer.experiment_name=dropped-in",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        "trainer.total_training_steps=1",
+        "trainer.default_local_dir=runs",
+    ]
+
+
+def test_a_command_of_verl_trains(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
+    trained = corral(tmp_path, "train", "--dialect", "verl", "--", *overrides(rows, tiny_model))
+    assert trained.code == 0, trained.stderr
+    assert "4 prompts x 2 samples = 8 trajectories -> 2 updates of 4 on 1 trainer" in trained.stdout
+    assert "step 1/1" in trained.stdout
+
+
+@pytest.mark.slow
+def test_corral_verl_is_a_drop_in_for_main_ppo(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "corral.verl", *overrides(rows, tiny_model)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "step 1/1" in ended.stdout
+    assert (tmp_path / "runs" / "dropped-in" / "metrics.jsonl").exists()
+
+
+def test_what_is_unsupported_is_not_run_unless_it_is_allowed(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
+    words = ["train", "--dialect", "verl", "--", *overrides(rows, tiny_model), "actor_rollout_ref.model.lora_rank=8"]
+    refused = corral(tmp_path, *words)
+    assert refused.code == 2
+    assert "lora_rank=8` is unsupported" in refused.stderr
+    assert "--allow-unsupported goes on without" in refused.stderr
+    assert corral(tmp_path, words[0], "--allow-unsupported", *words[1:]).code == 0
+
+
+@pytest.mark.parametrize("dialect", ["roll", "rlinf"])
+def test_configurations_are_found_by_path_and_name(tmp_path: Path, dialect: str) -> None:
+    (tmp_path / "configs").mkdir()
+    source = WRITTEN / {"roll": "roll_two_nodes.yaml", "rlinf": "rlinf_apart.yaml"}[dialect]
+    (tmp_path / "configs" / "mine.yaml").write_text(source.read_text())
+    planned = corral(tmp_path, "plan", "--dialect", dialect, "--config_path", "configs", "--config_name", "mine")
+    assert planned.code == 0, planned.stderr
+    assert BATCHES[source.name] in planned.stdout
+    refused = corral(tmp_path, "plan", "--dialect", dialect, "--config_path", "configs", "--config_name", "other")
+    assert refused.code == 2
+    assert "other.yaml is in none of these folders" in refused.stderr
+
+
+def test_options_of_a_dialect_need_one(tmp_path: Path) -> None:
+    refused = corral(tmp_path, "train", "recipe.yaml", "--config_name", "mine")
+    assert (refused.code, refused.stderr) == (2, "error: --config_name belongs to --dialect\n")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_is_in_it_a_reader_has_words(tmp_path: Path, reader: str) -> None:
+    """1,000 of them. `python tests/fuzz_dialects.py 100000` tries more."""
+    assert fuzz(reader, 1000, tmp_path)["refused"] > 100

@@ -1,0 +1,23 @@
+"""Configurations of other systems, read for tests."""
+
+from pathlib import Path
+
+from corral.recipe.dialects.config import Config, add_file, add_override
+from corral.recipe.dialects.migration import Migration, migrate
+from corral.recipe.dialects.table import Entry, Table
+
+
+def read(table: Table, *overrides: str, file: Path | None = None) -> Migration:
+    """A file with changes to it, or changes alone; missing files of `defaults` are done without."""
+    config = Config()
+    if file is not None:
+        add_file(config, file)
+    for override in overrides:
+        add_override(config, override, "test")
+    return migrate(table, config.flat())
+
+
+def entry(migration: Migration, key: str) -> Entry:
+    """What became of a key."""
+    [found] = [one for one in migration.entries if one.given.key == key]
+    return found
