@@ -1,6 +1,7 @@
 """Broken configurations of other systems: whatever is in them, a reader says what is wrong or makes a recipe.
 
-python tests/fuzz_dialects.py 100000      so many for each reader, with a line about what they were
+python tests/fuzz_dialects.py 100000               so many for each reader, with a line about what they were
+python tests/fuzz_dialects.py 100000 "roll yaml"   for one of them
 """
 
 import random
@@ -69,7 +70,7 @@ def written(*names: str) -> list[str]:
 
 READERS: dict[str, tuple[list[str], Callable[[str, Path], object]]] = {
     "verl script": (written("verl_dstack.sh", "verl_submit.sh"), as_file("a.sh")),
-    "verl words": ([overrides_of("verl_slurm.sh")], as_words),
+    "verl words": ([overrides_of("verl_dstack.sh")], as_words),
     "search_r1 script": (written("search_r1.sh"), as_file("b.sh")),
     "roll yaml": (written("roll_two_nodes.yaml", "roll_one_gpu.yaml"), as_file("c.yaml")),
     "rlinf yaml": (written("rlinf_shared.yaml", "rlinf_apart.yaml"), as_file("d.yaml")),
@@ -103,7 +104,7 @@ def fuzz(reader: str, number: int, folder: Path, seed: int = 0) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    for reader in READERS:
+    for reader in sys.argv[2:] or READERS:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             counts = fuzz(reader, int(sys.argv[1]), Path(folder))

@@ -1,7 +1,7 @@
 """`--shrink`: any recipe as one step of a model of a million parameters, to see that it runs before it costs anything.
 
 What is kept is how it works: environment, reward, algorithm, which roles have devices of their own, passes and updates.
-What is not: model, data, sizes, and how models are spread over devices.
+What is not: model, data, sizes, how models are spread over devices, and where runs are kept.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from corral.recipe.placement import format_devices, resolve_placement
 from corral.recipe.presets import resolve_algorithm
-from corral.recipe.schema import Recipe
+from corral.recipe.schema import Logging, Recipe
 
 SHORT, LONG = 256, 1536
 """Tokens, which are bytes, of the prompt of a question and of one that explains a game."""
@@ -32,7 +32,7 @@ def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
         "rollout": small_rollout(recipe, is_question),
         "schedule": {"steps": 1},
         "checkpoint": {"resume": "never"},
-        "logging": {"runs": recipe.logging.runs} if "runs" in recipe.logging.model_fields_set else {},
+        "logging": {},
         "cluster": {"runtime": "local"},
     }
     values["batch"] = small_batch(recipe, values)
@@ -117,7 +117,7 @@ def search_here(values: dict[str, Any]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    index = Path(values["logging"].get("runs", "runs")) / f"{values['name']}-index"
+    index = Path(Logging().runs) / f"{values['name']}-index"
     values["cluster"]["services"] = {SERVICE: {"retriever": str(index.absolute()), "port": port}}
     for environment in (values.get("environment"), *values.get("environments", {}).values()):
         if environment is not None and environment.get("name") == "search":

@@ -140,7 +140,11 @@ def test_a_wrong_command_is_one_clear_line(tmp_path: Path, command: str, problem
         ("a.sh", "touch hit; rm -rf hit", "no command in it starts a training"),
         ("a.sh", "python3 -m verl.trainer.main_ppo 'a=1", "is not closed"),
         ("a.yaml", "pretrain: ${model}\nmodel: ${pretrain}\nmax_steps: 1", "in a circle"),
-        ("a.yaml", "num_gpus_per_node: 1\nactor_train.device_mapping: __import__('os').system('touch hit')", "should be a range"),
+        (
+            "a.yaml",
+            "num_gpus_per_node: 1\nactor_train.device_mapping: __import__('os').system('touch hit')",
+            "should be a range",
+        ),
         ("a.yaml", "num_gpus_per_node: &x [*x]", "alias"),
         ("a.yaml", "some: thing\nof: nobody", "none of its keys is known"),
     ],

@@ -181,10 +181,13 @@ class Table:
         return key
 
     def row(self, key: str) -> Row | None:
-        return self._exact.get(key) or next((row for row in self._patterns if row.fits(key)), None)
+        if key not in self._by_key:
+            self._by_key[key] = next((row for row in self._patterns if row.fits(key)), None)
+        return self._by_key[key]
 
     @cached_property
-    def _exact(self) -> dict[str, Row]:
+    def _by_key(self) -> dict[str, Row | None]:
+        """Those with a name of their own, and what was asked for before."""
         return {row.key: row for row in reversed(self.rows) if "*" not in row.key}
 
     @cached_property
@@ -226,7 +229,7 @@ class Reading:
         row = self.table.row(key)
         other = self.given.get(key)
         if row is None:
-            near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1)), None))
+            near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1, cutoff=0.8)), None))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
         elif other is not None and other.value != one.value:
             self.problem(one, f"is the same key as {other} ({other.where}), with another value")

@@ -1,0 +1,91 @@
+"""The pages for those who come from other systems: their commands run, and their recipes are what `migrate` prints."""
+
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from commands import corral
+from guides import ROOT, Block, block, blocks
+
+from corral.recipe.dialects.sources import migrate_file
+from corral.recipe.dialects.written import recipe_text
+
+WRITTEN = ROOT / "tests" / "dialects" / "written"
+SOURCES = {
+    "verl": ("train.sh", "verl_dstack.sh"),
+    "search-r1": ("train.sh", "search_r1.sh"),
+    "roll": ("frozen_lake.yaml", "roll_two_nodes.yaml"),
+    "rlinf": ("grpo.yaml", "rlinf_apart.yaml"),
+}
+"""Which file a page speaks of, and what is in it."""
+
+
+def run(folder: Path, one: Block) -> None:
+    """Every command, with what it writes to standard output where it says so."""
+    for command in one.commands:
+        words, _, out = command.partition(" > ")
+        name, *rest = shlex.split(words)
+        assert name == "corral"
+        ended = corral(folder, *rest)
+        assert ended.code == 0, ended.stderr
+        if out:
+            (folder / out).write_text(ended.stdout)
+
+
+def test_every_page_s_commands_run(tmp_path: Path) -> None:
+    pages = {
+        "verl": block("from-verl"),
+        "search-r1": block("from-search-r1"),
+        "roll": block("from-roll"),
+        "rlinf": block("from-rlinf"),
+    }
+    for system, one in pages.items():
+        file, source = SOURCES[system]
+        folder = tmp_path / system
+        folder.mkdir()
+        (folder / file).write_text((WRITTEN / source).read_text())
+        run(folder, one)
+
+
+@pytest.mark.parametrize("system", SOURCES)
+@pytest.mark.parametrize("suffix", [".md", ".zh.md"])
+def test_a_page_shows_what_is_read_and_what_comes_out(system: str, suffix: str) -> None:
+    _, source = SOURCES[system]
+    shown = [one.text for one in blocks(ROOT / "docs" / f"from-{system}{suffix}") if one.language in ("text", "yaml")]
+    assert shown == [(WRITTEN / source).read_text(), recipe_text(migrate_file(WRITTEN / source))]
+
+
+def test_a_script_becomes_a_recipe_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text((WRITTEN / "verl_slurm.sh").read_text())
+    run(tmp_path, block("migrate"))
+
+
+def test_commands_of_verl_run_as_they_are(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "1?"}],
+            "reward_model": {"ground_truth": "1"},
+        }
+    ]
+    pq.write_table(pa.Table.from_pylist(rows * 8), tmp_path / "train.parquet")
+    small = ["data.train_batch_size=2", "data.max_prompt_length=48", "data.max_response_length=8"]
+    small += ["trainer.total_training_steps=1", "trainer.logger=console", "algorithm.adv_estimator=grpo"]
+    small += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    first, second = (
+        shlex.split(command.replace("MODEL", str(tiny_model))) for command in block("dialect-train").commands
+    )
+    trained = corral(tmp_path, *first[1:], *small)
+    assert trained.code == 0, trained.stderr
+    assert second[:3] == ["python", "-m", "corral.verl"]
+    assert second[3:] == first[first.index("--") + 1 :]  # which is the same: see tests/cli/test_migrate.py
+
+
+def test_configurations_are_named_as_over_there(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    for system in ("roll", "rlinf"):
+        file, source = SOURCES[system]
+        (tmp_path / "configs" / file).write_text((WRITTEN / source).read_text())
+    run(tmp_path, block("dialect-config"))
