@@ -4,6 +4,11 @@ import sys
 
 from corral.cli.main import main
 
+OPTIONS = ("-h", "--help", "--debug", "--post-mortem", "--allow-unsupported")
+"""Of `corral train`; all other words are verl's."""
+
 if __name__ == "__main__":
-    sys.argv[1:] = ["train", "--dialect", "verl", "--", *sys.argv[1:]]
+    options = [word for word in sys.argv[1:] if word in OPTIONS]
+    words = [word for word in sys.argv[1:] if word not in OPTIONS]
+    sys.argv[1:] = ["train", "--dialect", "verl", *options, "--", *words]
     main()

@@ -61,7 +61,7 @@ def as_words(text: str, _: Path) -> object:
 
 
 def overrides_of(name: str) -> str:
-    return " ".join(re.findall(r"[+\w.]+=[^\s\\]+", (WRITTEN / name).read_text()))
+    return " ".join(re.findall(r"[a-z_]+\.[\w.]+=[^\s\\]+", (WRITTEN / name).read_text()))
 
 
 def written(*names: str) -> list[str]:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from corral.recipe.schema import Recipe
 
 
+LONGEST_PATH = 250
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+
+
 class Dialect(StrEnum):
     VERL = "verl"
     SEARCH_R1 = "search_r1"
@@ -89,7 +93,7 @@ def migrate(
     from corral.recipe.plan import make_plan
 
     path = Path(source[0])
-    if len(source) == 1 and path.is_file() and is_own(path):
+    if len(source) == 1 and is_path(source[0]) and path.is_file() and is_own(path):
         make_plan(load_recipe(path))
         text = path.read_text()
         print(json.dumps({"dialect": "Corral", "recipe": text}, indent=2) if as_json else text, end="")
@@ -108,15 +112,19 @@ def read(source: Sequence[str], dialect: Dialect | None, define: Sequence[str]) 
     from corral.recipe.dialects.sources import migrate_file, migrate_words
 
     defined = dict(name_and_value(one) for one in define)
-    path = Path(source[0])
-    if len(source) == 1 and (path.is_file() or "=" not in source[0]):
-        return migrate_file(path, dialect, defined)
-    return migrate_words(source, dialect)
+    if len(source) == 1 and is_path(source[0]):
+        return migrate_file(Path(source[0]), dialect, defined)
+    return migrate_words(source, dialect, defined)
+
+
+def is_path(word: str) -> bool:
+    """Of a script or a YAML file, be it there or not."""
+    return "=" not in word and len(word) < LONGEST_PATH
 
 
 def name_and_value(written: str) -> tuple[str, str]:
     name, equals, value = written.partition("=")
-    if not equals or not name.isidentifier():
+    if not equals or not (name.isidentifier() or name.isdecimal()):
         raise UserError(f"--define {written}: write NAME=VALUE")
     return name, value
 
@@ -158,17 +166,19 @@ class Asked:
                 raise UserError(f"{option} belongs to --dialect")
         if self.recipe is None:
             raise UserError("name a recipe, a YAML file; or --dialect and a command of another system behind `--`")
+        if Path(self.recipe).suffix in SCRIPTS:
+            raise UserError(
+                f"{self.recipe} is a script; `corral migrate {self.recipe} > recipe.yaml` makes a recipe of it"
+            )
         return load_recipe(self.recipe, self.overrides)
 
     def _foreign(self) -> "Recipe":
-        from corral.recipe.dialects.sources import migrate_words
-
         words = [word for word in (self.recipe, *self.overrides) if word is not None]
         for option, value in (("--config_path", self.config_path), ("--config_name", self.config_name)):
             words += [option, value] if value is not None else []
         if not words:
             raise UserError(f"--dialect {self.dialect}: write the command behind `--`, or name a --config_name")
-        made = migrate_words(words, self.dialect)
+        made = read(words, self.dialect, [])
         if made.unsupported and not self.allow_unsupported:
             raise UserError(f"{unsupported_in_words(made)}\n--allow-unsupported goes on without")
         for pitfall in made.pitfalls:

@@ -1,6 +1,6 @@
 """From a recipe file to a checked recipe and its plan, for the verbs that need one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from corral.recipe.load import load_recipe
@@ -9,11 +9,9 @@ from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
 
 
-def planned(
-    recipe: Path, overrides: Sequence[str], adapt: Callable[[Recipe], Recipe] = lambda recipe: recipe
-) -> tuple[Recipe, Plan]:
-    """Everything that is wrong with the recipe is raised here, before anything is loaded. `adapt`: changes it first."""
-    return with_plan(adapt(load_recipe(recipe, overrides)))
+def planned(recipe: Path, overrides: Sequence[str]) -> tuple[Recipe, Plan]:
+    """Everything that is wrong with the recipe is raised here, before anything is loaded."""
+    return with_plan(load_recipe(recipe, overrides))
 
 
 def with_plan(recipe: Recipe) -> tuple[Recipe, Plan]:

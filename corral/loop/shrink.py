@@ -41,7 +41,7 @@ def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
         values["validation"] = {"before_training": False, "max_prompts": 2}
     for section, key in (("critic", "path"), ("critic", "warmup_steps"), ("reference", "path")):
         values.get(section, {}).pop(key, None)
-    shrink_algorithm(values.get("algorithm", {}), values["rollout"])
+    shrink_algorithm(values.get("algorithm", {}))
     if nodes > 1:
         values["cluster"] = small_cluster(recipe, nodes)
         if "placement" in values["cluster"]:
@@ -87,7 +87,7 @@ def small_batch(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def shrink_algorithm(algorithm: dict[str, Any], rollout: Mapping[str, Any]) -> None:
+def shrink_algorithm(algorithm: dict[str, Any]) -> None:
     algorithm.pop("aggregation_norm", None)
     if "max_rounds" in algorithm.get("dynamic_sampling", {}):
         algorithm["dynamic_sampling"]["max_rounds"] = 1

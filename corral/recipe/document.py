@@ -6,6 +6,7 @@ nested ones. What the keys mean, and whether they exist, is not decided here.
 
 import re
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ INTEGER = re.compile(r"[-+]?[0-9]{1,300}(_[0-9]{1,300})*|0x[0-9a-fA-F]{1,300}|0o
 REAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
+MOST_NODES = 200_000
 OVERRIDE = float("inf")
 """The line of what was not written in the file."""
 
@@ -165,7 +167,7 @@ def compose(text: str, source: str) -> yaml.Node | None:
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: is not valid YAML: {str(error).splitlines()[0]}") from None
     if node is not None:
-        _refuse_extras(node, source, ())
+        _refuse_extras(node, source, (), count())
     return node
 
 
@@ -183,9 +185,12 @@ def syntax_problem(error: yaml.MarkedYAMLError, text: str) -> str:
     return f":{mark.line + 1}: is not valid YAML: {error.problem or error.context}{hint}"
 
 
-def _refuse_extras(node: yaml.Node, source: str, around: tuple[yaml.Node, ...]) -> None:
-    """Tags, merge keys, keys that are not text, anchors that contain themselves: a recipe has no use for them."""
+def _refuse_extras(node: yaml.Node, source: str, around: tuple[yaml.Node, ...], seen: "count[int]") -> None:
+    """Tags, merge keys, keys that are not text, anchors that contain themselves or multiply: a recipe has no use for
+    them."""
     where = f"{source}:{node.start_mark.line + 1}"
+    if next(seen) > MOST_NODES:
+        raise RecipeError(f"{where}: aliases make more than {MOST_NODES} values of this")
     if any(node is outer for outer in around):
         raise RecipeError(f"{where}: an anchor contains an alias to itself")
     if node.tag.rpartition(":")[2] not in ("str", "seq", "map"):
@@ -204,7 +209,7 @@ def _refuse_extras(node: yaml.Node, source: str, around: tuple[yaml.Node, ...]) 
     if not isinstance(node, yaml.ScalarNode):
         for part in node.value:
             for child in part if isinstance(part, tuple) else (part,):
-                _refuse_extras(child, source, (*around, node))
+                _refuse_extras(child, source, (*around, node), seen)
 
 
 def plain(node: yaml.Node) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from corral.recipe.dialects.config import Config, add_file, add_override
+from corral.recipe.dialects.values import read_value
 from corral.recipe.errors import RecipeError
 
 
@@ -128,7 +129,9 @@ def test_a_reference_to_nothing_is_an_error(tmp_path: Path) -> None:
     assert "refers to a key that is not there" in problems(read(tmp_path, "a: ${nothing.here}\n"))[0]
 
 
-@pytest.mark.parametrize("value", ["${eval:'1+1'}", "${python:os.system}", "${oc.env:SECRET}", "${divide:1,0}"])
+@pytest.mark.parametrize(
+    "value", ["${eval:'1+1'}", "${python:os.system}", "${oc.env:WHO}", "${divide:1,0}", "${multiply:1e308,1e308}"]
+)
 def test_resolvers_run_nothing(tmp_path: Path, value: str) -> None:
     assert len(problems(read(tmp_path, f'a: "{value}"\n'))) == 1
 
@@ -136,3 +139,75 @@ def test_resolvers_run_nothing(tmp_path: Path, value: str) -> None:
 def test_a_bomb_of_references_is_refused(tmp_path: Path) -> None:
     lines = ["a0: xxxxxxxxxx", *(f'a{n}: "${{a{n - 1}}}${{a{n - 1}}}"' for n in range(1, 40))]
     assert "too many references" in "".join(problems(read(tmp_path, "\n".join(lines))))
+
+
+def test_a_long_chain_of_references_is_refused(tmp_path: Path) -> None:
+    lines = ["a0: 1", *(f"a{n}: ${{a{n - 1}}}" for n in range(1, 1000))]
+    assert "too deeply" in problems(read(tmp_path, "\n".join(reversed(lines))))[0]
+
+
+def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    with pytest.raises(RecipeError, match="aliases make more than"):
+        read(tmp_path, "\n".join(lines))
+
+
+def test_a_bomb_of_files_is_refused(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"a{number}.yaml").write_text(f"defaults: [a{number + 1}, a{number + 1}]\n")
+    with pytest.raises(RecipeError, match="more than 100 files"):
+        read(tmp_path, "defaults: [a0]\n")
+
+
+def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "configs" / "mine"
+    folder.mkdir(parents=True)
+    (tmp_path / "secrets.yaml").write_text("token: 1\n")
+    config = read(folder, f"defaults: [../../secrets, {tmp_path}/secrets]\na: 1\n")
+    assert flat(config) == {"a": 1}
+    assert config.missing == ["../../secrets", f"{tmp_path}/secrets"]
+
+
+def test_a_group_lies_below_its_name_unless_it_says_where(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("layers: 2\n")
+    (tmp_path / "model" / "large.yaml").write_text("# @package _global_\nlayers: 8\n")
+    assert flat(read(tmp_path, "defaults:\n  - model: small\n")) == {"model.layers": 2}
+    assert flat(read(tmp_path, "defaults:\n  - model@_global_: small\n")) == {"layers": 2}
+    assert flat(read(tmp_path, "defaults:\n  - model: large\n")) == {"layers": 8}
+    assert flat(read(tmp_path, "defaults:\n  - model: large\n  - override model: small\n")) == {"model.layers": 2}
+
+
+def test_a_file_is_under_those_that_come_behind_self(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("seed: 1\n")
+    assert flat(read(tmp_path, "defaults: [_self_, base]\nseed: 2\n")) == {"seed": 1}
+    assert flat(read(tmp_path, "defaults: [base, _self_]\nseed: 2\n")) == {"seed": 2}
+
+
+def test_words_for_true_and_false(tmp_path: Path) -> None:
+    assert flat(read(tmp_path, "a: no\nb: On\nc: 'no'\n")) == {"a": False, "b": True, "c": "no"}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("{a:eager,b:0}", {"a": "eager", "b": 0}),
+        ("{a: [1,'x y'], b: {c: null}}", {"a": [1, "x y"], "b": {"c": None}}),
+        ("[${a.b},1]", ["${a.b}", 1]),
+        ("[]", []),
+        ("a\\,b", "a,b"),
+        ("x #y", "x #y"),
+        ("&x", "&x"),
+        ("a: b", "a: b"),
+        ("'it\\'s'", "it's"),
+        ("http://x:1/y", "http://x:1/y"),
+    ],
+)
+def test_values_are_read_as_hydra_reads_them(written: str, value: Any) -> None:
+    assert read_value(written) == value
+
+
+@pytest.mark.parametrize("written", ["[1,2", "{a:1", "[1]x", "{a}", "'a", "[" * 100 + "]" * 100])
+def test_values_that_are_left_open_are_refused(written: str) -> None:
+    with pytest.raises(RecipeError):
+        read_value(written)

@@ -978,3 +978,30 @@ def test_sensible_values_always_give_a_recipe_that_runs(
     assert plan["batch"]["trajectories"] == prompts * samples
     assert plan["batch"]["max_trajectory_tokens"] == prompt + response
     assert plan["batch"]["max_tokens_per_micro_batch"] == sequences * (prompt + response)
+
+
+def test_what_rows_of_text_do_not_have_is_not_missed() -> None:
+    """RLinf's math example for FSDP has it from one for images."""
+    keys = ("data.image_keys=[image]", "data.choice_key=choices", "data.use_chat_template=true")
+    weights = "reward.reward_weights.qa_accuracy=1.0"
+    assert not read(TABLE, "data.type=math", *keys, weights).unsupported
+    images = read(TABLE, "data.type=vision_language", *keys, "reward.reward_type=vqa", weights)
+    assert {"data.image_keys", "reward.reward_weights.qa_accuracy"} <= {one.given.key for one in images.unsupported}
+
+
+def test_settings_of_fsdp_are_for_its_trainer_where_nothing_names_one() -> None:
+    """A file whose `defaults` are not at hand."""
+    migration = read(TABLE, "actor.model.precision=fp32", "actor.fsdp_config.mixed_precision.param_dtype=bf16")
+    assert migration.recipe.model.dtype == "bfloat16"
+    assert migration.recipe.train.parallel.tensor == 1
+    planned(migration)
+
+
+def test_a_tokenizer_in_a_folder_of_the_models_name_is_the_models() -> None:
+    paths = ("rollout.model.model_path=/path/to/model/Qwen-1.5B/", "actor.tokenizer.tokenizer_model=/model/Qwen-1.5B")
+    assert not read(TABLE, *paths).unsupported
+
+
+def test_checkpoints_that_a_run_never_comes_to_are_those_at_its_end() -> None:
+    migration = read(TABLE, "runner.max_steps=10", "runner.save_interval=50")
+    assert (migration.recipe.checkpoint.every, migration.recipe.checkpoint.at_end) == (0, True)

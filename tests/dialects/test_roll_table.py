@@ -627,9 +627,22 @@ def test_devices_that_play_and_train_by_turns_become_separate() -> None:
     plan(migration)
 
 
-def test_an_engine_on_some_of_the_training_devices_is_an_error() -> None:
+def test_an_engine_on_some_of_the_training_devices_and_on_others_is_an_error() -> None:
     [line] = problems("actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[1, 2]")
-    assert "should have all of actor_train's devices or none of them" in line
+    assert "should have all of actor_train's devices, some of them alone, or none of them" in line
+
+
+def test_an_engine_that_leaves_some_training_devices_to_a_judge_has_them_all() -> None:
+    """As ROLL's own RLVR configurations have it."""
+    mapping = ("actor_train.device_mapping=list(range(0,8))", "actor_infer.device_mapping=list(range(0,6))")
+    migration = roll(*mapping)
+    assert status(migration, "actor_infer.device_mapping") == "built in"
+    assert "all of the training's play" in entry(migration, "actor_infer.device_mapping").outcome.note
+    assert "placement" not in migration.recipe.cluster.model_fields_set
+    kl = ("use_kl_loss=true", "kl_loss_coef=0.1", "reference.device_mapping=list(range(8,16))")
+    migration = roll(*mapping, *kl)
+    assert migration.recipe.cluster.placement == {"actor,rollout": "0-7", "reference": "8-15"}
+    plan(migration)
 
 
 def test_a_reference_model_has_its_own_devices_where_there_is_kl() -> None:
@@ -789,6 +802,70 @@ def test_a_tag_of_roll_can_be_changed() -> None:
     assert options.recipe.environment.options == {"dim_room": [8, 7], "num_boxes": 2, "search_depth": 10}
 
 
+OLD_LAKE = (
+    "train_env_manager.env_groups=1", "train_env_manager.tags=[FrozenLake]", "val_env_manager.tags=[FrozenLake]",
+    "custom_envs.FrozenLake.env_type=frozen_lake", "custom_envs.FrozenLake.env_config.is_slippery=false",
+)  # fmt: skip
+
+
+def test_a_game_of_older_versions_has_its_instruction_and_turns_beside_its_options() -> None:
+    base = "custom_envs.FrozenLake"
+    migration = roll(*OLD_LAKE, f"{base}.env_instruction=Walk.", f"{base}.max_steps_per_traj=7")
+    assert migration.recipe.environment.options["prompts"] == {"instruction": "Walk."}
+    assert migration.recipe.rollout.max_turns == 7
+    assert not migration.unsupported
+    plan(migration)
+
+
+def test_the_penalty_of_older_versions_is_that_of_all_games() -> None:
+    penalty = "train_env_manager.format_penalty=-0.001"
+    assert roll(*OLD_LAKE, penalty).recipe.environment.options == {"format_penalty": -0.001}
+    middle = roll(*OLD_LAKE[1:], penalty, "custom_envs.FrozenLake.user_prompt_format=<answer>")
+    assert middle.recipe.environment.options == {"format_penalty": -0.001}
+    own = roll(*OLD_LAKE, penalty, "custom_envs.FrozenLake.env_config.format_penalty=-0.5")
+    assert own.recipe.environment.options == {"format_penalty": -0.5}
+
+
+def test_todays_penalty_is_that_of_the_game() -> None:
+    migration = roll(*OLD_LAKE[1:], "train_env_manager.format_penalty=-0.001")
+    assert status(migration, "train_env_manager.format_penalty") == "no effect"
+    assert migration.recipe.environment.options == {"format_penalty": -0.01}
+
+
+def test_the_words_of_older_versions_are_no_limit() -> None:
+    migration = roll(
+        *OLD_LAKE, "custom_envs.FrozenLake.max_tokens=100", "actor_infer.generating_args.max_new_tokens=300"
+    )
+    assert status(migration, "custom_envs.FrozenLake.max_tokens") == "no effect"
+    assert migration.recipe.rollout.max_turn_tokens == 300
+
+
+def test_a_tag_that_is_not_played_lacks_nothing() -> None:
+    base = "custom_envs.Shop"
+    migration = roll(
+        f"{base}.env_type=webshop", f"{base}.env_config.observation_mode=text", f"{base}.reward_template=Reward",
+        f"{base}.env_instruction=Buy.", f"{base}.env_config.grid_vocab.W=wall", f"{base}.colour=red",
+    )  # fmt: skip
+    assert {one.outcome.status for one in migration.entries if one.given.key.startswith(base)} == {"no effect"}
+
+
+def test_the_templates_of_rolls_files_are_only_what_games_take_of_them() -> None:
+    migration = roll(
+        "user_prompt_no_think_format=<answer>", "user_prompt_think_format=<think>", "reward_template=Reward: {reward}",
+        "custom_envs.SimpleSokoban.reward_template=Reward: {reward}",
+        "custom_envs.SimpleSokoban.agent_template=State: {state}",
+    )  # fmt: skip
+    assert [one.given.key for one in migration.unsupported] == ["custom_envs.SimpleSokoban.reward_template"]
+    assert migration.recipe.environment.options["prompts"]["turn"] == "State: {observation}"
+    plan(migration)
+
+
+def test_keys_of_trackers_are_not_shown() -> None:
+    migration = roll("track_with=wandb", "tracker_kwargs.api_key=0123", "tracker_kwargs.login_kwargs.key=4567")
+    shown = [str(one.given) for one in migration.entries]
+    assert not any("0123" in line or "4567" in line for line in shown)
+
+
 def test_options_that_are_out_of_bounds_are_errors() -> None:
     [line] = problems("custom_envs.SimpleSokoban.env_config.dim_room=[2, 2]")
     assert "should be a whole number, at least 4" in line
@@ -886,6 +963,13 @@ def test_a_game_by_turns_of_its_own_is_unsupported() -> None:
         ),
         ((*GROUPS, "adv_estimator=gigpo", "reward_normalization.method=mean_std"), "gigpo"),
         (("adv_estimator=step_reinforce", "step_reward_gamma=1.0"), "reinforce_plus_plus"),
+        (
+            (
+                "adv_estimator=step_reinforce", "step_reward_gamma=1.0",
+                "reward_normalization.grouping=batch", "reward_normalization.method=mean_std",
+            ),
+            "reinforce_plus_plus",
+        ),
         (("adv_estimator=gae",), "ppo"),
         ((*ASK, "adv_estimator=grpo"), "grpo"),
         ((*ASK, "adv_estimator=reinforce"), "reinforce"),
@@ -1262,3 +1346,20 @@ def test_whatever_is_written_gives_a_recipe_with_a_plan_or_an_error_in_words(cho
     except RecipeError:
         return
     plan(migration)
+
+
+def test_of_several_rewards_the_one_that_corral_has_is_that_of_all_rows() -> None:
+    workers = "roll.pipeline.rlvr.rewards"
+    migration = roll(
+        *ASK,
+        f"rewards.ifeval.worker_cls={workers}.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
+        f"rewards.math_rule.worker_cls={workers}.math_rule_reward_worker.MathRuleRewardWorker",
+    )
+    assert migration.recipe.environment.reward.name == "math"
+    assert "that of math_rule" in entry(migration, "rewards.ifeval.worker_cls").outcome.note
+
+
+def test_gigpo_without_the_deviation_says_only_what_differs() -> None:
+    migration = roll(*GROUPS, "adv_estimator=gigpo", "reward_normalization.method=mean")
+    found = entry(migration, "reward_normalization.method").outcome
+    assert (found.status, found.note) == ("unsupported", "gigpo divides by the group's deviation")

@@ -226,6 +226,8 @@ def test_a_budget_of_tokens_is_taken_as_it_is() -> None:
     made = migrated(f"{ACTOR}.ppo_max_token_len_per_gpu=20000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     assert made.recipe.batch.max_tokens_per_micro_batch == 2048
     assert status(made, f"{ACTOR}.ppo_max_token_len_per_gpu") == "no effect"
+    made = migrated(f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24000")
+    assert status(made, f"{ACTOR}.ppo_max_token_len_per_gpu") == "mapped", "the same number"
 
 
 def test_devices_that_share_a_sequence_share_its_tokens() -> None:
@@ -367,8 +369,13 @@ def test_estimators_of_the_advantage(written: str, ours: str) -> None:
 
 
 def test_an_estimator_that_corral_lacks() -> None:
-    made = migrated("algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4")
+    keys = ("+algorithm.gdpo_reward_keys=['right','form']", "+algorithm.codapo_top_k=4")
+    made = migrated("algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4", *keys)
     assert status(made, "algorithm.adv_estimator") == "unsupported"
+    assert "has grpo instead" in note(made, "algorithm.adv_estimator")
+    assert made.recipe.algorithm.name == "grpo"
+    assert status(made, "algorithm.gdpo_reward_keys") == "unsupported"
+    assert status(made, "algorithm.codapo_top_k") == "no effect", "of another estimator"
 
 
 def test_comparing_one_sample_with_itself() -> None:
@@ -481,6 +488,10 @@ def test_a_length_penalty_that_is_off_leaves_nothing_behind() -> None:
         (f"+{place}.enable=True", f"+{place}.len=512", f"+{place}.penalty_factor=1.0"),
     ):
         assert planned(*GRPO, *overrides).algorithm.overlong_buffer is None
+    made = migrated(*GRPO, f"+{place}.enable=True", f"+{place}.len=0", "reward.reward_manager.name=dapo")
+    assert note(made, f"{place}.enable") == "`len` is 0"
+    made = migrated(*GRPO, f"+{place}.enable=True", f"+{place}.len=512")
+    assert note(made, f"{place}.len") == "the reward manager is not dapo"
 
 
 @pytest.mark.parametrize(
@@ -589,6 +600,7 @@ def test_other_optimisers_are_not_there() -> None:
 def test_a_critic_warms_up_one_step_less() -> None:
     assert migrated("trainer.critic_warmup=0").recipe.critic.warmup_steps == 0
     assert migrated("trainer.critic_warmup=1").recipe.critic.warmup_steps == 0
+    assert status(migrated("trainer.critic_warmup=0"), "trainer.critic_warmup") == "built in"
     made = migrated("trainer.critic_warmup=20")
     assert made.recipe.critic.warmup_steps == 19
     assert "from step 20 on: 19 steps" in note(made, "trainer.critic_warmup")
@@ -650,9 +662,14 @@ def test_sampling() -> None:
 
 
 def test_validation_is_greedy_unless_it_samples() -> None:
-    greedy = migrated(VALIDATED, f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.top_p=0.7")
+    written = (VALIDATED, f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.top_p=0.7")
+    greedy = migrated(*written, f"{ROLLOUT}.mode=sync")
     assert greedy.recipe.validation.temperature == 0
     assert status(greedy, f"{ROLLOUT}.val_kwargs.top_p") == "no effect"
+    assert migrated(VALIDATED).recipe.validation.temperature == 0
+    unread = migrated(*written, f"{ROLLOUT}.val_kwargs.do_sample=False")
+    assert (unread.recipe.validation.temperature, unread.recipe.validation.top_p) == (0.6, 0.7)
+    assert status(unread, f"{ROLLOUT}.val_kwargs.do_sample") == "no effect"
     sampled = migrated(
         VALIDATED,
         f"{ROLLOUT}.val_kwargs.do_sample=True",
@@ -815,6 +832,34 @@ def test_what_corral_lacks(override: str) -> None:
     assert found.outcome.note
 
 
+def test_of_a_part_that_corral_lacks_the_switch_says_why() -> None:
+    made = migrated("reward_model.enable=True", "reward_model.model.path=judge", "reward_model.micro_batch_size=4")
+    assert "no reward model" in note(made, "reward_model.enable")
+    assert note(made, "reward_model.model.path") == "see `reward_model.enable`"
+    assert len(made.unsupported) == 3
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "/models/InternVL3-2B", "zai-org/GLM-4.1V-9B"])
+def test_a_model_of_pictures_is_told_by_its_name(model: str) -> None:
+    made = read(TABLE, f"actor_rollout_ref.model.path={model}", "data.train_files=train.parquet")
+    assert status(made, "actor_rollout_ref.model.path") == "unsupported"
+    assert made.recipe.model.path == model
+
+
+@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B", "/vl/models/Qwen2.5-Math-7B"])
+def test_a_model_of_text_is_taken(model: str) -> None:
+    made = read(TABLE, f"actor_rollout_ref.model.path={model}", "data.train_files=train.parquet")
+    assert status(made, "actor_rollout_ref.model.path") == "mapped"
+
+
+def test_a_mixture_s_other_losses_are_not_there() -> None:
+    place = f"{ACTOR}.megatron.override_transformer_config"
+    made = migrated(
+        f"+{place}.moe_aux_loss_coeff=0.01", f"+{place}.moe_z_loss_coeff=0", f"+{place}.moe_router_dtype=fp32"
+    )
+    assert [one.given.key for one in made.unsupported] == [f"{place}.moe_aux_loss_coeff"]
+
+
 def test_keys_that_nobody_knows_are_told_with_the_nearest() -> None:
     [problem] = problems("actor_rollout_ref.actor.optim.lrr=1e-6")
     assert problem == (
@@ -856,11 +901,38 @@ def test_keys_of_the_first_versions() -> None:
         "trainer.remove_previous_ckpt_in_save=True",
         "reward_model.micro_batch_size=64",
         "reward_model.launch_reward_fn_async=False",
+        "actor_rollout_ref.model.use_rmpad=True",
+        "critic.model.use_rmpad=True",
+        "trainer.val_generations_to_log_to_wandb=5",
+        f"{ROLLOUT}.micro_batch_size=4",
+        f"{ACTOR}.profile_ranks=[0,1]",
+        f"{ROLLOUT}.profile_ranks_all=False",
+        "critic.profile_discrete=True",
     )
     assert not made.recipe.data.shuffle
+    assert made.recipe.logging.samples == 5
     assert made.recipe.algorithm.aggregation == "seq_mean_token_mean"
     assert made.recipe.checkpoint.keep == 1
     assert not made.unsupported
+
+
+def test_the_kl_of_the_first_versions_is_pointed_out() -> None:
+    """They had it in the reward, and no key that said so."""
+    assert "since verl 0.3" in note(migrated("algorithm.kl_ctrl.kl_coef=0.001"), "algorithm.kl_ctrl.kl_coef")
+    made = migrated("algorithm.kl_ctrl.kl_coef=0.001", "algorithm.use_kl_in_reward=False")
+    assert note(made, "algorithm.kl_ctrl.kl_coef") == "there is no KL in the reward"
+
+
+def test_keys_of_the_latest_versions() -> None:
+    made = migrated(
+        f"{ACTOR}.ppo_infer_max_token_len_per_gpu=12288",
+        f"{ACTOR}.ppo_infer_micro_batch_size_per_gpu=1",
+        "+data.need_tools_kwargs=True",
+        f"{ROLLOUT}.skip.enable=False",
+        f"{ROLLOUT}.agent.agent_loop_manager_class=null",
+    )
+    assert not made.unsupported
+    assert migrated(f"+{ROLLOUT}.quantization.weight_dtype=fp8").unsupported
 
 
 # --- any values

@@ -31,11 +31,14 @@ PROGRAMS = {
     "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
 }
 """What starts a training over there, and so ends whatever comes before it: Ray, Slurm, containers."""
+LONGEST_PROGRAM = 300
+CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
+SPEAKERS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", "cp", "mv", "sed", "vim", "source", ".")
+"""Commands that may name a program and do not start it."""
 OPTION = re.compile(r"--?(config[-_]path|config[-_]name|config[-_]dir|cp|cn|cd)(?:=(.*))?", re.DOTALL)
 OPTIONS = {"cp": "path", "cn": "name", "cd": "path", "path": "path", "name": "name", "dir": "path"}
 OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
 """verl's own: all that they say is in its table."""
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".txt")
 
 
 @dataclass
@@ -49,19 +52,22 @@ class Source:
     file: str = "command"
     folder: Path = Path()
     """In which the command would run."""
+    line: int = 0
     pitfalls: list[str] = field(default_factory=list)
 
 
 def migrate_file(path: Path, dialect: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
     """Raises a RecipeError with all that is wrong."""
     if path.suffix in (".yaml", ".yml"):
-        config = Config()
+        config = Config(defined)
         add_file(config, path)
         return finish(config, dialect, [])
-    return migrate_source(read_source(read_text(path), path, defined), dialect)
+    return migrate_source(read_source(read_text(path), path, defined), dialect, defined)
 
 
-def migrate_words(words: Sequence[str], dialect: str | None = None) -> Migration:
+def migrate_words(
+    words: Sequence[str], dialect: str | None = None, defined: Mapping[str, str] | None = None
+) -> Migration:
     """A whole command, or with a dialect also only what comes behind its program's name."""
     values = [Value(word) for word in words]
     source = find_program([Command(values, 0, False)], "command") or Source(words=values)
@@ -69,7 +75,7 @@ def migrate_words(words: Sequence[str], dialect: str | None = None) -> Migration
         raise RecipeError(
             f"`{' '.join(words)[:60]}` does not start a training that is known; say of which system it is: --dialect"
         )
-    return migrate_source(source, dialect)
+    return migrate_source(source, dialect, defined)
 
 
 def is_own(path: Path) -> bool:
@@ -108,24 +114,32 @@ def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> Sou
 def find_program(commands: Sequence[Command], file: str) -> Source | None:
     found = list(programs(commands, file))
     if len(found) > 1:
-        lines = " and ".join(str(source.words[0].line if source.words else "?") for source in found)
+        lines = " and ".join(str(source.line) for source in found)
         raise RecipeError(f"{file}: {len(found)} commands in it start a training (lines {lines}); keep one of them")
     return found[0] if found else None
 
 
 def programs(commands: Sequence[Command], file: str) -> Iterator[Source]:
     for number, command in enumerate(commands):
+        if command.texts[0] in SPEAKERS:
+            continue
         for place, word in enumerate(command.words):
-            dialect = next((name for name, program in PROGRAMS.items() if program.fullmatch(word.text)), None)
-            if dialect is not None:
-                words = command.words[place + 1 :]
-                source = Source(dialect, words, word.text, file)
+            before = command.words[place - 1].text if place else ""
+            if dialect := program_of(word.text, before):
+                source = Source(dialect, command.words[place + 1 :], word.text, file, line=command.line)
                 source.pitfalls += address_problems(command.words[:place], file)
                 source.pitfalls += strays(commands[number + 1 :], file)
                 yield source
                 break
-            if place and command.words[place - 1].text == "-c" and any(map(str.isspace, word.text)):
+            if re.fullmatch("-[a-z]*c", before) and any(map(str.isspace, word.text)):
                 yield from programs(read_script(word.text, file).commands, file)
+
+
+def program_of(word: str, before: str) -> str | None:
+    """The dialect of a program: a module behind `-m`, or a file."""
+    if len(word) > LONGEST_PROGRAM or not (before == "-m" or word.endswith((".py", ".sh"))):
+        return None
+    return next((name for name, program in PROGRAMS.items() if program.fullmatch(word)), None)
 
 
 def address_problems(before: Sequence[Value], file: str) -> Iterator[str]:
@@ -141,20 +155,24 @@ def address_problems(before: Sequence[Value], file: str) -> Iterator[str]:
 
 
 def strays(behind: Sequence[Command], file: str) -> Iterator[str]:
-    """Changes that a pipe gave to another program, such as `tee`."""
+    """Changes that a pipe gave to another program, such as `tee`, or that a broken line cut off."""
     for command in behind:
+        first, *rest = command.words
+        if CHANGE.fullmatch(first.text):
+            yield f"{file}:{first.line}: `{first.text}` begins a command of its own, and is not passed to the training"
+            continue
         if not command.piped:
             return
-        for word in command.words[1:]:
-            if re.fullmatch(r"\+{0,2}[a-z]\w*(\.\w+)+=.*", word.text):
-                yield f"{file}:{word.line}: `{word.text}` is passed to {command.words[0].text}, not to the training"
+        for word in rest:
+            if CHANGE.fullmatch(word.text):
+                yield f"{file}:{word.line}: `{word.text}` is passed to {first.text}, not to the training"
 
 
 # --- from what was found to a recipe
 
 
-def migrate_source(source: Source, dialect: str | None) -> Migration:
-    config, chosen = Config(), dialect or source.dialect
+def migrate_source(source: Source, dialect: str | None, defined: Mapping[str, str] | None) -> Migration:
+    config, chosen = Config(defined), dialect or source.dialect
     assert chosen is not None
     options, words = split_options(source.words)
     if chosen == "rlinf" and source.program.endswith(".sh") and words and "=" not in words[0].text:
@@ -164,7 +182,11 @@ def migrate_source(source: Source, dialect: str | None) -> Migration:
     elif not words:
         raise RecipeError(f"{source.file}: the command says nothing of what to train; name its configuration")
     add_words(config, words, source)
-    return finish(config, chosen, source.pitfalls)
+    try:
+        return finish(config, chosen, source.pitfalls)
+    except RecipeError as error:
+        doubts = dict.fromkeys(doubt for word in words for doubt in word.doubts)
+        raise RecipeError([*error.problems, *doubts]) from None
 
 
 def split_options(words: Sequence[Value]) -> tuple[dict[str, Value], list[Value]]:
@@ -189,13 +211,11 @@ def config_file(source: Source, dialect: str, options: Mapping[str, Value]) -> P
         if source.program.endswith(".sh"):
             raise RecipeError(f"{source.file}: {source.program} is a script of its own; give that to `corral migrate`")
         return None
-    name, folder = options["name"].text, options["path"].text if "path" in options else ""
+    name, folder = options["name"].text.removesuffix(".yaml"), options["path"].text if "path" in options else ""
     program = Path(source.program).parent
     below = [Path(folder), program / folder, program / "config", Path("examples") / folder]
     tried = [
-        root / one / f"{name.removesuffix('.yaml')}.yaml"
-        for root in dict.fromkeys((Path(), source.folder))
-        for one in dict.fromkeys(below)
+        root / one / f"{name}.yaml" for root in dict.fromkeys((Path(), source.folder)) for one in dict.fromkeys(below)
     ]
     found = next((path for path in tried if path.is_file()), None)
     if found is None and not (dialect in ("verl", "search_r1") and OWN_CONFIGS.fullmatch(name)):
@@ -213,7 +233,8 @@ def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
             continue
         if word.unknown is not None:
             config.problems.append(
-                f"{where}: `{word.text}` needs what `{word.unknown}` prints, and nothing is run here; write the value"
+                f"{where}: `{word.text}` needs what `{word.unknown}` gives, and nothing is run here; "
+                "write the value, or give the variable with --define NAME=VALUE"
             )
             continue
         source.pitfalls += [doubt for doubt in word.doubts if doubt not in source.pitfalls]
@@ -230,9 +251,9 @@ def finish(config: Config, dialect: str | None, pitfalls: list[str]) -> Migratio
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and dialect is None:
-        raise RecipeError(
-            "none of its keys is known of verl, Search-R1, ROLL or RLinf; is it a configuration of these?"
-        )
-    for name in dict.fromkeys(config.missing):
-        pitfalls = [*pitfalls, f"`defaults` names {name}, which is not there: {best.title}'s usual values are taken"]
-    return migrate(best, given, pitfalls)
+        raise RecipeError("none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?")
+    if config.missing:
+        names = ", ".join(dict.fromkeys(config.missing))
+        usual = f"{best.title}'s usual values are taken"
+        pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
+    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])

@@ -4,6 +4,8 @@ A row's value becomes an `Outcome`: keys of ours, or the reason why there are no
 What the other system does where nothing is said is part of its table too: `default`.
 """
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +17,11 @@ from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, did_you_mean
 
 Status = Literal["mapped", "converted", "built in", "no effect", "unsupported"]
+SECRET = re.compile(
+    r"(?:.*\.)?(?:\w*(?:api_key|apikey|password|passwd|secret|auth_token|access_token)|token|\w*(?:KEY|TOKEN|SECRET|PASSWORD))"
+)
+LONGEST_SHOWN = 80
+"""Characters of a value in a line for users."""
 ABSENT: Any = object()
 """The default of a key without one."""
 
@@ -26,9 +33,13 @@ class Given:
     value: Any
     where: str
     """`train.sh:12`. Empty: nobody wrote it, it is the other system's default."""
+    added: bool = False
+    """With Hydra's `+`: the other system's own configuration does not have it."""
 
     def __str__(self) -> str:
-        return f"{self.key}={show(self.value)}"
+        """On one line, without secrets."""
+        value = "***" if is_secret(self.key) and self.value else one_line(show(self.value))
+        return f"{self.key}={value if len(value) <= LONGEST_SHOWN else value[: LONGEST_SHOWN - 3] + '...'}"
 
 
 @dataclass(frozen=True)
@@ -73,15 +84,19 @@ Kind = Callable[[Any], Any]
 
 
 def whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if not is_finite(value) or value != int(value):
         raise ValueError("a whole number")
     return int(value)
 
 
 def number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_finite(value):
         raise ValueError("a number")
-    return value
+    return float(value) if isinstance(value, float) else value
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def truth(value: Any) -> bool:
@@ -222,13 +237,17 @@ class Reading:
         self.table = table
         self.problems: list[str] = []
         self.given: dict[str, Given] = {}
+        self.strange: list[Entry] = []
         for one in given.values():
             self._add(table.canonical(one.key), one)
 
     def _add(self, key: str, one: Given) -> None:
         row = self.table.row(key)
         other = self.given.get(key)
-        if row is None:
+        if row is None and one.added:
+            why = f"not in the configuration of {self.table.title} itself: code of yours reads it"
+            self.strange.append(Entry(one, unsupported(why)))
+        elif row is None:
             near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1, cutoff=0.8)), None))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
         elif other is not None and other.value != one.value:
@@ -267,7 +286,7 @@ class Reading:
     def read(self) -> tuple[dict[KeyPath, Setting], list[Entry]]:
         """Raises a RecipeError with all that is wrong."""
         outcomes = list(self._outcomes())
-        entries = [Entry(one, outcome) for one, outcome in outcomes if one.where]
+        entries = [*(Entry(one, outcome) for one, outcome in outcomes if one.where), *self.strange]
         settings: dict[KeyPath, Setting] = {}
         for one, outcome in outcomes:
             for path, value in outcome.ours.items():
@@ -291,6 +310,21 @@ class Reading:
                     yield one, row.convert(self, one)
                 except (ValueError, ArithmeticError) as error:
                     self.problem(one, str(error))
+                except TypeError:
+                    nulls = [other.key for other in self.given.values() if other.value is None]
+                    if not nulls:
+                        raise
+                    self.problem(one, f"cannot be worked out with null for {' or '.join(nulls)}")
+
+
+def is_secret(key: str) -> bool:
+    """By its name: `tracker_kwargs.api_key`, `system_envs.HF_TOKEN`; not `prompt_key` or `max_tokens`."""
+    return SECRET.fullmatch(key) is not None
+
+
+def one_line(text: str) -> str:
+    """What is not printed is a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def show(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from corral.recipe.dialects.migration import Migration
-from corral.recipe.dialects.table import Entry, Setting, Status, show
+from corral.recipe.dialects.table import Entry, Setting, Status, is_secret, one_line, show
 from corral.recipe.keys import KeyPath
 from corral.recipe.load import RecipeDumper
 from corral.recipe.references import escape_references
@@ -67,7 +67,7 @@ def report_text(migration: Migration) -> str:
         if found:
             lines += ["", TITLES[status], *(f"  {entry_text(entry)}" for entry in found)]
     if num_defaults := len(list(defaults_of(migration))):
-        lines += ["", f"{num_defaults} more lines of the recipe are {title}'s defaults, where Corral's are others"]
+        lines += ["", f"besides, {title}'s defaults where Corral's are others: {num_defaults} lines of the recipe"]
     if migration.pitfalls:
         lines += ["", "look at these", *(f"  {pitfall}" for pitfall in migration.pitfalls)]
     return "\n".join(lines)
@@ -85,10 +85,6 @@ def entry_text(entry: Entry) -> str:
     )
 
 
-def one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def as_dict(migration: Migration) -> dict[str, Any]:
     """For programs."""
     return {
@@ -97,7 +93,7 @@ def as_dict(migration: Migration) -> dict[str, Any]:
         "keys": [
             {
                 "key": entry.given.key,
-                "value": entry.given.value,
+                "value": "***" if is_secret(entry.given.key) and entry.given.value else entry.given.value,
                 "where": entry.given.where,
                 "status": entry.outcome.status,
                 "ours": {".".join(path): value for path, value in entry.outcome.ours.items()},

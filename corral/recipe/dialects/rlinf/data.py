@@ -19,6 +19,7 @@ from corral.recipe.dialects.table import (
     Given,
     Outcome,
     Reading,
+    anything,
     built_in,
     converted,
     idle,
@@ -38,6 +39,7 @@ from corral.recipe.dialects.table import (
 from corral.recipe.keys import KeyPath
 
 OWN_TEMPLATE = "give a template in which it is so as model.chat_template"
+OF_IMAGES = "image_keys choice_key solution_key use_chat_template"
 ONLY_SEARCH = "of RLinf's agents only Search-R1's (reward_type searchr1) is read"
 
 
@@ -81,6 +83,18 @@ def reward_type(reading: Reading, given: Given) -> Outcome:
         }
         return converted(ours, "searchr1: exact match of what is found by searching; prompts as they are in the rows")
     return unsupported("write it as a function and name it in `environment.reward.name`: `file.py:function`")
+
+
+def of_images(reading: Reading, given: Given) -> Outcome:
+    if reading["data.type"] in ("math", None):
+        return no_effect("rows of text do not have it")
+    return unsupported("images are not read") if given.value else built_in("off, as in Corral")
+
+
+def reward_weight(reading: Reading, given: Given) -> Outcome:
+    if reading["reward.reward_type"] in ("math", "searchr1", None):
+        return no_effect(f"reward_type {said(reading, 'reward.reward_type')} has no parts")
+    return unsupported("parts of a reward are weighed in its function") if given.value else built_in("off")
 
 
 def reward_scale(reading: Reading, given: Given) -> Outcome:
@@ -148,14 +162,14 @@ ROWS = (
     idle("data.val_data_paths", f"{NEVER_VALIDATES}; `data.validation` does"),
     *all_of(idle, "data", "val_rollout_batch_size validation_shuffle", NEVER_VALIDATES),
     *all_of(needless, "data", "num_workers process_workers process_batch_size lazy_loading", "rows are read at once"),
-    *all_of(lacking, "data", "image_keys choice_key solution_key use_chat_template", "images are not read"),
+    *(turned(f"data.{name}", anything, of_images) for name in OF_IMAGES.split()),
     usual("reward.reward_type", text, reward_type),
     usual("reward.reward_scale", number, reward_scale),
     turned("reward.reward_max_val", number, reward_scale),
     turned("reward.reward_min_val", number, reward_scale),
     lacking("reward.use_reward_model", "rewards are functions"),
     lacking("reward.use_prompt", "a function gets the row, and with it the prompt"),
-    lacking("reward.reward_weights.**", "parts of a reward are weighed in its function"),
+    turned("reward.reward_weights.**", anything, reward_weight),
     *all_of(idle, "reward", "len_reward_penalty safe_length max_length", UNREAD_LENGTHS),
     needless("reward.group_name", "rewards are computed beside the rollout"),
     *area("reward.tokenizer", "the model's own"),

@@ -99,7 +99,11 @@ def said(reading: Reading, key: str) -> Any:
 
 
 def is_fsdp(reading: Reading, role: str = "actor") -> bool:
-    return bool(reading[f"{role}.training_backend"] == "fsdp")
+    """Where nothing says it: whether the trainer has settings of FSDP."""
+    key = f"{role}.training_backend"
+    if key not in reading and reading.below(f"{role}.fsdp_config"):
+        return True
+    return bool(reading[key] == "fsdp")
 
 
 def is_search(reading: Reading) -> bool:

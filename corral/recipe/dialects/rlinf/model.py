@@ -62,9 +62,13 @@ def without_slash(path: str) -> str:
 
 
 def is_the_model(reading: Reading, path: str | None) -> bool:
-    """Or cannot be told from it."""
+    """Or cannot be told from it: a folder of the same name."""
     paths = [reading[key] for key in ("rollout.model.model_path", "actor.model.model_path") if key in reading]
-    return path is None or not paths or without_slash(path) in map(without_slash, paths)
+    return path is None or not paths or folder(path) in map(folder, paths)
+
+
+def folder(path: str) -> str:
+    return without_slash(path).rpartition("/")[2]
 
 
 def tokenizer(reading: Reading, given: Given) -> Outcome:

@@ -58,6 +58,9 @@ def save_interval(reading: Reading, given: Given) -> Outcome:
     if given.value is None or given.value <= 0:
         ours = {"checkpoint.every": 0, "checkpoint.at_end": False}
         return converted(ours, f"{show(given.value)}: none, at the end neither")
+    steps = reading["runner.max_steps"]
+    if steps is not None and 0 <= steps < given.value:
+        return converted({"checkpoint.every": 0}, f"every {given.value} steps of {steps}: at the end only")
     return mapped("checkpoint.every", given.value, "the last 2 are kept (`checkpoint.keep`), RLinf keeps all")
 
 

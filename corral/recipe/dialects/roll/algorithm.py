@@ -86,7 +86,7 @@ def advantage(reading: Reading) -> Advantage:
     if estimator == "gigpo":
         differs = "" if (mean, std) == ("group", "group") else "gigpo divides by the group's deviation"
         return Advantage("gigpo", words, differs)
-    if estimator == "step_reinforce" and (mean or std):
+    if estimator == "step_reinforce" and "group" in (mean, std):
         return Advantage("turn_grpo", words, "turns are compared with the same turn of the group's other games")
     name, differs = CHOICES.get((mean, std, white), ("reinforce_plus_plus", "rewards are not normalised that way"))
     return Advantage(name, words, differs)
@@ -140,6 +140,8 @@ def normalisation(reading: Reading, given: Given) -> Outcome:
     found = advantage(reading)
     if given.value == "asym_clip":
         return unsupported("advantages are clipped alike on both sides: `algorithm.advantage_clip`")
+    if found.differs and found.name == taken(reading, "adv_estimator"):
+        return unsupported(found.differs)
     if found.differs:
         return unsupported(f"{found.differs}; {found.name} takes its place")
     return built_in(f"part of the advantage {found.name}")

@@ -79,19 +79,26 @@ def domains(reading: Reading) -> list[str]:
     return list(dict.fromkeys(key.partition(".")[0] for key in reading.below("rewards")))
 
 
+def reward_of(reading: Reading, domain: str) -> str | None:
+    return REWARDS.get((reading[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2])
+
+
+def main_domain(reading: Reading) -> str:
+    """Whose reward all rows have: the first that Corral has one for."""
+    found = domains(reading)
+    return next((domain for domain in found if reward_of(reading, domain)), found[0])
+
+
 def reward_class(reading: Reading, given: Given) -> Outcome:
     domain = given.key.split(".")[1]
     if not is_rlvr(reading):
         return unsupported("games have rewards of their own")
-    name = REWARDS.get((given.value or "").rpartition(".")[2])
-    others = [other for other in domains(reading) if other != domain]
+    name, main = reward_of(reading, domain), main_domain(reading)
+    if domain != main:
+        return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
     if name is None:
         why = f"Corral has {', '.join(REWARDS.values())} of ROLL's; write it as a function and name it here"
-        return instead({} if others else {"environment.reward.name": f"my_rewards:{domain}"}, why)
-    if others and domain != domains(reading)[0]:
-        return unsupported(
-            f"one reward for all rows: that of {domains(reading)[0]}; `by_source` chooses by `data_source`"
-        )
+        return instead({"environment.reward.name": f"my_rewards:{domain}"}, why)
     return converted({"environment.reward.name": name}, "without what ROLL takes off for repetition")
 
 

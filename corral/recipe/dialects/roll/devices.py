@@ -73,9 +73,12 @@ def rollout_devices(reading: Reading, given: Given) -> Outcome:
     actor, rollout = set(role_devices(reading, "actor")), set(role_devices(reading, "rollout"))
     if actor == rollout or not actor & rollout:
         return placed(reading, "rollout")
-    if not actor < rollout:
-        raise ValueError("should have all of actor_train's devices or none of them")
     found = layout(reading)
+    if rollout < actor:
+        words = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's play"
+        return built_in(words) if found.is_everywhere else converted({"cluster.placement": found.placement()}, words)
+    if not actor < rollout:
+        raise ValueError("should have all of actor_train's devices, some of them alone, or none of them")
     why = (
         f"devices that play and train by turns while others only play: in Corral rollout has "
         f"{format_devices(found.roles['rollout'])} and the training {format_devices(sorted(actor))}"

@@ -13,6 +13,7 @@ from corral.recipe.dialects.roll.facts import (
     counts,
     empty,
     instead,
+    is_old,
     is_rlvr,
     lengths,
     num_prompts,
@@ -32,6 +33,7 @@ from corral.recipe.dialects.roll.games import (
     behind,
     config_of,
     game_of,
+    penalty_of_all,
     room_key,
     template,
     texts_of,
@@ -44,6 +46,8 @@ from corral.recipe.dialects.table import (
     Kind,
     Outcome,
     Reading,
+    Row,
+    anything,
     built_in,
     converted,
     idle,
@@ -206,6 +210,12 @@ def of_tag(convert: Convert) -> Convert:
     return checked
 
 
+def tag_lacking(key: str, why: str) -> Row:
+    """Unsupported, unless it is switched off or belongs to a tag that is not played."""
+    missing = of_tag(lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
+    return turned(key, anything, missing)
+
+
 def env_type(reading: Reading, given: Given) -> Outcome:
     tag = given.key.split(".")[1]
     path = (*section(reading, tag), "name")
@@ -246,6 +256,27 @@ def prompt_text(reading: Reading, given: Given) -> Outcome:
     return converted({(*path, one): found["prompts", one] for one in TEXTS[name]}, "with Corral's placeholders")
 
 
+def instruction(reading: Reading, given: Given) -> Outcome:
+    """Of older versions, beside `env_config`."""
+    tag = given.key.split(".")[1]
+    if game_of(reading, tag) not in GAMES:
+        return unsupported("a prompt of an environment that Corral does not have")
+    path = (*section(reading, tag), "options", "prompts", "instruction")
+    return converted({path: config_of(reading, tag, game_of(reading, tag))["env_instruction"]}, "what the game is")
+
+
+def penalty(reading: Reading, given: Given) -> Outcome:
+    if is_rlvr(reading) or penalty_of_all(reading) is None:
+        return no_effect("ROLL takes that of `env_config`")
+    ours = {
+        (*section(reading, tag), "options", *path): value
+        for tag in shares(reading, "train")
+        if game_of(reading, tag) in GAMES and f"custom_envs.{tag}.env_config.format_penalty" not in reading
+        for path, value in unlike_ours(game_of(reading, tag), {("format_penalty",): given.value}).items()
+    }
+    return converted(ours, "for replies that are no action") if ours else built_in("as in Corral")
+
+
 def manager_class(reading: Reading, given: Given) -> Outcome:
     """Who plays."""
     name = (given.value or "TrajEnvManager").rpartition(".")[2]
@@ -268,6 +299,7 @@ def turns_of(reading: Reading, tag: str) -> int:
     keys = (
         f"custom_envs.{tag}.max_steps",
         f"custom_envs.{tag}.max_actions_per_traj",
+        f"custom_envs.{tag}.max_steps_per_traj",
         f"custom_envs.{tag}.env_config.max_steps",
     )
     return int(next((reading[key] for key in keys if key in reading), taken(reading, "max_actions_per_traj")))
@@ -291,12 +323,14 @@ def tag_turns(reading: Reading, given: Given) -> Outcome:
 def turn_tokens(reading: Reading) -> int:
     limit = max(tokens_of(reading, tag) for tag in all_tags(reading))
     new = reading["actor_infer.generating_args.max_new_tokens"]
+    if new and is_old(reading):
+        limit = new  # there is no other
     return min(limit, new or limit, lengths(reading)[1])
 
 
 def tokens_of(reading: Reading, tag: str) -> int:
-    keys = (f"custom_envs.{tag}.max_tokens_per_step", f"custom_envs.{tag}.max_tokens")
-    return int(next((reading[key] for key in keys if key in reading), taken(reading, "max_tokens_per_step")))
+    key = f"custom_envs.{tag}.max_tokens_per_step"
+    return int(reading[key] if key in reading else taken(reading, "max_tokens_per_step"))
 
 
 def tokens(reading: Reading, given: Given) -> Outcome:
@@ -368,13 +402,19 @@ ROWS = [
     *[turned(f"{CONFIG}.{name}", kind, of_tag(option)) for name, kind in OPTIONS.items()],
     turned(f"{CONFIG}.action_pattern", regular_expression, of_tag(pattern)),
     turned(f"{CONFIG}.max_steps", count, of_tag(tag_turns)),
-    needless(f"{CONFIG}.grid_vocab.**", "the meanings of signs are in Corral's words"),
+    turned(
+        f"{CONFIG}.grid_vocab.**", text, of_tag(lambda *_: built_in("the meanings of signs are in Corral's words"))
+    ),
     only(f"{CONFIG}.render_mode", text, ("text",), "text, as in Corral", "the model reads, and does not see"),
-    lacking(f"{CONFIG}.**", "not an option of Corral's environment"),
+    tag_lacking(f"{CONFIG}.**", "not an option of Corral's environment"),
     turned("custom_envs.*.max_steps", count, of_tag(tag_turns)),
     turned("custom_envs.*.max_actions_per_traj", count, of_tag(tag_turns)),
+    turned("custom_envs.*.max_steps_per_traj", count, of_tag(tag_turns)),
     turned("custom_envs.*.max_tokens_per_step", count, of_tag(tag_tokens)),
-    turned("custom_envs.*.max_tokens", count, of_tag(tag_tokens)),
+    idle("custom_envs.*.max_tokens", "a number in the prompt; `max_new_tokens` is the limit"),
+    turned("custom_envs.*.env_instruction", text, of_tag(instruction)),
+    idle("custom_envs.*.user_prompt_format", "nothing reads it"),
+    tag_lacking("custom_envs.*.reward_template", "the model is not told the reward of its last action"),
     turned("custom_envs.*.agent_system_template", text, of_tag(prompt_text)),
     turned("custom_envs.*.agent_template", text, of_tag(prompt_text)),
     turned("custom_envs.*.env_manager_cls", text, of_tag(manager_class)),
@@ -382,8 +422,8 @@ ROWS = [
     needless("custom_envs.*.max_env_step_concurrent", "`environment.concurrency` bounds it"),
     needless("custom_envs.*.history_length", "a game's whole conversation is its history"),
     empty("custom_envs.*.env_config"),
-    lacking("custom_envs.*.agent_runner_cls", "for agents there is the environment `agent`"),
-    lacking("custom_envs.*.**", "not something that Corral's environments have"),
+    tag_lacking("custom_envs.*.agent_runner_cls", "for agents there is the environment `agent`"),
+    tag_lacking("custom_envs.*.**", "not something that Corral's environments have"),
     empty("custom_envs.*"),
     empty("custom_envs"),
     *[turned(f"{manager}.num_groups_partition", counts, partition) for manager in MANAGERS],
@@ -410,13 +450,15 @@ ROWS = [
     *[
         idle(key, "only what `custom_envs` takes of it counts")
         for key in (
-            "all_response_pattern", "think_action_pattern", "default_history_length",
+            "all_response_pattern", "think_action_pattern", "default_history_length", "reward_template",
+            "user_prompt_no_think_format", "user_prompt_think_format",
             "single_prompt_agent_system_template", "single_prompt_agent_template",
         )
     ],
     lacking("agent_runner_cls", "for agents there is the environment `agent`"),
     lacking("agent_config_common.**", "for agents there is the environment `agent`"),
-    *[idle(f"{manager}.format_penalty", "ROLL takes that of `env_config`") for manager in MANAGERS],
+    turned("train_env_manager.format_penalty", number, penalty),
+    idle("val_env_manager.format_penalty", "a validation's scores are without it"),
     *[needless(f"{manager}.max_env_num_per_worker", "all games of a step are played at once") for manager in MANAGERS],
     *[needless(f"{manager}.max_traj_per_env", "all games of a step are played at once") for manager in MANAGERS],
     *[lacking(f"{manager}.group_size_redundancy", "a group's slowest games count too") for manager in MANAGERS],

@@ -83,7 +83,7 @@ def empty(key: str) -> Row:
         if value:
             raise ValueError("a section of keys and values")
 
-    return Row(key, nothing, lambda *_: built_in("there is nothing in it"))
+    return Row(key, nothing, lambda *_: built_in("empty, or in a file that is not there"))
 
 
 def instead(ours: Mapping[Any, Any], why: str) -> Outcome:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from corral.recipe.dialects.roll.facts import is_old
 from corral.recipe.dialects.table import Reading
 from corral.recipe.keys import KeyPath
 
@@ -42,6 +43,7 @@ ACTIONS = {"sokoban": ("Up", "Down", "Left", "Right"), "frozen_lake": ("Left", "
 PLACES = {
     "turn_idx": "{turn}",
     "observation": "{observation}",
+    "state": "{observation}",
     "actions_left": "{actions_left}",
     "max_response_length": "{max_response_tokens}",
     "env_instruction": "{instruction}",
@@ -78,6 +80,8 @@ def told(reading: Reading, tag: str) -> set[KeyPath]:
     game, written = game_of(reading, tag), reading.below(f"custom_envs.{tag}.env_config")
     config = config_of(reading, tag, game)
     found = {path for key in written for path in as_options(game, room_key(key), config)}
+    if f"custom_envs.{tag}.env_instruction" in reading:
+        found.add(("prompts", "instruction"))
     for name, own in TEXTS.items():
         if f"custom_envs.{tag}.{name}" in reading:
             found |= {("prompts", one) for one in own}
@@ -102,10 +106,23 @@ def config_of(reading: Reading, tag: str, game: str) -> dict[str, Any]:
         config |= {"format_penalty": penalty if reading[helper] is None else reading[helper], **TAGS[tag][1]}
         if "action_pattern" in reading and tag != "FrozenLakeThink":
             config["action_pattern"] = reading["action_pattern"]
+    if penalty_of_all(reading) is not None:
+        config["format_penalty"] = penalty_of_all(reading)
+    if f"custom_envs.{tag}.env_instruction" in reading:
+        config["env_instruction"] = reading[f"custom_envs.{tag}.env_instruction"]
     config |= written
     if "dim_x" in config and "dim_y" in config:
         config["dim_room"] = [config["dim_x"], config["dim_y"]]
     return config
+
+
+def penalty_of_all(reading: Reading) -> float | None:
+    """For replies that are no action. Older versions have one for all games, until `env_config` got its own."""
+    older = (".user_prompt_format", ".reward_template")
+    if is_old(reading) or any(one.key.endswith(older) for one in reading.given.values()):
+        penalty: float | None = reading["train_env_manager.format_penalty"]
+        return penalty
+    return None
 
 
 def as_options(game: str, key: str, config: Mapping[str, Any]) -> dict[KeyPath, Any]:

@@ -1,6 +1,7 @@
 """ROLL's keys for a run around the training: its name, length, checkpoints, logs, and the model."""
 
 import re
+from typing import Any
 
 from corral.recipe.dialects.names import run_name
 from corral.recipe.dialects.roll.facts import (
@@ -197,6 +198,11 @@ def critic_path(reading: Reading, given: Given) -> Outcome:
     return mapped("critic.path", own)
 
 
+def hidden(value: Any) -> str:
+    """A key is nobody's business, and reports are shown around."""
+    return "(not shown)"
+
+
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -235,8 +241,16 @@ ROWS = [
     turned("tracker_kwargs.project", text, project),
     needless("tracker_kwargs.log_dir", "all of a run is in one folder"),
     needless("tracker_kwargs.name", "a tracker's run is called as the run is"),
-    needless("tracker_kwargs.api_key", "keys are not for recipes: set WANDB_API_KEY where you start `corral train`"),
-    needless("tracker_kwargs.login_kwargs.**", "keys are not for recipes: log in where you start `corral train`"),
+    turned(
+        "tracker_kwargs.api_key",
+        hidden,
+        lambda *_: built_in("keys are not for recipes: set WANDB_API_KEY where you start `corral train`"),
+    ),
+    turned(
+        "tracker_kwargs.login_kwargs.**",
+        hidden,
+        lambda *_: built_in("keys are not for recipes: log in where you start `corral train`"),
+    ),
     lacking("tracker_kwargs.**", "of a tracker's settings Corral has the project"),
     turned("system_envs.**", anything, variable),
     turned("*.system_envs.**", anything, variable),

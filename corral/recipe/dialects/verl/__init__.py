@@ -1,5 +1,6 @@
 """verl, from 0.3 on: its keys in the order in which they are read. What goes together is beside it, in its folder."""
 
+import re
 from pathlib import PurePosixPath
 
 from corral.recipe.dialects.names import run_name
@@ -32,7 +33,7 @@ from corral.recipe.dialects.verl.correction import CORRECTIONS
 from corral.recipe.dialects.verl.data import DATA, NOT_VALIDATED, REWARDS, SAMPLING, TOOLS, validates
 from corral.recipe.dialects.verl.kl import KL, has_reference
 from corral.recipe.dialects.verl.optimiser import OPTIMISERS
-from corral.recipe.dialects.verl.rows import ALL, NO_REFERENCE, SPEED
+from corral.recipe.dialects.verl.rows import ALL, NO_REFERENCE, SPEED, TEXT_ONLY
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 from corral.recipe.schema import Checkpoint
 
@@ -46,6 +47,8 @@ DTYPES = {
     "fp32": "float32",
     "float32": "float32",
 }
+OF_PICTURES = re.compile(r"(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNORECASE)
+"""Qwen2.5-VL-7B-Instruct, InternVL3-2B, GLM-4.1V-9B"""
 
 
 # --- models
@@ -62,6 +65,14 @@ def dtype(reading: Reading, given: Given) -> Outcome:
     if found is None and given.value is not None:
         return unsupported("Corral computes in float32, bfloat16 or float16")
     return mapped("model.dtype", found) if found in ("float16", "float32") else built_in("auto, on a GPU")
+
+
+def model_path(reading: Reading, given: Given) -> Outcome:
+    """A model of pictures is told by its name only: their rows need no key that says so."""
+    if OF_PICTURES.search(PurePosixPath(given.value or "").name):
+        words = f"by its name a model of pictures, and {TEXT_ONLY}"
+        return Outcome("unsupported", {as_path("model.path"): given.value}, words)
+    return mapped("model.path", given.value)
 
 
 def tokenizer(reading: Reading, given: Given) -> Outcome:
@@ -85,7 +96,9 @@ def critic_enabled(reading: Reading, given: Given) -> Outcome:
 def critic_warmup(reading: Reading, given: Given) -> Outcome:
     """Steps count from 1 there, and the actor learns from step `critic_warmup` on."""
     alone = max(0, (given.value or 0) - 1)
-    words = f"the actor learns from step {max(1, given.value or 0)} on: {alone} steps of the critic alone"
+    if not alone:
+        return built_in("the actor learns from the first step on")
+    words = f"the actor learns from step {given.value} on: {alone} step{'s' * (alone > 1)} of the critic alone"
     return converted({"critic.warmup_steps": alone}, words)
 
 
@@ -218,7 +231,7 @@ TRAINER = (
 )
 
 MODELS = (
-    same(f"{MODEL}.path", "model.path", text, "~/models/deepseek-llm-7b-chat"),
+    turned(f"{MODEL}.path", text, model_path, "~/models/deepseek-llm-7b-chat"),
     turned(f"{MODEL}.tokenizer_path", text, tokenizer),
     same(f"{MODEL}.custom_chat_template", "model.chat_template", text),
     same(f"{MODEL}.trust_remote_code", "model.trust_remote_code", truth),
@@ -236,10 +249,13 @@ ALIASES = {
     "critic.model.fsdp_config.**": "critic.fsdp.**",
     "critic.fsdp_config.**": "critic.fsdp.**",
     "data.shuffle_train_dataloader": "data.shuffle",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     "ray_init.**": "ray_kwargs.ray_init.**",
     "profiler.**": "global_profiler.**",
     f"{ACTOR}.checkpoint.contents": f"{ACTOR}.checkpoint.save_contents",
     "critic.checkpoint.contents": "critic.checkpoint.save_contents",
+    f"{MODEL}.use_rmpad": f"{MODEL}.use_remove_padding",
+    "critic.model.use_rmpad": "critic.model.use_remove_padding",
     "actor_rollout_ref.rollout.multi_turn.max_turns": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
 }
 

@@ -65,7 +65,7 @@ OVERLONG_PLACES = (
 def advantage(reading: Reading, given: Given) -> Outcome:
     name = ESTIMATORS.get(given.value)
     if name is None:
-        return unsupported(f"Corral has {', '.join(ESTIMATORS)}")
+        return unsupported(f"the recipe has grpo instead; Corral has {', '.join(ESTIMATORS)}")
     if PRESETS[name].advantage in GROUP_BASELINES and samples(reading) == 1:
         raise ValueError("compares the samples of a prompt, and there is one: give `rollout.n` (`n_agent`) at least 2")
     return mapped("algorithm.name", name)
@@ -88,9 +88,9 @@ def loss_of(reading: Reading) -> LossName:
 
 def loss(reading: Reading, given: Given) -> Outcome:
     ours = LOSSES.get(given.value)
-    if ours is None:
-        return unsupported(f"Corral has {', '.join(LOSSES)}")
     usual = PRESETS[ESTIMATORS.get(reading["algorithm.adv_estimator"], "grpo")].loss
+    if ours is None:
+        return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(LOSSES)}")
     return built_in("as in Corral") if ours == usual else mapped("algorithm.loss", ours)
 
 
@@ -211,25 +211,31 @@ def reward_manager(reading: Reading) -> str:
     return next((reading[key] for key in keys if key in reading), "naive")
 
 
-def is_overlong(reading: Reading, place: str) -> bool:
-    switches = (reading[f"{place}.enable"], reading[f"{place}.len"], reading[f"{place}.penalty_factor"])
-    return all(switches) and reward_manager(reading) == "dapo"
+def not_overlong(reading: Reading, place: str) -> str | None:
+    """Why length costs nothing; None: it does."""
+    if reward_manager(reading) != "dapo":
+        return "the reward manager is not dapo"
+    off = [key for key in ("enable", "len", "penalty_factor") if not reading[f"{place}.{key}"]]
+    return f"`{off[0]}` is {'off' if off[0] == 'enable' else 0}" if off else None
 
 
 def overlong_rows(place: str) -> tuple[Row, ...]:
     def buffer(reading: Reading, given: Given) -> Outcome:
-        if not is_overlong(reading, place):
-            return no_effect("`enable` is off, a size is 0, or the reward manager is not dapo")
+        if why := not_overlong(reading, place):
+            return no_effect(why)
         tokens = reading[f"{place}.len"]
         if tokens > response_tokens(reading):
             raise ValueError(f"is more than the {response_tokens(reading)} tokens of a response")
         return mapped("algorithm.overlong.buffer_tokens", tokens)
 
-    penalty = same(f"{place}.penalty_factor", "algorithm.overlong.penalty", number, 1.0)
+    def penalty(reading: Reading, given: Given) -> Outcome:
+        why = not_overlong(reading, place)
+        return no_effect(why) if why else mapped("algorithm.overlong.penalty", given.value)
+
     return (
         turned(f"{place}.enable", truth, buffer),
         turned(f"{place}.len", whole, buffer),
-        provided(penalty, lambda reading: is_overlong(reading, place), "the length penalty is off"),
+        turned(f"{place}.penalty_factor", number, penalty, 1.0),
         needless(f"{place}.log", "rewards and lengths are always logged"),
     )
 

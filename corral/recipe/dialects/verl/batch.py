@@ -174,6 +174,8 @@ def micro(key: str) -> Convert:
             raise ValueError(f"and `{MICRO_PER_DEVICE}` are both set; keep one of them")
         if key == decides or (decides is None and key == MICRO_PER_DEVICE):
             tokens, words = micro_tokens(reading, decides)
+            if decides == MICRO_TOKENS and tokens == reading[decides]:
+                return mapped("batch.max_tokens_per_micro_batch", tokens)
             return converted({"batch.max_tokens_per_micro_batch": tokens}, f"{words}: {tokens} tokens")
         return no_effect(f"`{decides}` decides" if decides else "null")
 

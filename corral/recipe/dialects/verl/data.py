@@ -115,13 +115,18 @@ def top_k(reading: Reading, given: Given) -> Outcome:
 
 
 def validation_temperature(reading: Reading) -> float:
-    return (reading[f"{VALIDATION}.temperature"] or 0.0) if reading[f"{VALIDATION}.do_sample"] else 0.0
+    """Only the engines of `mode=sync`, which verl has no more, read `do_sample`."""
+    if reading[f"{ROLLOUT}.mode"] == "sync" and not reading[f"{VALIDATION}.do_sample"]:
+        return 0.0
+    return reading[f"{VALIDATION}.temperature"] or 0.0
 
 
 def validation_sampling(reading: Reading, given: Given) -> Outcome:
     temperature = validation_temperature(reading)
     if given.value and not temperature:
-        return no_effect("greedy, because `do_sample` is false" if f"{VALIDATION}.temperature" in reading else "greedy")
+        return no_effect("greedy, because `do_sample` is false" if given.key.endswith("temperature") else "greedy")
+    if given.value is False and temperature:
+        return no_effect("verl reads it with `mode=sync` only; `temperature` decides")
     return mapped("validation.temperature", temperature)
 
 

@@ -75,10 +75,18 @@ def kl_estimator(where: str, usual: str) -> Convert:
     return convert
 
 
+def without_kl(reading: Reading, where: str) -> str:
+    """verl before 0.3 had it in the reward, where it was not in the loss, and no key for that."""
+    unsaid = "algorithm.use_kl_in_reward" not in reading and not reading[f"{ACTOR}.use_kl_loss"]
+    if where == "reward" and unsaid and reading["algorithm.kl_ctrl.kl_coef"] and not reading.table.row("do_search"):
+        return "there is no KL in the reward unless `use_kl_in_reward` is true, since verl 0.3"
+    return f"there is no KL in the {where}"
+
+
 def kl_coefficient(where: str) -> Convert:
     def convert(reading: Reading, given: Given) -> Outcome:
         if kl_where(reading) != where:
-            return no_effect(f"there is no KL in the {where}")
+            return no_effect(without_kl(reading, where))
         return explicit(given, "algorithm.kl.coefficient", given.value, 0.001)
 
     return convert

@@ -43,6 +43,13 @@ NO_PROFILER = "Corral has no profiler; times of all phases are in metrics.jsonl"
 OF_THE_MODEL = "the model's own configuration is taken as it is"
 
 
+OWN_KEYS = {
+    "gdpo": ("gdpo_reward_keys", "gdpo_reward_weights"),
+    "codapo": ("codapo_top_k", "codapo_weight_offset", "codapo_accuracy_key"),
+}
+"""Of estimators that Corral lacks."""
+
+
 def area(key: str, note: str) -> Iterator[Row]:
     """A key and all that is below it."""
     yield needless(key, note)
@@ -52,6 +59,11 @@ def area(key: str, note: str) -> Iterator[Row]:
 def never(key: str, why: str) -> Row:
     """Unsupported, whatever its value."""
     return Row(key, anything, lambda *_: unsupported(why))
+
+
+def of_estimator(name: str, key: str) -> Row:
+    row = never(f"algorithm.{key}", "see `algorithm.adv_estimator`")
+    return provided(row, lambda reading: reading["algorithm.adv_estimator"] == name, f"the estimator is not {name}")
 
 
 def switched(place: str, switch: str, why: str, off: object = None) -> Iterator[Row]:
@@ -66,7 +78,7 @@ def switched(place: str, switch: str, why: str, off: object = None) -> Iterator[
 
     yield turned(key, anything, convert)
     yield needless(place, "off, as in Corral")
-    yield provided(turned(f"{place}.**", anything, convert), is_on, f"`{key}` is off")
+    yield provided(never(f"{place}.**", f"see `{key}`"), is_on, f"`{key}` is off")
 
 
 def lora_rows(model: str) -> Iterator[Row]:
@@ -98,6 +110,14 @@ def model_rows(model: str) -> Iterator[Row]:
         yield from area(f"{model}.{key}", SPEED)
 
 
+def profiler_rows(role: str) -> Iterator[Row]:
+    """Today's, and those of verl 0.4."""
+    note = "times of all phases are logged; see `global_profiler`"
+    yield from area(f"{role}.profiler", note)
+    for key in ("profile_ranks", "profile_ranks_all", "profile_discrete"):
+        yield needless(f"{role}.{key}", note)
+
+
 def engine_rows(role: str) -> Iterator[Row]:
     """Of whatever trains an actor or a critic over there."""
     for key in ("strategy", "use_torch_compile", "use_remove_padding", "pad_to_length", "nccl_timeout", "load_weight"):
@@ -105,9 +125,11 @@ def engine_rows(role: str) -> Iterator[Row]:
     for key in ("shuffle", "data_loader_seed"):
         yield needless(f"{role}.{key}", "the order within a batch follows from `seed`")
     yield from area(f"{role}.checkpoint", "a checkpoint holds all that a resumed run needs, and loads in transformers")
-    yield from area(f"{role}.profiler", "times of all phases are logged; see `global_profiler`")
+    yield from profiler_rows(role)
     yield needless(f"{role}.rollout_n", "as `rollout.n`")
     yield needless(f"{role}.use_fused_kernels", SPEED)
+    for key in ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"):
+        yield needless(f"{role}.{key}", ONE_CAP)
     yield from switched(f"{role}.qat", "enable", "Corral does not train quantised models")
 
 
@@ -126,6 +148,7 @@ ALL = (
             "return_raw_input_ids",
             "return_raw_chat",
             "return_full_prompt",
+            "need_tools_kwargs",
             "dataloader_num_workers",
             "filter_overlong_prompts_workers",
             "trust_remote_code",
@@ -167,6 +190,10 @@ ALL = (
     idle(f"{ACTOR}.freeze_vision_tower", "for pictures only"),
     *switched(f"{ACTOR}.router_replay", "mode", "a mixture's routes are not replayed", off="disabled"),
     needless(f"{ACTOR}.use_rollout_log_probs", "old log-probs are the engine's, unless a correction needs others"),
+    *(
+        lacking(f"{ACTOR}.megatron.override_transformer_config.{key}", "Corral has no losses that balance experts")
+        for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+    ),
     *(needless(f"{ACTOR}.{engine}.**", TRAINER) for engine in ENGINES),
     # --- reference
     *(
@@ -249,7 +276,7 @@ ALL = (
         for key in ("engine_kwargs", "checkpoint_engine", "layer_name_map", "disaggregation", "prometheus", "router")
         for row in area(f"{ROLLOUT}.{key}", ENGINE)
     ),
-    *area(f"{ROLLOUT}.profiler", "times of all phases are logged; see `global_profiler`"),
+    *profiler_rows(ROLLOUT),
     *area(f"{ROLLOUT}.trace", "every trajectory is written to the run's folder"),
     *area(f"{ROLLOUT}.mtp", "as `model.mtp`"),
     *area(f"{ROLLOUT}.qat", "as `actor.qat`"),
@@ -258,7 +285,10 @@ ALL = (
     needless(f"{ROLLOUT}.seed", "samples follow from `seed`"),
     needless(f"{ROLLOUT}.full_determinism", "samples follow from `seed`; see `model.exact`"),
     needless(f"{ROLLOUT}.moe_load_balance_metrics_interval", "only for metrics"),
-    idle(f"{ROLLOUT}.do_sample", "only verl's former engine `hf` reads it"),
+    *(
+        idle(f"{ROLLOUT}.{key}", "only verl's former engine `hf` reads it")
+        for key in ("do_sample", "micro_batch_size", "micro_batch_size_per_gpu")
+    ),
     idle(f"{ROLLOUT}.nnodes", "for `trainer.v1.trainer_mode=separate_async`"),
     idle(f"{ROLLOUT}.n_gpus_per_node", "for `trainer.v1.trainer_mode=separate_async`"),
     only(f"{ROLLOUT}.repetition_penalty", number, (1,), "none", "Corral has no repetition penalty"),
@@ -266,13 +296,16 @@ ALL = (
     lacking(f"{ROLLOUT}.use_fire_sampling", "the first token is drawn like the others"),
     lacking(f"{ROLLOUT}.over_sample_rate", "no trajectory is dropped for being slow"),
     lacking(f"{ROLLOUT}.quantization", "the engine computes with the trainer's weights"),
+    lacking(f"{ROLLOUT}.quantization.**", "the engine computes with the trainer's weights"),
     lacking(f"{ROLLOUT}.quantization_config_file", "the engine computes with the trainer's weights"),
     lacking(f"{ROLLOUT}.enable_rollout_routing_replay", "a mixture's routes are not replayed"),
     lacking(f"{ROLLOUT}.skip_rollout", "what was played before is not played back"),
     idle(f"{ROLLOUT}.skip_dump_dir", "for `skip_rollout`"),
+    *switched(f"{ROLLOUT}.skip", "enable", "what was played before is not played back"),
     lacking(f"{ROLLOUT}.chat_scheduler", "an agent of your own is `environment.name: agent` in Corral"),
     needless(f"{ROLLOUT}.agent.num_workers", "all trajectories of a step are played at once"),
     lacking(f"{ROLLOUT}.agent.agent_loop_config_path", OWN_LOOP),
+    lacking(f"{ROLLOUT}.agent.agent_loop_manager_class", OWN_LOOP),
     *switched(f"{ROLLOUT}.agent.custom_async_server", "path", "Corral has an engine of its own"),
     *area(f"{ROLLOUT}.custom", "only code of your own reads it"),
     # --- rewards
@@ -303,6 +336,7 @@ ALL = (
     ),
     *area("actor_rollout_ref.profiler", "times of all phases are logged; see `global_profiler`"),
     *area("algorithm.pf_ppo", "off, as in Corral"),
+    *(of_estimator(name, key) for name, keys in OWN_KEYS.items() for key in keys),
     *switched("distillation", "enabled", "Corral does not train on a teacher's probabilities"),
     *area("transfer_queue", "trajectories go from engine to trainer by themselves"),
     *area("ray_kwargs", "Corral finds or starts Ray by itself: `cluster.address`"),
