@@ -133,3 +133,146 @@ def test_deep_nesting_is_refused() -> None:
 def test_a_space_behind_a_backslash_is_told() -> None:
     script = read_script("train a=1 \\ \n  b=2\n", "run.sh")
     assert script.odd_lines == ["run.sh:1: there is a space behind the `\\`, so that the command ends here"]
+
+
+# --- what is not known
+
+
+BRANCH = "$A is set inside a branch or a loop; its last value is taken"
+
+
+def test_arguments_of_the_script_are_doubts_and_can_be_given() -> None:
+    [command] = commands('train a=$1 b=${2} "$@" $*')
+    assert command.texts == ["train", "a=", "b="]
+    assert [word.doubts for word in command.words[1:]] == [
+        ("run.sh:1: $1 is an argument of the script; give it with --define 1=VALUE",),
+        ("run.sh:1: $2 is an argument of the script; give it with --define 2=VALUE",),
+    ]
+    assert words("train a=$1 b=${2:-x}", **{"1": "given"}) == ["train", "a=given", "b=x"]
+    assert commands("train n=$#")[0].words[1].doubts
+
+
+def test_a_shift_moves_the_arguments() -> None:
+    train = commands("shift\ntrain a=$1", **{"2": "second"})[-1]
+    assert train.texts == ["train", "a=second"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "[ x ] && A=2\ntrain $A",
+        "[ x ] ||\n  A=2\ntrain $A",
+        "[ x ] && { B=1; A=2; }\ntrain $A",
+        "f() {\n  A=2\n}\ntrain $A",
+        "function f() {\n  A=2\n}\ntrain $A",
+        "function f {\n  A=2\n}\ntrain $A",
+        "case $X in a|b) A=2 ;; esac\ntrain $A",
+        "if x; then : ${A:=2}; fi\ntrain $A",
+        "if x; then A=1; fi\ntrain $((A + 1))",
+        "(A=2; train $A)",
+    ],
+)
+def test_what_may_not_be_run_is_a_doubt(script: str) -> None:
+    train = commands(script)[-1]
+    assert train.texts == ["train", "2"]
+    assert [doubt.endswith(BRANCH) for doubt in train.words[1].doubts] == [True]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "{ A=2; }",
+        "f() {\n:\n}\nA=2",
+        "function f() {\n:\n}\nA=2",
+        "(x)\nA=2",
+        "a && b\nA=2",
+        "case x in y) ;; esac\nA=2",
+    ],
+)
+def test_what_is_always_run_is_no_doubt(script: str) -> None:
+    train = commands(script + "\ntrain $A")[-1]
+    assert train.texts == ["train", "2"]
+    assert not train.words[1].doubts
+
+
+@pytest.mark.parametrize(
+    ("script", "unknown"),
+    [
+        ("for A in 1 2; do :; done", "the loop over A"),
+        ("A=1\nlet A=A+1", "let A=A+1"),
+        ("A=1\n((A++))", "((A++))"),
+        ("A=1\nB=$((A += 1))", "$((A += 1))"),
+        ("A=1\nread -r A", "read A"),
+        ("mapfile -t A < x", "mapfile A"),
+        ("A=(1)\nA[0]=2", "A[0]=2"),
+        ("A=([0]=x)", "A=([...]=...)"),
+        ("declare -i A=3+4", "declare -i A"),
+        ("A=1\nif x; then unset A; fi", "unset A"),
+        ("B=1\nA=${B//1/2}", "${B//1/2}"),
+        ("A=${B^^}", "${B^^}"),
+        ("A=$0", "$0"),
+        ("A=$((10#08))", "$((10#08))"),
+        ("A=$((1 ? 2 : 3))", "$((1 ? 2 : 3))"),
+        ("A=a.b\nA=${A%[a-z]}", "${A%[a-z]}"),
+    ],
+)
+def test_stale_values_are_unknown(script: str, unknown: str) -> None:
+    train = commands(script + "\ntrain a=$A")[-1]
+    assert train.words[1].unknown == unknown
+
+
+def test_what_the_shell_works_out_stays_as_written() -> None:
+    assert words("train a=${A//x/y}-b") == ["train", "a=${A//x/y}-b"]
+
+
+def test_doubts_of_words_that_vanish_go_to_their_neighbour() -> None:
+    train = commands('train a=1 "${ARGS[@]}"')[-1]
+    assert train.texts == ["train", "a=1"]
+    assert train.words[1].doubts == ("run.sh:1: $ARGS is not set in the script, so it is empty",)
+
+
+def test_only_what_is_exported_is_said_to_be() -> None:
+    script = read_script("export A B=1\ndeclare -x C=2\ndeclare D=3\nlocal E=4\nreadonly F=5\nexport -n G", "run.sh")
+    assert script.exported == ["A", "B", "C"]
+
+
+@pytest.mark.parametrize("first", ["X=(aaaaa b)", 'X=("" "")'])
+def test_arrays_that_double_each_other_are_refused(first: str) -> None:
+    script = f"{first}\n" + 'X=("${X[@]}" "${X[@]}")\n' * 60
+    with pytest.raises(RecipeError, match="all values together have more than"):
+        commands(script)
+
+
+@pytest.mark.parametrize("text", ["((", "((a) ", "(A=1;", "if a;", "function f ", "[[ a ( ", "cat <<E\n", "X+=(a)\n"])
+def test_long_odd_scripts_are_read_to_their_end(text: str) -> None:
+    commands(text * 3000)
+
+
+@pytest.mark.parametrize("text", ["A=(", "$(", '"$(', "${A:-", "`$("])
+def test_brackets_in_brackets_are_one_clear_error(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"is not closed|is nested too deeply"):
+        commands(text * 3000)
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("train a=1 \\\n  # why\n  b=2\n", "run.sh:1: the command ends here: line 2 is a comment"),
+        ("train a=1 \\\n# b=2 \\\nc=3\n", "run.sh:1: the command ends here: line 2 is a comment"),
+        ("train \\\n  a=1 \\\n\n  b=2\n", "run.sh:2: the command ends here: line 3 is empty"),
+        ("train \\\n  a=1 \\\n\necho done\n", None),
+        ("train \\\n  a=1 \\\n", None),
+        ("# train \\\n# a\n  b=1", None),
+    ],
+)
+def test_a_continued_line_that_goes_nowhere_is_told(text: str, odd: str | None) -> None:
+    assert read_script(text, "run.sh").odd_lines == ([odd] if odd else [])
+
+
+def test_what_the_user_gives_wins() -> None:
+    assert words("N=$(nproc)\ntrain n=$N", N="4") == ["train", "n=4"]
+
+
+def test_commands_that_only_take_texts_apart_are_known() -> None:
+    script = "MODEL=hub/Qwen2.5-7B\ntrain $(pwd)/x $(basename $MODEL) $(dirname $MODEL) run-$(date +%F)"
+    assert words(script) == ["train", "./x", "Qwen2.5-7B", "hub", "run-"]

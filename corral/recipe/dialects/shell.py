@@ -5,17 +5,18 @@ whole numbers in `$((...))`, pipes. What only running a command would tell stays
 last assignment counts. Doubts about a value go with it, and are told by whoever uses it.
 """
 
-import ast
-import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from corral.recipe.dialects.shell_words import Array, Lexer, Part, Text, Unknown, Variable, Word
-from corral.recipe.errors import RecipeError
+from corral.recipe.dialects.shell_sums import changed_names
+from corral.recipe.dialects.shell_values import NAME, Scope, Value
+from corral.recipe.dialects.shell_words import Arithmetic, Array, Lexer, Operator, Text, Word
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+__all__ = ["Command", "Script", "Value", "read_script"]
+
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
+ELEMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[")
 SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+--(nodes|gpus-per-node|cpus-per-task|ntasks-per-node)[= ](\d+)", re.MULTILINE)
 OF_SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -24,23 +25,21 @@ OF_SLURM = {
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }
 """Variables that Slurm sets, by the line of the script that says to what."""
-OPENERS = {"if", "for", "while", "until", "case", "function", "select"}
-CLOSERS = {"fi", "done", "esac"}
-KEYWORDS = OPENERS | CLOSERS | {"then", "else", "elif", "do", "in", "{", "}", "!", "time"}
+CLOSERS = {
+    "if": "fi",
+    "for": "done",
+    "while": "done",
+    "until": "done",
+    "select": "done",
+    "case": "esac",
+    "{": "}",
+    "(": ")",
+}
+KEYWORDS = CLOSERS.keys() | CLOSERS.values() | {"then", "else", "elif", "do", "in", "!", "time", "function"}
 DECLARERS = ("export", "declare", "local", "readonly", "typeset")
-LONGEST = 100_000
-"""Characters of a value: variables that double each other are no script."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A word as the shell would pass it."""
-
-    text: str
-    line: int = 0
-    unknown: str | None = None
-    """The command whose output is in it."""
-    doubts: tuple[str, ...] = ()
+CHANGING = "inAlu"
+"""Options of `declare` with which a value is not what is written: whole numbers, references, tables, small letters."""
+SETTERS = ("read", "mapfile", "readarray", "getopts")
 
 
 @dataclass(frozen=True)
@@ -63,153 +62,263 @@ class Script:
 
 
 def read_script(text: str, source: str, defined: Mapping[str, str] | None = None) -> Script:
-    """Raises a RecipeError where quotes or brackets are left open. `defined`: variables that are set outside."""
+    """Raises a RecipeError where quotes or brackets are left open. `defined`: what the user sets; `1` is `$1`."""
     variables = {"HOME": [Value("~")]}
     for option, number in SBATCH.findall(text):
         variables |= {name: [Value(number)] for name in OF_SLURM[option]}
     variables |= {name: [Value(value)] for name, value in (defined or {}).items()}
-    return _Reader(source, variables).read(text)
+    return _Reader(source, Scope(source, variables, frozenset(defined or ()))).read(text)
+
+
+@dataclass
+class _Block:
+    """What is open: an `if`, a loop, a function, brackets."""
+
+    closer: str
+    is_branch: bool
+    in_pattern: bool = False
+    """Of a `case`: what stands before the next `)` is no command."""
+    caller: "tuple[str, list[Value] | None, int] | None" = None
+    """Of a function: whose arguments `$1` and so on are around it."""
 
 
 class _Reader:
-    def __init__(self, source: str, variables: dict[str, list[Value]]) -> None:
-        self.source, self.variables = source, variables
+    def __init__(self, source: str, scope: Scope) -> None:
+        self.source, self.scope = source, scope
         self.script = Script()
+        self.blocks: list[_Block] = []
+        self.is_behind = False
+        """Of `&&` or `||`."""
+        self.function = ""
+        """What was seen of one: its `name`, then its `brackets`, then its `body` comes."""
 
     def read(self, text: str) -> Script:
         self.script.odd_lines += broken_continuations(text, self.source)
-        depth, words, piped = 0, list[Word](), False
+        words, piped, in_test = list[Word](), False, False
         for token in Lexer(text + "\n", self.source).tokens():
             if isinstance(token, Word):
+                if token.plain == "[[":
+                    in_test = in_test or all(word.plain in KEYWORDS for word in words)
+                in_test = in_test and token.plain != "]]"
                 words.append(token)
-                continue
-            while words and words[0].plain in KEYWORDS:
-                depth += (words[0].plain in OPENERS) - (words[0].plain in CLOSERS)
-                words.pop(0)
-            if words:
-                self._command(words, piped, depth > 0)
-            if words or token.text != "\n":
-                piped = token.text in ("|", "|&")
-            words = []
+            elif isinstance(token, Arithmetic):
+                self._open_blocks(words)
+                words = []
+                self._calculate(token.text, f"(({token.text}))")
+            elif not in_test or token.text == "\n":
+                in_test = False
+                self._end_command(words, piped, token)
+                if words or token.text != "\n":
+                    piped = token.text in ("|", "|&")
+                words = []
         return self.script
 
-    def _command(self, words: list[Word], piped: bool, in_branch: bool) -> None:
-        declares = words[0].plain in DECLARERS
-        rest = [word for word in words[1:] if not (word.plain or "").startswith("-")] if declares else list(words)
-        if declares:
-            names = [assigned_name(word) or word.plain for word in rest]
-            self.script.exported += [name for name in names if name]
-        while rest and (name := assigned_name(rest[0])):
-            self._assign(name, rest.pop(0), in_branch)
-        passed = [] if declares else [value for word in rest for value in self._expand(word)]
-        if passed:
-            self.script.commands.append(Command(passed, words[0].line, piped))
+    # --- what is open
 
-    def _assign(self, name: str, word: Word, in_branch: bool) -> None:
+    def _end_command(self, words: list[Word], piped: bool, end: Operator) -> None:
+        case = self.blocks[-1] if self.blocks and self.blocks[-1].in_pattern else None
+        if case and not (words and words[0].plain == "esac"):
+            case.in_pattern = end.text != ")"
+            return
+        rest = self._open_blocks(words)
+        if end.text == "(" and (self.function == "name" or (len(rest) == 1 and self.function != "body")):
+            self.function = "brackets"
+            return
+        if end.text == ")" and self.function == "brackets":
+            self.function = "body"
+            return
+        if rest:
+            self.function = ""
+            self.scope.in_branch = self.is_behind or self._in_branch()
+            self._command(rest, piped)
+        if end.text == "(":
+            self._open("(")
+        elif end.text == ")" and self.blocks and self.blocks[-1].in_pattern:
+            self.blocks[-1].in_pattern = False
+        elif end.text == ")":
+            self._close(")")
+        elif end.text == ";;" and self.blocks and self.blocks[-1].closer == "esac":
+            self.blocks[-1].in_pattern = True
+        goes_on = end.text in ("|", "|&", "(") or (end.text == "\n" and not words)
+        self.is_behind = end.text in ("&&", "||") or (self.is_behind and goes_on)
+
+    def _open_blocks(self, words: Sequence[Word]) -> list[Word]:
+        """What is left without the keywords in front."""
+        at = 0
+        while at < len(words) and (keyword := words[at].plain or "") in KEYWORDS:
+            at += 1
+            if keyword == "function":
+                self.function = "name"
+                at += 1
+            elif keyword in CLOSERS:
+                self._open(keyword)
+            else:
+                self._close(keyword)
+            if keyword == "case":
+                self.blocks[-1].in_pattern = True
+            elif keyword in ("for", "select") and at < len(words) and (name := words[at].plain):
+                self.scope.forget(name, f"the loop over {name}")
+            if keyword in ("for", "select", "case"):
+                return []
+        return list(words[at:])
+
+    def _open(self, opener: str) -> None:
+        is_function = self.function != "" and opener in "{("
+        is_branch = opener != "{" or is_function or self.is_behind
+        block = _Block(CLOSERS[opener], is_branch or self._in_branch())
+        if is_function:
+            scope, self.function = self.scope, ""
+            block.caller = (scope.caller, scope.arguments, scope.num_shifted)
+            scope.caller, scope.arguments, scope.num_shifted = "the function", None, 0
+        if opener == "(":
+            self.scope.enter_subshell()
+        self.blocks.append(block)
+
+    def _close(self, closer: str) -> None:
+        if not self.blocks or self.blocks[-1].closer != closer:
+            return
+        block = self.blocks.pop()
+        if block.caller:
+            self.scope.caller, self.scope.arguments, self.scope.num_shifted = block.caller
+        if closer == ")":
+            self.scope.leave_subshell()
+
+    def _in_branch(self) -> bool:
+        return bool(self.blocks) and self.blocks[-1].is_branch
+
+    # --- commands
+
+    def _command(self, words: list[Word], piped: bool) -> None:
+        if words[0].plain in DECLARERS:
+            self._declare(words)
+            return
+        number = next((place for place, word in enumerate(words) if not assigned_name(word)), len(words))
+        passed = self.scope.expand(words[number:])
+        if passed:  # what is assigned before a command is for that command alone
+            self.script.commands.append(Command(passed, words[0].line, piped))
+            self._builtin([value.text for value in passed], passed)
+            return
+        for word in words[:number]:
+            self._assign(word, self._values(word))
+
+    def _declare(self, words: Sequence[Word]) -> None:
+        """All values are read before the first name gets its own, unlike those of plain assignments."""
+        command, options, todo = words[0].plain, set[str](), list[tuple[Word, list[Value]]]()
+        for word in words[1:]:
+            if (word.plain or "").startswith(("-", "+")):
+                options |= set(word.plain or "")
+                continue
+            name = assigned_name(word, quoted=True)
+            if name and options & set(CHANGING):
+                self.scope.forget(name, f"{command} -{''.join(sorted(options - {'-'}))} {name}")
+            elif name:
+                todo.append((word, self._values(word)))
+            name = name or word.plain
+            if name and NAME.fullmatch(name) and "n" not in options and (command == "export" or "x" in options):
+                self.script.exported.append(name)
+        for word, values in todo:
+            self._assign(word, values)
+
+    def _values(self, word: Word) -> list[Value]:
+        """What stands behind the `=` of an assignment."""
+        first, last = word.parts[0], word.parts[-1]
+        assert isinstance(first, Text)
+        if isinstance(last, Array):
+            return self.scope.expand(last.words)
+        _, _, text = first.text.partition("=")
+        return [self.scope.joined(Word((replace(first, text=text), *word.parts[1:]), word.line))]
+
+    def _assign(self, word: Word, values: list[Value]) -> None:
         first, last = word.parts[0], word.parts[-1]
         assert isinstance(first, Text)
         match = ASSIGNMENT.match(first.text)
-        assert match is not None
-        before = self.variables.get(name, []) if match[2] else []
-        if isinstance(last, Array):
-            values = [*before, *(value for item in last.words for value in self._expand(item))]
+        if match is None:
+            name = first.text.partition("[")[0]
+            self.scope.forget(name, word.plain or f"{name}[...]=...")
+            return
+        name, appends, is_array = match[1], bool(match[2]), isinstance(last, Array)
+        if isinstance(last, Array) and any(starts_with_bracket(item) for item in last.words):
+            self.scope.forget(name, f"{name}=([...]=...)")
+        elif appends and not is_array:
+            before = self.scope.values.get(name, [])
+            joined = self.scope.join([*before[:1], *values], word.line)
+            self.scope.assign(name, [joined, *before[1:]], word.line)
         else:
-            value = self._joined(Word((Text(first.text[match.end() :]), *word.parts[1:]), word.line))
-            values = [join([*before[:1], value], word.line)]
-        if in_branch:
-            doubt = f"{self.source}:{word.line}: ${name} is set inside a branch or a loop; its last value is taken"
-            values = [replace(value, doubts=(*value.doubts, doubt)) for value in values]
-        self.variables[name] = values
+            self.scope.assign(name, values, word.line, appends)
 
-    def _expand(self, word: Word) -> list[Value]:
-        """One word may become none or several: `$ARGS`, `"${ARGS[@]}"`."""
-        [variable] = word.parts if len(word.parts) == 1 else [None]
-        if not isinstance(variable, Variable) or (variable.quoted and not variable.is_array):
-            return [self._joined(word)]
-        found = [replace(value, line=word.line) for value in self._values(variable, word.line)]
-        if variable.quoted:
-            return found
-        return [replace(value, text=text) for value in found for text in value.text.split()]
+    def _builtin(self, texts: Sequence[str], words: Sequence[Value]) -> None:
+        """Commands of the shell itself that set variables."""
+        command, *rest = texts
+        if command == "let":
+            self._calculate(" ".join(rest), " ".join(texts))
+        elif command in SETTERS or texts[:2] == ["printf", "-v"]:
+            names = rest[1:2] if command == "printf" else rest
+            for name in [*filter(NAME.fullmatch, names), *(["OPTARG"] if command == "getopts" else [])]:
+                self.scope.forget(name, f"{command} {name}")
+        elif command == "unset":
+            for text in rest:
+                self._unset(text)
+        elif command == "set" and "--" in rest:
+            self.scope.arguments, self.scope.num_shifted = list(words[texts.index("--") + 1 :]), 0
+        elif command == "shift" and not self.scope.in_branch:
+            self.scope.num_shifted += int(rest[0]) if rest and re.fullmatch("[0-9]{1,4}", rest[0]) else 1
 
-    def _joined(self, word: Word) -> Value:
-        joined = join([value for part in word.parts for value in self._part(part, word.line)], word.line)
-        if len(joined.text) > LONGEST:
-            raise RecipeError(f"{self.source}:{word.line}: a value has more than {LONGEST} characters")
-        return joined
+    def _calculate(self, expression: str, written: str) -> None:
+        for name in changed_names(expression):
+            self.scope.forget(name, written)
 
-    def _part(self, part: Part, line: int) -> list[Value]:
-        if isinstance(part, Text):
-            return [Value(part.text)]
-        if isinstance(part, Unknown):
-            return [Value(f"$({part.command})", unknown=part.command)]
-        if isinstance(part, Variable):
-            return self._values(part, line)
-        if isinstance(part, Array):
-            return [Value("(...)")]
-        inner = self._joined(part.expression)
-        result = None if inner.unknown else worked_out(inner.text, self.variables)
-        return [Value(f"$(({inner.text}))", unknown=inner.text) if result is None else replace(inner, text=str(result))]
-
-    def _values(self, variable: Variable, line: int) -> list[Value]:
-        values = self.variables.get(variable.name)
-        if values is not None and not (variable.default is not None and [value.text for value in values] == [""]):
-            return values if variable.is_array else values[:1]
-        if variable.default is not None:
-            return [self._joined(variable.default)]
-        if not NAME.fullmatch(variable.name):
-            return []
-        return [Value("", doubts=(f"{self.source}:{line}: ${variable.name} is not set in the script, so it is empty",))]
+    def _unset(self, text: str) -> None:
+        if match := ELEMENT.match(text):
+            self.scope.forget(match[1], f"unset {text}")
+        elif self.scope.in_branch and text in self.scope.values:
+            self.scope.forget(text, f"unset {text}")
+        else:
+            self.scope.set(text, None)
 
 
-def assigned_name(word: Word) -> str | None:
+def assigned_name(word: Word, quoted: bool = False) -> str | None:
+    """`quoted`: also where all of it is in quotes, as behind `export`."""
     first = word.parts[0] if word.parts else None
-    match = ASSIGNMENT.match(first.text) if isinstance(first, Text) and not first.quoted else None
+    if not isinstance(first, Text) or (first.quoted and not quoted):
+        return None
+    if match := ELEMENT.match(first.text):
+        texts = "".join(part.text for part in word.parts if isinstance(part, Text))
+        return match[1] if re.search(r"\]\+?=", texts) else None
+    match = ASSIGNMENT.match(first.text)
     return match[1] if match else None
 
 
-def join(values: Iterable[Value], line: int) -> Value:
-    values = list(values)
-    unknown = next((value.unknown for value in values if value.unknown is not None), None)
-    doubts = dict.fromkeys(doubt for value in values for doubt in value.doubts)
-    return Value("".join(value.text for value in values), line, unknown, tuple(doubts))
+def starts_with_bracket(word: Word) -> bool:
+    """`[index]=value` in an array."""
+    first = word.parts[0] if word.parts else None
+    return isinstance(first, Text) and not first.quoted and first.text.startswith("[") and "=" in first.text
 
 
 def broken_continuations(text: str, source: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if re.search(r"\\[ \t]+$", line) and not line.lstrip().startswith("#"):
+    """Lines that end in `\\` and go on in nothing, so that the rest of the command is another one."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    start = ""
+    """The line in which the command begins."""
+    for number, line in enumerate(lines, start=1):
+        if line.lstrip().startswith("#"):
+            continue
+        start = start or line
+        if re.search(r"\\[ \t]+$", line):
             yield f"{source}:{number}: there is a space behind the `\\`, so that the command ends here"
+        if line.endswith("\\"):
+            behind = lines[number].strip() if number < len(lines) else ""
+            if behind[:1] in ("", "#") and goes_on(lines, number, start):
+                what = "a comment" if behind else "empty"
+                yield f"{source}:{number}: the command ends here: line {number + 1} is {what}"
+        else:
+            start = ""
 
 
-# --- whole numbers
-
-BINARY = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-def worked_out(expression: str, variables: Mapping[str, list[Value]]) -> int | None:
-    """None: it is more than whole numbers, + - * / % and variables."""
-    try:
-        return _number(ast.parse(expression.strip().replace("/", "//"), mode="eval").body, variables)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-
-
-def _number(node: ast.expr, variables: Mapping[str, list[Value]]) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 10**18:
-        return node.value
-    if isinstance(node, ast.Name):
-        value = variables.get(node.id, [Value("0")])[0]
-        if re.fullmatch(r"-?[0-9]{1,18}", value.text):
-            return int(value.text)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand, variables)
-    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        result: int = BINARY[type(node.op)](_number(node.left, variables), _number(node.right, variables))
-        if abs(result) < 10**18:
-            return result
-    raise ValueError("not a whole number")
+def goes_on(lines: Sequence[str], number: int, start: str) -> bool:
+    """Whether the next line that says something looks like more of the command: further in, or `key=`, `--option`."""
+    for place in range(number, len(lines)):
+        stripped = lines[place].lstrip()
+        if stripped and not stripped.startswith("#"):
+            further_in = len(lines[place]) - len(stripped) > len(start) - len(start.lstrip())
+            return further_in or re.match(r"""[-+~"'$]|[a-z][\w.]*=""", stripped) is not None
+    return False
