@@ -29,7 +29,6 @@ Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
 PlacedRule = Callable[[Recipe, Placement], Findings]
 
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-FOLDER_NAME = re.compile(r"\w[\w.+=, -]*(?<! )")
 NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
 """Environments that are nothing without a row's prompt."""
 OWN_REWARDS = ("frozen_lake", "sokoban", "gymnasium", "reasoning_gym")
@@ -60,8 +59,8 @@ def max_trajectory_tokens(recipe: Recipe) -> int:
 
 def name_is_a_folder(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     name = recipe.name
-    if not FOLDER_NAME.fullmatch(name):
-        yield f"`name: {name!r}` cannot be the name of a folder, which it will be: use letters, digits, - _ and ."
+    if not name.strip() or name in (".", "..") or name != name.strip() or re.search(r'[/\\:*?"<>|\x00-\x1f]', name):
+        yield f'`name: {name!r}` cannot be the name of a folder, which it will be: leave out / \\ : * ? " < > |'
     elif len(name.encode()) > 200:
         yield f"`name` is {len(name.encode())} bytes long; as the name of a folder it may have 200"
 
