@@ -62,6 +62,7 @@ def recipe_values(settings: Settings, folder: Path) -> dict[str, Any]:
             "samples_per_prompt": work.num_samples,
             "max_tokens_per_micro_batch": settings.micro_batch_tokens,
         },
+        "train": {"logits_chunk": settings.micro_batch_tokens},
         "algorithm": {"name": "grpo"},
         "optimiser": {"learning_rate": LEARNING_RATE},
         "schedule": {"steps": work.steps + 1},

@@ -6,8 +6,23 @@ import torch
 from torch import Tensor
 
 
+def rotate_merged(
+    merged: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """merged [tokens, (heads + 2 kv_heads) * width] -> queries and keys, rotated, and values, which are a view of it.
+
+    cos and sin [tokens, width], the second half equal to the first.
+    """
+    if not merged.is_cuda:
+        query, key, value = heads_of(merged, num_heads, num_kv_heads)
+        return plain_rotate(query, cos, sin), plain_rotate(key, cos, sin), value
+    compute: Any = RotateMerged.apply
+    result: tuple[Tensor, Tensor, Tensor] = compute(merged, cos, sin, num_heads, num_kv_heads)
+    return result
+
+
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, heads, width] each; cos and sin [tokens, width], the second half equal to the first."""
+    """The same for queries and keys that no longer lie in one tensor, [tokens, heads, width] each."""
     if not query.is_cuda:
         return plain_rotate(query, cos, sin), plain_rotate(key, cos, sin)
     compute: Any = Rotate.apply
@@ -15,23 +30,54 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return result
 
 
+def heads_of(merged: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, [tokens, heads, width] each: views."""
+    heads = merged.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return query, key, value
+
+
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
-class Rotate(torch.autograd.Function):
+class RotateMerged(torch.autograd.Function):
+    """One buffer takes all gradients of the merged tensor, each written once."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from corral.kernels.gpu.rotary import rotate_pair
+    def forward(
+        ctx: Any, merged: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from corral.kernels.gpu.rotary import rotated_pair
 
         ctx.save_for_backward(cos, sin)
-        return rotate_pair(query, key, cos, sin, backwards=False)
+        query, key, value = heads_of(merged, num_heads, num_kv_heads)
+        return *rotated_pair(query, key, cos, sin, backwards=False), value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """A rotation's gradient is the rotation by the opposite angle."""
-        from corral.kernels.gpu.rotary import rotate_pair
+        from corral.kernels.gpu.rotary import rotate_into
+
+        (d_query, d_key, _), (cos, sin) = gradients, ctx.saved_tensors
+        (num_tokens, num_heads, width), num_kv_heads = d_query.shape, d_key.shape[1]
+        d_merged = d_query.new_empty(num_tokens, (num_heads + 2 * num_kv_heads) * width)
+        rotate_into(heads_of(d_merged, num_heads, num_kv_heads), gradients, cos, sin, backwards=True)
+        return d_merged, None, None, None, None
+
+
+class Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from corral.kernels.gpu.rotary import rotated_pair
+
+        ctx.save_for_backward(cos, sin)
+        return rotated_pair(query, key, cos, sin, backwards=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from corral.kernels.gpu.rotary import rotated_pair
 
         (d_query, d_key), (cos, sin) = gradients, ctx.saved_tensors
-        return *rotate_pair(d_query, d_key, cos, sin, backwards=True), None, None
+        return *rotated_pair(d_query, d_key, cos, sin, backwards=True), None, None

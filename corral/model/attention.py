@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from corral.data.tree import Chunk, TokenTree
 from corral.kernels.device import on_device
+from corral.kernels.gather import Taken, gather
 from corral.kernels.varlen import has_flash, varlen_attention
 
 ATTENTION_NAME = "corral"
@@ -149,39 +150,23 @@ class _Ragged:
                 paths.append(chunk.path[: len(chunk.path) - (chunk.end - end)])
         num_keys = [len(path) for path in paths]
         path = np.concatenate(paths)
-        self.path = None
-        """Nodes of the keys; None: they are the queries themselves."""
+        self.keys = None
+        """The nodes whose keys are wanted; None: they are the queries themselves."""
         if num_keys != num_queries or len(path) != tree.num_nodes:
-            self.path = on_device(path, device)
+            self.keys = Taken(path, tree.num_nodes, device)
         starts = np.cumsum([[0, 0], *zip(num_queries, num_keys, strict=True)], axis=0).astype(np.int32)
         self.query_starts, self.key_starts = on_device(np.ascontiguousarray(starts.T), device)
         self.max_query, self.max_key = max(num_queries), max(num_keys)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if self.path is not None:
-            gather: Any = _Gathered.apply
-            key, value = gather(key, self.path), gather(value, self.path)
+        # Not `tensor[0]`, whose gradient is a copy in a tensor of zeros.
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        if self.keys is not None:
+            key, value = gather(key, value, self.keys)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         lengths = (self.query_starts, self.key_starts, self.max_query, self.max_key)
         output = varlen_attention(query, key, value, *lengths, scale)
         return output.transpose(0, 1)[None]
-
-
-class _Gathered(torch.autograd.Function):
-    """Rows of a tensor, of which some are wanted many times. Their gradients are summed in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.num_rows = len(rows)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (index,), gradient = ctx.saved_tensors, gradients[0]
-        total = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
 class _Block:

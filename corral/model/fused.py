@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from corral.kernels.gate import silu_mul
 from corral.kernels.linear import adjacent, merged_linear
 from corral.kernels.norm import add_rms_norm, rms_norm
-from corral.kernels.rotary import rotate
+from corral.kernels.rotary import heads_of, rotate, rotate_merged
 from corral.model.attention import ATTENTION_NAME, corral_attention
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -166,13 +166,15 @@ def attend(
     """tokens [tokens, width] -> [tokens, width]; `shape`: (batch, tokens of each)."""
     linears = (attention.q_proj, attention.k_proj, attention.v_proj)
     merged = merged_linear(tokens, [linear.weight for linear in linears], biases_of(linears))
-    parts = merged.split([linear.out_features for linear in linears], dim=-1)
-    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
+    num_heads, num_kv_heads = (linear.out_features // attention.head_dim for linear in linears[:2])
+    cos, sin = (table.expand(*shape, -1).reshape(-1, table.shape[-1]) for table in position_embeddings)
     if hasattr(attention, "q_norm"):
+        query, key, value = heads_of(merged, num_heads, num_kv_heads)
         query = rms_norm(query, *weight_and_eps(attention.q_norm))
         key = rms_norm(key, *weight_and_eps(attention.k_norm))
-    cos, sin = (table.expand(*shape, -1).reshape(-1, table.shape[-1]) for table in position_embeddings)
-    query, key = rotate(query, key, cos, sin)
+        query, key = rotate(query, key, cos, sin)
+    else:
+        query, key, value = rotate_merged(merged, cos, sin, num_heads, num_kv_heads)
     query, key, value = (part.unflatten(0, shape).transpose(1, 2) for part in (query, key, value))
     output, _ = corral_attention(attention, query, key, value, None, scaling=attention.scaling, **context)
     projected: Tensor = attention.o_proj(output.reshape(len(tokens), -1))

@@ -120,4 +120,4 @@ def test_one_call_for_all_chunks_is_the_same_attention(
             results.append([output, *torch.autograd.grad(output, [key, value], upstream[:, :, own])])
         for plain, ragged in zip(*results, strict=True):
             torch.testing.assert_close(ragged, plain, atol=2e-6, rtol=2e-5)
-    assert (attention.ragged.path is None) == (parts == 1 and not alike)
+    assert (attention.ragged.keys is None) == (parts == 1 and not alike)

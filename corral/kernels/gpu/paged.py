@@ -4,6 +4,8 @@ The cache is read as it lies, one page at a time. The program with the last part
 key, puts it into the cache with the value, and takes both from its registers.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +14,8 @@ from torch import Tensor
 from corral.kernels.paged import PAGE
 
 LOG2_E = 1.4426950408889634
-FEW = 264
-"""Programs: two for each of an H100's multiprocessors, which leaves shared memory for more pages under way in each."""
+RESERVE = 16 << 10
+"""Bytes of shared memory for what is not a page."""
 
 
 def decode(
@@ -38,16 +40,25 @@ def decode(
         weights = qkv.new_empty(sequences, heads, splits, dtype=torch.float32)
     cos, sin = rotary or (qkv, qkv)
     q_norm, k_norm = norms or (qkv, qkv)
-    _decode[(sequences, kv_heads, splits)](
+    _decode[(kv_heads, sequences, splits)](
         qkv, keys, values, cos, sin, q_norm, k_norm, output, partial, weights, table, positions,
         table.stride(0), scale * LOG2_E, eps,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), HALF=width // 2,
         PAGE=PAGE, SPLITS=splits, NORM=norms is not None, ROTATE=rotary is not None,
-        num_warps=4, num_stages=4 if sequences * kv_heads * splits <= FEW else 3,
+        num_warps=4, num_stages=num_stages(2 * PAGE * width * keys.element_size(), qkv.device),
     )  # fmt: skip
     if splits > 1:
         _combine[(sequences * heads,)](partial, weights, output, SPLITS=splits, WIDTH=width, num_warps=1)
     return output
+
+
+def num_stages(page_bytes: int, device: torch.device) -> int:
+    """Pages of keys and values under way while one is computed with, and this one: as many as fit, up to three, which
+    was best on an H200."""
+    if device.type != "cuda":
+        return 3
+    properties: Any = torch.cuda.get_device_properties(device)
+    return max(1, min(3, 1 + (properties.shared_memory_per_block_optin - RESERVE) // page_bytes))
 
 
 @triton.jit
@@ -77,7 +88,7 @@ def _decode(
     WIDTH: tl.constexpr = 2 * HALF
     heads_here: tl.constexpr = HEADS // KV_HEADS
     kind: tl.constexpr = qkv.dtype.element_ty
-    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    kv_head, sequence, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     position = tl.load(positions + sequence)
     group, half, column, place = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH), tl.arange(0, PAGE)
     known = group < heads_here
@@ -94,6 +105,16 @@ def _decode(
         cos, sin, q_weight, half, eps, NORM, ROTATE, kind,
     )  # fmt: skip
 
+    # The program with the last part adds this one at the end. Loaded here, for then it need not wait for it.
+    new_key = token + (HEADS + kv_head) * WIDTH + half[None, :]
+    new_low, new_high = _prepared(
+        tl.load(new_key).to(tl.float32), tl.load(new_key + HALF).to(tl.float32),
+        cos, sin, k_weight, half, eps, NORM, ROTATE, kind,
+    )  # fmt: skip
+    new_value = tl.load(token + (HEADS + KV_HEADS + kv_head) * WIDTH + column)
+    own_table = table + sequence * table_stride
+    new_page = tl.load(own_table + position // PAGE).to(tl.int64)
+
     highest = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     sums = tl.zeros([GROUP, WIDTH], tl.float32)
@@ -101,9 +122,8 @@ def _decode(
     per_split = tl.cdiv(pages, SPLITS)
     key_offsets = (place[:, None] * KV_HEADS + kv_head) * WIDTH + half[None, :]
     value_offsets = (place[:, None] * KV_HEADS + kv_head) * WIDTH + column[None, :]
-    own_table = table + sequence * table_stride
     first = split * per_split
-    page = tl.load(own_table + first, mask=first < pages, other=0).to(tl.int64)
+    page = tl.load(own_table + tl.minimum(first, position // PAGE)).to(tl.int64)
     for index in range(first, tl.minimum(first + per_split, pages)):
         base = page * (PAGE * KV_HEADS * WIDTH)
         # The next one, ahead: then the loads of keys and values wait for nothing, and several pages are under way.
@@ -124,14 +144,7 @@ def _decode(
         highest = now
 
     if split == SPLITS - 1:
-        new_key = token + (HEADS + kv_head) * WIDTH + half[None, :]
-        new_low, new_high = _prepared(
-            tl.load(new_key).to(tl.float32), tl.load(new_key + HALF).to(tl.float32),
-            cos, sin, k_weight, half, eps, NORM, ROTATE, kind,
-        )  # fmt: skip
-        new_value = tl.load(token + (HEADS + KV_HEADS + kv_head) * WIDTH + column)
-        page = tl.load(own_table + position // PAGE).to(tl.int64)
-        slot = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * WIDTH
+        slot = ((new_page * PAGE + position % PAGE) * KV_HEADS + kv_head) * WIDTH
         tl.store(keys + slot + half[None, :], new_low)
         tl.store(keys + slot + HALF + half[None, :], new_high)
         tl.store(values + slot + column, new_value)

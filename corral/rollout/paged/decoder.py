@@ -1,10 +1,13 @@
 """One token of every sequence: the model's own layers over the paged cache, and the draw, captured as a CUDA graph.
 
 A graph is captured the first time that as many sequences are decoded, for the next larger of a few batch sizes. What it
-computes with (weights, cache, state) stays at its address, whatever is in it.
+computes with (weights, cache, state) stays at its address, whatever is in it. A model that needs the host in between
+(mixtures of experts in float32 do) is computed kernel by kernel.
 """
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +49,7 @@ class Decoder:
         self.last_position = num_pages * PAGE - 1
         self.head = model.get_output_embeddings()
         self.rotary = rotary_tables(model, num_pages * PAGE)
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         self.memory: Any = None
         """Of all graphs: they never run at the same time."""
         self.addresses: tuple[int, ...] = ()
@@ -64,24 +67,27 @@ class Decoder:
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:
             self.graphs.clear()
+            self.memory = None  # is gone with the last of them
             self.addresses = addresses
         if (size, truncates) not in self.graphs:
             self.graphs[size, truncates] = self.capture(size, truncates)
-        return self.graphs[size, truncates].replay
+        return self.graphs[size, truncates]
 
-    def capture(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
+    def capture(self, size: int, truncates: bool) -> Callable[[], None]:
         """Once as a rehearsal, on slots that nobody has, for what is compiled and allocated on first use."""
         rehearsal = SlotState.empty(size, self.state.table.shape[1], self.pool.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.draw(self.hidden(rehearsal), rehearsal, truncates)
+            needs_host = waits_for_device(lambda: self.draw(self.hidden(rehearsal), rehearsal, truncates))
         torch.cuda.current_stream().wait_stream(stream)
+        if needs_host:
+            return partial(self.step, size, truncates)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.memory):
             self.step(size, truncates)
         self.memory = graph.pool()
-        return graph
+        return graph.replay
 
     def step(self, size: int, truncates: bool) -> None:
         state = self.state.first(size)
@@ -160,6 +166,23 @@ class PagedDecode:
             splits=num_splits(len(qkv), keys.shape[1]),
         )
         return output.view(len(qkv), -1, query.shape[3]).transpose(0, 1)[None]
+
+
+def waits_for_device(work: Callable[[], Any]) -> bool:
+    """Whether `work` was broken off because the host would have had to wait."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+        return False
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def num_splits(sequences: int, kv_heads: int) -> int:
