@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from corral.data.rows import Row
-from corral.envs.base import Env, Summarised
+from corral.envs.base import Env, summary_of
 from corral.envs.registry import EnvSet
 
 BUDGET_S = 60.0
@@ -63,7 +63,7 @@ async def play(
             reward, turns = reward + result.reward, turns + 1
             if result.done:
                 break
-        summary = env.summary() if isinstance(env, Summarised) else {}
+        summary = summary_of(env)
     finally:
         await env.close()
     return Played(reward, summary.get("success"), turns, summary)

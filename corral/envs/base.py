@@ -26,7 +26,7 @@ is not told of `count_turn` and `was_shown`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from corral.data.rows import Message, Row
 
@@ -67,21 +67,6 @@ class Shared(Protocol):
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class Summarised(Protocol):
-    def summary(self) -> dict[str, float]: ...
-
-
-@runtime_checkable
-class Counting(Protocol):
-    def count_turn(self, num_before: int, num_generated: int, is_cut: bool) -> None: ...
-
-
-@runtime_checkable
-class Shown(Protocol):
-    def was_shown(self, messages: list[Message]) -> None: ...
-
-
 def bounds_itself(env: Any) -> bool:
     return bool(getattr(env, "bounds_itself", False))
 
@@ -98,6 +83,11 @@ def first_state(env: Any) -> str:
     """All samples of a prompt begin in the same, whatever it is called."""
     state = getattr(env, "state", None)
     return str(state()) if callable(state) else ""
+
+
+def summary_of(env: Any) -> dict[str, float]:
+    summary: dict[str, float] = env.summary() if hasattr(env, "summary") else {}
+    return summary
 
 
 def tools_of(env: Any) -> list[dict[str, Any]]:

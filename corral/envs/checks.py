@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
 from corral.envs.agents import Floor, answered, floor_of, has_player
-from corral.envs.base import Env, StepResult, bounds_itself
+from corral.envs.base import Env, StepResult, bounds_itself, summary_of
 from corral.envs.odd_replies import odd_replies
 from corral.envs.registry import EnvSet, uses_rewards
 from corral.recipe.errors import UserError
@@ -233,7 +233,7 @@ async def odd_replies_are_harmless(trial: Trial) -> str:
 
 def count_valid(env: Any) -> int | None:
     """Valid actions so far, where its summary tells."""
-    summary = env.summary() if hasattr(env, "summary") else {}
+    summary = summary_of(env)
     if "valid_actions" not in summary or "turns" not in summary:
         return None
     num_valid: float = summary["valid_actions"] * summary["turns"]

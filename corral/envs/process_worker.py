@@ -12,15 +12,16 @@ from corral.data.plugins import error_line
 from corral.envs.base import StepResult, first_state
 from corral.envs.registry import find_class
 from corral.recipe.errors import UserError
-from corral.rewards.messages import receive_message, send_message
+from corral.rewards.messages import Inbox, framed
 from corral.rewards.worker import connect, reply
 
 
 def main(descriptor: int) -> None:
     """Serve the `EnvProcesses` at the other end of the socket `descriptor`."""
     connection = connect(descriptor)
+    inbox = Inbox(connection)
     try:
-        name, arguments = pickle.loads(receive_message(connection))
+        name, arguments = pickle.loads(inbox.receive())
         try:
             player = Player(find_class(name), arguments)
         except (UserError, SystemExit) as error:
@@ -28,7 +29,7 @@ def main(descriptor: int) -> None:
             return
         reply(connection, {"ready": True})
         while True:
-            send_message(connection, player.answer(receive_message(connection)))
+            connection.sendall(framed(player.answer(inbox.receive())))
     except (EOFError, ConnectionError):
         return  # the run is over, or its process is gone
 

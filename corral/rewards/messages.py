@@ -7,23 +7,45 @@ import socket
 import struct
 
 _LENGTH = struct.Struct(">I")
+_MOST_AT_ONCE = 1 << 20
 
 
-def send_message(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+def framed(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
 
 
-def receive_message(connection: socket.socket) -> bytes:
-    """EOFError if the other side is gone; TimeoutError after the socket's timeout."""
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    return _receive(connection, length)
+class Inbox:
+    """What arrives on a socket. Messages that arrive together are read with one call of the system."""
 
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._arrived = bytearray()
 
-def _receive(connection: socket.socket, length: int) -> bytes:
-    received = bytearray()
-    while len(received) < length:
-        chunk = connection.recv(min(length - len(received), 1 << 20))
+    def receive(self) -> bytes:
+        """The next message. EOFError if the other side is gone; TimeoutError after the socket's timeout."""
+        while not self.has_message:
+            self.read()
+        end = self._end
+        message = bytes(self._arrived[_LENGTH.size : end])
+        del self._arrived[:end]
+        return message
+
+    def read(self) -> None:
+        """Waits for more of what is sent."""
+        chunk = self._connection.recv(_MOST_AT_ONCE)
         if not chunk:
             raise EOFError
-        received += chunk
-    return bytes(received)
+        self._arrived += chunk
+
+    @property
+    def has_message(self) -> bool:
+        return len(self._arrived) >= _LENGTH.size and len(self._arrived) >= self._end
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._arrived
+
+    @property
+    def _end(self) -> int:
+        (length,) = _LENGTH.unpack_from(self._arrived)
+        return _LENGTH.size + int(length)

@@ -15,7 +15,7 @@ from typing import Any
 from corral.data.plugins import error_line
 from corral.recipe.errors import UserError
 from corral.rewards.calling import call, load_function
-from corral.rewards.messages import receive_message, send_message
+from corral.rewards.messages import Inbox, framed
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,8 +23,9 @@ PR_SET_PDEATHSIG = 1
 def main(descriptor: int) -> None:
     """Serve the pool at the other end of the socket `descriptor`."""
     connection = connect(descriptor)
+    inbox = Inbox(connection)
     try:
-        name, options = pickle.loads(receive_message(connection))
+        name, options = pickle.loads(inbox.receive())
         try:
             function = load_function(name, options)
         except (UserError, SystemExit) as error:
@@ -32,7 +33,7 @@ def main(descriptor: int) -> None:
             return
         reply(connection, {"ready": True})
         while True:
-            reply(connection, _score(function, receive_message(connection), options))
+            reply(connection, _score(function, inbox.receive(), options))
     except (EOFError, ConnectionError):
         return  # the pool is closed, or its process is gone
 
@@ -46,7 +47,7 @@ def connect(descriptor: int) -> socket.socket:
 
 
 def reply(connection: socket.socket, message: dict[str, Any]) -> None:
-    send_message(connection, json.dumps(message).encode())
+    connection.sendall(framed(json.dumps(message).encode()))
 
 
 def _score(function: Any, request: bytes, options: dict[str, Any]) -> dict[str, Any]:

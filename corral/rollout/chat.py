@@ -1,5 +1,6 @@
 """Between messages and tokens: a conversation is rendered once and then only extended, never tokenised again."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,30 @@ STAND_IN = "stand-in-reply"
 class Chat:
     def __init__(self, tokenizer: Any, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
+        self._asked: list[tuple[Sequence[int], asyncio.Future[str]]] = []
 
     def opening(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         return render_prompt(self.tokenizer, Row(messages, None, "", {}), self.chat, tools)
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """A reply as the environment reads it: without the end-of-turn token."""
-        decoded: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return decoded
+    async def text(self, tokens: Sequence[int]) -> str:
+        """A reply as the environment reads it: without the end-of-turn token. Many replies may end at the same moment,
+        and are decoded together."""
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._answer)
+        self._asked.append((tokens, loop.create_future()))
+        return await self._asked[-1][1]
+
+    def _answer(self) -> None:
+        asked, self._asked = [(tokens, future) for tokens, future in self._asked if not future.cancelled()], []
+        try:
+            texts = decode_replies(self.tokenizer, [tokens for tokens, _ in asked])
+        except Exception as error:
+            for _, future in asked:
+                future.set_exception(error)
+            return
+        for (_, future), text in zip(asked, texts, strict=True):
+            future.set_result(text)
 
     def continuation(self, messages: list[Message], ended: bool) -> list[int]:
         """What follows the model's turn: its end (unless generated: `ended`), the messages, the next turn's opening.
@@ -74,3 +91,15 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False) if text else []
         return tokens
+
+
+def decode_replies(tokenizer: Any, replies: Sequence[Sequence[int]]) -> list[str]:
+    """What `tokenizer.decode` says to each; in parallel where it leaves all the work to the Rust tokenizer."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind = type(tokenizer)
+    is_plain = isinstance(tokenizer, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        texts: list[str] = tokenizer.backend_tokenizer.decode_batch(replies, skip_special_tokens=True)
+        return texts
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in replies]

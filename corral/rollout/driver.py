@@ -18,15 +18,13 @@ from corral.data.plugins import error_line, without_exit
 from corral.data.rows import Row
 from corral.data.trajectory import StopReason, Trajectory
 from corral.envs.base import (
-    Counting,
     Env,
-    Shown,
     StepResult,
-    Summarised,
     bounds_itself,
     first_state,
     is_inline,
     num_last_turns,
+    summary_of,
     tools_of,
 )
 from corral.envs.registry import EnvSet, Kind
@@ -92,7 +90,8 @@ class Driver:
             await asyncio.gather(*(episode.reset() for episode in episodes if episode.kind.limit is None))
             finished = await asyncio.gather(*(finish(group) for group in groups))
         finally:
-            await asyncio.gather(*(episode.close() for episode in episodes))  # those that were not played to their end
+            unfinished = [episode for episode in episodes if episode.env is not None]
+            await asyncio.gather(*(episode.close() for episode in unfinished))
         return [trajectory for group in finished for trajectory in group]
 
 
@@ -108,9 +107,8 @@ class _Episode:
     state: str = ""
     """In which the next turn is taken."""
     tokens: list[int] = field(default_factory=list)
-    generated: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    turns: list[tuple[int, Completion]] = field(default_factory=list)
+    """(index of its first token, what was generated); everything else was observed."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     turn_states: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -138,7 +136,7 @@ class _Episode:
         except Exception as error:
             self.error = f"reset: {describe(error, self.kind.timeout_s)}"
             opening = prompt.tokens
-        self._observe(opening)
+        self.tokens += opening
 
     async def play(self, sampling: Sampling) -> Trajectory:
         if self.kind.limit is None:
@@ -153,11 +151,20 @@ class _Episode:
             self._sum_up()
         finally:
             await self.close()
+        return self._trajectory(stop)
+
+    def _trajectory(self, stop: StopReason) -> Trajectory:
+        tokens = np.array(self.tokens, np.int64)
+        generated, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
+        versions = np.full(len(tokens), -1, np.int64)
+        for start, turn in self.turns:
+            span = slice(start, start + len(turn.tokens))
+            generated[span], logprobs[span], versions[span] = True, turn.logprobs, turn.versions
         return Trajectory(
-            tokens=np.array(self.tokens, np.int64),
-            generated=np.array(self.generated, np.bool_),
-            logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(self.versions, np.int64),
+            tokens=tokens,
+            generated=generated,
+            logprobs=logprobs,
+            versions=versions,
             turn_rewards=self.turn_rewards,
             stop=stop,
             ordinal=self.prompt.ordinal,
@@ -179,9 +186,10 @@ class _Episode:
             completion = await driver.engine.generate(
                 self.tokens, limited, self.seed + turn, memory=memories.pop(), keep=turn + 1 < num_turns
             )
-            self._generate(completion)
             memories.append(completion.memory)
             completion = replace(completion, memory=None)
+            self.turns.append((len(self.tokens), completion))
+            self.tokens += completion.tokens
             answer = await self._step(completion, is_last=turn + 1 == num_turns)
             if answer is None:
                 return StopReason.ERROR
@@ -193,7 +201,7 @@ class _Episode:
                 break
             if len(self.tokens) - start + len(observation) >= budget:
                 return StopReason.LENGTH
-            self._observe(observation)
+            self.tokens += observation
         return StopReason.TURNS
 
     async def _step(self, completion: Completion, *, is_last: bool) -> tuple[StepResult, list[int]] | None:
@@ -205,10 +213,11 @@ class _Episode:
         last = len(self.tokens) - 1
         self.turn_states.append(hash_of(self.state))
         try:
-            if isinstance(self.env, Counting):
+            if hasattr(self.env, "count_turn"):
                 num = len(completion.tokens)
                 self.env.count_turn(len(self.tokens) - num, num, completion.finish is Finish.LENGTH)
-            result = checked(await self._call(self.env.step(self.driver.chat.text(completion.tokens))))
+            reply = await self.driver.chat.text(completion.tokens)
+            result = checked(await self._call(self.env.step(reply)))
             ended = completion.finish is Finish.STOP_TOKEN
             observation = [] if result.done or is_last else self._observation(result, ended)
         except UserError:  # about the chat template; the next conversation would fail in the same way
@@ -225,23 +234,23 @@ class _Episode:
         return result, observation
 
     def _observation(self, result: StepResult, ended: bool) -> list[int]:
+        assert self.env is not None
         chat, messages, limit = self.driver.chat, result.messages, self.driver.max_observation_tokens
         if limit is not None:
             messages = chat.cut(messages, limit, result.closing)
             if messages != result.messages:
                 self.metrics["cut_observations"] += 1
-                if isinstance(self.env, Shown):
+                if hasattr(self.env, "was_shown"):
                     self.env.was_shown(messages)
         if is_inline(self.env) and not ended:
             return chat.inline(messages)
         return chat.continuation(messages, ended)
 
     def _sum_up(self) -> None:
-        if isinstance(self.env, Summarised):
-            try:
-                self.metrics |= finite(self.env.summary())
-            except Exception as error:
-                self.error = self.error or f"summary: {describe(error, self.kind.timeout_s)}"
+        try:
+            self.metrics |= finite(summary_of(self.env))
+        except Exception as error:
+            self.error = self.error or f"summary: {describe(error, self.kind.timeout_s)}"
 
     async def close(self) -> None:
         env, self.env = self.env, None
@@ -253,26 +262,16 @@ class _Episode:
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation."""
+        if bounds_itself(self.env):
+            return await without_exit(call)
         task = asyncio.ensure_future(without_exit(call))
         try:
-            await asyncio.wait({task}, timeout=None if bounds_itself(self.env) else self.kind.timeout_s)
+            await asyncio.wait({task}, timeout=self.kind.timeout_s)
         finally:
             task.cancel()
         if not task.done():
             raise TimeoutError
         return task.result()
-
-    def _observe(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-        self.generated += [False] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
-
-    def _generate(self, completion: Completion) -> None:
-        self.tokens += completion.tokens
-        self.generated += [True] * len(completion.tokens)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
 
 
 def reason_of(finish: Finish, is_cut: bool) -> StopReason:

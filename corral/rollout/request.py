@@ -30,22 +30,29 @@ class Request:
         """Requests of one family have the same next-token distribution at the start."""
         return self.prompt.tobytes(), self.sampling
 
-    def append(self, token: int, logprob: float, version: int, tokenizer: Any) -> None:
-        """Takes a token that was drawn, and ends with it if that is what it means."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        sampling = self.sampling
-        if token in sampling.stop_tokens:
-            self.finish = Finish.STOP_TOKEN
-        elif sampling.stop and self._ends_with_stop(tokenizer):
-            self.finish = Finish.STOP_STRING
-        elif len(self.tokens) >= sampling.max_tokens:
-            self.finish = Finish.LENGTH
+    def extend(self, tokens: list[int], logprobs: list[float], version: int, tokenizer: Any) -> None:
+        """Takes tokens that were drawn, up to the one that ends it if one of them does."""
+        num, self.finish = self._end(tokens, tokenizer)
+        self.tokens += tokens[:num]
+        self.logprobs += logprobs[:num]
+        self.versions += [version] * num
 
-    def _ends_with_stop(self, tokenizer: Any) -> bool:
+    def _end(self, tokens: list[int], tokenizer: Any) -> tuple[int, Finish | None]:
+        """How many of `tokens` belong to it, and what the last of these ends it for."""
+        sampling, left = self.sampling, self.sampling.max_tokens - len(self.tokens)
+        if sampling.stop or not sampling.stop_tokens.isdisjoint(tokens):
+            for num, token in enumerate(tokens[:left], start=1):
+                if token in sampling.stop_tokens:
+                    return num, Finish.STOP_TOKEN
+                if sampling.stop and self._ends_with_stop(tokens[:num], tokenizer):
+                    return num, Finish.STOP_STRING
+        return (left, Finish.LENGTH) if len(tokens) >= left else (len(tokens), None)
+
+    def _ends_with_stop(self, tokens: list[int], tokenizer: Any) -> bool:
         longest = max(len(stop) for stop in self.sampling.stop)
-        tail = tokenizer.decode(self.tokens[-(longest + 8) :], skip_special_tokens=False)
+        num_looked_at = longest + 8
+        last = [*self.tokens[-num_looked_at:], *tokens][-num_looked_at:]
+        tail = tokenizer.decode(last, skip_special_tokens=False)
         return any(stop in tail for stop in self.sampling.stop)
 
     def completion(self) -> Completion:

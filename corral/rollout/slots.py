@@ -224,7 +224,7 @@ class SlotCore:
         )
         self.stats.generated_tokens += len(requests)
         for (_, request), token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
-            request.append(token, logprob, self.version, self.tokenizer)
+            request.extend([token], [logprob], self.version, self.tokenizer)
         self._keep()
         self._fork()
         return [request for _, request in requests if request.finish is not None]

@@ -28,6 +28,11 @@ def process_id(response: str) -> int:
     return os.getpid()
 
 
+def slow_process_id(response: str) -> int:
+    time.sleep(0.2)
+    return os.getpid()
+
+
 def imported(response: str) -> dict[str, Any]:
     return {"score": 0, **{name: name in sys.modules for name in ("torch", "transformers", "numpy", "pydantic")}}
 

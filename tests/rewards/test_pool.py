@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,36 @@ def test_every_kind_of_failure_among_many_calls_costs_only_its_own_sample(
     assert pool.counts == Counts(ok=56, raised=1, timed_out=1, died=2)
 
 
+@pytest.mark.parametrize(
+    ("response", "counts"), [("die", Counts(died=3)), ("sleep", Counts(timed_out=3)), ("raise", Counts(raised=3))]
+)
+def test_what_is_sent_together_fails_one_by_one(
+    make_pool: Callable[..., ScorerPool], response: str, counts: Counts
+) -> None:
+    pool = make_pool("act", workers=1, timeout_s=0.5)
+    score_all(pool, ["fine"] * 50)  # from now on the function is known to be quick
+    responses = ["fine"] * 50
+    responses[0] = responses[20] = responses[21] = response
+    scores = score_all(pool, responses)
+    assert [score.error is None for score in scores] == [response == "fine" for response in responses]
+    assert pool.counts == replace(counts, ok=97)
+
+
+def test_many_large_responses_arrive_whole_and_those_that_wait_for_room_are_not_late(
+    make_pool: Callable[..., ScorerPool],
+) -> None:
+    pool = make_pool("slow_length", workers=1, timeout_s=0.5)
+    sizes = [400_000 + number for number in range(60)]
+    assert [score.reward for score in score_all(pool, ["x" * size for size in sizes])] == [float(s) for s in sizes]
+
+
+def test_jobs_of_a_slow_function_go_to_whoever_is_free(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("slow_process_id", workers=2)
+    assert wait_until(lambda: len({score.reward for score in score_all(pool, [""] * 4)}) == 2)
+    first, second, *_ = score_all(pool, [""] * 8)
+    assert first.reward != second.reward
+
+
 def test_waiting_in_line_does_not_count_as_running(make_pool: Callable[..., ScorerPool]) -> None:
     pool = make_pool("slow_length", workers=1, timeout_s=1)
     assert all(score.error is None for score in score_all(pool, ["x"] * 120))  # at least 1.2 s in all
@@ -183,6 +214,19 @@ def test_close_kills_the_workers_and_ends_calls_in_flight(make_pool: Callable[..
     results = asyncio.run(close_during_calls())
     assert [str(result) for result in results] == ["the reward pool is closed"] * 2
     assert time.monotonic() - started < 3
+
+
+def test_close_ends_calls_that_were_sent_together(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("act", workers=1)
+    score_all(pool, ["fine"] * 50)
+
+    async def close_during_calls() -> list[Any]:
+        calls = [asyncio.ensure_future(pool.score(response, ROW)) for response in ["sleep"] * 50]
+        await asyncio.sleep(0.1)
+        pool.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [str(result) for result in asyncio.run(close_during_calls())] == ["the reward pool is closed"] * 50
 
 
 def test_a_cancelled_call_leaves_the_others_alone(make_pool: Callable[..., ScorerPool]) -> None:

@@ -13,6 +13,7 @@ import torch
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corral.data.plugins import load_object
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.data.trajectory import StopReason, Trajectory
@@ -120,6 +121,32 @@ class IgnoresCancellation(Base):
 class Exits(Base):
     async def step(self, reply):
         sys.exit(3)
+
+
+class ExitsOnItsOwn(Exits):
+    bounds_itself = True
+
+
+class TakesItsTime(Base):
+    bounds_itself = True
+
+    async def step(self, reply):
+        await asyncio.sleep(0.5)
+        return StepResult([], 1.0, done=True)
+
+
+class NeverEnds(Base):
+    bounds_itself = True
+    ended = []
+
+    async def step(self, reply):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            NeverEnds.ended.append("step")
+
+    async def close(self):
+        NeverEnds.ended.append("close")
 
 
 class ReturnsNothing(Base):
@@ -241,6 +268,7 @@ class Play:
         max_turn_tokens: int | None = None,
         max_observation_tokens: int | None = None,
         budget: int = BUDGET,
+        within_s: float | None = None,
         **more: Any,
     ) -> list[Trajectory]:
         """Every turn has up to `max_tokens` tokens; the end-of-turn token is as likely as any other."""
@@ -264,7 +292,7 @@ class Play:
         row = Row([Message(role="user", content="Hello?")], None, "", {})
         prompt = Prompt(3, 0, row, render_prompt(self.tokenizer, row, True))
         sampling = Sampling(max_tokens=max_tokens, stop_tokens=frozenset({self.tokenizer.eos_token_id}))
-        return asyncio.run(driver.play([prompt], samples, sampling))
+        return asyncio.run(asyncio.wait_for(driver.play([prompt], samples, sampling), within_s))
 
     def text(self, tokens: np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens))
@@ -352,6 +380,7 @@ def test_a_conversation_never_passes_its_budget_of_tokens(play: Play, name: str)
         ("Hangs", "step: no answer within 0.3 s"),
         ("IgnoresCancellation", "step: no answer within 0.3 s"),
         ("Exits", "step: RuntimeError: it called sys.exit(3)"),
+        ("ExitsOnItsOwn", "step: RuntimeError: it called sys.exit(3)"),
         ("ReturnsNothing", "step: TypeError: it returned None, which is not a StepResult"),
         ("RewardIsNaN", "step: ValueError: the reward must be finite; it is nan"),
         ("BadMessages", "step: "),
@@ -388,6 +417,19 @@ def test_an_environment_that_fails_at_the_start_leaves_nothing_to_learn_from(
     assert trajectory.error is not None
     assert trajectory.error.startswith(expected)
     assert trajectory.num_generated == 0
+
+
+def test_an_environment_that_bounds_itself_has_no_deadline(play: Play) -> None:
+    for trajectory in play("TakesItsTime", samples=3):
+        assert trajectory.error is None
+        assert trajectory.reward == 1.0
+
+
+def test_when_playing_is_cancelled_steps_end_and_environments_are_closed(play: Play) -> None:
+    with pytest.raises(TimeoutError):
+        play("NeverEnds", samples=3, within_s=1.0)
+    ended = load_object(f"{play.environments}:NeverEnds", "environment").ended
+    assert sorted(ended) == ["close"] * 3 + ["step"] * 3
 
 
 def test_an_environment_that_fails_late_keeps_what_was_earned_before(play: Play) -> None:

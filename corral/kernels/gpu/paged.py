@@ -58,7 +58,8 @@ def num_stages(page_bytes: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     properties: Any = torch.cuda.get_device_properties(device)
-    return max(1, min(3, 1 + (properties.shared_memory_per_block_optin - RESERVE) // page_bytes))
+    num_pages = int(properties.shared_memory_per_block_optin - RESERVE) // page_bytes
+    return max(1, min(3, 1 + num_pages))
 
 
 @triton.jit

@@ -264,10 +264,7 @@ class PagedCore:
             if request.finish is not None:
                 continue
             before = len(request.tokens)
-            for token, logprob in zip(tokens[column], logprobs[column], strict=True):
-                request.append(token, logprob, window.version, self.tokenizer)
-                if request.finish is not None:
-                    break
+            request.extend(tokens[column], logprobs[column], window.version, self.tokenizer)
             self.stats.generated_tokens += len(request.tokens) - before
             if request.finish is not None:
                 if id(sequence) in slots:

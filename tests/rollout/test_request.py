@@ -1,0 +1,56 @@
+"""What ends a request, however many tokens are taken at a time."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from corral.rollout.engine import Finish, Sampling
+from corral.rollout.request import Request
+
+TOKENIZER = tiny_tokenizer()
+A, B, C = TOKENIZER.convert_tokens_to_ids(["a", "b", "c"])
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.integers(1, 12),
+    stop=st.sampled_from([(), ("ab",), ("ca", "bbb")]),
+    stop_tokens=st.sampled_from([frozenset(), frozenset({C}), frozenset({B, C})]),
+)
+
+
+def new_request(sampling: Sampling) -> Request:
+    return Request(np.array([A]), sampling, 0, None)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.sampled_from([A, B, C]), min_size=12, max_size=12), st.lists(st.integers(1, 8)), samplings)
+def test_tokens_that_are_taken_together_end_it_where_they_would_one_by_one(
+    tokens: list[int], sizes: list[int], sampling: Sampling
+) -> None:
+    one_by_one, together = new_request(sampling), new_request(sampling)
+    for number, token in enumerate(tokens):
+        if one_by_one.finish is None:
+            one_by_one.extend([token], [-float(number)], number, TOKENIZER)
+    start = 0
+    for size in [*sizes, len(tokens)]:
+        if together.finish is None:
+            numbers = range(start, min(start + size, len(tokens)))
+            together.extend(tokens[start : start + size], [-float(i) for i in numbers], size, TOKENIZER)
+            start += size
+    assert together.finish is one_by_one.finish is not None
+    assert together.tokens == one_by_one.tokens
+    assert together.logprobs == one_by_one.logprobs
+    assert len(together.versions) == len(together.tokens)
+
+
+@given(st.lists(st.sampled_from([A, B, C]), min_size=12, max_size=12), samplings)
+def test_it_ends_with_the_first_token_that_is_a_reason(tokens: list[int], sampling: Sampling) -> None:
+    request = new_request(sampling)
+    request.extend(tokens, [0.0] * len(tokens), 3, TOKENIZER)
+    reasons = []
+    for num in range(1, sampling.max_tokens + 1):
+        if tokens[num - 1] in sampling.stop_tokens:
+            reasons.append((num, Finish.STOP_TOKEN))
+        if any(TOKENIZER.decode(tokens[:num]).endswith(stop) for stop in sampling.stop):
+            reasons.append((num, Finish.STOP_STRING))
+    num, finish = (*reasons, (sampling.max_tokens, Finish.LENGTH))[0]
+    assert (request.tokens, request.finish, request.versions) == (tokens[:num], finish, [3] * num)
