@@ -1,8 +1,8 @@
 """The sides of `corral bench rollout`: the same prompts, the same number of new tokens, temperature 1.
 
-Every workload is warmed up first, with all its requests and a few new tokens each, so that whatever a side captures or
-compiles for a size of batch is not in the measurement. Start-up is from the beginning of the process to the end of the
-first warm-up.
+Every workload is warmed up first, with all its requests and fewer new tokens each, so that whatever a side captures or
+compiles for a size of batch is not in the measurement. (Where lengths differ the batch gets smaller in the end, here as
+there.) Start-up is from the beginning of the process to the end of the first warm-up.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from corral.bench.settings import RolloutWork, Settings
 from corral.bench.side import Tell
 from corral.recipe.shape import ModelShape
 
-WARM_UP_SHARE = 32
+WARM_UP_SHARE = 4
 """A warm-up has so many times fewer new tokens."""
 BYTES = {"bfloat16": 2, "float32": 4}
 

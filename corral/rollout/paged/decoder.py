@@ -186,10 +186,9 @@ def waits_for_device(work: Callable[[], Any]) -> bool:
 
 
 def num_splits(sequences: int, kv_heads: int) -> int:
-    splits = 1
-    while splits < 16 and splits * sequences * kv_heads < PROGRAMS:
-        splits *= 2
-    return splits
+    """One of few: a kernel is compiled for each."""
+    programs = sequences * kv_heads
+    return next((splits for splits in (1, 4) if splits * programs >= PROGRAMS), 32)
 
 
 def rotary_tables(model: Any, length: int) -> tuple[Tensor, Tensor] | None:
