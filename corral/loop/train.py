@@ -1,6 +1,7 @@
 """A run from its start to its end: what is opened, begun again when it is lost, and said when it is over."""
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -159,14 +160,15 @@ def what_next(run: Run, recipe_file: Path) -> dict[str, str]:
     if not run.is_complete:
         change = ""
         if run.recipe.checkpoint.resume != "auto" and run.step:
-            change = f" with checkpoint.resume={checkpoint} name={run.folder.name}"
+            changes = [f"checkpoint.resume={checkpoint}", f"name={run.folder.name}"]
+            change = f" with {shlex.join(changes)}"
         where = f"stopped after step {run.step} of {run.parts.num_steps}"
         return {"resume": f"the same command again{change} ({where})"}
     if not checkpoint.exists():
         return {}
     return {
-        "evaluate": f"corral evaluate {recipe_file} --model {checkpoint}",
-        "export": f"corral export {checkpoint} OUT",
+        "evaluate": shlex.join(["corral", "evaluate", str(recipe_file), "--model", str(checkpoint)]),
+        "export": shlex.join(["corral", "export", str(checkpoint), "OUT"]),
     }
 
 

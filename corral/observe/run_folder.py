@@ -21,13 +21,13 @@ import fcntl
 import itertools
 import logging
 import os
-import re
 import socket
 from pathlib import Path
 from typing import Self
 
 from corral.observe.files import write_atomically
 from corral.recipe.errors import UserError
+from corral.recipe.rules import problem_of_run_name
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class RunFolder:
 
         A checkpoint's path as `resume` goes on in the folder when the checkpoint is of this run, else it is `never`.
         """
-        _check_name(name)
+        if problem := problem_of_run_name(name):
+            raise UserError(problem)
         if resume == "auto" or (resume != "never" and _is_inside(Path(resume), runs / name)):
             return cls(runs / name)
         return cls._open_new(runs, name)
@@ -164,11 +165,6 @@ class RunFolder:
 
     # A forked worker that outlives this process would otherwise hold the lock of a run that nobody writes.
     _leave_lock_to_parent = close
-
-
-def _check_name(name: str) -> None:
-    if not re.fullmatch(r"\w[\w.+=, -]*", name):
-        raise UserError(f"`name: {name}` cannot be the name of a run folder; use letters, digits, `-`, `_` and `.`")
 
 
 def _make(path: Path) -> None:

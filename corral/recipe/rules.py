@@ -28,6 +28,7 @@ Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
 PlacedRule = Callable[[Recipe, Placement], Findings]
 
+NOT_IN_FOLDERS = 'leave out / \\ : * ? " < > | and a dot at the beginning'
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
 """Environments that are nothing without a row's prompt."""
@@ -58,11 +59,16 @@ def max_trajectory_tokens(recipe: Recipe) -> int:
 
 
 def name_is_a_folder(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    name = recipe.name
-    if not name.strip() or name in (".", "..") or name != name.strip() or re.search(r'[/\\:*?"<>|\x00-\x1f]', name):
-        yield f'`name: {name!r}` cannot be the name of a folder, which it will be: leave out / \\ : * ? " < > |'
-    elif len(name.encode()) > 200:
-        yield f"`name` is {len(name.encode())} bytes long; as the name of a folder it may have 200"
+    if problem := problem_of_run_name(recipe.name):
+        yield problem
+
+
+def problem_of_run_name(name: str) -> str | None:
+    if not name or name[0] == "." or name != name.strip() or re.search(r'[/\\:*?"<>|\x00-\x1f]', name):
+        return f"`name: {name!r}` cannot be the name of a folder, which it will be: {NOT_IN_FOLDERS}"
+    if len(name.encode()) > 200:
+        return f"`name` is {len(name.encode())} bytes long; as the name of a folder it may have 200"
+    return None
 
 
 def data_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:

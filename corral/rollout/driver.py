@@ -261,10 +261,14 @@ class _Episode:
                 self.error = self.error or f"close: {describe(error, self.kind.timeout_s)}"
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation."""
-        if bounds_itself(self.env):
-            return await without_exit(call)
+        """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation.
+
+        A task of its own: who quits a debugger in it (KeyboardInterrupt) ends the event loop at once, and not when this
+        episode is closed, while others go on.
+        """
         task = asyncio.ensure_future(without_exit(call))
+        if bounds_itself(self.env):
+            return await task
         try:
             await asyncio.wait({task}, timeout=self.kind.timeout_s)
         finally:

@@ -133,8 +133,14 @@ def test_another_recipe_is_kept_beside_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\nb"])
 def test_a_name_that_is_no_folder_name_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="cannot be the name of a run folder"):
+    with pytest.raises(UserError, match="cannot be the name of a folder"):
         RunFolder.open(tmp_path, name, "auto")
+
+
+@pytest.mark.parametrize("name", ["run & more", "(a) $x", "运行"])
+def test_names_that_a_recipe_may_have_are_fine(tmp_path: Path, name: str) -> None:
+    with RunFolder.open(tmp_path, name, "auto") as folder:
+        assert folder.path == tmp_path / name
 
 
 def test_a_place_where_no_folder_can_be_made_is_an_error_that_names_the_key(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_a_run_has_one_length(load):
     ]
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", ".", "", " ", "a:b", "a\\b", " a", "a?"])
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", " ", "a:b", "a\\b", " a", "a?", ".a"])
 def test_a_name_that_cannot_be_a_folder_is_a_problem(load, name):
     (problem,) = problems_of(load(f'name="{name}"'.replace("\\", "\\\\")))
     assert "cannot be the name of a folder" in problem

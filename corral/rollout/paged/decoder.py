@@ -53,6 +53,8 @@ class Decoder:
         self.memory: Any = None
         """Of all graphs: they never run at the same time."""
         self.addresses: tuple[int, ...] = ()
+        self.needs_host: bool | None = None
+        """Within a step, so that it cannot be captured. None: not yet known."""
 
     def run(self, count: int, steps: int, truncates: bool) -> tuple[Tensor, Tensor]:
         """`steps` tokens for the first `count` slots. -> (tokens, log-probs) [steps, count], until the next run"""
@@ -74,20 +76,27 @@ class Decoder:
         return self.graphs[size, truncates]
 
     def capture(self, size: int, truncates: bool) -> Callable[[], None]:
-        """Once as a rehearsal, on slots that nobody has, for what is compiled and allocated on first use."""
-        rehearsal = SlotState.empty(size, self.state.table.shape[1], self.pool.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            needs_host = waits_for_device(lambda: self.draw(self.hidden(rehearsal), rehearsal, truncates))
-        torch.cuda.current_stream().wait_stream(stream)
-        if needs_host:
+        self.rehearse(size, truncates)
+        if self.needs_host:
             return partial(self.step, size, truncates)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
+        # Who learns in this process meanwhile is not to be disturbed by it.
+        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
             self.step(size, truncates)
         self.memory = graph.pool()
         return graph.replay
+
+    def rehearse(self, size: int, truncates: bool) -> None:
+        """A step on slots that nobody has, for what is compiled and allocated on first use."""
+        slots = SlotState.empty(size, self.state.table.shape[1], self.pool.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if self.needs_host is None:  # once, before anybody learns: it is asked of the whole process
+                self.needs_host = waits_for_device(lambda: self.draw(self.hidden(slots), slots, truncates))
+            elif not self.needs_host:
+                self.draw(self.hidden(slots), slots, truncates)
+        torch.cuda.current_stream().wait_stream(stream)
 
     def step(self, size: int, truncates: bool) -> None:
         state = self.state.first(size)
