@@ -38,6 +38,7 @@ def cache(kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -
         (6, 2, 32, 2, "norm and rotate"),
         (2, 2, 64, 1, "norm and rotate"),
         (2, 2, 32, 8, "neither"),
+        (6, 2, 32, 32, "rotate"),
     ],
 )
 def test_each_sequence_sees_its_own_pages_and_its_new_token_which_goes_there_and_nowhere_else(

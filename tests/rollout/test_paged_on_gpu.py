@@ -114,6 +114,15 @@ def test_graphs_go_on_to_hold_after_a_pause_and_with_other_weights() -> None:
     assert core.decoder.graphs == graphs  # type: ignore[union-attr]
 
 
+def test_weights_that_were_moved_are_captured_again() -> None:
+    paged, reference = engines("llama", torch.float32)
+    requests = [(prompt, Sampling(max_tokens=30), 3) for prompt in PROMPTS]
+    generate(paged, requests)
+    for parameter in paged.model.parameters():
+        parameter.data = parameter.data.clone()
+    compare(generate(paged, requests), generate(reference, requests))
+
+
 def test_conversations_go_on_from_their_pages() -> None:
     paged, reference = engines("qwen3", torch.float32)
 
