@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from corral.recipe.dialects.config import Config, add_file, add_override
-from corral.recipe.dialects.migration import Migration, migrate
-from corral.recipe.dialects.table import Entry, Table
+from corral.migrate.config import Config, add_file, add_override
+from corral.migrate.migration import Migration, migrate
+from corral.migrate.table import Entry, Table
 
 
 def read(table: Table, *overrides: str, file: Path | None = None) -> Migration:

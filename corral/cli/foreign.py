@@ -13,7 +13,7 @@ import typer
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from corral.recipe.dialects.migration import Migration
+    from corral.migrate.migration import Migration
     from corral.recipe.schema import Recipe
 
 
@@ -87,8 +87,8 @@ def migrate(
 
     The recipe goes to standard output, what became of each key to standard error. Nothing of a script is run.
     """
-    from corral.recipe.dialects.sources import is_own
-    from corral.recipe.dialects.written import as_dict, recipe_text, report_text
+    from corral.migrate.sources import is_own
+    from corral.migrate.written import as_dict, recipe_text, report_text
     from corral.recipe.load import load_recipe
     from corral.recipe.plan import make_plan
 
@@ -109,7 +109,7 @@ def migrate(
 
 
 def read(source: Sequence[str], dialect: Dialect | None, define: Sequence[str]) -> "Migration":
-    from corral.recipe.dialects.sources import migrate_file, migrate_words
+    from corral.migrate.sources import migrate_file, migrate_words
 
     defined = dict(name_and_value(one) for one in define)
     if len(source) == 1 and is_path(source[0]):

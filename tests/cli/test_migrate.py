@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from commands import Finished, corral
-from fuzz_dialects import READERS, fuzz
+from fuzz_migrate import READERS, fuzz
 
-WRITTEN = Path(__file__).parent.parent / "dialects" / "written"
+WRITTEN = Path(__file__).parent.parent / "migrate" / "written"
 FILES = sorted(path.name for path in WRITTEN.iterdir())
 BATCHES = {
     "verl_submit.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
@@ -322,5 +322,5 @@ def test_options_of_a_dialect_need_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_whatever_is_in_it_a_reader_has_words(tmp_path: Path, reader: str) -> None:
-    """400 of them. `python tests/fuzz_dialects.py 100000` tries more."""
+    """400 of them. `python tests/fuzz_migrate.py 100000` tries more."""
     assert fuzz(reader, 400, tmp_path)["refused"] > 40

@@ -8,10 +8,10 @@ import pytest
 from clusters import bring_up, corral
 from hosts import Lab
 
-from corral.recipe.dialects.sources import migrate_file
-from corral.recipe.dialects.written import recipe_text
+from corral.migrate.sources import migrate_file
+from corral.migrate.written import recipe_text
 
-WRITTEN = Path(__file__).parent.parent / "dialects" / "written"
+WRITTEN = Path(__file__).parent.parent / "migrate" / "written"
 TOGETHER, WITH_A_SERVICE, APART = "verl_dstack.sh", "search_r1.sh", "rlinf_apart.yaml"
 
 

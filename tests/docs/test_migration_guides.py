@@ -9,10 +9,10 @@ import pytest
 from commands import corral
 from guides import ROOT, Block, block, blocks
 
-from corral.recipe.dialects.sources import migrate_file
-from corral.recipe.dialects.written import recipe_text
+from corral.migrate.sources import migrate_file
+from corral.migrate.written import recipe_text
 
-WRITTEN = ROOT / "tests" / "dialects" / "written"
+WRITTEN = ROOT / "tests" / "migrate" / "written"
 SOURCES = {
     "verl": ("train.sh", "verl_dstack.sh"),
     "search-r1": ("train.sh", "search_r1.sh"),

@@ -1,0 +1,205 @@
+"""Which devices RLinf's components have: `cluster.component_placement`, and what of it is ours.
+
+What is wrong with a value is said by its own row; others that need it go on with something near.
+"""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corral.migrate.rlinf.facts import all_of, area, foreign, has_critic, has_kl, said, usual
+from corral.migrate.table import (
+    Given,
+    Outcome,
+    Reading,
+    anything,
+    built_in,
+    converted,
+    idle,
+    lacking,
+    mapped,
+    show,
+    turned,
+    unsupported,
+    whole,
+)
+from corral.recipe.errors import RecipeError
+from corral.recipe.keys import KeyPath
+from corral.recipe.placement import format_devices, parse_devices
+
+GPUS_PER_NODE = 8
+"""RLinf's default once; today it counts them."""
+MOST_NODES, MOST_DEVICES_PER_NODE = 10_000, 100
+"""More are a slip of the pen, and would have to be counted through."""
+ONE_DEVICE = "one device: everything runs on it, in one process"
+OF_AUTO_SCHEDULER = (
+    "assign_policy use_pre_process_policy rollout_use_all_gpus monitor_interval preprocess_threshold "
+    "migrate_out_max_bs use_wait_before_last_iter_policy fuse_rollout_inference_only recreate_nccl_groups"
+)
+ROLES = {
+    "actor": "actor",
+    "rollout": "rollout",
+    "inference": "reference",
+    "actor_inference": "reference",
+    "critic": "critic",
+    "critic_inference": None,
+    "reward": None,
+}
+"""Components and our roles; None: built in, and in need of no device."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Of the whole configuration."""
+
+    nodes: int
+    per_node: int
+    is_counted: bool
+    """Whether the GPUs of a node follow from the placement."""
+    by_component: dict[str, tuple[int, ...]]
+
+    @property
+    def everything(self) -> tuple[int, ...]:
+        return tuple(range(self.nodes * self.per_node))
+
+    def of(self, component: str) -> tuple[int, ...]:
+        return self.by_component.get(component, self.everything)
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.of("actor") != self.of("rollout")
+
+
+def devices_of(reading: Reading) -> Devices:
+    nodes = min(max(said(reading, "cluster.num_nodes"), 1), MOST_NODES)
+    spans: dict[str, tuple[int, ...]] = {}
+    for line, written in reading.below("cluster.component_placement").items():
+        if "." not in line:
+            with suppress(ValueError):
+                spans |= dict.fromkeys(components(line), devices_in(written))
+    needed = [span for name, span in spans.items() if ROLES.get(name)]
+    counted = math.ceil(max((span[-1] + 1 for span in needed if span), default=0) / nodes)
+    is_counted = bool(needed) and all(needed)
+    per_node = reading["cluster.num_gpus_per_node"]
+    if per_node is None:
+        per_node = counted if is_counted else max(counted, GPUS_PER_NODE)
+    devices = Devices(nodes, min(max(per_node, 1), MOST_DEVICES_PER_NODE), is_counted, spans)
+    return replace(devices, by_component={name: span or devices.everything for name, span in spans.items()})
+
+
+def components(line: str) -> list[str]:
+    return [name.strip() for name in line.split(",") if name.strip()]
+
+
+def devices_in(written: Any) -> tuple[int, ...]:
+    """Numbers of `0-3,8`, or of `0-3:0-1` (devices:processes). Empty: all."""
+    parts = [part.partition(":")[0].strip() for part in rank_parts(written)]
+    if parts == ["all"]:
+        return ()
+    try:
+        return parse_devices(",".join(parts), MOST_NODES * MOST_DEVICES_PER_NODE)
+    except RecipeError as error:
+        raise ValueError(f"cannot be read: {'; '.join(error.problems)}") from None
+
+
+def rank_parts(written: Any) -> list[str]:
+    if isinstance(written, list):
+        return [str(item) for item in written]
+    return [part for part in show(written).split(",") if part.strip()]
+
+
+def has_one_process_each(written: Any) -> bool:
+    pairs = [part.partition(":") for part in rank_parts(written)]
+    return all(not colon or len(devices_in(ranks)) == len(devices_in(processes)) for ranks, colon, processes in pairs)
+
+
+def nodes(reading: Reading, given: Given) -> Outcome:
+    if given.value is not None and not 1 <= given.value <= MOST_NODES:
+        raise ValueError("should say how many nodes there are; 0, all that are connected, is not known here")
+    devices = devices_of(reading)
+    if len(devices.everything) == 1:
+        return built_in(ONE_DEVICE)
+    if "cluster.num_gpus_per_node" in reading:
+        return mapped("cluster.nodes", devices.nodes)
+    source = "as many as the placement needs" if devices.is_counted else "set `cluster.devices_per_node` to yours"
+    ours = {"cluster.nodes": devices.nodes, "cluster.devices_per_node": devices.per_node}
+    return converted(ours, f"of {devices.per_node} GPUs, which RLinf counts by itself: {source}")
+
+
+def gpus_per_node(reading: Reading, given: Given) -> Outcome:
+    if given.value is not None and not 1 <= given.value <= MOST_DEVICES_PER_NODE:
+        raise ValueError("should be the number of GPUs of each node")
+    if given.value is None:
+        return built_in("counted by RLinf: see cluster.num_nodes")
+    devices = devices_of(reading)
+    return built_in(ONE_DEVICE) if len(devices.everything) == 1 else mapped("cluster.devices_per_node", given.value)
+
+
+def placement(reading: Reading, given: Given) -> Outcome:
+    line = given.key.rpartition(".")[2]
+    names, devices = components(line), devices_of(reading)
+    if strange := [name for name in names if name not in ROLES]:
+        return unsupported(f"there is no component {' or '.join(strange)} in Corral")
+    own = devices_in(given.value) or devices.everything
+    if own[-1] >= len(devices.everything):
+        there = f"cluster.num_nodes {devices.nodes} x {devices.per_node} GPUs have 0-{len(devices.everything) - 1}"
+        raise ValueError(f"names device {own[-1]}, and {there}")
+    if len(devices.everything) == 1:
+        return built_in(ONE_DEVICE)
+    roles = roles_of(reading, names, devices)
+    if not roles:
+        return built_in(what_is_left(names, own))
+    path: KeyPath = ("cluster", "placement", ",".join(roles))
+    shown = "all" if own == devices.everything else format_devices(own)
+    if not has_one_process_each(given.value):
+        return Outcome("unsupported", {path: shown}, "each device has one process; write the devices alone")
+    ours: dict[KeyPath, Any] = {path: shown}
+    if "rollout" in roles and devices.disaggregated:
+        ours["schedule", "pipelined"] = True
+        return converted(ours, f"{show(given.value)}, apart from actor: {what_overlaps(reading)}")
+    if extra := [role for role in roles if role not in map(ROLES.get, names)]:
+        return converted(ours, f"{show(given.value)}, and {' and '.join(extra)} with the actor, as in RLinf")
+    return mapped(path, shown)
+
+
+def roles_of(reading: Reading, names: list[str], devices: Devices) -> list[str]:
+    """Ours of a line. Reference and critic are the actor's business over there where they have no line."""
+    placed = {ROLES[name] for name in devices.by_component if name in ROLES}
+    wanted = {"actor": True, "rollout": True, "reference": has_kl(reading), "critic": has_critic(reading)}
+    roles = [role for name in names if (role := ROLES[name]) and wanted[role]]
+    if "actor" in roles:
+        roles += [role for role in ("reference", "critic") if wanted[role] and role not in placed]
+    return list(dict.fromkeys(roles))
+
+
+def what_is_left(names: list[str], own: tuple[int, ...]) -> str:
+    if "inference" in names or "actor_inference" in names:
+        return (
+            "Corral's engine gives the log-probs of what it plays, so that nothing is left to compute on "
+            f"{format_devices(own)}: they are idle; give them to rollout or actor"
+        )
+    return "it needs no device of its own"
+
+
+def what_overlaps(reading: Reading) -> str:
+    updates = said(reading, "algorithm.n_minibatches")
+    if updates > 1:
+        return (
+            f"what is played is scored meanwhile, and learnt from when the step is complete (n_minibatches {updates})"
+        )
+    return "what is played is learnt from while the rest is"
+
+
+ROWS = (
+    usual("cluster.num_nodes", whole, nodes),
+    turned("cluster.num_gpus_per_node", whole, gpus_per_node),
+    turned("cluster.component_placement.*", anything, placement),
+    foreign("cluster.component_placement.**", "groups of nodes are not told apart: write the devices' numbers"),
+    lacking("cluster.node_groups", "nodes are all of one kind"),
+    lacking("cluster.auto_scheduler", "devices do not change hands while a step is played"),
+    *all_of(idle, "cluster", OF_AUTO_SCHEDULER, "only with auto_scheduler"),
+    *area("cluster.profiling", "metrics.jsonl has the seconds of every stage; `corral stacks` shows what runs"),
+    *area("cluster.tracer", "metrics.jsonl has the seconds of every stage"),
+    *area("cluster.net_emulation", "it slows a network down to try things"),
+)

@@ -1,0 +1,259 @@
+"""Where the configuration of another system is: in a script, a command, files. Whatever it is, it is only read."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from corral.migrate.config import Config, add_file, add_override
+from corral.migrate.migration import Migration, migrate
+from corral.migrate.rlinf import TABLE as RLINF
+from corral.migrate.roll import TABLE as ROLL
+from corral.migrate.search_r1 import TABLE as SEARCH_R1
+from corral.migrate.shell import Command, Value, read_script
+from corral.migrate.table import Table
+from corral.migrate.verl import TABLE as VERL
+from corral.recipe.document import read_text
+from corral.recipe.errors import RecipeError
+from corral.recipe.schema import Recipe
+
+DIALECTS: dict[str, tuple[Table, ...]] = {
+    "verl": (VERL, SEARCH_R1),
+    "search_r1": (SEARCH_R1,),
+    "roll": (ROLL,),
+    "rlinf": (RLINF,),
+}
+"""By name. Of several tables the one that knows the most of the keys: Search-R1 is a verl with keys of its own."""
+
+PROGRAMS = {
+    "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_format|dapo)(?:\.py)?"),
+    "roll": re.compile(r"(?:[\w./-]*/)?(?:start_\w+_pipeline\.py|run_\w*pipeline\w*\.sh)"),
+    "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
+}
+"""What starts a training over there, and so ends whatever comes before it: Ray, Slurm, containers."""
+LONGEST_PROGRAM = 300
+CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
+SPEAKERS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", "cp", "mv", "sed", "vim", "source", ".")
+"""Commands that may name a program and do not start it."""
+OPTION = re.compile(r"--?(config[-_]path|config[-_]name|config[-_]dir|cp|cn|cd)(?:=(.*))?", re.DOTALL)
+OPTIONS = {"cp": "path", "cn": "name", "cd": "path", "path": "path", "name": "name", "dir": "path"}
+OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
+"""verl's own: all that they say is in its table."""
+
+
+@dataclass
+class Source:
+    """What was found: changes in order, files under them, and what looks wrong."""
+
+    dialect: str | None = None
+    words: list[Value] = field(default_factory=list)
+    """Behind the program's name."""
+    program: str = ""
+    file: str = "command"
+    folder: Path = Path()
+    """In which the command would run."""
+    line: int = 0
+    pitfalls: list[str] = field(default_factory=list)
+
+
+def migrate_file(path: Path, dialect: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
+    """Raises a RecipeError with all that is wrong."""
+    if path.suffix in (".yaml", ".yml"):
+        config = Config(defined)
+        add_file(config, path)
+        return finish(config, dialect, [])
+    return migrate_source(read_source(read_text(path), path, defined), dialect, defined)
+
+
+def migrate_words(
+    words: Sequence[str], dialect: str | None = None, defined: Mapping[str, str] | None = None
+) -> Migration:
+    """A whole command, or with a dialect also only what comes behind its program's name."""
+    values = [Value(word) for word in words]
+    source = find_program([Command(values, 0, False)], "command") or Source(words=values)
+    if source.dialect is None and dialect is None:
+        raise RecipeError(
+            f"`{' '.join(words)[:60]}` does not start a training that is known; say of which system it is: --dialect"
+        )
+    return migrate_source(source, dialect, defined)
+
+
+def is_own(path: Path) -> bool:
+    """Whether it is a recipe of ours already."""
+    if path.suffix not in (".yaml", ".yml"):
+        return False
+    config = Config()
+    add_file(config, path)
+    return {"name", "model"} <= config.values.keys() <= Recipe.model_fields.keys()
+
+
+# --- scripts
+
+
+def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> Source:
+    script = read_script(text, str(path), defined)
+    source = find_program(script.commands, str(path))
+    if source is None:
+        known = "main_ppo (verl, Search-R1), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
+        raise RecipeError(f"{path}: no command in it starts a training that is known: {known}")
+    source.folder = path.parent
+    source.pitfalls = [*script.odd_lines, *source.pitfalls]
+    if any(command.texts[:3] == ["ray", "job", "submit"] for command in script.commands):
+        lost = [
+            *dict.fromkeys(script.exported),
+            *(["ulimit"] * any(one.texts[0] == "ulimit" for one in script.commands)),
+        ]
+        if lost:
+            source.pitfalls.append(
+                f"{path}: {', '.join(lost)} apply to the shell that submits, not to the job; "
+                "name variables in `cluster.environment` or `corral submit --env`"
+            )
+    return source
+
+
+def find_program(commands: Sequence[Command], file: str) -> Source | None:
+    found = list(programs(commands, file))
+    if len(found) > 1:
+        lines = " and ".join(str(source.line) for source in found)
+        raise RecipeError(f"{file}: {len(found)} commands in it start a training (lines {lines}); keep one of them")
+    return found[0] if found else None
+
+
+def programs(commands: Sequence[Command], file: str) -> Iterator[Source]:
+    for number, command in enumerate(commands):
+        if command.texts[0] in SPEAKERS:
+            continue
+        for place, word in enumerate(command.words):
+            before = command.words[place - 1].text if place else ""
+            if dialect := program_of(word.text, before):
+                source = Source(dialect, command.words[place + 1 :], word.text, file, line=command.line)
+                source.pitfalls += address_problems(command.words[:place], file)
+                source.pitfalls += strays(commands[number + 1 :], file)
+                yield source
+                break
+            if re.fullmatch("-[a-z]*c", before) and any(map(str.isspace, word.text)):
+                yield from programs(read_script(word.text, file).commands, file)
+
+
+def program_of(word: str, before: str) -> str | None:
+    """The dialect of a program: a module behind `-m`, or a file."""
+    if len(word) > LONGEST_PROGRAM or not (before == "-m" or word.endswith((".py", ".sh"))):
+        return None
+    return next((name for name, program in PROGRAMS.items() if program.fullmatch(word)), None)
+
+
+def address_problems(before: Sequence[Value], file: str) -> Iterator[str]:
+    """Of `ray job submit --address=...`"""
+    for place, word in enumerate(before):
+        if word.text != "--address" and not word.text.startswith("--address="):
+            continue
+        address = word.text.partition("=")[2] or (before[place + 1].text if place + 1 < len(before) else "")
+        if not address.startswith(("http://", "https://", "ray://")):
+            yield f"{file}:{word.line}: the address `{address}` of `ray job submit` lacks `http://`"
+        if "<" in address:
+            yield f"{file}:{word.line}: the address `{address}` still has to be filled in"
+
+
+def strays(behind: Sequence[Command], file: str) -> Iterator[str]:
+    """Changes that a pipe gave to another program, such as `tee`, or that a broken line cut off."""
+    for command in behind:
+        first, *rest = command.words
+        if CHANGE.fullmatch(first.text):
+            yield f"{file}:{first.line}: `{first.text}` begins a command of its own, and is not passed to the training"
+            continue
+        if not command.piped:
+            return
+        for word in rest:
+            if CHANGE.fullmatch(word.text):
+                yield f"{file}:{word.line}: `{word.text}` is passed to {first.text}, not to the training"
+
+
+# --- from what was found to a recipe
+
+
+def migrate_source(source: Source, dialect: str | None, defined: Mapping[str, str] | None) -> Migration:
+    config, chosen = Config(defined), dialect or source.dialect
+    assert chosen is not None
+    options, words = split_options(source.words)
+    if chosen == "rlinf" and source.program.endswith(".sh") and words and "=" not in words[0].text:
+        options["name"] = words.pop(0)
+    if file := config_file(source, chosen, options):
+        add_file(config, file)
+    elif not words:
+        raise RecipeError(f"{source.file}: the command says nothing of what to train; name its configuration")
+    add_words(config, words, source)
+    try:
+        return finish(config, chosen, source.pitfalls)
+    except RecipeError as error:
+        doubts = dict.fromkeys(doubt for word in words for doubt in word.doubts)
+        raise RecipeError([*error.problems, *doubts]) from None
+
+
+def split_options(words: Sequence[Value]) -> tuple[dict[str, Value], list[Value]]:
+    """Hydra's and ROLL's `--config_path X --config_name Y`, apart from the changes."""
+    options: dict[str, Value] = {}
+    rest = list[Value]()
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        match = OPTION.fullmatch(word.text)
+        if match is None:
+            rest.append(word)
+            continue
+        name = OPTIONS[re.split("[-_]", match[1])[-1]]
+        options[name] = Value(match[2], word.line) if match[2] is not None else queue.pop(0) if queue else Value("")
+    return options, rest
+
+
+def config_file(source: Source, dialect: str, options: Mapping[str, Value]) -> Path | None:
+    """The YAML file that a command names. None: it names none, or one of the other system's own."""
+    if "name" not in options:
+        if source.program.endswith(".sh"):
+            raise RecipeError(f"{source.file}: {source.program} is a script of its own; give that to `corral migrate`")
+        return None
+    name, folder = options["name"].text.removesuffix(".yaml"), options["path"].text if "path" in options else ""
+    program = Path(source.program).parent
+    below = [Path(folder), program / folder, program / "config", Path("examples") / folder]
+    tried = [
+        root / one / f"{name}.yaml" for root in dict.fromkeys((Path(), source.folder)) for one in dict.fromkeys(below)
+    ]
+    found = next((path for path in tried if path.is_file()), None)
+    if found is None and not (dialect in ("verl", "search_r1") and OWN_CONFIGS.fullmatch(name)):
+        where = ", ".join(dict.fromkeys(str(path.parent) for path in tried))
+        raise RecipeError(f"{source.file}: the configuration {name}.yaml is in none of these folders: {where}")
+    return found
+
+
+def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
+    seen: dict[str, str] = {}
+    for word in words:
+        where = f"{source.file}:{word.line}" if word.line else source.file
+        if word.text == "...":
+            source.pitfalls.append(f"{where}: `...` stands for more; only what is written counts")
+            continue
+        if word.unknown is not None:
+            config.problems.append(
+                f"{where}: `{word.text}` needs what `{word.unknown}` gives, and nothing is run here; "
+                "write the value, or give the variable with --define NAME=VALUE"
+            )
+            continue
+        source.pitfalls += [doubt for doubt in word.doubts if doubt not in source.pitfalls]
+        key = word.text.partition("=")[0].lstrip("+")
+        if key in seen:
+            source.pitfalls.append(f"{where}: `{key}` is given twice ({seen[key]}); the last one counts")
+        seen[key] = where
+        add_override(config, word.text, where)
+
+
+def finish(config: Config, dialect: str | None, pitfalls: list[str]) -> Migration:
+    given = config.flat()
+    tables = DIALECTS[dialect] if dialect else [table for tables in DIALECTS.values() for table in tables]
+    num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
+    best = max(tables, key=lambda table: num_known[table.title])
+    if not num_known[best.title] and dialect is None:
+        raise RecipeError("none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?")
+    if config.missing:
+        names = ", ".join(dict.fromkeys(config.missing))
+        usual = f"{best.title}'s usual values are taken"
+        pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
+    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])

@@ -1,0 +1,278 @@
+"""What the reader of shell scripts makes of them, and that it runs nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from corral.migrate.shell import Command, read_script
+from corral.recipe.errors import RecipeError
+
+
+def commands(text: str, **defined: str) -> list[Command]:
+    return read_script(text, "run.sh", defined).commands
+
+
+def words(text: str, **defined: str) -> list[str]:
+    [command] = commands(text, **defined)
+    return command.texts
+
+
+def test_continued_lines_are_one_command() -> None:
+    assert words("python -m train \\\n    a=1 \\\n    b=2\n") == ["python", "-m", "train", "a=1", "b=2"]
+
+
+def test_each_word_knows_its_line() -> None:
+    [command] = commands("X=1\n\ntrain a=1 \\\n  b=2")
+    assert [word.line for word in command.words] == [3, 3, 4]
+
+
+def test_variables_are_put_in() -> None:
+    assert words("DIR='data/nq'\nexport N=2\ntrain $DIR/x.parquet n=${N} ${N}x$N") == [
+        "train",
+        "data/nq/x.parquet",
+        "n=2",
+        "2x2",
+    ]
+
+
+def test_variables_before_a_command_are_not_words() -> None:
+    assert words("PYTHONUNBUFFERED=1 HYDRA=2 train a=1") == ["train", "a=1"]
+
+
+def test_quotes_are_taken_off_and_keep_spaces() -> None:
+    assert words("""train 'a b' "c  d" e\\ f trainer.logger=['console','wandb'] "it's" """) == [
+        "train",
+        "a b",
+        "c  d",
+        "e f",
+        "trainer.logger=[console,wandb]",
+        "it's",
+    ]
+
+
+def test_unquoted_variables_split_at_spaces() -> None:
+    assert words('ARGS="a=1 b=2"\ntrain $ARGS "$ARGS"') == ["train", "a=1", "b=2", "a=1 b=2"]
+
+
+def test_arrays_become_words() -> None:
+    script = 'DATA=(\n  data.x=1  # why\n  "data.y=a b"\n)\nDATA+=(z=3)\ntrain "${DATA[@]}" "$@"'
+    assert words(script) == ["train", "data.x=1", "data.y=a b", "z=3"]
+
+
+def test_defaults_of_variables() -> None:
+    assert words("train ${A:-1} ${B:-${C:-deep}} ${D-x}", B="given") == ["train", "1", "given", "x"]
+
+
+def test_whole_numbers_are_worked_out() -> None:
+    assert words("N=4\ntrain $((1024 * N)) $(( $N / 3 )) $((2-(1)))") == ["train", "4096", "1", "1"]
+
+
+def test_powers_are_not_worked_out() -> None:
+    [command] = commands("train $((9**9**9**9))")
+    assert command.words[1].unknown is not None
+
+
+def test_slurm_says_its_numbers_in_comments() -> None:
+    script = "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\ntrain ${SLURM_NNODES} $SLURM_GPUS_PER_NODE"
+    assert words(script) == ["train", "2", "8"]
+
+
+def test_comments_and_redirections_are_left_out() -> None:
+    assert words("# first\ntrain a=1 2>&1 > log.txt < in # x=2") == ["train", "a=1"]
+
+
+def test_a_pipe_makes_another_command() -> None:
+    first, second = commands("train a=1 2>&1 | tee log \\\n b=2")
+    assert (first.texts, first.piped) == (["train", "a=1"], False)
+    assert (second.texts, second.piped) == (["tee", "log", "b=2"], True)
+
+
+def test_texts_for_commands_are_skipped() -> None:
+    assert [command.texts[0] for command in commands("cat <<EOF\ntrain x=1\nEOF\ndone_with")] == ["cat", "done_with"]
+
+
+def test_an_unset_variable_is_a_doubt_of_who_uses_it() -> None:
+    script = "NAME=${train_data}-em\necho $OTHER\ntrain name=$NAME a=1"
+    train = commands(script)[-1]
+    assert train.words[1].text == "name=-em"
+    assert train.words[1].doubts == ("run.sh:1: $train_data is not set in the script, so it is empty",)
+    assert not train.words[2].doubts
+
+
+def test_a_variable_from_a_branch_is_a_doubt() -> None:
+    train = commands("if [ $1 = big ]; then\n  N=8\nelse\n  N=1\nfi\ntrain n=$N")[-1]
+    assert train.texts == ["train", "n=1"]
+    assert train.words[1].doubts == ("run.sh:4: $N is set inside a branch or a loop; its last value is taken",)
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    hit = tmp_path / "hit"
+    script = f"X=$(touch {hit})\nY=`touch {hit}`\ntrain $X a=$Y $(touch {hit}) ; touch {hit} && touch {hit} | sh"
+    train = next(command for command in commands(script) if command.texts[0] == "train")
+    assert {word.unknown for word in train.words[1:]} == {f"touch {hit}"}
+    assert not hit.exists()
+
+
+@pytest.mark.parametrize("text", ["train 'a", 'train "a', "train $(a", "train ${a", "A=(a", "train $((1", "train `a"])
+def test_what_is_left_open_is_one_clear_error(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"^run\.sh:1: a .+ is not closed$"):
+        commands(text)
+
+
+def test_variables_that_double_each_other_are_refused() -> None:
+    script = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 40 + "train $A"
+    with pytest.raises(RecipeError, match="more than 100000 characters"):
+        commands(script)
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(RecipeError, match="nested too deeply"):
+        commands("train " + "${a:-" * 100 + "x" + "}" * 100)
+
+
+def test_a_space_behind_a_backslash_is_told() -> None:
+    script = read_script("train a=1 \\ \n  b=2\n", "run.sh")
+    assert script.odd_lines == ["run.sh:1: there is a space behind the `\\`, so that the command ends here"]
+
+
+# --- what is not known
+
+
+BRANCH = "$A is set inside a branch or a loop; its last value is taken"
+
+
+def test_arguments_of_the_script_are_doubts_and_can_be_given() -> None:
+    [command] = commands('train a=$1 b=${2} "$@" $*')
+    assert command.texts == ["train", "a=", "b="]
+    assert [word.doubts for word in command.words[1:]] == [
+        ("run.sh:1: $1 is an argument of the script; give it with --define 1=VALUE",),
+        ("run.sh:1: $2 is an argument of the script; give it with --define 2=VALUE",),
+    ]
+    assert words("train a=$1 b=${2:-x}", **{"1": "given"}) == ["train", "a=given", "b=x"]
+    assert commands("train n=$#")[0].words[1].doubts
+
+
+def test_a_shift_moves_the_arguments() -> None:
+    train = commands("shift\ntrain a=$1", **{"2": "second"})[-1]
+    assert train.texts == ["train", "a=second"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "[ x ] && A=2\ntrain $A",
+        "[ x ] ||\n  A=2\ntrain $A",
+        "[ x ] && { B=1; A=2; }\ntrain $A",
+        "f() {\n  A=2\n}\ntrain $A",
+        "function f() {\n  A=2\n}\ntrain $A",
+        "function f {\n  A=2\n}\ntrain $A",
+        "case $X in a|b) A=2 ;; esac\ntrain $A",
+        "if x; then : ${A:=2}; fi\ntrain $A",
+        "if x; then A=1; fi\ntrain $((A + 1))",
+        "(A=2; train $A)",
+    ],
+)
+def test_what_may_not_be_run_is_a_doubt(script: str) -> None:
+    train = commands(script)[-1]
+    assert train.texts == ["train", "2"]
+    assert [doubt.endswith(BRANCH) for doubt in train.words[1].doubts] == [True]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "{ A=2; }",
+        "f() {\n:\n}\nA=2",
+        "function f() {\n:\n}\nA=2",
+        "(x)\nA=2",
+        "a && b\nA=2",
+        "case x in y) ;; esac\nA=2",
+    ],
+)
+def test_what_is_always_run_is_no_doubt(script: str) -> None:
+    train = commands(script + "\ntrain $A")[-1]
+    assert train.texts == ["train", "2"]
+    assert not train.words[1].doubts
+
+
+@pytest.mark.parametrize(
+    ("script", "unknown"),
+    [
+        ("for A in 1 2; do :; done", "the loop over A"),
+        ("A=1\nlet A=A+1", "let A=A+1"),
+        ("A=1\n((A++))", "((A++))"),
+        ("A=1\nB=$((A += 1))", "$((A += 1))"),
+        ("A=1\nread -r A", "read A"),
+        ("mapfile -t A < x", "mapfile A"),
+        ("A=(1)\nA[0]=2", "A[0]=2"),
+        ("A=([0]=x)", "A=([...]=...)"),
+        ("declare -i A=3+4", "declare -i A"),
+        ("A=1\nif x; then unset A; fi", "unset A"),
+        ("B=1\nA=${B//1/2}", "${B//1/2}"),
+        ("A=${B^^}", "${B^^}"),
+        ("A=$0", "$0"),
+        ("A=$((10#08))", "$((10#08))"),
+        ("A=$((1 ? 2 : 3))", "$((1 ? 2 : 3))"),
+        ("A=a.b\nA=${A%[a-z]}", "${A%[a-z]}"),
+    ],
+)
+def test_stale_values_are_unknown(script: str, unknown: str) -> None:
+    train = commands(script + "\ntrain a=$A")[-1]
+    assert train.words[1].unknown == unknown
+
+
+def test_what_the_shell_works_out_stays_as_written() -> None:
+    assert words("train a=${A//x/y}-b") == ["train", "a=${A//x/y}-b"]
+
+
+def test_doubts_of_words_that_vanish_go_to_their_neighbour() -> None:
+    train = commands('train a=1 "${ARGS[@]}"')[-1]
+    assert train.texts == ["train", "a=1"]
+    assert train.words[1].doubts == ("run.sh:1: $ARGS is not set in the script, so it is empty",)
+
+
+def test_only_what_is_exported_is_said_to_be() -> None:
+    script = read_script("export A B=1\ndeclare -x C=2\ndeclare D=3\nlocal E=4\nreadonly F=5\nexport -n G", "run.sh")
+    assert script.exported == ["A", "B", "C"]
+
+
+@pytest.mark.parametrize("first", ["X=(aaaaa b)", 'X=("" "")'])
+def test_arrays_that_double_each_other_are_refused(first: str) -> None:
+    script = f"{first}\n" + 'X=("${X[@]}" "${X[@]}")\n' * 60
+    with pytest.raises(RecipeError, match="all values together have more than"):
+        commands(script)
+
+
+@pytest.mark.parametrize("text", ["((", "((a) ", "(A=1;", "if a;", "function f ", "[[ a ( ", "cat <<E\n", "X+=(a)\n"])
+def test_long_odd_scripts_are_read_to_their_end(text: str) -> None:
+    commands(text * 3000)
+
+
+@pytest.mark.parametrize("text", ["A=(", "$(", '"$(', "${A:-", "`$("])
+def test_brackets_in_brackets_are_one_clear_error(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"is not closed|is nested too deeply"):
+        commands(text * 3000)
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("train a=1 \\\n  # why\n  b=2\n", "run.sh:1: the command ends here: line 2 is a comment"),
+        ("train a=1 \\\n# b=2 \\\nc=3\n", "run.sh:1: the command ends here: line 2 is a comment"),
+        ("train \\\n  a=1 \\\n\n  b=2\n", "run.sh:2: the command ends here: line 3 is empty"),
+        ("train \\\n  a=1 \\\n\necho done\n", None),
+        ("train \\\n  a=1 \\\n", None),
+        ("# train \\\n# a\n  b=1", None),
+    ],
+)
+def test_a_continued_line_that_goes_nowhere_is_told(text: str, odd: str | None) -> None:
+    assert read_script(text, "run.sh").odd_lines == ([odd] if odd else [])
+
+
+def test_what_the_user_gives_wins() -> None:
+    assert words("N=$(nproc)\ntrain n=$N", N="4") == ["train", "n=4"]
+
+
+def test_commands_that_only_take_texts_apart_are_known() -> None:
+    script = "MODEL=hub/Qwen2.5-7B\ntrain $(pwd)/x $(basename $MODEL) $(dirname $MODEL) run-$(date +%F)"
+    assert words(script) == ["train", "./x", "Qwen2.5-7B", "hub", "run-"]
