@@ -108,7 +108,7 @@ def evaluate(
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
     from corral.cli.planning import planned
-    from corral.loop.evaluate import evaluate as run_evaluation
+    from corral.loop.validation import evaluate as run_evaluation
     from corral.observe.console import Console
 
     loaded, _ = planned(recipe, overrides or [])

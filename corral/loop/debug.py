@@ -7,30 +7,37 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.loop.components import OpenWorkers, Runtime, open_runtime
-from corral.loop.interrupt import Handler
+from corral.loop.components import OpenWorkers, open_runtime
+from corral.loop.interrupt import SignalHandler
 from corral.observe.console import Console
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, runs_on_ray
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Cluster, Parallel, Recipe
-from corral.runtime.debugged import HERE, OPENED
-from corral.runtime.local import LocalRuntime
-from corral.runtime.remote_debugger import Wanted
-from corral.runtime.terminal import debugger_installed, open_at, open_where
+from corral.runtime.group import LocalRuntime, Runtime
+from corral.runtime.local_debugger import (
+    DEBUG_BUILDER,
+    POST_MORTEM_BUILDER,
+    break_on_signal,
+    debugger_installed,
+    open_at_error,
+)
+from corral.runtime.remote_debugger import DebuggerOptions
 
 
 @dataclass(frozen=True)
 class Debugging:
+    """How a run is debugged."""
+
     here: bool = False
-    """All of the run in this process."""
+    """Whether all of the run is in this process."""
     post_mortem: bool = False
-    """A debugger opens where something fails."""
+    """Whether a debugger opens where something fails."""
     insecure: bool = False
-    """Also if others can reach it: the debugger of a worker has no password."""
+    """Whether a worker's debugger, which has no password, may be opened where others can reach it."""
 
     def adapt(self, recipe: Recipe) -> Recipe:
-        """The recipe as it is run."""
+        """Returns the recipe as it is run."""
         return in_one_process(recipe) if self.here else recipe
 
     @property
@@ -38,32 +45,34 @@ class Debugging:
         return self._open_here if self.here else self._open_elsewhere
 
     @property
-    def on_ctrl_c(self) -> Handler | None:
-        return open_where if self.here and sys.stdin.isatty() else None
+    def on_ctrl_c(self) -> SignalHandler | None:
+        return break_on_signal if self.here and sys.stdin.isatty() else None
 
     @contextmanager
     def watching(self, recipe: Recipe, console: Console) -> Iterator[None]:
-        """The run is in the block. An error is opened in a debugger on the terminal, then raised as ever."""
-        told = (UserError, RunError, OSError) if runs_on_ray(recipe) else UserError  # on Ray, where they came from
+        """Runs the block, and opens a debugger on the terminal for an error, which is then raised as ever."""
+        # On Ray a worker has opened its own debugger for an error of its own.
+        expected = (UserError, RunError, OSError) if runs_on_ray(recipe) else UserError
         try:
             with debugger_installed() if self.here else nullcontext():
                 yield
-        except told:
+        except expected:
             raise
         except Exception as error:
             if self.post_mortem:
-                open_here(error, console)
+                self._open_terminal(error, console)
             raise
 
     @asynccontextmanager
     async def _open_here(
         self, recipe: Recipe, placement: Placement, logs: Path, console: Console, lost_nodes: frozenset[str]
     ) -> AsyncIterator[Runtime]:
-        patient = recipe.cluster.model_copy(update={"call_timeout_s": math.inf})
-        recipe = recipe.model_copy(update={"cluster": patient})
-        runtime = LocalRuntime(recipe, placement, logs, builder=OPENED if self.post_mortem else HERE)
+        cluster = recipe.cluster.model_copy(update={"call_timeout_s": math.inf})
+        recipe = recipe.model_copy(update={"cluster": cluster})
+        builder = POST_MORTEM_BUILDER if self.post_mortem else DEBUG_BUILDER
+        runtime = LocalRuntime(recipe, placement, logs, builder=builder)
         try:
-            await runtime.await_services()
+            await runtime.wait_for_services()
             yield runtime
         finally:
             runtime.close()
@@ -71,12 +80,21 @@ class Debugging:
     def _open_elsewhere(
         self, recipe: Recipe, placement: Placement, logs: Path, console: Console, lost_nodes: frozenset[str]
     ) -> AbstractAsyncContextManager[Runtime]:
-        debugger = Wanted(self.post_mortem, self.insecure, console.warn)
+        debugger = DebuggerOptions(self.post_mortem, self.insecure, console.warn)
         return open_runtime(recipe, placement, logs, console, lost_nodes, debugger)
+
+    @staticmethod
+    def _open_terminal(error: Exception, console: Console) -> None:
+        console.close()
+        if not sys.stdin.isatty():
+            console.warn("--post-mortem: there is no debugger without a terminal to type in")
+            return
+        with suppress(KeyboardInterrupt):
+            open_at_error(error)
 
 
 def in_one_process(recipe: Recipe) -> Recipe:
-    """On one device, on-policy, with the same arithmetic, and in a run folder of its own."""
+    """Returns the recipe on one device, on-policy, with the same arithmetic, and in a run folder of its own."""
     algorithm, written = resolve_algorithm(recipe), recipe.algorithm
     correction = written.correction.model_copy(update={"name": algorithm.correction_name})
     changes = {
@@ -93,12 +111,3 @@ def in_one_process(recipe: Recipe) -> Recipe:
         )
     changes["schedule"] = recipe.schedule.model_copy(update={"max_staleness": 0, "pipelined": False})
     return recipe.model_copy(update=changes)
-
-
-def open_here(error: Exception, console: Console) -> None:
-    console.close()
-    if not sys.stdin.isatty():
-        console.warn("--post-mortem: there is no debugger without a terminal to type in")
-        return
-    with suppress(KeyboardInterrupt):
-        open_at(error)

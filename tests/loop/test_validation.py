@@ -7,7 +7,7 @@ from runs import VALIDATION, rows_of, train_here
 from trajectories import make_trajectory
 
 from corral.data.trajectory import StopReason
-from corral.loop.validation import summarise
+from corral.loop.validation import summarize
 from corral.observe.trajectories import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
@@ -74,7 +74,7 @@ def test_the_summary_of_known_rewards() -> None:
     ]
     trajectories[0].stop = StopReason.END_OF_TURN
     trajectories[1].error = "broken"
-    metrics = summarise(trajectories, pass_threshold=1.0)
+    metrics = summarize(trajectories, pass_threshold=1.0)
     assert metrics["validation/mean@2"] == pytest.approx(1 / 3)
     assert metrics["validation/pass@2"] == pytest.approx(1 / 3)
     assert metrics["validation/length"] == 2.5

@@ -8,9 +8,10 @@ import torch
 from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
+from corral.loop.weight_publisher import PROBE_BOUNDS, PROBE_TOKENS, compare_logprobs, probe_batch
 from corral.model.attention import register
 from corral.recipe.errors import RunError
-from corral.runtime.probe import PROBE_BOUNDS, PROBE_TOKENS, compare, engine_logprobs, probe_batch
+from corral.runtime.probe import engine_logprobs
 from corral.train.native import NativePolicy
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(200)]
@@ -53,7 +54,7 @@ def test_an_engine_with_the_trainers_weights_agrees(dtype: torch.dtype, temperat
     for prompt, theirs in zip(prompts, trainer_logprobs(policy, prompts), strict=True):
         ours = engine_logprobs(policy.model, prompt, temperature)
         assert len(ours) == 19
-        assert compare(theirs, ours, dtype, **WHERE) <= PROBE_BOUNDS[dtype] / 10
+        assert compare_logprobs(theirs, ours, dtype, **WHERE) <= PROBE_BOUNDS[dtype] / 10
 
 
 @pytest.mark.parametrize("name", [name for name, _ in tiny_policy().model.named_parameters()])
@@ -63,11 +64,11 @@ def test_any_one_tensor_that_did_not_arrive_is_noticed(name: str) -> None:
     with torch.no_grad():
         dict(policy.model.named_parameters())[name].mul_(1.05)
     with pytest.raises(RunError, match=r"after the transfer of version 7 the engine on device 3 on 10.0.0.2 disagrees"):
-        compare(before, engine_logprobs(policy.model, PROMPT[:PROBE_TOKENS]), torch.float32, **WHERE)
+        compare_logprobs(before, engine_logprobs(policy.model, PROMPT[:PROBE_TOKENS]), torch.float32, **WHERE)
 
 
 def test_a_disagreement_is_told_with_its_size_and_what_is_not_a_number_is_one() -> None:
     with pytest.raises(RunError, match=r"by 0.3 on the probe prompt \(bound 0.0002\): its weights are not those"):
-        compare([-1.0, -2.0], [-1.0, -2.3], torch.float32, **WHERE)
+        compare_logprobs([-1.0, -2.0], [-1.0, -2.3], torch.float32, **WHERE)
     with pytest.raises(RunError, match="by nan"):
-        compare([-1.0, -2.0], [-1.0, math.nan], torch.bfloat16, **WHERE)
+        compare_logprobs([-1.0, -2.0], [-1.0, math.nan], torch.bfloat16, **WHERE)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from corral.loop.train import what_next
+from corral.loop.train import next_commands
 from corral.train.checkpoint import step_folder
 
 
@@ -14,7 +14,7 @@ def test_commands_are_quoted(tmp_path: Path) -> None:
     checkpoint = step_folder(folder / "checkpoints", 3)
     checkpoint.mkdir(parents=True)
     run: Any = SimpleNamespace(folder=SimpleNamespace(checkpoints=folder / "checkpoints"), step=3, is_complete=True)
-    commands = what_next(run, folder / "recipe.yaml")
+    commands = next_commands(run, folder / "recipe.yaml")
     assert shlex.split(commands["evaluate"]) == [
         "corral", "evaluate", str(folder / "recipe.yaml"), "--model", str(checkpoint)
     ]  # fmt: skip
