@@ -23,8 +23,8 @@ from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Model, Part, Recipe, Source
+from corral.rollout.chat_rendering import check_template
 from corral.rollout.engine import Sampling
-from corral.rollout.prefix import check_template
 from corral.runtime.group import Group
 from corral.runtime.local import LocalRuntime
 from corral.runtime.remote_debugger import Wanted

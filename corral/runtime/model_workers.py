@@ -24,9 +24,10 @@ from corral.recipe.schema import Recipe
 from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateTerms, ValueLossFunction
 from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, make_channel
 from corral.runtime.worker import WorkerContext
-from corral.train.mesh import Mesh
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.train.optimizer import UpdateResult
+from corral.train.process_mesh import ProcessMesh
+from corral.train.trainer import PolicyTrainer, ValueTrainer
 
 
 class _Role:
@@ -35,7 +36,7 @@ class _Role:
     def __init__(self, role: str, site: WorkerContext, recipe: Recipe) -> None:
         self.recipe, self.site = recipe, site
         self.algorithm = resolve_algorithm(recipe)
-        self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device, site.timeout_s)
+        self.mesh = ProcessMesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device, site.timeout_s)
 
     def load_model(self, path: str | None) -> Any:
         """On the host where it is going to be sharded: it may not fit the device."""
@@ -64,20 +65,20 @@ class _Role:
 class Scorer(_Role):
     """The reference; and what of the actor only looks."""
 
-    trainer: NativePolicy
+    trainer: PolicyTrainer
 
     def __init__(self, role: str, site: WorkerContext, recipe: Recipe, path: str | None) -> None:
         super().__init__(role, site, recipe)
         self.trainer = self.make_trainer(self.load_model(path))
 
-    def make_trainer(self, model: Any) -> NativePolicy:
+    def make_trainer(self, model: Any) -> PolicyTrainer:
         return self.policy(model.requires_grad_(False))
 
     @property
-    def policy(self) -> partial[NativePolicy]:
+    def policy(self) -> partial[NativePolicyTrainer]:
         recipe = self.recipe
         return partial(
-            NativePolicy,
+            NativePolicyTrainer,
             temperature=recipe.rollout.temperature,
             logits_chunk=recipe.train.logits_chunk,
             mesh=self.mesh,
@@ -90,7 +91,7 @@ class Scorer(_Role):
 
     def _logprobs(self, share: Batch | None) -> FloatArray:
         packs = self.packs(share)
-        return gather(share, packs, [logprobs for logprobs, _ in self.trainer.logprobs(packs)])
+        return gather(share, packs, list(self.trainer.compute_logprobs(packs)))
 
 
 class Actor(Scorer):
@@ -98,7 +99,7 @@ class Actor(Scorer):
 
     channel: Channel | None = None
 
-    def make_trainer(self, model: Any) -> NativePolicy:
+    def make_trainer(self, model: Any) -> PolicyTrainer:
         return self.policy(
             model,
             optimizer=self.recipe.optimizer,
@@ -162,7 +163,7 @@ class Critic(_Role):
 
     def __init__(self, site: WorkerContext, recipe: Recipe) -> None:
         super().__init__("critic", site, recipe)
-        self.trainer = NativeCritic(
+        self.trainer: ValueTrainer = NativeValueTrainer(
             ValueModel(self.load_model(recipe.critic.path)),
             recipe.critic.optimizer,
             self.num_updates,
@@ -176,7 +177,7 @@ class Critic(_Role):
 
     def _values(self, share: Batch | None) -> FloatArray:
         packs = self.packs(share)
-        return gather(share, packs, list(self.trainer.values(packs)))
+        return gather(share, packs, list(self.trainer.compute_values(packs)))
 
     def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
         sums = LossStats()

@@ -5,16 +5,12 @@ place, or belongs to another version, shows there, whichever it is: all of them 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from corral.data.batch import Batch
 from corral.data.trajectory import FloatArray, StopReason, Trajectory
-from corral.data.tree import TokenTree
-from corral.model.attention import TreeAttention, forward_hidden
-from corral.model.logprobs import head_logprobs
 from corral.recipe.errors import RunError
 
 PROBE_TOKENS = 64
@@ -48,25 +44,6 @@ def probe_trajectory(prompt: Sequence[int]) -> Trajectory:
         sample=0,
         row=0,
     )
-
-
-@torch.inference_mode()
-def engine_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Of all tokens behind the first, under the weights that the engine decodes with."""
-    head = model.get_output_embeddings()
-    device = head.weight.device
-    tree = TokenTree.build([np.array(tokens[:-1], np.int64)])
-    hidden = forward_hidden(
-        model,
-        torch.from_numpy(tree.tokens).to(device),
-        torch.from_numpy(tree.positions).to(device),
-        TreeAttention(tree, device),
-    )
-    rows = torch.arange(len(hidden), device=device)
-    targets = torch.tensor(tokens[1:], device=device)
-    bias = getattr(head, "bias", None)
-    logprobs, _ = head_logprobs(hidden, head.weight, bias, rows, targets, temperature=temperature, chunk=PROBE_TOKENS)
-    return logprobs.tolist()
 
 
 def compare(

@@ -48,6 +48,6 @@ def rewarded(recipe: Recipe) -> dict[str, Environment]:
 def engine_model(site: WorkerContext, recipe: Recipe, path: str) -> Any:
     """The trainer's own, where it is here and whole; else a copy."""
     if "actor" in site.hosted and mesh_shape(recipe.train.parallel, site.size).is_whole:
-        return site.hosted["actor"].trainer.model
+        return site.hosted["actor"].trainer.whole_model
     model = load_model(recipe.model.model_copy(update={"path": path}), site.device)
     return model.requires_grad_(False)

@@ -15,13 +15,13 @@ from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.pools import Pools
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
-from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
-from corral.runtime.probe import engine_logprobs
-from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, layout_of, make_channel
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
+from corral.rollout.engine import Engine, Sampling
+from corral.rollout.native_engine import NativeEngine
+from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, make_channel
 from corral.runtime.worker import WorkerContext
+from corral.train.trainer import PolicyTrainer
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Player:
     channel: Channel | None = None
 
     def __init__(self, site: WorkerContext, recipe: Recipe, model: Any, pools: Pools) -> None:
-        self.site, self.recipe, self.pools = site, recipe, pools
+        self.site, self.recipe, self.model, self.pools = site, recipe, model, pools
         self.tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, self.tokenizer)
         self.driver = make_driver(recipe, self.engine, self.tokenizer, pools)
@@ -75,11 +75,11 @@ class Player:
     async def collect(self) -> list[Finished]:
         """What has finished since; waits until there is something, or for so long that it is time for a sign of life.
         Raises what no other game could survive either."""
-        before = self.engine.stats.decode_steps
+        before = self.engine.num_decode_steps
         try:
             await asyncio.wait_for(self.news.wait(), self.site.timeout_s / 2)
         except TimeoutError:
-            if self.engine.in_flight and self.engine.stats.decode_steps == before:
+            if self.engine.num_in_flight and self.engine.num_decode_steps == before:
                 raise RunError(
                     f"the engine has not generated anything for {self.site.timeout_s / 2:g} s "
                     "(half of `cluster.call_timeout_s`), and something waits for it"
@@ -113,7 +113,7 @@ class Player:
             self.news.set()
 
         try:
-            await self.driver.play(
+            await self.driver.roll_out(
                 [game.prompt for game in games], games[0].samples, sampling, games[0].purpose, on_group
             )
         except Exception as error:
@@ -124,7 +124,7 @@ class Player:
         """Gives the cache's memory to who computes next on this device; the next game takes it again. Not while games
         are being played, whose histories are in it."""
         if not self.tasks:
-            self.engine.pause()
+            self.engine.release_cache()
 
     # --- new weights
 
@@ -140,13 +140,12 @@ class Player:
     async def receive_weights(self, parcel: TransferHandle, version: int) -> float:
         """From a trainer in another process. Returns the seconds for which decoding paused."""
         assert self.channel is not None
-        layout = layout_of(self.engine.model)
-        return await self.engine.update(self.channel.receive(parcel, layout), version)
+        return await self.engine.update(self.channel.receive(parcel, self.engine.weight_layout), version)
 
     def share_weights(self, version: int) -> float:
         """From the trainer in this process: nothing to do but note the version, unless its tensors are sharded."""
-        trainer = self.site.hosted["actor"].trainer
-        self.engine.load(() if self.engine.model is trainer.model else trainer.weights(), version)
+        trainer: PolicyTrainer = self.site.hosted["actor"].trainer
+        self.engine.load(() if trainer.whole_model is self.model else trainer.weights(), version)
         return 0.0
 
     def set_version(self, version: int) -> None:
@@ -154,9 +153,7 @@ class Player:
 
     async def probe(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of all tokens behind the first, as the engine's weights have them."""
-        return await self.engine.between_steps(
-            lambda: engine_logprobs(self.engine.model, tokens, self.recipe.rollout.temperature)
-        )
+        return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
 
     def close(self) -> None:
         self.driver.envs.close()
@@ -164,7 +161,7 @@ class Player:
         self.engine.close()
 
 
-def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
+def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     rollout = recipe.rollout
     limit = recipe.data.max_prompt_tokens + rollout.max_response_tokens
     positions = model.config.get_text_config().max_position_embeddings
@@ -181,12 +178,12 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     )
 
 
-def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pools: Pools) -> Driver:
+def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: Pools) -> RolloutDriver:
     rollout = recipe.rollout
-    return Driver(
+    return RolloutDriver(
         engine=engine,
         envs=EnvSet(recipe.tagged_environments, pools.by_tag, rollout),
-        chat=Chat(tokenizer, recipe.data.chat),
+        chat=ChatRenderer(tokenizer, recipe.data.chat),
         max_turns=rollout.max_turns,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
