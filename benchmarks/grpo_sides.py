@@ -75,7 +75,7 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
         async with open_components(recipe, Console(io.StringIO()), Path(folder), None) as parts:
             stats = parts.runtime.worker.site.hosted["rollout"].engine.stats
             for step in range(num_steps):
-                computed, started = stats.computed_tokens, time.perf_counter()
+                computed, started = stats.num_computed_tokens, time.perf_counter()
                 played = await PendingRollout(parts, ledger, step + 1).whole()
                 played_at = time.perf_counter()
                 batch = Batch.of(played.trajectories)
@@ -92,7 +92,7 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
                         "tokens": batch.num_generated,
                         "gradient_norm": metrics["policy/gradient_norm"],
                         "prompt_tokens": int((~batch.generated).sum()),
-                        "tokens_computed_by_engine": stats.computed_tokens - computed,
+                        "tokens_computed_by_engine": stats.num_computed_tokens - computed,
                         "tokens_computed_by_trainer": sum(pack.tree.num_nodes for pack in batch.pack(10**9)),
                     }
                 )

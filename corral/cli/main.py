@@ -125,7 +125,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
-    from corral.train.export import export_model
+    from corral.train.checkpoint import export_model
 
     export_model(checkpoint, out, dtype)
     print(f"wrote {out}")

@@ -24,8 +24,8 @@ from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Model, Part, Recipe, Source
+from corral.rollout.chat_rendering import check_template
 from corral.rollout.engine import Sampling
-from corral.rollout.prefix import check_template
 from corral.runtime.group import LocalRuntime, Runtime
 from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
 from corral.runtime.remote_debugger import DebuggerOptions

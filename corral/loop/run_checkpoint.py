@@ -21,7 +21,7 @@ from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.runtime.model_workers import ModelWorker
 from corral.runtime.rollout_worker import RolloutWorker
-from corral.train.checkpoint import prune, set_aside_after, step_folder, writing_checkpoint
+from corral.train.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,6 @@ def truncate_after(folder: RunFolder, checkpoint: Path | None, step: int, consol
     ledger = Ledger(folder.ledger)
     written = None if checkpoint is None else checkpoint / "ledger.jsonl"
     ledger.restore(written.read_text() if written is not None and written.exists() else None, max(step, 0))
-    for unused, problem in set_aside_after(folder.checkpoints, step):
+    for unused, problem in retire_later_checkpoints(folder.checkpoints, step):
         console.warn(f"{unused} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted")
     return ledger

@@ -17,7 +17,7 @@ from corral.recipe.errors import RunError
 from corral.recipe.warnings import why_training_waits
 from corral.runtime.group import gather_calls
 from corral.runtime.loss_functions import LossStats, UpdateTerms
-from corral.runtime.model_workers import ActorWorker, CriticWorker, ModelWorker, PolicyWorker
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
 from corral.train.optimizer import UpdateResult
 
 
@@ -115,7 +115,7 @@ class StepTraining:
         """Makes the one update of the gradients that were summed piece by piece."""
         parts, result = self.components, self.result
         if self.is_broken:
-            await parts.actor.group.all(ModelWorker.zero_grad)
+            await parts.actor.group.all(ActorWorker.zero_grad)
         elif self.stats.num_tokens:
             await step_policy(parts, self.stats, result, self._scale(GlobalCounts(batch.num_generated, len(batch))))
             result.finite.append(not result.skipped)
@@ -173,7 +173,7 @@ async def step_policy(parts: RunComponents, stats: LossStats, result: "TrainResu
     """Makes one update with the gradients times `scale`, unless the policy is too far from the one that sampled."""
     limit = parts.algorithm.max_mean_ratio
     if limit is not None and stats.mean_ratio > limit:
-        await parts.actor.group.all(ModelWorker.zero_grad)
+        await parts.actor.group.all(ActorWorker.zero_grad)
         result.add_too_far(stats.loss * scale, stats, limit)
     else:
         result.add_policy(stats.loss * scale, stats, await parts.actor.step(scale))

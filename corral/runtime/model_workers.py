@@ -27,10 +27,10 @@ from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateT
 from corral.runtime.transfer_buckets import TransferHandle
 from corral.runtime.transfer_channels import Channel, CollectiveChannel, make_channel
 from corral.runtime.worker import Role, WorkerContext
-from corral.train.base import PolicyTrainer, ValueTrainer
-from corral.train.mesh import Mesh
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.train.optimizer import UpdateResult
+from corral.train.process_mesh import ProcessMesh
+from corral.train.trainer import PolicyTrainer, ValueTrainer
 
 
 class ModelWorker(Role, ABC):
@@ -42,15 +42,15 @@ class ModelWorker(Role, ABC):
         """`path`: another model than the recipe's."""
         self.recipe, self.context = recipe, context
         self.algorithm = resolve_algorithm(recipe)
-        self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, context.size, role), context.device, context.timeout_s)
+        shape = mesh_shape(recipe.train.parallel, context.size, role)
+        self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
         settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
         # A model that is going to be sharded may not fit the device: it is loaded on the host.
-        self.model = load_model(settings, torch.device("cpu") if self.mesh.is_sharded else context.device)
-        self.trainer = self.make_trainer()
+        model = load_model(settings, torch.device("cpu") if self.mesh.is_sharded else context.device)
+        self.trainer = self.make_trainer(model)
 
     @abstractmethod
-    def make_trainer(self) -> PolicyTrainer | ValueTrainer:
-        """Makes the trainer of `self.model`."""
+    def make_trainer(self, model: Any) -> PolicyTrainer | ValueTrainer: ...
 
     def accumulate(self, shard: Batch | None, terms: UpdateTerms) -> LossStats:
         """Adds the gradient of a shard of the update."""
@@ -67,9 +67,6 @@ class ModelWorker(Role, ABC):
     def step(self, scale: float) -> UpdateResult:
         """Makes one optimizer step with the gradients times `scale`."""
         return self.trainer.step(scale)
-
-    def zero_grad(self) -> None:
-        self.trainer.zero_grad()
 
     def save(self, folder: Path, writers: Sequence[int]) -> None:
         self.trainer.save(folder, writers)
@@ -101,14 +98,14 @@ class PolicyWorker(ModelWorker):
 
     trainer: PolicyTrainer
 
-    def make_trainer(self) -> PolicyTrainer:
-        return self.policy(self.model.requires_grad_(False))
+    def make_trainer(self, model: Any) -> PolicyTrainer:
+        return self.policy(model.requires_grad_(False))
 
     @property
-    def policy(self) -> partial[NativePolicy]:
+    def policy(self) -> partial[NativePolicyTrainer]:
         recipe = self.recipe
         return partial(
-            NativePolicy,
+            NativePolicyTrainer,
             temperature=recipe.rollout.temperature,
             logits_chunk=recipe.train.logits_chunk,
             mesh=self.mesh,
@@ -124,7 +121,7 @@ class PolicyWorker(ModelWorker):
 
     def _logprobs_of(self, shard: Batch | None) -> FloatArray:
         packs = self.packs(shard)
-        return scatter_to_tokens(shard, packs, (logprobs for logprobs, _ in self.trainer.logprobs(packs)))
+        return scatter_to_tokens(shard, packs, self.trainer.compute_logprobs(packs))
 
 
 class ActorWorker(PolicyWorker):
@@ -132,16 +129,19 @@ class ActorWorker(PolicyWorker):
 
     channel: Channel | None = None
 
-    def make_trainer(self) -> PolicyTrainer:
+    def make_trainer(self, model: Any) -> PolicyTrainer:
         return self.policy(
-            self.model,
+            model,
             optimizer=self.recipe.optimizer,
             total_updates=self.num_updates,
             gradient_checkpointing=self.recipe.train.gradient_checkpointing,
         )
 
     def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.model.dtype).removeprefix("torch.")}
+        return {"dtype": str(self.trainer.dtype).removeprefix("torch.")}
+
+    def zero_grad(self) -> None:
+        self.trainer.zero_grad()
 
     # --- sending weights to engines in other processes
 
@@ -175,10 +175,10 @@ class CriticWorker(ModelWorker):
 
     trainer: ValueTrainer
 
-    def make_trainer(self) -> ValueTrainer:
+    def make_trainer(self, model: Any) -> ValueTrainer:
         recipe = self.recipe
-        return NativeCritic(
-            ValueModel(self.model),
+        return NativeValueTrainer(
+            ValueModel(model),
             recipe.critic.optimizer,
             self.num_updates,
             recipe.train.gradient_checkpointing,
@@ -195,7 +195,7 @@ class CriticWorker(ModelWorker):
 
     def _values_of(self, shard: Batch | None) -> FloatArray:
         packs = self.packs(shard)
-        return scatter_to_tokens(shard, packs, self.trainer.values(packs))
+        return scatter_to_tokens(shard, packs, self.trainer.compute_values(packs))
 
 
 def scatter_to_tokens(shard: Batch | None, packs: Sequence[Pack | None], results: Iterable[Tensor]) -> FloatArray:

@@ -15,12 +15,11 @@ from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.pools import Pools
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
-from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
-from corral.runtime.probe import engine_logprobs
-from corral.runtime.transfer_buckets import TransferHandle, layout_of
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
+from corral.rollout.engine import Engine, Sampling
+from corral.rollout.native_engine import NativeEngine
+from corral.runtime.transfer_buckets import TransferHandle
 from corral.runtime.transfer_channels import Channel, CollectiveChannel, make_channel
 from corral.runtime.worker import Role, WorkerContext
 
@@ -54,7 +53,7 @@ class RolloutWorker(Role):
         self.engine = make_engine(recipe, model, tokenizer)
         self.driver = make_driver(recipe, self.engine, tokenizer, pools)
         self.end_tokens = end_tokens(model, tokenizer) | frozenset(recipe.rollout.stop_token_ids)
-        self.shares_weights = "actor" in context.roles and context.roles["actor"].model is model
+        self.shares_weights = "actor" in context.roles and context.roles["actor"].trainer.whole_model is model
         self.finished: list[FinishedRequest] = []
         self.failure: BaseException | None = None
         self.has_news = asyncio.Event()
@@ -79,11 +78,11 @@ class RolloutWorker(Role):
         """Returns what has finished since the last call. Waits for the next one to finish, or for half of the call's
         deadline: an empty answer shows that the worker lives. Raises what no other request could survive either, and
         an engine that has made no progress meanwhile."""
-        before = self.engine.stats.decode_steps
+        before = self.engine.num_decode_steps
         try:
             await asyncio.wait_for(self.has_news.wait(), self.context.timeout_s / 2)
         except TimeoutError:
-            if self.engine.in_flight and self.engine.stats.decode_steps == before:
+            if self.engine.num_in_flight and self.engine.num_decode_steps == before:
                 raise RunError(
                     f"the engine has not generated anything for {self.context.timeout_s / 2:g} s "
                     "(half of `cluster.call_timeout_s`), and something waits for it"
@@ -117,7 +116,7 @@ class RolloutWorker(Role):
             self.has_news.set()
 
         try:
-            await self.driver.play(
+            await self.driver.roll_out(
                 [request.prompt for request in requests],
                 first.num_samples,
                 replace(first.sampling, stop_tokens=self.end_tokens),
@@ -132,7 +131,7 @@ class RolloutWorker(Role):
         """Gives the cache's memory to who computes next on this device; the next request takes it again. Does nothing
         while trajectories are in progress, whose keys and values are in it."""
         if not self.tasks:
-            self.engine.pause()
+            self.engine.release_cache()
 
     # --- new weights
 
@@ -148,8 +147,7 @@ class RolloutWorker(Role):
     async def receive_weights(self, handle: TransferHandle, version: int) -> float:
         """Receives weights from a trainer in another process. Returns the seconds for which decoding paused."""
         assert self.channel is not None
-        layout = layout_of(self.engine.model)
-        return await self.engine.update(self.channel.receive(handle, layout), version)
+        return await self.engine.update(self.channel.receive(handle, self.engine.weight_layout), version)
 
     def load_local_weights(self, version: int) -> float:
         """Takes the weights of the trainer in this process. Where its tensors are the engine's own there is nothing to
@@ -163,16 +161,14 @@ class RolloutWorker(Role):
 
     async def compute_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Returns log-probs of all tokens behind the first, under the weights that the engine decodes with."""
-        return await self.engine.between_steps(
-            lambda: engine_logprobs(self.engine.model, tokens, self.recipe.rollout.temperature)
-        )
+        return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
 
     def close(self) -> None:
         self.driver.envs.close()
         self.engine.close()
 
 
-def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
+def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     rollout = recipe.rollout
     limit = recipe.data.max_prompt_tokens + rollout.max_response_tokens
     positions = model.config.get_text_config().max_position_embeddings
@@ -189,12 +185,12 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     )
 
 
-def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pools: Pools) -> Driver:
+def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: Pools) -> RolloutDriver:
     rollout = recipe.rollout
-    return Driver(
+    return RolloutDriver(
         engine=engine,
         envs=EnvSet(recipe.tagged_environments, pools.by_tag, rollout),
-        chat=Chat(tokenizer, recipe.data.chat),
+        chat=ChatRenderer(tokenizer, recipe.data.chat),
         max_turns=rollout.max_turns,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from corral.recipe.errors import RunError
+from corral.rollout.engine import WeightLayout
 
 BUCKET_BYTES = 256 * 2**20
 """Size of a bucket: large enough that it costs what its bytes cost, small beside a model."""
 ALIGNMENT = 16
 """Bytes to a multiple of which a tensor starts in its bucket, so that it can be used in place."""
 
-Layout = Sequence[tuple[str, torch.Size, torch.dtype]]
-"""Tensors of a model, in the order of `named_parameters`."""
 Allocate = Callable[[int], Tensor]
 """Function that returns memory for so many bytes."""
 
@@ -60,10 +59,6 @@ TransferHandle = tuple[SentBucket, ...] | None
 by themselves."""
 
 
-def layout_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()]
-
-
 def pack(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, allocate: Allocate) -> Iterator[Bucket]:
     """Fills buckets, each with what fits into `bucket_bytes`, or with a single tensor that does not. A tensor is copied
     as it comes, so that only one is alive beside the bucket."""
@@ -82,7 +77,7 @@ def pack(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, allocate: All
         yield Bucket(tuple(places), content[: places[-1].end])
 
 
-def unpack(buckets: Generator[Bucket], layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def unpack(buckets: Generator[Bucket], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors, so long as they are those of `layout`."""
     expected = iter(layout)
     with closing(buckets):

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from corral.recipe.errors import RunError, UserError, first_line
+from corral.rollout.engine import WeightLayout
 from corral.runtime.transfer_buckets import (
     BUCKET_BYTES,
     Bucket,
-    Layout,
     SentBucket,
     TensorPlace,
     TransferHandle,
@@ -52,7 +52,7 @@ class Channel(Protocol):
         together."""
         ...
 
-    def receive(self, handle: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors; each is to be copied before the next one is asked for. Raises `RunError` when what
         arrives is not `layout`, or nothing does: then the receiver has a mixture of old and new."""
         ...
@@ -147,7 +147,7 @@ class CollectiveChannel:
             raise
         return None
 
-    def receive(self, handle: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         self._begin()
         return unpack(self._arriving(), layout)
 
@@ -225,7 +225,7 @@ class ObjectChannel:
         self.sent = tuple(SentBucket(places, ray.put(content.numpy())) for places, content in buckets)
         return self.sent
 
-    def receive(self, handle: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         assert handle is not None
         return unpack(self._arriving(handle), layout)
 
@@ -293,7 +293,7 @@ class IpcChannel:
             self.in_use.append(fitting or MemoryFile(size))
         return self.in_use[-1].content
 
-    def receive(self, handle: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         assert handle is not None
         return unpack(self._arriving(handle), layout)
 

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from corral.envs.registry import EnvSet, uses_rewards
 from corral.model.load import default_device, load_model
-from corral.recipe.mesh import mesh_shape
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.pools import Pools
 
@@ -141,11 +140,10 @@ def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
             return CriticWorker("critic", context, recipe, recipe.critic.path)
         case "rollout":
             # The engine decodes with the trainer's own tensors where these are here and whole, else with a copy.
-            if "actor" in context.roles and mesh_shape(recipe.train.parallel, context.size).is_whole:
-                model = context.roles["actor"].model
-            else:
-                path = recipe.model.model_copy(update={"path": policy_path})
-                model = load_model(path, context.device).requires_grad_(False)
+            model = context.roles["actor"].trainer.whole_model if "actor" in context.roles else None
+            if model is None:
+                settings = recipe.model.model_copy(update={"path": policy_path})
+                model = load_model(settings, context.device).requires_grad_(False)
             return RolloutWorker(context, recipe, model, context.roles["rewards"].pools)
     raise ValueError(f"there is no role {role}")
 

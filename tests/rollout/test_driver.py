@@ -21,10 +21,10 @@ from corral.envs.registry import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
+from corral.rollout.native_engine import NativeEngine
 
 ENVIRONMENTS = '''
 import asyncio
@@ -278,10 +278,10 @@ class Play:
         chat_tokenizer = tiny_tokenizer()
         if template is not None:
             chat_tokenizer.chat_template = template
-        driver = Driver(
+        driver = RolloutDriver(
             engine=self.engine,
             envs=EnvSet({"": environment}, {}),
-            chat=Chat(chat_tokenizer, True),
+            chat=ChatRenderer(chat_tokenizer, True),
             max_turns=max_turns,
             max_prompt_tokens=60,
             max_response_tokens=budget,
@@ -292,7 +292,7 @@ class Play:
         row = Row([Message(role="user", content="Hello?")], None, "", {})
         prompt = Prompt(3, 0, row, render_prompt(self.tokenizer, row, True))
         sampling = Sampling(max_tokens=max_tokens, stop_tokens=frozenset({self.tokenizer.eos_token_id}))
-        return asyncio.run(asyncio.wait_for(driver.play([prompt], samples, sampling), within_s))
+        return asyncio.run(asyncio.wait_for(driver.roll_out([prompt], samples, sampling), within_s))
 
     def text(self, tokens: np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens))

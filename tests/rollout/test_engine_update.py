@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from corral.recipe.errors import RunError
 from corral.rollout.engine import Completion, Sampling
-from corral.rollout.native import NativeEngine, copy_weights
-from corral.rollout.request import Request
+from corral.rollout.engine_core import GenerationRequest
+from corral.rollout.native_engine import NativeEngine, copy_weights
 
 LONG = Sampling(max_tokens=24)
 STEPS = {"slots": 9, "paged": 2}
@@ -62,7 +62,7 @@ def generate_across_update(
             calls.append(asyncio.ensure_future(engine.update(weights, version=1)))
             calls.extend(asyncio.ensure_future(engine.generate(*request)) for request in later)
 
-        def counted_step() -> list[Request]:
+        def counted_step() -> list[GenerationRequest]:
             finished = step()
             if next(counter) == after:
                 loop.call_soon_threadsafe(update)  # before the pump hears that the step is over
@@ -147,13 +147,13 @@ def test_after_weights_that_broke_off_requests_wait_until_others_are_taken_whole
     async def go() -> list[int]:
         prompt, sampling, seed = SAMPLES[0]
         request = asyncio.ensure_future(engine.generate(prompt, sampling, seed))
-        while engine.stats.generated_tokens < 9:
+        while engine.stats.num_generated_tokens < 9:
             await asyncio.sleep(0)
         with pytest.raises(RunError, match="the sender died"):
             await engine.update(broken(), version=1)
-        drawn = engine.stats.generated_tokens
+        drawn = engine.stats.num_generated_tokens
         await asyncio.sleep(0.2)
-        assert engine.stats.generated_tokens == drawn
+        assert engine.stats.num_generated_tokens == drawn
         await engine.update(weights, version=2)
         return (await request).versions
 

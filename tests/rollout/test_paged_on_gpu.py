@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from corral.model.attention import register
 from corral.model.fused import fuse
 from corral.rollout.engine import Completion, Sampling
-from corral.rollout.native import NativeEngine
-from corral.rollout.paged.core import PagedCore
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.paged_core import PagedCore
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 LONG_PROMPT = [3 + i % 60 for i in range(150)]
@@ -102,7 +102,7 @@ def test_graphs_go_on_to_hold_after_a_pause_and_with_other_weights() -> None:
     requests = [(prompt, Sampling(max_tokens=30), 3) for prompt in PROMPTS]
     generate(paged, requests)
     before = torch.cuda.mem_get_info()[0]
-    paged.pause()
+    paged.release_cache()
     core = paged.core
     assert isinstance(core, PagedCore)
     assert torch.cuda.mem_get_info()[0] - before >= core.cache.pool.num_bytes
@@ -127,10 +127,10 @@ def test_conversations_go_on_from_their_pages() -> None:
     paged, reference = engines("qwen3", torch.float32)
 
     async def turns(engine: NativeEngine, seed: int) -> list[Completion]:
-        tokens, memory, answers = LONG_PROMPT[: 60 + seed], None, []
+        tokens, prefix, answers = LONG_PROMPT[: 60 + seed], None, []
         for turn in range(4):
-            answer = await engine.generate(tokens, Sampling(max_tokens=9), seed + turn, memory=memory, keep=True)
-            tokens, memory = [*tokens, *answer.tokens, 20, 21, 22], answer.memory
+            answer = await engine.generate(tokens, Sampling(max_tokens=9), seed + turn, prefix=prefix, keep_prefix=True)
+            tokens, prefix = [*tokens, *answer.tokens, 20, 21, 22], answer.prefix
             answers.append(answer)
         return answers
 
@@ -139,4 +139,4 @@ def test_conversations_go_on_from_their_pages() -> None:
         return [answer for conversation in answers for answer in conversation]
 
     compare(asyncio.run(all_of(paged)), asyncio.run(all_of(reference)))
-    assert paged.stats.computed_tokens < 2 * reference.stats.computed_tokens
+    assert paged.stats.num_computed_tokens < 2 * reference.stats.num_computed_tokens

@@ -17,9 +17,9 @@ from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
 from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.here import RewardsHere
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
-from corral.rollout.engine import Completion, Finish, Memory, Sampling
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
+from corral.rollout.engine import Completion, FinishReason, PrefixHandle, Sampling
 
 REPLIES = [
     "<think>who?</think><search>who wrote it</search>",
@@ -46,11 +46,17 @@ class Scripted:
         self.seen: list[list[int]] = []
 
     async def generate(
-        self, tokens: list[int], sampling: Sampling, seed: int, *, memory: Memory | None = None, keep: bool = False
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        prefix: PrefixHandle | None = None,
+        keep_prefix: bool = False,
     ) -> Completion:
         self.seen.append(list(tokens))
         said = self.tokenizer.encode(self.replies.pop(0), add_special_tokens=False)  # type: ignore[attr-defined]
-        return Completion(said, [-float(i + 1) for i in range(len(said))], Finish.STOP_STRING, [3] * len(said))
+        return Completion(said, [-float(i + 1) for i in range(len(said))], FinishReason.STOP_STRING, [3] * len(said))
 
 
 @pytest.fixture
@@ -81,10 +87,10 @@ def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_token
     )
     rollout = Rollout(max_turns=2, max_response_tokens=400)
     envs = EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, rollout)
-    driver = Driver(
+    driver = RolloutDriver(
         engine=Scripted(tokenizer, REPLIES),  # type: ignore[arg-type]
         envs=envs,
-        chat=Chat(tokenizer, True),
+        chat=ChatRenderer(tokenizer, True),
         max_turns=2,
         max_prompt_tokens=100,
         max_response_tokens=400,
@@ -94,7 +100,7 @@ def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_token
     row = Row([Message(role="user", content="Who wrote it?")], answer, "", {})
     prompt = Prompt(0, 0, row, render_prompt(tokenizer, row, True))
     try:
-        [trajectory] = asyncio.run(driver.play([prompt], 1, Sampling(max_tokens=400)))
+        [trajectory] = asyncio.run(driver.roll_out([prompt], 1, Sampling(max_tokens=400)))
     finally:
         envs.close()
     return trajectory

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corral.recipe.errors import RunError
-from corral.runtime.transfer_buckets import Layout, TransferHandle, layout_of, pack, reused_memory
+from corral.rollout.engine import WeightLayout
+from corral.runtime.transfer_buckets import TransferHandle, pack, reused_memory
 from corral.runtime.transfer_channels import Channel, CollectiveChannel, IpcChannel, ObjectChannel
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def odd_weights(device: torch.device = CPU) -> Weights:
     ]
 
 
-def layout(weights: Weights) -> Layout:
+def layout(weights: Weights) -> WeightLayout:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in weights]
 
 
@@ -69,11 +70,6 @@ def test_a_bucket_is_no_larger_than_asked_unless_one_tensor_is() -> None:
         ["nothing", "transposed", "half"],
     ]
     assert [size <= BUCKET for _, size in buckets] == [True, False, True]
-
-
-def test_a_layout_is_that_of_the_model() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    assert layout_of(model) == layout([(name, p) for name, p in model.named_parameters()])
 
 
 # --- through memory of the node
@@ -244,7 +240,7 @@ def test_weights_go_through_the_object_store() -> None:
         handle = channel.send(iter(weights))
 
         @ray.remote
-        def receive(handle: TransferHandle, expected: Layout) -> Weights:
+        def receive(handle: TransferHandle, expected: WeightLayout) -> Weights:
             return [(name, t.clone()) for name, t in ObjectChannel(CPU, timeout_s=20.0).receive(handle, expected)]
 
         assert_same(ray.get(receive.remote(handle, layout(weights)), timeout=60), weights)

@@ -24,7 +24,7 @@ from trajectories import small_batch
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
 Teams = Callable[[int], Team]
 
@@ -158,8 +158,8 @@ def test_ranks_agree_on_float16s_loss_scale(team: Teams, shape: MeshShape) -> No
 
 def reference_logprobs(shape: MeshShape | None) -> torch.Tensor:
     mesh = mesh_of(shape)
-    policy = NativePolicy(build_model("llama").requires_grad_(False), temperature=1.0, logits_chunk=8, mesh=mesh)
-    scored = [logprobs for logprobs, _ in policy.logprobs(small_batch().pack(1000))]
+    policy = NativePolicyTrainer(build_model("llama").requires_grad_(False), temperature=1.0, logits_chunk=8, mesh=mesh)
+    scored = list(policy.compute_logprobs(small_batch().pack(1000)))
     return scored[0]
 
 
@@ -173,12 +173,12 @@ def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
 def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mesh = mesh_of(shape)
     recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
-    critic = NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
+    critic = NativeValueTrainer(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
     for _ in range(3):
         for pack in own_packs(small_batch(), mesh):
             critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
         assert not critic.step().skipped
-    (values,) = critic.values(small_batch().pack(1000))
+    (values,) = critic.compute_values(small_batch().pack(1000))
     return values, weights_of(critic)
 
 

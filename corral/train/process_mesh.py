@@ -1,4 +1,4 @@
-"""The processes that train one model together, and the groups in which they talk.
+"""The processes that train one model together, and their process groups.
 
 A mesh of one process has no groups and never touches `torch.distributed`.
 """
@@ -16,33 +16,35 @@ from corral.recipe.mesh import MeshShape
 
 DIMENSIONS = ("replicate", "shard", "expert", "context", "tensor")
 BUCKET = 2**25
-"""Numbers that are summed in one call."""
+"""Number of elements that are reduced in one collective call: few large ones are faster than many small ones."""
 
 
-class Mesh:
-    """Where this process stands. `torch.distributed` is initialised by the caller, with `shape.size` processes."""
+class ProcessMesh:
+    """This process' position in the mesh. `torch.distributed` is initialized by the caller, with `shape.size`
+    processes."""
 
     def __init__(self, shape: MeshShape, device: torch.device, rank: int) -> None:
         self.shape, self.device, self.rank = shape, device, rank
         self.groups: dict[str, dist.ProcessGroup] = {}
-        """By dimension, those that have more than one rank. Besides, where the model is sharded, `sharded`: ranks that
-        hold the parts of one copy; and with experts `expert_sharded`: those that hold the parts of the same experts."""
+        """Groups by dimension, of those with more than one rank. Besides, where the model is sharded, `sharded`: ranks
+        that hold the parts of one copy; and with experts `expert_sharded`: those that hold the parts of the same
+        experts."""
         self.dense: Any = None
         """DeviceMesh over which a parameter is sharded; two-dimensional if there are replicas."""
         self.by_expert: Any = None
-        """The same for the parameters of experts, which are dealt over the expert group already."""
+        """The same for the parameters of experts, which are distributed over the expert group already."""
 
     @classmethod
-    def build(cls, shape: MeshShape, device: torch.device, timeout_s: float | None = None) -> "Mesh":
-        """`timeout_s`: for collectives within it; None: torch's own."""
+    def build(cls, shape: MeshShape, device: torch.device, timeout_s: float | None = None) -> "ProcessMesh":
+        """`timeout_s`: limit of its collectives; None: torch's own."""
         mesh = cls(shape, device, dist.get_rank() if shape.size > 1 else 0)
         if shape.size > 1:
-            assert dist.get_world_size() == shape.size, "one process for each place of the mesh"
+            assert dist.get_world_size() == shape.size, "one process for each position in the mesh"
             mesh._connect(None if timeout_s is None else timedelta(seconds=timeout_s))
         return mesh
 
     def _connect(self, timeout: timedelta | None) -> None:
-        """In the same order on all ranks."""
+        """Creates the groups, in the same order on all ranks, as `torch.distributed` demands."""
         for name in DIMENSIONS:
             if getattr(self.shape, name) > 1:
                 self.groups[name] = self._group([name], timeout)
@@ -60,7 +62,7 @@ class Mesh:
         return moved.reshape(-1, math.prod(getattr(self.shape, name) for name in dimensions))
 
     def _group(self, dimensions: Sequence[str], timeout: timedelta | None) -> dist.ProcessGroup:
-        """Of this rank and those that differ from it in these dimensions only."""
+        """The group of this rank and those that differ from it in these dimensions only."""
         ranks = self._ranks(dimensions)
         if len(ranks) == 1 and dist.group.WORLD is not None:
             return dist.group.WORLD
@@ -68,7 +70,7 @@ class Mesh:
         return group
 
     def _device_mesh(self, group: str, dimensions: Sequence[str]) -> Any:
-        """What FSDP wants to know, from groups that exist."""
+        """A DeviceMesh for FSDP over groups that exist: one made anew would open more connections."""
         from torch.distributed.device_mesh import DeviceMesh
 
         kind = self.device.type
@@ -81,7 +83,7 @@ class Mesh:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a device holds less than all parameters, so that computing needs the others."""
+        """Whether a device holds less than all parameters, so that a forward pass needs the other ranks."""
         return not self.shape.is_whole
 
     def size_of(self, dimension: str) -> int:

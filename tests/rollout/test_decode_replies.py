@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from corral.rollout.chat import Chat, decode_replies
+from corral.rollout.chat_rendering import ChatRenderer, decode_replies
 
 
 class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -32,18 +32,18 @@ def test_replies_are_decoded_together_as_they_are_one_by_one(tokenizer: Any) -> 
 
 def test_each_who_asks_gets_the_text_of_its_own_reply() -> None:
     tokenizer = tiny_tokenizer()
-    chat, texts = Chat(tokenizer, True), [f"reply {number}" for number in range(20)]
+    chat, texts = ChatRenderer(tokenizer, True), [f"reply {number}" for number in range(20)]
 
     async def ask() -> list[str]:
-        calls = [asyncio.ensure_future(chat.text(tokenizer.encode(text))) for text in texts]
+        calls = [asyncio.ensure_future(chat.decode_reply(tokenizer.encode(text))) for text in texts]
         await asyncio.sleep(0)
         for call in calls[::2]:
             call.cancel()
-        return [*await asyncio.gather(*calls[1::2]), await chat.text(tokenizer.encode("later"))]
+        return [*await asyncio.gather(*calls[1::2]), await chat.decode_reply(tokenizer.encode("later"))]
 
     assert asyncio.run(ask()) == [*texts[1::2], "later"]
 
 
 def test_a_reply_that_cannot_be_decoded_is_told_to_who_asked() -> None:
     with pytest.raises(OverflowError):
-        asyncio.run(Chat(tiny_tokenizer(), True).text([-1]))
+        asyncio.run(ChatRenderer(tiny_tokenizer(), True).decode_reply([-1]))

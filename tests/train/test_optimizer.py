@@ -78,16 +78,16 @@ def test_saved_state_continues_exactly(dtype: torch.dtype) -> None:
 
     whole, parameter = make(dtype=dtype, learning_rate=0.1, schedule="linear")
     advance(whole, parameter, range(3))
-    tensors = {name: tensor.clone() for name, tensor in whole.tensors(whole.slots[0]).items()}
-    numbers = whole.numbers()
+    tensors = {name: tensor.clone() for name, tensor in whole.state_of(whole.masters[0]).items()}
+    numbers = whole.counters()
     resumed, other = make(dtype=dtype, learning_rate=0.1, schedule="linear")
     other.data.copy_(parameter)
-    resumed.load_tensors(resumed.slots[0], tensors)
-    resumed.load_numbers(numbers)
+    resumed.load_state(resumed.masters[0], tensors)
+    resumed.load_counters(numbers)
     advance(whole, parameter, range(3, 6))
     advance(resumed, other, range(3, 6))
     assert torch.equal(parameter, other)
-    assert torch.equal(whole.slots[0].master, resumed.slots[0].master)
+    assert torch.equal(whole.masters[0].weight, resumed.masters[0].weight)
 
 
 def test_float16_halves_its_loss_scale_after_an_overflow_and_goes_on() -> None:
