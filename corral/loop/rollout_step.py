@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from corral.algorithms.shaping import informative_groups
-from corral.data.sampler import Draw
+from corral.data.sampler import SampledPrompt
 from corral.data.trajectory import Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_scheduler import Result
@@ -72,9 +72,9 @@ class PendingRollout:
         self.num_finished = 0
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         opened = ledger.open(step)  # by a run that this one goes on from
-        draws = parts.sampler.again(opened)
+        draws = parts.sampler.with_ids(opened)
         if not opened or self.algorithm.dynamic_sampling:
-            draws += parts.sampler.draw(max(0, self.recipe.batch.prompts_per_step - len(draws)))
+            draws += parts.sampler.next(max(0, self.recipe.batch.prompts_per_step - len(draws)))
         self._issue(draws)
 
     async def whole(self) -> RolloutResult:
@@ -95,10 +95,10 @@ class PendingRollout:
                 yield piece
             if not self.algorithm.dynamic_sampling or kept >= wanted or rounds == self.algorithm.max_rounds:
                 return
-            self._issue(self.parts_of_run.sampler.draw(wanted - kept))
+            self._issue(self.parts_of_run.sampler.next(wanted - kept))
             rounds += 1
 
-    def _issue(self, draws: Sequence[Draw]) -> None:
+    def _issue(self, draws: Sequence[SampledPrompt]) -> None:
         parts, samples = self.parts_of_run, self.recipe.batch.samples_per_prompt
         prompts = [
             Prompt(draw.prompt_id, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)

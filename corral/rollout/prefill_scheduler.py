@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from corral.data.trajectory import IntArray
-from corral.data.tree import TokenTree
+from corral.data.token_tree import TokenTree
 from corral.kernels.device import on_device
 from corral.kernels.paged import PAGE
 from corral.kernels.varlen import varlen_attention
