@@ -129,7 +129,7 @@ class PendingRollout:
                     await greedy
                 end += 1
             self.num_taken = end
-            self.ledger.played(self.step, [group.prompt_id for group in self.groups[start:end]])
+            self.ledger.generated(self.step, [group.prompt_id for group in self.groups[start:end]])
             yield self.groups[start:end]
 
     def _played(self, groups: Iterable[_Group], rounds: int) -> RolloutResult:

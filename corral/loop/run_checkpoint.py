@@ -14,9 +14,8 @@ from corral.loop.components import RunComponents
 from corral.loop.trainer_group import TrainerGroup
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.metrics import MetricsFile
+from corral.observe.run_files import MetricsFile, TrajectoryWriter
 from corral.observe.run_folder import RunFolder
-from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.train.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
 
@@ -88,7 +87,7 @@ async def restore(parts: RunComponents, checkpoint: Path, state: dict[str, Any])
 def forget_after(folder: RunFolder, checkpoint: Path | None, step: int, console: Console) -> Ledger:
     """What a run did after the checkpoint that it goes on from, it will do again. Without one it is kept aside."""
     if checkpoint is None and folder.holds_run:
-        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.set_aside()}")
+        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.archive_attempt()}")
     MetricsFile(folder.metrics).truncate_after(step)
     TrajectoryWriter(folder.trajectories).truncate_after(step)
     ledger = Ledger(folder.ledger)

@@ -12,7 +12,7 @@ from corral.data.trajectory import Trajectory
 from corral.loop.components import RolloutComponents
 from corral.loop.floors import floor_metrics
 from corral.loop.step_records import environment_metrics
-from corral.observe.console import Console, Sample
+from corral.observe.console import Console, ShownSample
 from corral.rollout.driver import Prompt
 
 
@@ -78,5 +78,5 @@ def show_samples(players: RolloutComponents, result: ValidationResult, console: 
         row = players.validation[trajectory.row].row
         response = players.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
         answer = "" if row.answer is None else str(row.answer)
-        samples.append(Sample(row.prompt[-1]["content"], response, answer, trajectory.reward))
+        samples.append(ShownSample(row.prompt[-1]["content"], response, answer, trajectory.reward))
     console.samples(samples, title)
