@@ -43,9 +43,12 @@ class Batch:
             for index, reward in trajectory.turn_rewards:
                 token_rewards[start + index] += reward
         return cls(
-            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in TOKEN_ARRAYS[:-1]},
-            token_rewards=token_rewards,
-            offsets=offsets,
+            np.concatenate([t.tokens for t in trajectories]),
+            np.concatenate([t.generated for t in trajectories]),
+            np.concatenate([t.logprobs for t in trajectories]),
+            np.concatenate([t.versions for t in trajectories]),
+            token_rewards,
+            offsets,
             groups=np.array([t.prompt_id for t in trajectories]),
         )
 
