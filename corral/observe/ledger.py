@@ -65,7 +65,8 @@ class Ledger:
     def trained(self, step: int, prompt_ids: Iterable[int]) -> None:
         """Raises a RunError, and writes nothing, if any of them has been trained before."""
         given = _sorted(prompt_ids)
-        if len(again := self._prompts.trained_among(given)):
+        known = given[given < self._prompts.size]
+        if len(again := known[self._prompts.states[known] == TRAINED]):
             raise RunError(
                 f"step {step}: {_describe_prompts(again)} would be trained a second time, which is a bug; "
                 f"the last checkpoint is as it was, and {self.path} says what happened to each prompt"
@@ -78,10 +79,13 @@ class Ledger:
 
     def open(self, step: int) -> list[int]:
         """Prompts that were issued for that step, and neither trained nor dropped."""
-        return self._prompts.open(step)
+        known = self._prompts.known
+        prompt_ids: list[int] = np.flatnonzero(self._prompts.is_open & (known["issued_for"] == step)).tolist()
+        return prompt_ids
 
     def open_steps(self) -> list[int]:
-        return self._prompts.open_steps()
+        steps: list[int] = np.unique(self._prompts.known["issued_for"][self._prompts.is_open]).tolist()
+        return steps
 
     def snapshot(self) -> str:
         """The states of all prompts so far, the open ones included, for a checkpoint."""
@@ -92,7 +96,7 @@ class Ledger:
         if text is None:
             text = json_line({"begins_after": step}).decode() if step > 0 else ""
         prompts = _read(text.encode(), f"the ledger in the checkpoint of step {step}")
-        if len(later := prompts.trained_after(step)):
+        if len(later := np.flatnonzero((prompts.states == TRAINED) & (prompts.known["ended_at"] > step))):
             raise RunError(
                 f"the ledger in the checkpoint of step {step} says that {_describe_prompts(later)} were trained after "
                 "that step; it does not belong to these weights. Resume from another checkpoint"
@@ -242,22 +246,6 @@ class _PromptStates:
     def is_open(self) -> NDArray[np.bool_]:
         is_open: NDArray[np.bool_] = (self.states == ISSUED) | (self.states == GENERATED)
         return is_open
-
-    def open(self, step: int) -> list[int]:
-        prompt_ids: list[int] = np.flatnonzero(self.is_open & (self.known["issued_for"] == step)).tolist()
-        return prompt_ids
-
-    def open_steps(self) -> list[int]:
-        steps: list[int] = np.unique(self.known["issued_for"][self.is_open]).tolist()
-        return steps
-
-    def trained_among(self, prompt_ids: PromptIds) -> PromptIds:
-        known = prompt_ids[prompt_ids < self.size]
-        trained: PromptIds = known[self.states[known] == TRAINED]
-        return trained
-
-    def trained_after(self, step: int) -> PromptIds:
-        return np.flatnonzero((self.states == TRAINED) & (self.known["ended_at"] > step))
 
     def summary(self) -> Iterator[dict[str, Any]]:
         """Records from which `_read` makes the same state: one for all prompts whose rows are equal."""

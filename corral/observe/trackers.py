@@ -175,7 +175,22 @@ class TrackerThread:
         return self._tracker.state()
 
 
-class TensorBoard:
+class TrackerAdapter:
+    """Logs to `self._run`, the run object of a library; adapters whose library is called otherwise override methods."""
+
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+
+class TensorBoard(TrackerAdapter):
     """Event files in `logs/tensorboard`, written with neither torch nor TensorFlow."""
 
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
@@ -201,11 +216,8 @@ class TensorBoard:
     def close(self) -> None:
         self._writer.close()
 
-    def state(self) -> dict[str, str]:
-        return {}
 
-
-class WandB:
+class WandB(TrackerAdapter):
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import wandb
 
@@ -224,14 +236,11 @@ class WandB:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        self._run.finish()
-
     def state(self) -> dict[str, str]:
         return {"id": self._run.id}
 
 
-class MLflow:
+class MLflow(TrackerAdapter):
     """Through a client of its own, so that the user's active run and tracking address stay as they are."""
 
     MAX_PARAMS_PER_CALL = 100
@@ -251,16 +260,14 @@ class MLflow:
             experiment = self._client.get_experiment_by_name(project)
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
             self._run_id = self._client.create_run(experiment_id, run_name=run).info.run_id
-            self._log_params(dict(_flat(config)))
+            self._log_params(config)
 
-    def _log_params(self, params: Mapping[str, Any]) -> None:
+    def _log_params(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        entities = [
-            Param(_mlflow_name(name), str(value)[: self.MAX_PARAM_CHARACTERS]) for name, value in params.items()
-        ]
-        for start in range(0, len(entities), self.MAX_PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=entities[start : start + self.MAX_PARAMS_PER_CALL])
+        params = [Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARACTERS]) for key, value in _flat(config)]
+        for start in range(0, len(params), self.MAX_PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=params[start : start + self.MAX_PARAMS_PER_CALL])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -276,7 +283,7 @@ class MLflow:
         return {"run_id": self._run_id}
 
 
-class SwanLab:
+class SwanLab(TrackerAdapter):
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import swanlab
 
@@ -290,35 +297,18 @@ class SwanLab:
             config=dict(config),
         )
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
     def state(self) -> dict[str, str]:
         return {"id": self._id}
 
 
-class Trackio:
+class Trackio(TrackerAdapter):
     """Identifies a run by its name within the project."""
 
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import trackio
 
-        self._run = trackio.init(
-            project=project,
-            name=saved.get("name", run),
-            resume="allow" if saved else "never",
-            config=dict(config),
-            embed=False,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        name, resume = saved.get("name", run), "allow" if saved else "never"
+        self._run = trackio.init(project=project, name=name, resume=resume, config=dict(config), embed=False)
 
     def state(self) -> dict[str, str]:
         return {"name": self._run.name}

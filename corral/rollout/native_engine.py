@@ -50,11 +50,7 @@ class NativeEngine:
             paged = next(model.parameters()).is_cuda and supports_paging(model)
         make_core = PagedCore if paged else SlotCore
         self.core: EngineCore = make_core(
-            model,
-            tokenizer,
-            max_sequences=max_sequences,
-            max_prefill_tokens=max_prefill_tokens,
-            max_length=max_length,
+            model, tokenizer, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_length=max_length
         )
         self.version = 0
         self.has_weights = asyncio.Event()
