@@ -67,12 +67,12 @@ def profile_steps(engine: NativeEngine, count: int, context: int) -> None:
     """Every sequence has pages of its own, with random keys and values."""
     core = engine.core
     assert isinstance(core, PagedCore)
-    core.acquire()
+    core.acquire_cache()
     assert core.decoder is not None
     assert core.cache.pool.layers is not None
     core.cache.pool.layers.normal_()
-    table = torch.arange(core.state.table.numel(), device=core.device).view_as(core.state.table)
-    core.state.table.copy_(table % core.cache.pool.num_pages + 1)
+    table = torch.arange(core.state.page_table.numel(), device=core.device).view_as(core.state.page_table)
+    core.state.page_table.copy_(table % core.cache.pool.num_pages + 1)
 
     def window() -> None:
         core.state.positions.fill_(context)

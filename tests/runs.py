@@ -10,7 +10,7 @@ from corral.loop.interrupt import Interrupt
 from corral.loop.train import running, train
 from corral.loop.training_loop import run_steps
 from corral.observe.console import Console
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
@@ -92,7 +92,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """Everything in metrics.jsonl that must be the same in every run; that is all but times."""
-    return [without_times(row) for row in read(run / "metrics.jsonl")]
+    return [without_times(row) for row in read_metrics(run / "metrics.jsonl")]
 
 
 def same_outcome(run: Path, other: Path, step: int) -> bool:

@@ -162,7 +162,7 @@ def ledger(
         raise UserError(f"{run} has no {Ledger.name}; is it the folder of a run?")
     opened = Ledger(path)
     if prompt is not None:
-        story = opened.story(prompt)
+        story = opened.history_of(prompt)
         words = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in story or ["was never issued"])])
         print(json.dumps({"prompt": prompt, "story": story}, indent=2) if as_json else words)
         return

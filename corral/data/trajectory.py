@@ -1,4 +1,4 @@
-"""The one record of what was played: tokens, who wrote them, how likely they were, and what they earned."""
+"""The record of one rollout: tokens, which of them were generated, their log-probs, and their rewards."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ class StopReason(StrEnum):
     """Why a trajectory ended."""
 
     END_OF_TURN = "end_of_turn"
-    """The model generated its end-of-turn token and the environment had nothing more to say."""
+    """The model generated its end-of-turn token and the environment had nothing to add."""
     STOP_STRING = "stop_string"
     """The model generated one of the recipe's stop strings."""
     LENGTH = "length"
@@ -35,22 +35,22 @@ class Trajectory:
     tokens: IntArray
     generated: BoolArray
     logprobs: FloatArray
-    """Of each generated token when it was sampled; 0 elsewhere."""
+    """Log-prob of each generated token when it was sampled; 0 elsewhere."""
     versions: IntArray
-    """Of the weights that generated each token; -1 elsewhere."""
+    """Version of the weights that generated each token; -1 elsewhere."""
     turn_rewards: list[tuple[int, float]]
     """(index of the turn's last generated token, its reward)."""
     stop: StopReason
     prompt_id: int
-    """Of the prompt, counted over the whole run. Samples of one prompt share it: it is also the group."""
+    """Id of the prompt, counted over the whole run. Samples of one prompt have the same: it is also the group."""
     sample: int
-    """0 .. samples_per_prompt - 1."""
+    """Index within the group, 0 .. samples_per_prompt - 1."""
     row: int
     """Index of the prompt in its data set."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     tag: str = ""
-    """Of its environment, where the recipe has several."""
+    """Tag of its environment, where the recipe has several."""
     turn_states: list[int] = field(default_factory=list)
     """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
 

@@ -17,8 +17,7 @@ from corral.loop.trainer_group import TrainerGroup
 from corral.loop.weight_publisher import WeightPublisher
 from corral.model.load import load_tokenizer
 from corral.model.smollm2 import needs_conversion
-from corral.observe.console import Console
-from corral.observe.log import quiet_libraries
+from corral.observe.console import Console, quiet_libraries
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from corral.algorithms.shaping import informative_groups
-from corral.data.sampler import Draw
+from corral.data.sampler import SampledPrompt
 from corral.data.trajectory import Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_scheduler import PendingTrajectories
@@ -78,9 +78,9 @@ class PendingRollout:
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         # After a resume: what was in flight when the checkpoint was made is open in the ledger, and is issued again.
         opened = ledger.open(step)
-        prompts = parts.sampler.again(opened)
+        prompts = parts.sampler.with_ids(opened)
         if not opened or self.algorithm.dynamic_sampling:
-            prompts += parts.sampler.draw(max(0, self.recipe.batch.prompts_per_step - len(prompts)))
+            prompts += parts.sampler.next(max(0, self.recipe.batch.prompts_per_step - len(prompts)))
         self._issue(prompts)
 
     async def pieces(self, max_pieces: int = PIECES_PER_STEP) -> AsyncIterator[RolloutResult]:
@@ -98,14 +98,14 @@ class PendingRollout:
                 yield piece
             if not self.algorithm.dynamic_sampling or kept >= wanted or rounds == self.algorithm.max_rounds:
                 return
-            self._issue(self.components.sampler.draw(wanted - kept))
+            self._issue(self.components.sampler.next(wanted - kept))
             rounds += 1
 
-    def _issue(self, draws: Sequence[Draw]) -> None:
+    def _issue(self, sampled_prompts: Sequence[SampledPrompt]) -> None:
         parts, samples = self.components, self.recipe.batch.samples_per_prompt
         prompts = [
-            Prompt(draw.prompt_id, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)
-            for draw in draws
+            Prompt(one.prompt_id, one.index, parts.train[one.index].row, parts.train[one.index].tokens)
+            for one in sampled_prompts
         ]
         self.ledger.issue(self.step, [prompt.prompt_id for prompt in prompts])
         sampled = parts.scheduler.submit(prompts, samples, parts.sampling())
@@ -132,7 +132,7 @@ class PendingRollout:
                     await greedy
                 end += 1
             self.num_taken = end
-            self.ledger.played(self.step, [group.prompt_id for group in self.groups[start:end]])
+            self.ledger.generated(self.step, [group.prompt_id for group in self.groups[start:end]])
             yield self.groups[start:end]
 
     def _collect(self, groups: Iterable[PromptGroup], rounds: int) -> RolloutResult:

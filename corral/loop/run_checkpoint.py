@@ -15,9 +15,8 @@ from corral.loop.components import RunComponents
 from corral.loop.trainer_group import TrainerGroup
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.metrics import MetricsFile
+from corral.observe.run_files import MetricsFile, TrajectoryWriter
 from corral.observe.run_folder import RunFolder
-from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.runtime.model_workers import ModelWorker
 from corral.runtime.rollout_worker import RolloutWorker
@@ -94,7 +93,7 @@ def truncate_after(folder: RunFolder, checkpoint: Path | None, step: int, consol
     """Removes from the run's folder what it did after the checkpoint that it goes on from, since it will do that again.
     Without a checkpoint it is kept, under another name."""
     if checkpoint is None and folder.holds_run:
-        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.set_aside()}")
+        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.archive_attempt()}")
     MetricsFile(folder.metrics).truncate_after(step)
     TrajectoryWriter(folder.trajectories).truncate_after(step)
     ledger = Ledger(folder.ledger)

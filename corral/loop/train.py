@@ -13,11 +13,10 @@ from corral.loop.interrupt import Interrupt, Interrupted, close_runner
 from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.supervisor import Supervisor
 from corral.loop.training_loop import Run, run_steps, save_run
-from corral.observe.console import Console
+from corral.observe.console import Console, run_log
+from corral.observe.console_lines import held_out_score
 from corral.observe.curve import draw_curve
-from corral.observe.lines import held_out_score
-from corral.observe.log import run_log
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import make_trackers
 from corral.recipe.load import dump_recipe
@@ -172,4 +171,4 @@ def next_commands(run: Run, recipe_file: Path) -> dict[str, str]:
 
 
 def read_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    return read(folder.metrics) if folder.metrics.exists() else []
+    return read_metrics(folder.metrics) if folder.metrics.exists() else []

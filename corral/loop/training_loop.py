@@ -18,9 +18,9 @@ from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_a
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
+from corral.observe.run_files import TrajectoryWriter
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import Trackers
-from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 

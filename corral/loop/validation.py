@@ -17,7 +17,7 @@ from corral.envs.registry import EnvSet, find_class
 from corral.loop.components import RolloutComponents, open_rollout_components
 from corral.loop.interrupt import close_runner
 from corral.loop.step_records import environment_metrics
-from corral.observe.console import Console, Sample
+from corral.observe.console import Console, ShownSample
 from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
 
@@ -106,7 +106,7 @@ def show_samples(parts: RolloutComponents, result: ValidationResult, console: Co
         row = parts.validation[trajectory.row].row
         response = parts.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
         answer = "" if row.answer is None else str(row.answer)
-        samples.append(Sample(row.prompt[-1]["content"], response, answer, trajectory.reward))
+        samples.append(ShownSample(row.prompt[-1]["content"], response, answer, trajectory.reward))
     console.samples(samples, title)
 
 

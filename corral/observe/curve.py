@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.observe.files import replacing
-from corral.observe.lines import held_out_score, score_text
+from corral.observe.console_lines import held_out_score, score_text
+from corral.observe.run_files import replacing
 
 TRAIN, HELD_OUT, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
 SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
 FEW_POINTS = 40
-PLAYERS = {"floor": "random", "ceiling": "optimal"}
-"""Lines to read a score against."""
+BASELINES = ("random", "optimal")
+"""Scores that are drawn as horizontal lines."""
 ENVIRONMENT = "validation/environment/"
 
 
@@ -32,8 +32,8 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         axes.set_title(label, loc="left", fontsize=10)
         if name.startswith(ENVIRONMENT):
             tag = name.removeprefix(ENVIRONMENT).removesuffix("success")
-            _draw_players(axes, rows, {f"validation/{which}/{tag}success": who for which, who in PLAYERS.items()})
-        _tidy(axes)
+            _draw_baselines(axes, rows, f"{tag}success")
+        _style(axes)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     with replacing(path) as file:
@@ -63,28 +63,28 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     if held_out:
         _draw_held_out(axes, [held_out[step] for step in sorted(held_out)])
     scores = [held_out_score(row) for row in held_out.values()]
-    _draw_players(axes, rows, {f"validation/{which}/reward": who for which, who in PLAYERS.items()})
+    _draw_baselines(axes, rows, "reward")
     if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(bottom, -0.02), min(top, 1.02))
     axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=13, fontweight="bold", pad=10)
     axes.set_ylabel("reward")
-    _tidy(axes)
+    _style(axes)
     if steps or held_out:
         axes.legend(frameon=False, loc="best")
 
 
 def successes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """By tag, the metric of each environment's success, where there are several."""
+    """The metric of each environment's success, by tag, where there are several environments."""
     names = {name for row in rows for name in row if name.startswith(ENVIRONMENT) and name.endswith("/success")}
     tags = {name: name.removeprefix(ENVIRONMENT).removesuffix("/success") for name in sorted(names)}
     return {tag: name for name, tag in tags.items() if name != f"{ENVIRONMENT}success"}
 
 
-def _draw_players(axes: Any, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
-    for name, label in names.items():
-        _, level = points(rows, name)
+def _draw_baselines(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
+    for label in BASELINES:
+        _, level = points(rows, f"validation/{label}/{metric}")
         if level:
             axes.axhline(level[-1], color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
             place = {"xy": (1, level[-1]), "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
@@ -113,13 +113,13 @@ def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_line(
     axes: Any, steps: Sequence[int], values: Sequence[float], color: str, width: float, label: str | None = None
 ) -> None:
-    """Each value in a light line, and the smoothed one over it."""
+    """Draws the values as a light line, and the smoothed ones over it."""
     marker = "." if len(steps) < FEW_POINTS else ""
     axes.plot(steps, values, color=color, alpha=0.3, linewidth=width / 2, marker=marker, label=label)
     axes.plot(steps, smooth(values), color=color, linewidth=width, label=label and f"{label}, smoothed")
 
 
-def _tidy(axes: Any) -> None:
+def _style(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("step")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.data.tree import TokenTree
+from corral.data.token_tree import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.logprobs import head_logprobs
 from corral.rollout.engine import Completion, PrefixHandle, Sampling, WeightLayout
@@ -50,11 +50,7 @@ class NativeEngine:
             paged = next(model.parameters()).is_cuda and supports_paging(model)
         make_core = PagedCore if paged else SlotCore
         self.core: EngineCore = make_core(
-            model,
-            tokenizer,
-            max_sequences=max_sequences,
-            max_prefill_tokens=max_prefill_tokens,
-            max_length=max_length,
+            model, tokenizer, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_length=max_length
         )
         self.version = 0
         self.has_weights = asyncio.Event()

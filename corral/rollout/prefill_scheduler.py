@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from corral.data.token_tree import TokenTree
 from corral.data.trajectory import IntArray
-from corral.data.tree import TokenTree
 from corral.kernels.device import on_device
 from corral.kernels.paged import PAGE
 from corral.kernels.varlen import varlen_attention

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.data.tree import TokenTree
+from corral.data.token_tree import TokenTree
 from corral.kernels.draw import Truncation, draw
 from corral.model.attention import Kernel, TreeAttention, forward_hidden
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey

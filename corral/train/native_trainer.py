@@ -74,11 +74,7 @@ class _NativeTrainer:
         self.optimizer: MasterOptimizer | None = None
         if optimizer is not None:
             self.optimizer = MasterOptimizer(
-                model.named_parameters(),
-                optimizer,
-                total_updates,
-                layout=self.layout,
-                on_host="optimizer" in offload,
+                model.named_parameters(), optimizer, total_updates, layout=self.layout, on_host="optimizer" in offload
             )
         self.gradient_checkpointing = gradient_checkpointing
         self.has_bad_loss = False

@@ -11,7 +11,7 @@ import pytest
 from commands import corral
 from runs import VALIDATION, rows_of, write_recipe
 
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 
 SAMPLED = (*VALIDATION, "validation.temperature=1.0", "validation.samples_per_prompt=2")
 
@@ -116,7 +116,7 @@ def test_data_prepares_a_local_copy_that_a_recipe_can_name(tmp_path: Path, tiny_
     overrides = ("data.max_prompt_tokens=128", "environment.reward.name=gsm8k")
     trained = corral(tmp_path, "train", "recipe.yaml", *overrides)
     assert trained.code == 0, trained.stderr
-    assert read(tmp_path / "runs" / "tiny" / "metrics.jsonl")[0]["validation/mean@1"] == 0
+    assert read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")[0]["validation/mean@1"] == 0
 
 
 @pytest.mark.parametrize(

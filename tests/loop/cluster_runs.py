@@ -9,7 +9,7 @@ from pathlib import Path
 from hosts import Lab
 from runs import write_recipe
 
-from corral.observe.ledger import Audit, Ledger
+from corral.observe.ledger import Ledger, LedgerAudit
 
 CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=2")
@@ -60,5 +60,5 @@ class ClusterRun:
         found = self.lab.run(host, ["pgrep", "-f", "^ray::DeviceProcess"]).stdout.split()
         self.lab.run(host, ["kill", "-9", *found[-number:]])
 
-    def audit(self) -> Audit:
+    def audit(self) -> LedgerAudit:
         return Ledger(self.path / "ledger.jsonl").audit()

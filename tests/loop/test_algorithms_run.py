@@ -9,7 +9,7 @@ import pytest
 from runs import steps_here, steps_of, train_here
 
 from corral.observe.ledger import Ledger
-from corral.observe.trajectories import read_trajectories
+from corral.observe.run_files import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.schema import AlgorithmName
 from corral.runtime.loss_functions import LossStats

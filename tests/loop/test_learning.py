@@ -10,8 +10,7 @@ import pytest
 from commands import corral
 from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
 
-from corral.observe.metrics import read
-from corral.observe.trajectories import read_trajectories
+from corral.observe.run_files import read_metrics, read_trajectories
 
 PPO = ("algorithm.name=ppo", "critic.optimizer.learning_rate=0.01")
 
@@ -104,7 +103,7 @@ def test_trajectories_hold_what_was_played_and_learnt_from(tmp_path: Path, tiny_
         assert set(record["versions"]) == {1}
         length = len(record["response_tokens"])
         assert all(len(record[name]) == length for name in ("generated", "logprobs", "versions", "advantages"))
-    step = next(row for row in read(run / "metrics.jsonl") if row["step"] == 2)
+    step = next(row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 2)
     assert step["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))
 
 

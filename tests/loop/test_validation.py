@@ -8,7 +8,7 @@ from trajectories import make_trajectory
 
 from corral.data.trajectory import StopReason
 from corral.loop.validation import summarize
-from corral.observe.trajectories import read_trajectories
+from corral.observe.run_files import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
 

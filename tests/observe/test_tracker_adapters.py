@@ -55,7 +55,7 @@ def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from corral.observe.adapters import TensorBoard
+from corral.observe.trackers import TensorBoard
 writer = TensorBoard(Path(sys.argv[1]), "project", "run", {}, {})
 writer.log(1, {"reward/mean": 1.0})
 writer.close()
@@ -103,7 +103,7 @@ def test_trackio_goes_on_with_the_same_run(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from corral.observe.adapters import Trackio
+from corral.observe.trackers import Trackio
 first = Trackio(Path(), "project", "run", {"seed": 0}, {})
 first.log(1, {"reward/mean": 0.5, "validation/mean@1": float("nan")})
 first.close()

@@ -2,7 +2,7 @@ from itertools import islice
 
 import pytest
 
-from corral.data.boards import board_rows
+from corral.data.generated import board_rows
 from corral.recipe.schema import Source
 
 

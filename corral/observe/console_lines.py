@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them: pure functions behind the console."""
+"""Lines of the console: pure functions from numbers to text."""
 
 import math
 import unicodedata
@@ -36,7 +36,7 @@ def small_number(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Field:
+class StepField:
     """A metric in the line of a step. `importance`: the lowest are left out first where the terminal is narrow."""
 
     key: str
@@ -47,7 +47,7 @@ class Field:
     unit: str = ""
 
     def text(self, value: float | None) -> Text:
-        """As wide for any value, and for none, so that lines align."""
+        """As wide for every value, and for none, so that lines align."""
         if value is None:
             return Text(" " * self.cells)
         label = f"{self.label} " if self.label else ""
@@ -59,24 +59,24 @@ class Field:
 
 
 STEP_FIELDS = (
-    Field("reward/mean", "reward", 6, "{:.3f}".format, 9),
-    Field("kl/mean", "kl", 8, small_number, 5),
-    Field("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
-    Field("length/mean", "length", 7, "{:.1f}".format, 3),
-    Field("speed/tokens_per_s", "", 6, "{:.0f}".format, 2, " tok/s"),
-    Field("time/rollout_s", "play", 6, short_duration, 0),
-    Field("time/train_s", "learn", 6, short_duration, 1),
-    Field("time/step_s", "step", 6, short_duration, 7),
-    Field("eta_s", "eta", 6, duration, 8),
+    StepField("reward/mean", "reward", 6, "{:.3f}".format, 9),
+    StepField("kl/mean", "kl", 8, small_number, 5),
+    StepField("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
+    StepField("length/mean", "length", 7, "{:.1f}".format, 3),
+    StepField("speed/tokens_per_s", "", 6, "{:.0f}".format, 2, " tok/s"),
+    StepField("time/rollout_s", "rollout", 6, short_duration, 0),
+    StepField("time/train_s", "train", 6, short_duration, 1),
+    StepField("time/step_s", "step", 6, short_duration, 7),
+    StepField("eta_s", "eta", 6, duration, 8),
 )
 TROUBLE_FIELDS = (
-    Field("updates/skipped", "skipped updates", 0, "{:.0f}".format, 9),
-    Field("samples/dropped_groups", "dropped groups", 0, "{:.0f}".format, 9),
+    StepField("updates/skipped", "skipped updates", 0, "{:.0f}".format, 9),
+    StepField("samples/dropped_groups", "dropped groups", 0, "{:.0f}".format, 9),
 )
 
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float], columns: set[str], width: int | None) -> Text:
-    """The line of a step. `columns` are the metrics that earlier lines showed: their places are kept free."""
+    """The line of a step. `columns` are the metrics that earlier lines showed: their columns are kept."""
     count = f"{step}" if total is None else f"{step:>{len(str(total))}}/{total}"
     head = Text.assemble(("step ", "dim"), (count, "bold"))
     fields = [field for field in STEP_FIELDS if field.key in metrics or field.key in columns]
@@ -103,19 +103,20 @@ def validation_line(when: str, metrics: Mapping[str, float], num_questions: int 
 
 @dataclass(frozen=True)
 class EnvironmentScore:
-    """How an environment was played."""
+    """The scores of an environment in a validation."""
 
     tag: str
     measured: Mapping[str, float]
-    """`success`, `valid_actions`, ... on average."""
-    floor: Mapping[str, float]
-    """Of random play: reward, success."""
-    ceiling: Mapping[str, float]
+    """Means of `success`, `valid_actions`, ..."""
+    random: Mapping[str, float]
+    """Reward and success of the random baseline."""
+    optimal: Mapping[str, float]
+    """Reward and success of the optimal baseline."""
 
 
 def environment_scores(metrics: Mapping[str, float]) -> list[EnvironmentScore]:
     """One for each tag, or for the only environment; none where environments measure nothing."""
-    measured, floor, ceiling = (
+    measured, random, optimal = (
         {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         for prefix in ("validation/environment/", "validation/random/", "validation/optimal/")
     )
@@ -129,13 +130,13 @@ def environment_scores(metrics: Mapping[str, float]) -> list[EnvironmentScore]:
         return {name: value for name, value in own.items() if "/" not in name}
 
     found = [
-        EnvironmentScore(tag, below(measured, tag), below(floor, tag), below(ceiling, tag)) for tag in tags or [""]
+        EnvironmentScore(tag, below(measured, tag), below(random, tag), below(optimal, tag)) for tag in tags or [""]
     ]
     return [score for score in found if score.measured]
 
 
 def score_text(metrics: Mapping[str, float | None]) -> str:
-    """31.0 % ± 4.1; scores outside of [0, 1] are not shares, and stay numbers."""
+    """31.0 % ± 4.1; scores outside of [0, 1] are not fractions, and stay numbers."""
     score = held_out_score(metrics)
     if score is None:
         return "no score"
@@ -150,23 +151,23 @@ def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
     return next((metrics[name] for name in sorted(metrics) if name.startswith("validation/mean@")), None)
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
 
 
 def visible(text: str) -> str:
-    """On one line: line breaks are shown as ⏎, and what could move the cursor or colour the terminal as its code."""
+    """The text on one line: line breaks as ⏎, and what could move the cursor or color the terminal as its code."""
     text = text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " ")
-    return "".join(sign.encode("unicode_escape").decode() if _is_control(sign) else sign for sign in text)
+    return "".join(char.encode("unicode_escape").decode() if _is_control(char) else char for char in text)
 
 
-def _is_control(sign: str) -> bool:
+def _is_control(char: str) -> bool:
     # The two joiners are part of how Persian, Hindi and emoji are written.
-    return unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Zl", "Zp") and sign not in "\u200c\u200d"
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d"
 
 
 def cut(text: str, width: int, keep: Literal["start", "end", "both"]) -> str:
-    """At most `width` cells wide; `…` stands for what was cut."""
+    """The text cut to `width` cells; `…` stands for what was cut."""
     if cell_len(text) <= width:
         return text
     if width < 1:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from corral.observe.lines import cut, duration, score_text, step_line, validation_line, visible
+from corral.observe.console_lines import cut, duration, score_text, step_line, validation_line, visible
 
 FULL = {
     "reward/mean": 0.412,
@@ -31,7 +31,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 def test_a_step_is_one_line_with_every_number() -> None:
     line = " ".join(step_line(12, 60, FULL, set(), None).plain.split())
     assert line == (
-        "step 12/60 reward 0.412 kl 0.0012 entropy 1.21 length 5.1 412 tok/s play 1.2s learn 2.8s step 4.3s eta 3m20s"
+        "step 12/60 reward 0.412 kl 0.0012 entropy 1.21 length 5.1 412 tok/s rollout 1.2s train 2.8s step 4.3s eta 3m20s"
     )
 
 

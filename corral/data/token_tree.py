@@ -1,6 +1,6 @@
-"""Sequences that begin alike, laid out so that no token with the same history is computed twice.
+"""Sequences with common prefixes, laid out so that no token with the same prefix is computed twice.
 
-A causal model's state at a token depends on the token's history and on nothing else. So the samples of a prompt can
+A causal model's state at a token depends on the tokens before it and on nothing else. So the samples of a prompt can
 share the prompt, prompts can share a system message, and two samples that start with the same words can share those;
 the result and the gradient are the same as if each sequence were computed alone. `TokenTree` holds the distinct
 tokens, in an order in which every sequence adds one contiguous chunk behind what it shares with its predecessor.
@@ -16,8 +16,8 @@ from corral.data.trajectory import IntArray
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The tokens that one sequence adds: `start <= node < end`. Its last query sees the whole `path`."""
+class TreeChunk:
+    """The tokens that one sequence adds: `start <= node < end`. Its last query attends to the whole `path`."""
 
     start: int
     end: int
@@ -33,8 +33,8 @@ class TokenTree:
     """[nodes], distance from the root: the token's position in every sequence that runs through it."""
     paths: tuple[IntArray, ...]
     """For each sequence, in the order given to `build`, the nodes of its tokens."""
-    chunks: tuple[Chunk, ...]
-    """In order of `start`; empty ones (a sequence that is the beginning of another, or equal to it) left out."""
+    chunks: tuple[TreeChunk, ...]
+    """In order of `start`, without empty ones (of a sequence that is a prefix of another, or equal to it)."""
 
     @classmethod
     def build(cls, sequences: Sequence[IntArray]) -> "TokenTree":
@@ -48,7 +48,7 @@ class TokenTree:
             end = num_nodes + len(sequence) - shared
             path = np.concatenate([previous_path[:shared], np.arange(num_nodes, end)])
             if end > num_nodes:
-                chunks.append(Chunk(num_nodes, end, path))
+                chunks.append(TreeChunk(num_nodes, end, path))
             paths[i] = path
             new_tokens.append(sequence[shared:])
             num_nodes, previous, previous_path = end, sequence, path
@@ -62,9 +62,9 @@ class TokenTree:
         return len(self.tokens)
 
     @cached_property
-    def trees(self) -> tuple[tuple[Chunk, ...], ...]:
+    def trees(self) -> tuple[tuple[TreeChunk, ...], ...]:
         """Chunks by root. Chunks under different roots share nothing; each root's nodes are contiguous."""
-        trees: list[list[Chunk]] = []
+        trees: list[list[TreeChunk]] = []
         for chunk in self.chunks:
             if chunk.path[0] == chunk.start:
                 trees.append([])
@@ -73,7 +73,7 @@ class TokenTree:
 
 
 def lexicographic_order(sequences: Sequence[IntArray]) -> list[int]:
-    """Neighbours in this order share the longest beginnings. Big-endian bytes compare as the numbers do, in C."""
+    """Neighbors in this order have the longest common prefixes. Big-endian bytes compare as the numbers do, in C."""
     keys = [sequence.astype(">i4").tobytes() for sequence in sequences]
     return sorted(range(len(sequences)), key=keys.__getitem__)
 
