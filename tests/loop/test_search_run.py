@@ -19,7 +19,7 @@ from corral.envs.search import SearchEnv
 
 
 class SearchesAll(SearchEnv):
-    """Takes whatever is said for a search, and what is said last for an answer: the model of this test cannot write
+    """Takes every reply for a search, and the last one for an answer: the model of this test cannot write
     tags."""
 
     async def step(self, reply):
@@ -120,5 +120,5 @@ def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(
 def test_an_index_that_is_not_there_ends_the_run_at_the_start(folder: Path, tiny_model: Path) -> None:
     write_recipe(folder, tiny_model, "runtime: local")
     command = start_corral(folder, "train", "recipe.yaml", "cluster.services.retriever.retriever=nowhere")
-    said = command.wait().stderr
-    assert re.search(r"error: `cluster.services.retriever` ended with exit code 2; .*nowhere", said), said
+    output = command.wait().stderr
+    assert re.search(r"error: `cluster.services.retriever` ended with exit code 2; .*nowhere", output), output

@@ -90,14 +90,14 @@ def recipe_with(**cluster: Any) -> Recipe:
 
 @asynccontextmanager
 async def running(
-    logs: str, said: list[str] | None = None, without: list[str] | None = None, build: bool = True, **cluster: Any
+    logs: str, output: list[str] | None = None, without: list[str] | None = None, build: bool = True, **cluster: Any
 ) -> AsyncIterator[RayRuntime]:
     recipe = recipe_with(**cluster)
     runtime = await RayRuntime.start(
         recipe,
         placement_of(recipe),
         Path(logs),
-        report=(said if said is not None else []).append,
+        report=(output if output is not None else []).append,
         without_nodes=frozenset(without or []),
         builder="scenarios:build_fake",
     )
@@ -183,18 +183,18 @@ async def deaths(logs: str) -> dict[str, Any]:
         after = await rollout.all(FakeRole.facts)
         seen["replaced"] = [new["pid"] == old for new, old in zip(after, pids, strict=True)]
         seen["exited"] = await lost_of(rollout.all(FakeRole.end, "exit", ranks=[0]))
-        said: list[str] = []
+        output: list[str] = []
         again = {"nodes": 2, "devices_per_node": 2}
-        seen["booked"] = await message_of(runtime_of(logs, said, start_timeout_s=2, **again))
-        seen["said"] = said
+        seen["booked"] = await message_of(runtime_of(logs, output, start_timeout_s=2, **again))
+        seen["output"] = output
         seen["actor_lives"] = await runtime.groups["actor"].all(FakeRole.all_reduce)
     async with running(logs, build=False, nodes=2, devices_per_node=1) as runtime:
         seen["freed"] = len(runtime.devices)
     return seen
 
 
-async def runtime_of(logs: str, said: list[str], **cluster: Any) -> None:
-    async with running(logs, said, **cluster):
+async def runtime_of(logs: str, output: list[str], **cluster: Any) -> None:
+    async with running(logs, output, **cluster):
         pass
 
 
@@ -207,11 +207,11 @@ async def lost_of(work: Any) -> dict[str, Any]:
 
 
 async def refusals(logs: str) -> dict[str, Any]:
-    said: list[str] = []
+    output: list[str] = []
     small = {"devices_per_node": 2, "start_timeout_s": 3}
     return {
-        "three_nodes": await message_of(runtime_of(logs, said, nodes=3, **small)),
-        "said": said,
+        "three_nodes": await message_of(runtime_of(logs, output, nodes=3, **small)),
+        "output": output,
         "no_cluster": await message_of(runtime_of(logs, [], address="127.0.0.1:1", **small)),
     }
 

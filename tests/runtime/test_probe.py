@@ -67,7 +67,7 @@ def test_any_one_tensor_that_did_not_arrive_is_noticed(name: str) -> None:
         compare_logprobs(before, model_logprobs(policy.model, PROMPT[:PROBE_TOKENS]), torch.float32, **WHERE)
 
 
-def test_a_disagreement_is_told_with_its_size_and_what_is_not_a_number_is_one() -> None:
+def test_a_disagreement_is_reported_with_its_size_and_what_is_not_a_number_is_one() -> None:
     with pytest.raises(RunError, match=r"by 0.3 on the probe prompt \(bound 0.0002\): its weights are not those"):
         compare_logprobs([-1.0, -2.0], [-1.0, -2.3], torch.float32, **WHERE)
     with pytest.raises(RunError, match="by nan"):

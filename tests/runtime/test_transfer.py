@@ -110,7 +110,7 @@ def test_memory_is_used_again_and_gone_when_the_channel_closes() -> None:
     assert not memory_files()
 
 
-def test_a_receiver_that_comes_too_late_is_told() -> None:
+def test_a_receiver_that_comes_too_late_gets_an_error() -> None:
     weights = tiny_weights()
     first, second = IpcChannel(CPU, bucket_bytes=BUCKET), IpcChannel(CPU, bucket_bytes=BUCKET)
     handle = first.send(weights)
