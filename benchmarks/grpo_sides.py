@@ -63,7 +63,7 @@ def corral_steps(options: argparse.Namespace) -> Measured:
 async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
     from corral.loop.advantages_step import advantages
-    from corral.loop.components import open_components
+    from corral.loop.components import open_components, open_runtime
     from corral.loop.rollout_step import PendingRollout, RolloutResult
     from corral.loop.train_step import compute_logprobs_and_values, plan_updates, train
     from corral.observe.console import Console
@@ -72,7 +72,9 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     steps = []
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.jsonl")
-        async with open_components(recipe, Console(io.StringIO()), Path(folder), None) as parts:
+        async with open_components(
+            recipe, Console(io.StringIO()), Path(folder), None, frozenset(), open_runtime
+        ) as parts:
             stats = parts.runtime.worker.context.roles["rollout"].engine.stats
             for step in range(num_steps):
                 computed, started = stats.num_computed_tokens, time.perf_counter()

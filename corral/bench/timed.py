@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from corral.bench.side import Measured
-from corral.loop.components import OpenWorkers
+from corral.loop.components import OpenWorkers, open_runtime
 from corral.loop.interrupt import Interrupt, close_runner
 from corral.loop.train import running
 from corral.loop.training_loop import run_steps
@@ -30,7 +30,7 @@ class Clock(Console):
 
 
 def timed_steps(
-    recipe: Recipe, open_workers: OpenWorkers | None = None, on_step: Callable[[int], None] = lambda step: None
+    recipe: Recipe, open_workers: OpenWorkers = open_runtime, on_step: Callable[[int], None] = lambda step: None
 ) -> Measured:
     """One dict for each step but the first: its `seconds`, `cpu_s` of this process, and the loop's own numbers."""
     clock = Clock(on_step)

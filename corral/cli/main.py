@@ -56,10 +56,10 @@ def train(
     With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
     """
     from corral.cli.planning import with_plan
-    from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
     from corral.recipe.plan import describe_batch, describe_schedule
+    from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)

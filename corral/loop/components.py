@@ -22,10 +22,11 @@ from corral.recipe.errors import UserError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
-from corral.recipe.schema import Model, Part, Recipe, Source
+from corral.recipe.schema import Part, Recipe, Source
 from corral.rollout.chat_rendering import check_template
 from corral.rollout.engine import Sampling
 from corral.runtime.group import LocalRuntime, Runtime
+from corral.runtime.local_debugger import Debugging
 from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
 from corral.runtime.remote_debugger import DebuggerOptions
 from corral.runtime.worker import BUILD_ORDER
@@ -98,9 +99,7 @@ async def open_rollout_components(
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model_path})})
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     async with open_runtime(recipe, placement.only(["rollout"]), Path(recipe.logging.runs), console) as runtime:
-        await runtime.build("rewards", recipe, None)
-        tokenizer = tokenizer_of(recipe.model, console)
-        check_turns(recipe, tokenizer, console)
+        tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         validation = prompts_of(recipe, "validation", tokenizer, console)
         with console.stage("loading the model"):
             facts = await runtime.build("rollout", recipe, None)
@@ -114,15 +113,13 @@ async def open_components(
     console: Console,
     logs: Path,
     resume_from: Path | None,
-    lost_nodes: frozenset[str] = frozenset(),
-    open_workers: OpenWorkers | None = None,
+    lost_nodes: frozenset[str],
+    open_workers: OpenWorkers,
 ) -> AsyncIterator[RunComponents]:
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
-    async with (open_workers or open_runtime)(recipe, placement, logs, console, lost_nodes) as runtime:
-        await runtime.build("rewards", recipe, None)
-        tokenizer = tokenizer_of(recipe.model, console)
-        check_turns(recipe, tokenizer, console)
+    async with open_workers(recipe, placement, logs, console, lost_nodes) as runtime:
+        tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         train = prompts_of(recipe, "train", tokenizer, console)
         validation = []
         if recipe.data.validation is not None:
@@ -162,18 +159,22 @@ async def open_runtime(
     logs: Path,
     console: Console,
     lost_nodes: frozenset[str] = frozenset(),
-    debugger: DebuggerOptions = DebuggerOptions(),
+    debugging: Debugging = Debugging(),
 ) -> AsyncIterator[Runtime]:
     runtime: Runtime
     if runs_on_ray(recipe):
         from corral.runtime.ray_runtime import RayRuntime
 
+        debugger = DebuggerOptions(debugging.post_mortem, debugging.insecure, console.warn)
         with console.stage("starting workers"):
             runtime = await RayRuntime.start(
                 recipe, placement, logs, report=console.note, without_nodes=lost_nodes, debugger=debugger
             )
     else:
-        runtime = LocalRuntime(recipe, placement, logs)
+        if debugging.here:  # who is at a breakpoint is not hurried
+            cluster = recipe.cluster.model_copy(update={"call_timeout_s": math.inf})
+            recipe = recipe.model_copy(update={"cluster": cluster})
+        runtime = LocalRuntime(recipe, placement, logs, builder=debugging.builder)
     try:
         if isinstance(runtime, LocalRuntime) and recipe.cluster.services:
             with console.stage(f"starting {', '.join(recipe.cluster.services)}"):
@@ -200,20 +201,20 @@ def trainer_group(recipe: Recipe, runtime: Runtime, role: str) -> TrainerGroup[A
     return TrainerGroup(runtime.groups[role], mesh_shape(recipe.train.parallel, runtime.groups[role].size, role))
 
 
-def tokenizer_of(model: Model, console: Console) -> Any:
-    with console.stage(f"preparing {model.path}" + (", once, half a minute" if needs_conversion(model.path) else "")):
-        tokenizer = load_tokenizer(model)
+async def prepare_rewards_and_tokenizer(runtime: Runtime, recipe: Recipe, console: Console) -> Any:
+    """Builds the rewards and returns the tokenizer. Warns where the model's chat template does not allow that a
+    conversation is extended token by token."""
+    await runtime.build("rewards", recipe, None)
+    path = recipe.model.path
+    with console.stage(f"preparing {path}" + (", once, half a minute" if needs_conversion(path) else "")):
+        tokenizer = load_tokenizer(recipe.model)
     quiet_libraries()  # transformers was imported just now
-    return tokenizer
-
-
-def check_turns(recipe: Recipe, tokenizer: Any, console: Console) -> None:
-    """Warns where the model's chat template does not allow that a conversation is extended token by token."""
-    several = recipe.rollout.max_turns > 1 or any(e.name == "search" for e in recipe.tagged_environments.values())
-    if several and recipe.data.chat and tokenizer.chat_template:
+    multi_turn = recipe.rollout.max_turns > 1 or any(e.name == "search" for e in recipe.tagged_environments.values())
+    if multi_turn and recipe.data.chat and tokenizer.chat_template:
         warning = check_template(tokenizer, recipe.data.system)
         if warning is not None:
             console.warn(warning)
+    return tokenizer
 
 
 def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> list[PreparedPrompt]:

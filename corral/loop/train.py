@@ -4,11 +4,11 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.loop.components import OpenWorkers, open_components
-from corral.loop.debug import Debugging
+from corral.loop.components import OpenWorkers, open_components, open_runtime
 from corral.loop.interrupt import Interrupt, Interrupted, close_runner
 from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.supervisor import Supervisor
@@ -22,6 +22,7 @@ from corral.observe.trackers import make_trackers
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
+from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
 from corral.train.checkpoint import find_checkpoint, read_state, step_folder
 
@@ -40,7 +41,7 @@ def train(
             announce("controller", folder.name)
             console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
             with Interrupt(console.warn, debugging.on_ctrl_c) as interrupt, run_log(folder.logs / "main.log", console):
-                open_workers = debugging.open_workers
+                open_workers = partial(open_runtime, debugging=debugging)
                 runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
         return folder.path
     finally:
@@ -55,7 +56,7 @@ async def supervise(
     interrupt: Interrupt,
     checkpoint: Path | None,
     recipe_file: Path,
-    open_workers: OpenWorkers | None = None,
+    open_workers: OpenWorkers = open_runtime,
 ) -> None:
     """Runs to the end. A run that has lost a worker it cannot do without begins again at its last checkpoint, on the
     nodes that are left, at most `cluster.max_restarts` times without a new checkpoint in between."""
@@ -95,7 +96,7 @@ async def running(
     interrupt: Interrupt,
     checkpoint: Path | None = None,
     lost_nodes: set[str] | None = None,
-    open_workers: OpenWorkers | None = None,
+    open_workers: OpenWorkers = open_runtime,
 ) -> AsyncIterator[Run]:
     """Opens a run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
     state = {} if checkpoint is None else read_state(checkpoint)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray, StopReason, Trajectory
+from corral.data.trajectory import FloatArray
 from corral.loop.rollout_scheduler import RolloutScheduler
 from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.errors import RunError
@@ -50,7 +50,7 @@ class WeightPublisher:
     ) -> None:
         self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.probe = probe_batch([prompt if len(prompt) > 1 else [*prompt, *prompt]])
+        self.probe = probe_batch(prompt if len(prompt) > 1 else [*prompt, *prompt])
         self.version = version
         """Version of the trainers' weights."""
         self.channel_ranks: list[int] | None = None
@@ -132,25 +132,18 @@ class WeightPublisher:
         )
 
 
-def probe_batch(prompts: Sequence[Sequence[int]]) -> Batch:
-    """Makes a batch of the beginnings of these prompts, every token behind the first marked as generated."""
-    assert min(map(len, prompts)) > 1, "a probe needs prompts of two tokens or more"
-    chosen = prompts[: PROBE_TOKENS // 2]
-    return Batch.of([probe_trajectory(prompt[: PROBE_TOKENS // len(chosen)]) for prompt in chosen])
-
-
-def probe_trajectory(prompt: Sequence[int]) -> Trajectory:
-    generated = np.arange(len(prompt)) > 0
-    return Trajectory(
-        tokens=np.array(prompt, np.int64),
+def probe_batch(prompt: Sequence[int]) -> Batch:
+    """Makes a batch of the beginning of a prompt, every token behind the first marked as generated."""
+    tokens = np.array(prompt[:PROBE_TOKENS], np.int64)
+    generated = np.arange(len(tokens)) > 0
+    return Batch(
+        tokens=tokens,
         generated=generated,
-        logprobs=np.zeros(len(prompt), np.float32),
+        logprobs=np.zeros(len(tokens), np.float32),
         versions=np.where(generated, 0, -1),
-        turn_rewards=[],
-        stop=StopReason.LENGTH,
-        prompt_id=0,
-        sample=0,
-        row=0,
+        token_rewards=np.zeros(len(tokens), np.float32),
+        offsets=np.array([0, len(tokens)]),
+        groups=np.zeros(1, np.int64),
     )
 
 

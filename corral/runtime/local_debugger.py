@@ -1,16 +1,19 @@
-"""The debugger of `corral train --debug`: on the terminal, for what runs in this process.
+"""`corral train --debug` and `--post-mortem`: what they change of a run, and the debugger on the terminal for what runs
+in this process. How to use them is in docs/debugging.md.
 
-It is Python's own, with two differences. Its `quit` ends the run, where Python's would raise an error that counts as
-one of the environment or reward function it was in. And Ctrl-C opens it where the program is, also before any
+The debugger is Python's own, with two differences. Its `quit` ends the run, where Python's would raise an error that
+counts as one of the environment or reward function it was in. And Ctrl-C opens it where the program is, also before any
 breakpoint. Reward functions and environments are called in this process, without deadlines; with --post-mortem besides,
 a debugger opens where they fail, which otherwise costs a sample, as ever.
 """
 
 import math
 import pdb
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,14 +21,82 @@ from typing import Any
 
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult
-from corral.recipe.schema import Recipe
+from corral.observe.console import Console
+from corral.recipe.errors import RunError, UserError
+from corral.recipe.placement import runs_on_ray
+from corral.recipe.presets import resolve_algorithm
+from corral.recipe.schema import Cluster, Parallel, Recipe
 from corral.rewards.here import RewardsHere
 from corral.rewards.pools import Pools
 from corral.runtime.rollout_worker import RolloutWorker
-from corral.runtime.worker import RewardWorker, Role, WorkerContext, build_role, environments_with_rewards
+from corral.runtime.worker import BUILDER, RewardWorker, Role, WorkerContext, build_role, environments_with_rewards
 
-DEBUG_BUILDER = "corral.runtime.local_debugger:build_debug_role"
-POST_MORTEM_BUILDER = "corral.runtime.local_debugger:build_post_mortem_role"
+
+@dataclass(frozen=True)
+class Debugging:
+    """How a run is debugged."""
+
+    here: bool = False
+    """Whether all of the run is in this process."""
+    post_mortem: bool = False
+    """Whether a debugger opens where something fails."""
+    insecure: bool = False
+    """Whether a worker's debugger, which has no password, may be opened where others can reach it."""
+
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """Returns the recipe as it is run."""
+        return in_one_process(recipe) if self.here else recipe
+
+    @property
+    def builder(self) -> str:
+        """Name of the function that makes the roles of a worker in this process."""
+        if not self.here:
+            return BUILDER
+        return f"{__name__}:{(build_post_mortem_role if self.post_mortem else build_debug_role).__name__}"
+
+    @property
+    def on_ctrl_c(self) -> Callable[[int, FrameType | None], None] | None:
+        return break_on_signal if self.here and sys.stdin.isatty() else None
+
+    @contextmanager
+    def watching(self, recipe: Recipe, console: Console) -> Iterator[None]:
+        """Runs the block, and opens a debugger on the terminal for an error, which is then raised as ever."""
+        # On Ray a worker has opened its own debugger for an error of its own.
+        expected = (UserError, RunError, OSError) if runs_on_ray(recipe) else UserError
+        try:
+            with debugger_installed() if self.here else nullcontext():
+                yield
+        except expected:
+            raise
+        except Exception as error:
+            if self.post_mortem:
+                console.close()
+                if sys.stdin.isatty():
+                    with suppress(KeyboardInterrupt):
+                        open_at_error(error)
+                else:
+                    console.warn("--post-mortem: there is no debugger without a terminal to type in")
+            raise
+
+
+def in_one_process(recipe: Recipe) -> Recipe:
+    """Returns the recipe on one device, on-policy, with the same arithmetic, and in a run folder of its own."""
+    algorithm, written = resolve_algorithm(recipe), recipe.algorithm
+    correction = written.correction.model_copy(update={"name": algorithm.correction_name})
+    changes = {
+        "name": f"{recipe.name}-debug",
+        "cluster": Cluster(runtime="local"),
+        "train": recipe.train.model_copy(update={"parallel": Parallel(), "offload": []}),
+        "checkpoint": recipe.checkpoint.model_copy(
+            update={"resume": "never" if recipe.checkpoint.resume == "auto" else recipe.checkpoint.resume}
+        ),
+    }
+    if recipe.schedule.max_staleness:
+        changes["algorithm"] = written.model_copy(
+            update={"correction": correction, "old_logprobs": algorithm.old_logprobs}
+        )
+    changes["schedule"] = recipe.schedule.model_copy(update={"max_staleness": 0, "pipelined": False})
+    return recipe.model_copy(update=changes)
 
 
 class Debugger(pdb.Pdb):

@@ -14,10 +14,10 @@ from guides import Block, block
 from runs import steps_of, write_recipe
 from terminal import Terminal
 
-from corral.loop.debug import in_one_process
 from corral.recipe.errors import UserError
 from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.plan import make_plan
+from corral.runtime.local_debugger import in_one_process
 from corral.runtime.nodes import Node, NodeFacts
 from corral.runtime.remote_debugger import DebuggerOptions, check_debugger
 
