@@ -271,7 +271,7 @@ class IpcChannel:
 
     def __init__(self, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.device, self.bucket_bytes = device, bucket_bytes
-        self.in_use: list[DeviceMemory | MemoryFile] = []
+        self.in_use: list[IpcDeviceMemory | MemoryFile] = []
         self.idle: list[MemoryFile] = []
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
@@ -285,7 +285,7 @@ class IpcChannel:
 
     def _allocate(self, size: int) -> Tensor:
         if self.device.type == "cuda":
-            self.in_use.append(DeviceMemory(size, self.device))
+            self.in_use.append(IpcDeviceMemory(size, self.device))
         else:
             fitting = next((file for file in self.idle if len(file.content) == size), None)
             if fitting is not None:
@@ -358,7 +358,7 @@ def mapped(file: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
 
 
-class DeviceMemory:
+class IpcDeviceMemory:
     """Memory of a GPU that another process of the node can map."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -373,7 +373,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """How another process finds a `DeviceMemory`."""
+    """How another process finds a `IpcDeviceMemory`."""
 
     device: str
     """UUID of the sender's device: processes may number the devices of a node differently."""
