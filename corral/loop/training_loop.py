@@ -79,26 +79,26 @@ async def run_steps(run: Run) -> None:
     while not run.is_complete and not run.interrupt.requested:
         run.times = {}
         with run.timed("step"):
-            rollouts.start(version=run.step)
+            rollouts.start(version=run.step)  # samples the prompts, and submits them
             training = StepTraining(parts, run.step + 1)
             async with aclosing(rollout_pieces(run, rollouts.pending.pop(run.step + 1))) as pieces:
                 async for rollout in pieces:
                     training.rollouts.append(rollout)
-                    if not rollout.trajectories:
+                    if not rollout.trajectories:  # all failed, or were filtered
                         continue
                     batch = Batch.of(rollout.trajectories)
                     async with trainer_lock:
                         with run.timed("logprobs"):
                             await compute_logprobs_and_values(parts, batch, training.updates_of(batch))
                         with run.timed("train"):
-                            await training.add(rollout, batch)
+                            await training.add(rollout, batch)  # advantages and gradients that need this piece only
             async with trainer_lock:
                 with run.timed("train"):
-                    rollout, batch, metrics, result = await training.finish()
+                    rollout, batch, metrics, result = await training.finish()  # the others, and the optimizer steps
                 run.step += 1
-                metrics_of_transfer = await parts.publisher.publish(version=run.step)
+                metrics |= await parts.publisher.publish(version=run.step)
         steer_kl(parts, metrics, len(batch))
-        record_step(run, rollout, batch, result, metrics | metrics_of_transfer)
+        record_step(run, rollout, batch, result, metrics)
         if parts.recipe.schedule.max_staleness:
             rollouts.start(version=run.step)
         await validate_if_due(run)

@@ -7,9 +7,8 @@ same time, because their models compute together; a worker without a shard takes
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Recipe
 from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateTerms, ValueLossFunction
 from corral.runtime.transfer_buckets import TransferHandle
-from corral.runtime.transfer_channels import Channel, CollectiveChannel, make_channel
+from corral.runtime.transfer_channels import Channel, make_channel
 from corral.runtime.worker import Role, WorkerContext
 from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.train.optimizer import UpdateResult
@@ -77,6 +76,18 @@ class ModelWorker(Role, ABC):
     def can_see(self, file: Path) -> bool:
         return file.exists()
 
+    def compute_column(
+        self, shard: Batch | None, compute: Callable[[Iterable[Pack | None]], Iterator[Tensor]]
+    ) -> FloatArray:
+        """Returns one number for each token of the shard."""
+        packs = self.packs(shard)
+        results = list(compute(packs))  # all packs, before any result is read: reading waits for the device
+        column = np.zeros(0 if shard is None else len(shard.tokens), np.float32)
+        for pack, result in zip(packs, results, strict=True):
+            if pack is not None:
+                column[pack.flat] = result.float().cpu().numpy()
+        return column
+
     def packs(self, shard: Batch | None) -> Sequence[Pack | None]:
         """Cuts a shard into micro-batches; None pads their number to that of the worker with the most."""
         if self.context.device.type == "cuda" and "rollout" in self.context.roles:
@@ -117,11 +128,7 @@ class PolicyWorker(ModelWorker):
 
     def compute_logprobs(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
         """Returns for each shard one log-prob for each of its tokens."""
-        return [self._logprobs_of(shard) for shard in shards]
-
-    def _logprobs_of(self, shard: Batch | None) -> FloatArray:
-        packs = self.packs(shard)
-        return scatter_to_tokens(shard, packs, self.trainer.compute_logprobs(packs))
+        return [self.compute_column(shard, self.trainer.compute_logprobs) for shard in shards]
 
 
 class ActorWorker(PolicyWorker):
@@ -150,11 +157,11 @@ class ActorWorker(PolicyWorker):
         if self.channel is not None:
             await asyncio.to_thread(self.channel.close)  # also ends what may still wait in it
         self.channel = make_channel(kind, self.context.address, self.context.device)
-        return self.channel.open() if isinstance(self.channel, CollectiveChannel) else ""
+        return self.channel.open()
 
     async def join_channel(self, rendezvous: str, size: int) -> None:
-        if isinstance(self.channel, CollectiveChannel):
-            await asyncio.to_thread(self.channel.join, rendezvous, 0, size)
+        assert self.channel is not None
+        await asyncio.to_thread(self.channel.join, rendezvous, 0, size)
 
     def send_weights(self) -> TransferHandle:
         """Sends the weights from the first worker; the others help to put sharded tensors together."""
@@ -191,18 +198,4 @@ class CriticWorker(ModelWorker):
 
     def compute_values(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
         """Returns for each shard one value for each of its tokens."""
-        return [self._values_of(shard) for shard in shards]
-
-    def _values_of(self, shard: Batch | None) -> FloatArray:
-        packs = self.packs(shard)
-        return scatter_to_tokens(shard, packs, self.trainer.compute_values(packs))
-
-
-def scatter_to_tokens(shard: Batch | None, packs: Sequence[Pack | None], results: Iterable[Tensor]) -> FloatArray:
-    """Puts the results of packs at the places of their tokens in the shard."""
-    # All packs are computed before any result is read: reading waits for the device.
-    column = np.zeros(0 if shard is None else len(shard.tokens), np.float32)
-    for pack, result in zip_longest(packs, list(results)):
-        if pack is not None:
-            column[pack.flat] = result.float().cpu().numpy()
-    return column
+        return [self.compute_column(shard, self.trainer.compute_values) for shard in shards]

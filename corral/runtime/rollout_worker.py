@@ -20,7 +20,7 @@ from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Engine, Sampling
 from corral.rollout.native_engine import NativeEngine
 from corral.runtime.transfer_buckets import TransferHandle
-from corral.runtime.transfer_channels import Channel, CollectiveChannel, make_channel
+from corral.runtime.transfer_channels import Channel, make_channel
 from corral.runtime.worker import Role, WorkerContext
 
 
@@ -139,10 +139,8 @@ class RolloutWorker(Role):
         """Joins the channel through which weights come from the trainers, as end `rank`; the sender is 0."""
         if self.channel is not None:
             self.channel.close()
-        channel = make_channel(kind, self.context.address, self.context.device)
-        if isinstance(channel, CollectiveChannel):
-            await asyncio.to_thread(channel.join, rendezvous, rank, size)
-        self.channel = channel
+        self.channel = make_channel(kind, self.context.address, self.context.device)
+        await asyncio.to_thread(self.channel.join, rendezvous, rank, size)
 
     async def receive_weights(self, handle: TransferHandle, version: int) -> float:
         """Receives weights from a trainer in another process. Returns the seconds for which decoding paused."""

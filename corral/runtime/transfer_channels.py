@@ -17,11 +17,12 @@ import json
 import mmap
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,23 +45,36 @@ CHANNEL_TIMEOUT_S = 120.0
 """Seconds for both sides to join, and for any one bucket."""
 
 
-class Channel(Protocol):
-    """One end of a way for weights."""
+class Channel(ABC):
+    """One end of a way for weights. First `open` on the sender, then `join` on all ends at once, of which rank 0 sends.
+    Channels that need no connection of their own have nothing to do for either."""
 
+    def open(self) -> str:
+        """Returns where the ends join."""
+        return ""
+
+    def join(self, rendezvous: str, rank: int, size: int) -> None:  # noqa: B027
+        """Returns when all ends have joined."""
+
+    @abstractmethod
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         """Sends from the first trainer. The others only iterate, where it takes all of them to put a tensor
         together."""
-        ...
 
     def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors; each is to be copied before the next one is asked for. Raises `RunError` when what
         arrives is not `layout`, or nothing does: then the receiver has a mixture of old and new."""
-        ...
+        return unpack(self.arriving(handle or ()), layout)
 
+    @abstractmethod
+    def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
+        """Yields the buckets as they arrive."""
+
+    @abstractmethod
     def release(self) -> None:
         """Frees what the sender holds, once all receivers have it."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -79,9 +93,9 @@ def make_channel(kind: str, address: str, device: torch.device) -> Channel:
 # --- by broadcast
 
 
-class CollectiveChannel:
-    """Weights by broadcast, over a process group that is no part of torch.distributed's world. First `open` on the
-    sender, then `join` on all ends at once; rank 0 sends. `send` and `receive` run together.
+class CollectiveChannel(Channel):
+    """Weights by broadcast, over a process group that is no part of torch.distributed's world. `send` and `receive` run
+    together.
 
     A receiver waits for a bucket at the store, and joins the broadcast when the bucket is there: waiting in a broadcast
     would keep its GPU busy while the trainers put tensors together. When something fails the channel closes, which
@@ -101,14 +115,12 @@ class CollectiveChannel:
         """Keys of the store, to be deleted when all receivers have read them."""
 
     def open(self) -> str:
-        """Opens the store at which all ends join, and returns its address."""
         self.store = dist.TCPStore(  # type: ignore[attr-defined]
             self.address, 0, is_master=True, wait_for_workers=False, timeout=self.timeout
         )
         return f"{self.address}:{self.store.port}"
 
     def join(self, rendezvous: str, rank: int, size: int) -> None:
-        """Returns when all ends have joined."""
         try:
             if rank > 0:
                 host, port = rendezvous.rsplit(":", 1)
@@ -147,11 +159,8 @@ class CollectiveChannel:
             raise
         return None
 
-    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+    def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
         self._begin()
-        return unpack(self._arriving(), layout)
-
-    def _arriving(self) -> Generator[Bucket]:
         index, allocate, complete = 0, reused_memory(self.device), False
         try:
             while places := self._await_bucket(index):
@@ -210,7 +219,7 @@ class CollectiveChannel:
 # --- through Ray's object store
 
 
-class ObjectChannel:
+class ObjectChannel(Channel):
     """Weights through Ray's object store: to any node, without any connection of our own."""
 
     def __init__(self, device: torch.device, *, timeout_s: float, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -225,11 +234,7 @@ class ObjectChannel:
         self.sent = tuple(SentBucket(places, ray.put(content.numpy())) for places, content in buckets)
         return self.sent
 
-    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-        assert handle is not None
-        return unpack(self._arriving(handle), layout)
-
-    def _arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
+    def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
         ray, allocate = import_ray(), reused_memory(torch.device("cpu"), pinned=self.pinned)
         for index, bucket in enumerate(sent):
             try:
@@ -261,7 +266,7 @@ def import_ray() -> Any:
 # --- through shared memory
 
 
-class IpcChannel:
+class IpcChannel(Channel):
     """Weights within a node: the sender's memory is mapped by the receivers.
 
     On a GPU, buckets are allocated in its memory for each transfer. Else they are files in memory, kept from one
@@ -293,11 +298,7 @@ class IpcChannel:
             self.in_use.append(fitting or MemoryFile(size))
         return self.in_use[-1].content
 
-    def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-        assert handle is not None
-        return unpack(self._arriving(handle), layout)
-
-    def _arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
+    def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
         for bucket in sent:
             yield Bucket(bucket.places, bucket.reference.open())
             if self.device.type == "cuda":
