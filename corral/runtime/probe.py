@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray, StopReason, Trajectory
+from corral.data.trajectory import FloatArray, Trajectory
 from corral.recipe.errors import RunError
 
 PROBE_TOKENS = 64
@@ -28,22 +28,7 @@ def probe_batch(prompts: Sequence[Sequence[int]]) -> Batch:
     """The beginnings of these prompts, every token behind the first marked as generated: what a trainer scores."""
     assert min(map(len, prompts)) > 1, "a probe needs prompts of two tokens or more"
     chosen = prompts[: PROBE_TOKENS // 2]
-    return Batch.of([probe_trajectory(prompt[: PROBE_TOKENS // len(chosen)]) for prompt in chosen])
-
-
-def probe_trajectory(prompt: Sequence[int]) -> Trajectory:
-    generated = np.arange(len(prompt)) > 0
-    return Trajectory(
-        tokens=np.array(prompt, np.int64),
-        generated=generated,
-        logprobs=np.zeros(len(prompt), np.float32),
-        versions=np.where(generated, 0, -1),
-        turn_rewards=[],
-        stop=StopReason.LENGTH,
-        prompt_id=0,
-        sample=0,
-        row=0,
-    )
+    return Batch.of([Trajectory.from_tokens(prompt[: PROBE_TOKENS // len(chosen)]) for prompt in chosen])
 
 
 def compare(
