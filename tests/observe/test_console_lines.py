@@ -70,12 +70,16 @@ def test_skipped_updates_are_shown_only_when_there_are_some() -> None:
 
 def test_a_validation_line_is_a_percentage_with_its_interval() -> None:
     metrics = {"validation/mean@1": 0.31, "validation/ci95": 0.041, "validation/pass@1": 0.31}
-    assert validation_line("before training", metrics, 200) == "held-out before training: 31.0 % ± 4.1 (200 questions)"
+    assert (
+        validation_line("before training", metrics, 200) == "validation before training: 31.0 % ± 4.1 (200 questions)"
+    )
 
 
 def test_a_validation_with_several_samples_shows_pass_at_k() -> None:
     metrics = {"validation/mean@8": 0.31, "validation/pass@8": 0.62}
-    assert validation_line("after step 20", metrics, 1) == "held-out after step 20: 31.0 %, pass@8 62.0 % (1 question)"
+    assert (
+        validation_line("after step 20", metrics, 1) == "validation after step 20: 31.0 %, pass@8 62.0 % (1 question)"
+    )
 
 
 def test_scores_that_are_not_fractions_stay_numbers() -> None:
