@@ -22,6 +22,13 @@ SPLITS = ("train", "test")
 HELD_OUT_FRACTION = 0.2
 """Fraction of the countries whose questions are for validation."""
 SEED = 0
+PASSAGES = {
+    "Geography": ("capital", "area"),
+    "Telephone and internet": ("calling code", "internet domain"),
+    "Money and people": ("currency code", "demonym"),
+    "Country codes": ("three-letter code", "numeric code"),
+}
+"""Topics of the facts in each passage about a country, by its title."""
 DISSOLVED = ("Serbia and Montenegro", "Antilles néerlandaises")
 
 
@@ -131,14 +138,8 @@ DATA_SETS = {
 class Country:
     name: str
     region: str
-    capital: str
-    area: int
-    calling_codes: list[str]
-    domains: list[str]
-    currencies: list[str]
-    people: str
-    alpha3: str
-    number: str
+    facts: dict[str, list[str]]
+    """Answers by topic, any of which is right."""
 
 
 def prepare_countries(out_dir: Path) -> list[Path]:
@@ -181,51 +182,37 @@ def read_countries() -> list[Country]:
 
 
 def read_country(columns: Mapping[str, Any]) -> Country | None:
+    """None if anything about it is unknown."""
     codes = columns.get("ISO") or {}
-    found = Country(
-        name=columns["name"],
-        region=columns.get("intermediateregion") or columns.get("subregion") or "",
-        capital=columns.get("capital") or "",
-        area=int(columns.get("area") or 0),
-        calling_codes=[code for code in columns.get("callingCodes") or () if code],
-        domains=[domain for domain in columns.get("tld") or () if domain and domain.isascii()],
-        currencies=[code for code in columns.get("currencies") or () if code],
-        people=columns.get("demonym") or "",
-        alpha3=codes.get("alpha3") or "",
-        number=codes.get("numeric") or "",
-    )
-    return found if all(vars(found).values()) and isinstance(found.capital, str) else None
+    region = columns.get("intermediateregion") or columns.get("subregion")
+    facts = {
+        "capital": [columns.get("capital")],
+        "area": [str(int(columns.get("area") or 0) or "")],
+        "calling code": columns.get("callingCodes") or [],
+        "internet domain": [domain for domain in columns.get("tld") or () if domain and domain.isascii()],
+        "currency code": columns.get("currencies") or [],
+        "demonym": [columns.get("demonym")],
+        "three-letter code": [codes.get("alpha3")],
+        "numeric code": [codes.get("numeric")],
+    }
+    known = {topic: [answer for answer in answers if answer] for topic, answers in facts.items()}
+    if not region or not all(known.values()) or not isinstance(known["capital"][0], str):
+        return None
+    return Country(columns["name"], region, known)
 
 
 def passages(country: Country) -> Iterator[dict[str, str]]:
-    name, area = country.name, f"{country.area:,}"
-    texts = {
-        "Geography": f"{name} is in {country.region}. The capital of {name} is {country.capital}. "
-        f"The area of {name} is {area} square kilometres.",
-        "Telephone and internet": f"The calling code of {name} is {' or '.join(country.calling_codes)}. "
-        f"The internet domain of {name} is {' or '.join(country.domains)}.",
-        "Money and people": f"The currency code of {name} is {' or '.join(country.currencies)}. "
-        f"The demonym of {name} is {country.people}.",
-        "Country codes": f"The three-letter code of {name} is {country.alpha3}. "
-        f"The numeric code of {name} is {country.number}.",
-    }
-    for topic, text in texts.items():
-        key = f"{country.alpha3.lower()}-{topic.split()[0].lower()}"
-        yield {"id": key, "contents": f'"{topic} of {name}"\n{text}'}
+    name, facts = country.name, dict(country.facts)
+    facts["area"] = [f"{int(facts['area'][0]):,} square kilometres"]
+    for title, topics in PASSAGES.items():
+        sentences = [f"{name} is in {country.region}."] if title == "Geography" else []
+        sentences += [f"The {topic} of {name} is {' or '.join(facts[topic])}." for topic in topics]
+        key = f"{facts['three-letter code'][0].lower()}-{title.split()[0].lower()}"
+        yield {"id": key, "contents": f'"{title} of {name}"\n{" ".join(sentences)}'}
 
 
 def questions(country: Country) -> Iterator[dict[str, Any]]:
-    topics: dict[str, list[str]] = {
-        "capital": [country.capital],
-        "area": [str(country.area)],
-        "calling code": country.calling_codes,
-        "internet domain": country.domains,
-        "currency code": country.currencies,
-        "demonym": [country.people],
-        "three-letter code": [country.alpha3],
-        "numeric code": [country.number],
-    }
-    for topic, answers in topics.items():
+    for topic, answers in country.facts.items():
         yield {"prompt": f"What is the {topic} of {country.name}?", "answer": answers, "topic": topic}
 
 

@@ -1,5 +1,6 @@
 """The record of one rollout: tokens, which of them were generated, their log-probs, and their rewards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -57,6 +58,23 @@ class Trajectory:
     def __post_init__(self) -> None:
         length = len(self.tokens)
         assert len(self.generated) == len(self.logprobs) == len(self.versions) == length
+
+    @classmethod
+    def from_tokens(cls, tokens: Sequence[int], prompt_length: int = 1) -> "Trajectory":
+        """Tokens that count as generated behind the prompt, without log-probs and rewards: for probes and
+        placeholders."""
+        generated = np.arange(len(tokens)) >= prompt_length
+        return cls(
+            tokens=np.array(tokens, np.int64),
+            generated=generated,
+            logprobs=np.zeros(len(tokens), np.float32),
+            versions=np.where(generated, 0, -1),
+            turn_rewards=[],
+            stop=StopReason.LENGTH,
+            prompt_id=0,
+            sample=0,
+            row=0,
+        )
 
     @property
     def reward(self) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray
+from corral.data.trajectory import FloatArray, Trajectory
 from corral.loop.rollout_scheduler import RolloutScheduler
 from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.errors import RunError
@@ -134,17 +134,7 @@ class WeightPublisher:
 
 def probe_batch(prompt: Sequence[int]) -> Batch:
     """Makes a batch of the beginning of a prompt, every token behind the first marked as generated."""
-    tokens = np.array(prompt[:PROBE_TOKENS], np.int64)
-    generated = np.arange(len(tokens)) > 0
-    return Batch(
-        tokens=tokens,
-        generated=generated,
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.where(generated, 0, -1),
-        token_rewards=np.zeros(len(tokens), np.float32),
-        offsets=np.array([0, len(tokens)]),
-        groups=np.zeros(1, np.int64),
-    )
+    return Batch.of([Trajectory.from_tokens(prompt[:PROBE_TOKENS])])
 
 
 def compare_logprobs(

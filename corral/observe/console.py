@@ -160,7 +160,7 @@ class Console:
     def validation(
         self, when: str, metrics: Mapping[str, float], num_questions: int | None = None, noun: str = "question"
     ) -> None:
-        """Prints a held-out score. `when`: "before training", "after step 20"."""
+        """Prints the score of a validation. `when`: "before training", "after step 20"."""
         self._print(Text(validation_line(when, metrics, num_questions, noun), "bold"))
         scores = environment_scores(metrics)
         if scores:
@@ -206,7 +206,7 @@ class Console:
         self._print("")
         self._rows(
             {
-                "held-out": " -> ".join(scores),
+                "validation": " -> ".join(scores),
                 "folder": str(folder),
                 "curve": "" if curve is None else str(curve),
                 **(commands or {}),

@@ -92,8 +92,8 @@ def step_line(step: int, total: int | None, metrics: Mapping[str, float], column
 
 
 def validation_line(when: str, metrics: Mapping[str, float], num_questions: int | None, noun: str = "question") -> str:
-    """held-out before training: 31.0 % ± 4.1 (200 questions)"""
-    parts = [f"held-out {when}: {score_text(metrics)}"]
+    """validation before training: 31.0 % ± 4.1 (200 questions)"""
+    parts = [f"validation {when}: {score_text(metrics)}"]
     pass_at = [name for name in sorted(metrics) if name.startswith("validation/pass@") and name != "validation/pass@1"]
     parts += [f"{name.removeprefix('validation/')} {percent(metrics[name])}" for name in pass_at]
     if num_questions is not None:

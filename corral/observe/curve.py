@@ -8,7 +8,7 @@ from typing import Any
 from corral.observe.console_lines import held_out_score, score_text
 from corral.observe.run_files import replacing
 
-TRAIN, HELD_OUT, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
+TRAIN, VALIDATION, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
 SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
 FEW_POINTS = 40
 BASELINES = ("random", "optimal")
@@ -17,7 +17,7 @@ ENVIRONMENT = "validation/environment/"
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Training reward and held-out score above; entropy, KL and response length below, those that were measured."""
+    """Training reward and validation score above; entropy, KL and response length below, those that were measured."""
     from matplotlib.figure import Figure
 
     small = {name: label for name, label in SMALL_PANELS.items() if points(rows, name)[0]}
@@ -59,10 +59,10 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     steps, rewards = points(rows, "reward/mean")
     if steps:
         _draw_line(axes, steps, rewards, TRAIN, width=2.2, label="training reward")
-    held_out = {row["step"]: row for row in rows if held_out_score(row) is not None}
-    if held_out:
-        _draw_held_out(axes, [held_out[step] for step in sorted(held_out)])
-    scores = [held_out_score(row) for row in held_out.values()]
+    validations = {row["step"]: row for row in rows if held_out_score(row) is not None}
+    if validations:
+        _draw_validations(axes, [validations[step] for step in sorted(validations)])
+    scores = [held_out_score(row) for row in validations.values()]
     _draw_baselines(axes, rows, "reward")
     if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
@@ -71,7 +71,7 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=13, fontweight="bold", pad=10)
     axes.set_ylabel("reward")
     _style(axes)
-    if steps or held_out:
+    if steps or validations:
         axes.legend(frameon=False, loc="best")
 
 
@@ -91,23 +91,23 @@ def _draw_baselines(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str) -
             axes.annotate(f"{label} {level[-1]:.2f}", **place, color=QUIET, fontsize=9, zorder=4)
 
 
-def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_validations(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     intervals = [row.get("validation/ci95") or 0.0 for row in rows]
     axes.errorbar(
         [row["step"] for row in rows],
         [held_out_score(row) for row in rows],
         yerr=intervals,
-        color=HELD_OUT,
+        color=VALIDATION,
         linewidth=1.4,
         marker="o",
         markersize=6,
         capsize=4,
-        label="held-out score, 95 % interval" if any(intervals) else "held-out score",
+        label="validation score, 95 % interval" if any(intervals) else "validation score",
         zorder=3,
     )
     if len(rows) > 1:
         change = " → ".join(score_text({**row, "validation/ci95": None}) for row in (rows[0], rows[-1]))
-        axes.set_title(f"held-out {change}", loc="right", color=HELD_OUT, fontsize=11, fontweight="bold", pad=10)
+        axes.set_title(f"validation {change}", loc="right", color=VALIDATION, fontsize=11, fontweight="bold", pad=10)
 
 
 def _draw_line(

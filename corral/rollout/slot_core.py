@@ -135,8 +135,11 @@ class SlotCore:
         still_waiting = {request.prefix_key for request in waiting}
         fresh = [requests for key, requests in groups.items() if key not in self.cached_prompts]
         for key, requests in groups.items():
-            if key in self.cached_prompts:
-                self._start_from_cached_prompt(requests, self.cached_prompts[key])
+            if (prompt := self.cached_prompts.get(key)) is not None:
+                slot, length = len(self.branches), len(requests[0].prompt)
+                self.cache.reserve(length)
+                self.cache.write(slot, prompt.cache)
+                self._start(DecodeBranch(requests, length, prompt.hidden, slot), set())
         continued = [requests for requests in fresh if self._num_cached(requests[0])]
         from_scratch = [requests for requests in fresh if not self._num_cached(requests[0])]
         for similar in self._split_by_length(continued):
@@ -200,12 +203,6 @@ class SlotCore:
         ends = np.cumsum([len(tokens) for tokens in new]) - 1
         for slot, requests, end in zip(slots, groups, ends.tolist(), strict=True):
             self._start(DecodeBranch(requests, len(requests[0].prompt), hidden[end], slot), still_waiting)
-
-    def _start_from_cached_prompt(self, requests: list[GenerationRequest], prompt: SlotCachedPrompt) -> None:
-        slot, length = len(self.branches), len(requests[0].prompt)
-        self.cache.reserve(length)
-        self.cache.write(slot, prompt.cache)
-        self._start(DecodeBranch(requests, length, prompt.hidden, slot), set())
 
     def _start(self, branch: DecodeBranch, still_waiting: set[PrefixKey]) -> None:
         self.branches.append(branch)

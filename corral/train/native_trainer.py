@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.data.batch import Batch, Pack
-from corral.data.trajectory import StopReason, Trajectory
+from corral.data.trajectory import Trajectory
 from corral.kernels.device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
 from corral.model.collectives import summed
@@ -347,18 +347,7 @@ class PackPrediction:
 @cache
 def placeholder_pack() -> Pack:
     """The smallest pack, for a rank that has none: others need it to gather parameters and to sum gradients."""
-    trajectory = Trajectory(
-        tokens=np.zeros(2, np.int64),
-        generated=np.array([False, True]),
-        logprobs=np.zeros(2, np.float32),
-        versions=np.zeros(2, np.int64),
-        turn_rewards=[],
-        stop=StopReason.LENGTH,
-        prompt_id=0,
-        sample=0,
-        row=0,
-    )
-    return Pack(Batch.of([trajectory]), (0,))
+    return Pack(Batch.of([Trajectory.from_tokens([0, 0])]), (0,))
 
 
 class HostCopy:

@@ -192,7 +192,12 @@ class MasterOptimizer:
 
 
 class LossScaler:
-    """Keeps float16 gradients in range: doubles the scale after 200 good updates, halves it after a bad one."""
+    """Keeps float16 gradients in range: doubles the scale after 200 good updates, halves it after a bad one.
+
+    Below 6e-8 a float16 is 0, and many gradients are. The loss is multiplied before the backward pass, so that all
+    gradients are larger by that factor, and they are divided by it in float32. Too large a factor overflows to infinity
+    somewhere, which is noticed and costs one update.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -200,7 +205,8 @@ class LossScaler:
         self.num_good = 0
 
     def update(self, finite: bool) -> bool:
-        """-> whether a bad update is the scale's fault, so that the next one may succeed."""
+        """-> whether a bad update is the scale's fault, so that the next one may succeed. At a scale below 1 the
+        gradient itself is out of range."""
         if not self.enabled:
             return False
         if finite:

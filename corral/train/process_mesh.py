@@ -4,7 +4,8 @@ A mesh of one process has no groups and never touches `torch.distributed`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -112,28 +113,22 @@ class ProcessMesh:
 
     def sum_(self, tensors: Iterable[Tensor], dimension: str) -> None:
         """Each tensor becomes its sum over the ranks of a dimension."""
-        for flat, bucket in self._buckets(tensors, dimension):
-            dist.all_reduce(flat, group=self.groups[dimension])
-            unpack(flat, bucket)
+        self._in_buckets(tensors, dimension, lambda flat, group: dist.all_reduce(flat, group=group))
 
     def copy_first_(self, tensors: Iterable[Tensor], dimension: str) -> None:
         """Each tensor becomes that of the dimension's first rank."""
-        for flat, bucket in self._buckets(tensors, dimension):
-            dist.broadcast(flat, group=self.groups[dimension], group_src=0)
-            unpack(flat, bucket)
+        self._in_buckets(tensors, dimension, lambda flat, group: dist.broadcast(flat, group=group, group_src=0))
 
-    def _buckets(self, tensors: Iterable[Tensor], dimension: str) -> Iterable[tuple[Tensor, list[Tensor]]]:
-        """(many small tensors as one on the mesh's device, these tensors)"""
-        bucket: list[Tensor] = []
-        for tensor in tensors if dimension in self.groups else ():
-            bucket.append(tensor)
-            if sum(t.numel() for t in bucket) >= BUCKET:
-                yield torch.cat([t.reshape(-1) for t in bucket]).to(self.device), bucket
-                bucket = []
-        if bucket:
-            yield torch.cat([t.reshape(-1) for t in bucket]).to(self.device), bucket
-
-
-def unpack(flat: Tensor, bucket: list[Tensor]) -> None:
-    for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    def _in_buckets(
+        self, tensors: Iterable[Tensor], dimension: str, collective: Callable[[Tensor, dist.ProcessGroup], Any]
+    ) -> None:
+        """Runs a collective on many small tensors, joined into few large ones on the mesh's device, in place."""
+        remaining = deque(tensors if dimension in self.groups else ())
+        while remaining:
+            bucket = [remaining.popleft()]
+            while remaining and sum(tensor.numel() for tensor in bucket) < BUCKET:
+                bucket.append(remaining.popleft())
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
+            collective(flat, self.groups[dimension])
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))

@@ -61,10 +61,9 @@ class ShardedModel:
         self.root: Any = FsdpRoot(model)
         layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
         dtype = causal.dtype
+        # Inner modules first: FSDP leaves to an outer module what no inner one has taken.
         for module in [*self.experts, *layers, *in_float32, self.root]:
-            if (
-                trained
-            ):  # the shards are the optimizer's float32 masters; FSDP casts what it gathers to the model's dtype
+            if trained:  # then the shards are the optimizer's masters, and FSDP casts what it gathers to the dtype
                 for parameter in module.parameters():
                     if parameter.dtype != torch.float32:
                         parameter.data = parameter.data.float()
@@ -81,10 +80,12 @@ class ShardedModel:
         fully_shard(
             module,
             mesh=self.mesh.by_expert if module in self.experts else self.mesh.dense,
+            # What the root itself holds (embedding, head) is needed again at once, by the backward pass.
             reshard_after_forward=module is not self.root,
             mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if offload else OffloadPolicy(),
         )
+        # FSDP would average gradients over ranks; losses are divided by counts of the whole update already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 

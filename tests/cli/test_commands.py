@@ -25,7 +25,7 @@ def test_the_installed_command_trains_without_a_word_on_stderr(tmp_path: Path, t
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0
     assert finished.stderr == ""
-    assert "held-out after training" in finished.stdout
+    assert "validation after training" in finished.stdout
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_evaluate_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:
 
 def test_evaluate_speaks_to_people(trained: Path) -> None:
     finished = corral(trained, "evaluate", "recipe.yaml", *SAMPLED)
-    assert "held-out" in finished.stdout
+    assert "validation" in finished.stdout
     assert "6 questions" in finished.stdout
     assert finished.stderr == ""
 

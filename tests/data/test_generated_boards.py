@@ -30,7 +30,7 @@ def test_a_thousand_is_the_default_size() -> None:
     "shares",
     [{"lake": 1, "box": 1}, {"lake": 3, "box": 1, "large": 0.5}, {"a": 0.1, "b": 0.9}, {"none": 0, "all": 2, "no": 0}],
 )
-def test_every_beginning_of_the_rows_has_the_shares(shares: dict[str, float]) -> None:
+def test_every_prefix_of_the_rows_is_mixed_by_the_weights(shares: dict[str, float]) -> None:
     rows = list(islice(board_rows(Source(path="boards", size=300), shares), 300))
     total = sum(shares.values())
     for length in range(1, 301):

@@ -44,7 +44,13 @@ def test_what_a_run_says_fits_what_it_did(tmp_path: Path, tiny_model: Path) -> N
     write_recipe(tmp_path, tiny_model)
     finished = corral(tmp_path, "train", "recipe.yaml", *VALIDATION)
     assert finished.stderr == ""
-    for expected in ("held-out before training", "step 2/2", "held-out after training", "curve.png", "corral export"):
+    for expected in (
+        "validation before training",
+        "step 2/2",
+        "validation after training",
+        "curve.png",
+        "corral export",
+    ):
         assert expected in finished.stdout
 
 

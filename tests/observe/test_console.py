@@ -207,8 +207,8 @@ def test_the_summary_has_the_change_and_what_to_do_next(console: Console, stream
     console.summary(Path("runs/addition"), before, after, Path("runs/addition/curve.png"), commands)
     assert stream.getvalue() == (
         "\n"
-        "held-out  31.0 % -> 58.5 % ± 4.0\n"
-        "folder    runs/addition\n"
-        "curve     runs/addition/curve.png\n"
-        "evaluate  corral evaluate runs/addition\n"
+        "validation  31.0 % -> 58.5 % ± 4.0\n"
+        "folder      runs/addition\n"
+        "curve       runs/addition/curve.png\n"
+        "evaluate    corral evaluate runs/addition\n"
     )

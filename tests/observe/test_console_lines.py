@@ -31,7 +31,8 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 def test_a_step_is_one_line_with_every_number() -> None:
     line = " ".join(step_line(12, 60, FULL, set(), None).plain.split())
     assert line == (
-        "step 12/60 reward 0.412 kl 0.0012 entropy 1.21 length 5.1 412 tok/s rollout 1.2s train 2.8s step 4.3s eta 3m20s"
+        "step 12/60 reward 0.412 kl 0.0012 entropy 1.21 length 5.1 412 tok/s "
+        "rollout 1.2s train 2.8s step 4.3s eta 3m20s"
     )
 
 
@@ -67,17 +68,21 @@ def test_skipped_updates_are_shown_only_when_there_are_some() -> None:
     assert step_line(1, 60, {**FULL, "updates/skipped": 2}, set(), None).plain.endswith("skipped updates 2")
 
 
-def test_a_validation_reads_as_a_share_with_its_interval() -> None:
+def test_a_validation_line_is_a_percentage_with_its_interval() -> None:
     metrics = {"validation/mean@1": 0.31, "validation/ci95": 0.041, "validation/pass@1": 0.31}
-    assert validation_line("before training", metrics, 200) == "held-out before training: 31.0 % ± 4.1 (200 questions)"
+    assert (
+        validation_line("before training", metrics, 200) == "validation before training: 31.0 % ± 4.1 (200 questions)"
+    )
 
 
 def test_a_validation_with_several_samples_shows_pass_at_k() -> None:
     metrics = {"validation/mean@8": 0.31, "validation/pass@8": 0.62}
-    assert validation_line("after step 20", metrics, 1) == "held-out after step 20: 31.0 %, pass@8 62.0 % (1 question)"
+    assert (
+        validation_line("after step 20", metrics, 1) == "validation after step 20: 31.0 %, pass@8 62.0 % (1 question)"
+    )
 
 
-def test_scores_that_are_not_shares_stay_numbers() -> None:
+def test_scores_that_are_not_fractions_stay_numbers() -> None:
     assert score_text({"validation/mean@1": -1.25, "validation/ci95": 0.5}) == "-1.250 ± 0.500"
 
 

@@ -457,7 +457,7 @@ def test_a_long_run_takes_little_space(ledger: Ledger) -> None:
 # --- as a user asks
 
 
-def test_the_command_says_what_became_of_the_prompts(tmp_path: Path, ledger: Ledger) -> None:
+def test_the_command_prints_what_happened_to_the_prompts(tmp_path: Path, ledger: Ledger) -> None:
     one_step(ledger, 1, range(8))
     ledger.issue(2, range(8, 16))
     ledger.dropped(2, [9, 10], "equal rewards")

@@ -43,7 +43,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     assert scalars(tmp_path / "run" / "logs" / "tensorboard") == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path: Path) -> None:
+def test_tensorboard_drops_the_steps_that_a_resumed_run_makes_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     state = track("tensorboard", tmp_path, range(1, 6))
     track("tensorboard", tmp_path, range(3, 4), state)

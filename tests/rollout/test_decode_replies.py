@@ -44,6 +44,6 @@ def test_each_who_asks_gets_the_text_of_its_own_reply() -> None:
     assert asyncio.run(ask()) == [*texts[1::2], "later"]
 
 
-def test_a_reply_that_cannot_be_decoded_is_told_to_who_asked() -> None:
+def test_a_reply_that_cannot_be_decoded_raises_in_its_own_call() -> None:
     with pytest.raises(OverflowError):
         asyncio.run(ChatRenderer(tiny_tokenizer(), True).decode_reply([-1]))

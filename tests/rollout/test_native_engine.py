@@ -89,7 +89,7 @@ def test_a_sample_does_not_depend_on_what_else_is_in_the_batch(core: str) -> Non
     assert [c.tokens for c in together] == [c.tokens for c in cramped] == [c.tokens for c in alone]
 
 
-def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_beginning() -> None:
+def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_prefix() -> None:
     engine = make_engine()
     completions = generate(engine, [(PROMPTS[2], Sampling(max_tokens=6), seed) for seed in range(30)])
     histories = {tuple(c.tokens[: i + 1]) for c in completions for i in range(len(c.tokens) - 1)}
@@ -97,7 +97,7 @@ def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_beginning() 
     assert engine.stats.num_generated_tokens == 30 * 6
 
 
-def test_prompts_share_a_common_beginning(core: str) -> None:
+def test_prompts_share_a_common_prefix(core: str) -> None:
     engine = make_engine(core=core)
     generate(engine, [(PROMPTS[0], Sampling(max_tokens=1), 0), (PROMPTS[3], Sampling(max_tokens=1), 0)])
     assert engine.stats.num_computed_tokens == 6
@@ -131,7 +131,7 @@ def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it(core: str)
     assert engine.tokenizer.decode(stopped.tokens) == text[: text.index(text[3:5]) + 2]
 
 
-def test_truncated_sampling_draws_only_what_it_may_and_reports_untruncated_log_probs(core: str) -> None:
+def test_truncated_sampling_excludes_tokens_and_reports_untruncated_log_probs(core: str) -> None:
     engine = make_engine(core=core)
     only_best = Sampling(max_tokens=8, top_k=1)
     greedy, best = generate(
@@ -148,7 +148,7 @@ def test_every_token_carries_the_version_of_the_weights(core: str) -> None:
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=3), 0)])[0].versions == [7, 7, 7]
 
 
-def test_loaded_weights_are_the_ones_that_play(core: str) -> None:
+def test_loaded_weights_are_the_ones_that_generate(core: str) -> None:
     engine, other = make_engine(core=core), make_engine(core=core)
     with torch.no_grad():
         for parameter in other.model.parameters():
@@ -158,7 +158,7 @@ def test_loaded_weights_are_the_ones_that_play(core: str) -> None:
     assert generate(engine, [request])[0].logprobs == generate(other, [request])[0].logprobs
 
 
-def test_pausing_gives_the_cache_back_and_playing_takes_it_again() -> None:
+def test_a_released_cache_is_allocated_again_by_the_next_request() -> None:
     engine = make_engine()
     assert isinstance(engine.core, SlotCore)
     before = generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0]
@@ -224,7 +224,7 @@ async def two_turns(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str, core: str) -> None:
+def test_the_next_turn_of_a_conversation_prefills_only_what_is_new(family: str, core: str) -> None:
     async def conversations(engine: NativeEngine, keep: bool) -> list[tuple[list[int], Completion]]:
         return await asyncio.gather(*(two_turns(engine, p, 10 * i, keep=keep) for i, p in enumerate(PROMPTS * 3)))
 
@@ -244,7 +244,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str, cor
     ).cached_prefixes  # nobody can come back with one any more
 
 
-def test_a_history_of_other_weights_is_not_gone_on_from(core: str) -> None:
+def test_a_cached_prefix_of_other_weights_is_not_used(core: str) -> None:
     engine = make_engine(core=core)
 
     async def with_an_update() -> tuple[list[int], Completion]:
@@ -258,7 +258,7 @@ def test_a_history_of_other_weights_is_not_gone_on_from(core: str) -> None:
     assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_histories_have_no_more_tokens_than_the_cache() -> None:
+def test_cached_prefixes_have_no_more_tokens_than_the_cache() -> None:
     engine = make_engine(max_sequences=2)
 
     async def many() -> list[Completion]:

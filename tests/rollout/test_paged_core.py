@@ -47,7 +47,7 @@ def assert_nothing_is_held(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_fused_model_plays_as_it_does_module_by_module(family: str) -> None:
+def test_a_fused_model_generates_as_it_does_module_by_module(family: str) -> None:
     requests = [(prompt, Sampling(max_tokens=12), 7 * i) for i, prompt in enumerate(PROMPTS * 2)]
     plain, fused = paged_engine(family=family), paged_engine(family=family)  # type: ignore[arg-type]
     assert fuse(fused.model)
@@ -75,7 +75,7 @@ def test_samples_share_the_pages_of_their_prompt_and_write_into_none_of_them(len
     assert_nothing_is_held(engine)
 
 
-def test_a_prompt_that_is_longer_than_a_pass_is_read_in_parts_between_which_others_go_on() -> None:
+def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_which_others_are_decoded() -> None:
     engine = paged_engine(max_prefill_tokens=32)
     requests = [(PROMPTS[0], Sampling(max_tokens=60), 1), (LONG_PROMPT, Sampling(max_tokens=10), 2)]
     requests += [(PROMPTS[1], Sampling(max_tokens=10), 3)]
@@ -122,7 +122,7 @@ def test_a_sequence_may_be_as_long_as_all_pages() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_prompts_that_wait_for_samples_give_way_to_what_runs() -> None:
+def test_cached_prompts_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=6, max_sequences=4)
     prompts = [LONG_PROMPT[: 100 + i] for i in range(4)]
     requests = [(prompt, Sampling(max_tokens=100), seed) for prompt in prompts for seed in range(5)]
@@ -132,7 +132,7 @@ def test_prompts_that_wait_for_samples_give_way_to_what_runs() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_what_is_decoded_behind_a_stop_token_is_seen_by_nobody() -> None:
+def test_what_is_decoded_behind_a_stop_token_is_cut_off() -> None:
     engine = paged_engine(max_sequences=2)
     free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=40), 5)])[0]
     sampling = Sampling(max_tokens=40, stop_tokens=frozenset(free.tokens[9:10]))
@@ -148,10 +148,10 @@ def test_what_is_decoded_behind_a_stop_token_is_seen_by_nobody() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_histories_give_way_to_what_runs() -> None:
+def test_cached_prefixes_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=4)
 
-    async def play() -> tuple[list[Completion], Completion, Completion]:
+    async def run() -> tuple[list[Completion], Completion, Completion]:
         first = await asyncio.gather(
             *(engine.generate(prompt, Sampling(max_tokens=4), 1, keep_prefix=True) for prompt in PROMPTS)
         )
@@ -159,7 +159,7 @@ def test_histories_give_way_to_what_runs() -> None:
         again = [*PROMPTS[0], *first[0].tokens, 20]
         return first, long, await engine.generate(again, Sampling(max_tokens=4), 3, prefix=first[0].prefix)
 
-    first, long, again = asyncio.run(play())
+    first, long, again = asyncio.run(run())
     assert all(completion.prefix is not None for completion in first)
     assert not any(completion.prefix.pages for completion in first)  # type: ignore[union-attr]
     expected = reference_logprobs(engine, LONG_PROMPT, long.tokens, 1.0)
@@ -170,10 +170,10 @@ def test_histories_give_way_to_what_runs() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_several_may_go_on_from_one_history() -> None:
+def test_several_requests_may_continue_one_cached_prefix() -> None:
     engine = paged_engine()
 
-    async def play() -> list[tuple[list[int], Completion]]:
+    async def run() -> list[tuple[list[int], Completion]]:
         first = await engine.generate(LONG_PROMPT[:70], Sampling(max_tokens=6), 1, keep_prefix=True)
         wholes = [[*LONG_PROMPT[:70], *first.tokens, *range(20, 23 + i)] for i in range(4)]
         completions = await asyncio.gather(
@@ -182,17 +182,17 @@ def test_several_may_go_on_from_one_history() -> None:
         return list(zip(wholes, completions, strict=True))
 
     before = engine.stats.num_computed_tokens
-    for whole, completion in asyncio.run(play()):
+    for whole, completion in asyncio.run(run()):
         expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
         assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     assert engine.stats.num_computed_tokens - before < 2 * 70
     assert_nothing_is_held(engine)
 
 
-def test_pausing_gives_the_pages_back_and_a_history_from_before_is_read_again() -> None:
+def test_a_cached_prefix_from_before_the_cache_was_released_is_prefilled_again() -> None:
     engine = paged_engine()
 
-    async def play() -> tuple[list[int], Completion]:
+    async def run() -> tuple[list[int], Completion]:
         first = await engine.generate(PROMPTS[2], Sampling(max_tokens=6), 1, keep_prefix=True)
         engine.release_cache()
         assert core_of(engine).cache.pool.layers is None
@@ -200,7 +200,7 @@ def test_pausing_gives_the_pages_back_and_a_history_from_before_is_read_again() 
         whole = [*PROMPTS[2], *first.tokens, 20]
         return whole, await engine.generate(whole, Sampling(max_tokens=6), 2, prefix=first.prefix)
 
-    whole, completion = asyncio.run(play())
+    whole, completion = asyncio.run(run())
     expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
     assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     assert_nothing_is_held(engine)
@@ -223,11 +223,11 @@ def test_where_the_memory_is_not_to_be_had_again_the_cache_gets_smaller() -> Non
     assert_nothing_is_held(engine)
 
 
-def test_an_update_while_a_long_prompt_is_half_read_reads_it_again() -> None:
+def test_an_update_between_two_chunks_of_a_prompt_prefills_it_again() -> None:
     engine = paged_engine(max_prefill_tokens=32, max_sequences=2)
     weights = [(name, weight.detach() * 0.9) for name, weight in engine.model.named_parameters()]
 
-    async def play() -> Completion:
+    async def run() -> Completion:
         other = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=60), 1))
         request = asyncio.ensure_future(engine.generate(LONG_PROMPT, Sampling(max_tokens=10), 2))
         while not core_of(engine).prefill.chunked:
@@ -236,14 +236,14 @@ def test_an_update_while_a_long_prompt_is_half_read_reads_it_again() -> None:
         await other
         return await request
 
-    completion = asyncio.run(play())
+    completion = asyncio.run(run())
     assert completion.versions == [1] * 10
     expected = reference_logprobs(engine, LONG_PROMPT, completion.tokens, 1.0)
     assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     assert_nothing_is_held(engine)
 
 
-def test_graphs_come_in_few_sizes_and_decode_little_for_nobody() -> None:
+def test_graphs_come_in_few_sizes_and_decode_little_padding() -> None:
     sizes = {batch_size(count, 1000) for count in range(1, 1001)}
     assert len(sizes) < 20
     assert all(batch_size(count, 1000) >= count for count in range(1, 1001))
@@ -257,7 +257,7 @@ def pool() -> PagePool:
     return pool
 
 
-def test_a_page_is_free_again_when_its_last_user_has_left(pool: PagePool) -> None:
+def test_a_page_is_free_when_its_last_reference_is_dropped(pool: PagePool) -> None:
     pages = pool.allocate(3)
     pool.add_reference(pages[:1])
     pool.free(pages)

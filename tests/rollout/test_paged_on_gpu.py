@@ -83,7 +83,7 @@ def test_log_probs_are_as_near_to_the_truth_as_the_reference_s(family: str, dtyp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_played_is_what_the_reference_plays(family: str) -> None:
+def test_completions_are_those_of_the_reference_core(family: str) -> None:
     paged, reference = engines(family, torch.float32)
     requests = [(LONG_PROMPT[: 20 + 30 * (i % 5)], Sampling(max_tokens=40 + i), i) for i in range(20)]
     requests += [(prompt, Sampling(max_tokens=30, top_p=0.9, temperature=0.7), 9) for prompt in PROMPTS]
@@ -91,13 +91,13 @@ def test_what_is_played_is_what_the_reference_plays(family: str) -> None:
     compare(generate(paged, requests), generate(reference, requests))
 
 
-def test_few_slots_are_refilled_and_a_long_prompt_is_read_in_parts() -> None:
+def test_few_slots_are_refilled_and_a_long_prompt_is_prefilled_in_chunks() -> None:
     paged, reference = engines("llama", torch.float32, max_sequences=3, max_prefill_tokens=32)
     requests = [(LONG_PROMPT[: 10 + 20 * (i % 7)], Sampling(max_tokens=5 + 7 * (i % 6)), i) for i in range(30)]
     compare(generate(paged, requests), generate(reference, requests))
 
 
-def test_graphs_go_on_to_hold_after_a_pause_and_with_other_weights() -> None:
+def test_graphs_hold_after_the_cache_was_released_and_with_other_weights() -> None:
     paged, reference = engines("llama", torch.float32)
     requests = [(prompt, Sampling(max_tokens=30), 3) for prompt in PROMPTS]
     generate(paged, requests)
@@ -123,7 +123,7 @@ def test_weights_that_were_moved_are_captured_again() -> None:
     compare(generate(paged, requests), generate(reference, requests))
 
 
-def test_conversations_go_on_from_their_pages() -> None:
+def test_conversations_continue_from_their_pages() -> None:
     paged, reference = engines("qwen3", torch.float32)
 
     async def turns(engine: NativeEngine, seed: int) -> list[Completion]:

@@ -140,7 +140,7 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 3]
 
 
-def test_later_ones_are_set_aside_not_deleted(tmp_path: Path) -> None:
+def test_later_checkpoints_are_renamed_not_deleted(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3)
     (step_folder(tmp_path, 3) / "config.json").unlink()
     assert retire_later_checkpoints(tmp_path, 1) == [

@@ -22,7 +22,7 @@ def fused_outcome(shape: MeshShape | None, gradient_checkpointing: bool = False)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_fused_model_learns_the_same(gradient_checkpointing: bool) -> None:
+def test_a_fused_model_trains_the_same(gradient_checkpointing: bool) -> None:
     found, expected = fused_outcome(None, gradient_checkpointing), alone("llama")
     assert deviation(found.gradients, expected.gradients) < 5e-6
     assert deviation(found.weights, expected.weights) < 5e-6
@@ -30,7 +30,7 @@ def test_a_fused_model_learns_the_same(gradient_checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)])
-def test_a_fused_model_learns_the_same_on_a_mesh(team: Callable[[int], Team], shape: MeshShape) -> None:
+def test_a_fused_model_trains_the_same_on_a_mesh(team: Callable[[int], Team], shape: MeshShape) -> None:
     """Sharded weights are not next to each other when they are gathered; cut layers compute module by module."""
     expected = alone("llama")
     for found in team(2).run(fused_outcome, shape):

@@ -82,7 +82,7 @@ def test_sharing_prompts_changes_nothing_but_the_work() -> None:
         torch.testing.assert_close(shared[name], separate[name], atol=2e-5, rtol=1e-4)
 
 
-def test_recomputed_activations_give_the_same_gradient() -> None:
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     batch = small_batch()
     plain = gradients(tiny_policy(), batch.pack(1000))
     recomputed = gradients(tiny_policy(gradient_checkpointing=True), batch.pack(1000))
@@ -90,7 +90,7 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
         torch.testing.assert_close(plain[name], recomputed[name])
 
 
-def test_scoring_twice_gives_the_same_bits() -> None:
+def test_computing_log_probs_twice_gives_the_same_bits() -> None:
     policy, packs = tiny_policy(), small_batch().pack(40)
     for first, second in zip(policy.compute_logprobs(packs), policy.compute_logprobs(packs), strict=True):
         assert torch.equal(first, second)
@@ -115,7 +115,7 @@ def test_log_probs_are_zero_where_nothing_was_generated() -> None:
     assert not entropy[~generated].any()
 
 
-def learn_to_prefer(policy: NativePolicyTrainer, steps: int) -> tuple[float, float]:
+def train_to_prefer(policy: NativePolicyTrainer, steps: int) -> tuple[float, float]:
     """Mean log-prob of a batch before and after training to raise it."""
     packs = small_batch().pack(1000)
 
@@ -131,8 +131,8 @@ def learn_to_prefer(policy: NativePolicyTrainer, steps: int) -> tuple[float, flo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_training_raises_what_it_is_told_to_raise(dtype: torch.dtype) -> None:
-    before, after = learn_to_prefer(tiny_policy(dtype), steps=8)
+def test_training_raises_what_the_loss_rewards(dtype: torch.dtype) -> None:
+    before, after = train_to_prefer(tiny_policy(dtype), steps=8)
     assert after > before + 0.5
 
 
@@ -142,7 +142,7 @@ def test_small_updates_are_not_lost_in_bfloat16() -> None:
     assert policy.optimizer is not None
     masters = policy.optimizer.masters
     before = [master.weight.detach().clone() for master in masters]
-    learn_to_prefer(policy, steps=3)
+    train_to_prefer(policy, steps=3)
     moved = [float((master.weight.detach() - old).abs().max()) for master, old in zip(masters, before, strict=True)]
     assert max(moved) == pytest.approx(3e-5, rel=0.1)
 
@@ -176,7 +176,7 @@ def test_the_frozen_reference_cannot_be_trained() -> None:
         reference.step()
 
 
-def test_a_critic_starts_at_zero_and_learns_returns() -> None:
+def test_a_critic_starts_at_zero_and_fits_returns() -> None:
     register()
     torch.manual_seed(6)
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)

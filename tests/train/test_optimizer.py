@@ -26,7 +26,7 @@ def test_warm_up_rises_in_a_line_to_the_learning_rate() -> None:
     assert rates(optimizer, 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
-def test_warm_up_may_be_a_share_of_all_updates() -> None:
+def test_warm_up_may_be_a_fraction_of_all_updates() -> None:
     share, _ = make(13, learning_rate=1.0, schedule="cosine", warmup_ratio=0.25)
     number, _ = make(13, learning_rate=1.0, schedule="cosine", warmup_steps=3)
     assert rates(share, 15) == rates(number, 15)

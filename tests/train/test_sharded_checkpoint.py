@@ -186,7 +186,7 @@ def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(replicate=2)])
-def test_a_rank_that_cannot_write_is_heard_by_all(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
+def test_a_rank_that_cannot_write_raises_on_all(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
     first, second = team(2).run(save_on_a_full_disk, shape, tmp_path)
     assert (first, second) == ("another rank could not write its part", "no space left")
 

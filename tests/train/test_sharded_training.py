@@ -170,7 +170,7 @@ def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
 
 
 @cache
-def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def values_after_training(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mesh = mesh_of(shape)
     recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
     critic = NativeValueTrainer(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
@@ -183,11 +183,11 @@ def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)], ids=name)
-def test_a_critic_learns_the_same_values(team: Teams, shape: MeshShape) -> None:
+def test_a_critic_trains_the_same_values(team: Teams, shape: MeshShape) -> None:
     dtype = torch.bfloat16 if shape.shard > 1 else torch.float32
-    expected, weights = values_learnt(None, dtype)
+    expected, weights = values_after_training(None, dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    for values, weights_there in team(2).run(values_learnt, shape, dtype):
+    for values, weights_there in team(2).run(values_after_training, shape, dtype):
         torch.testing.assert_close(values, expected, atol=tolerance, rtol=tolerance)
         assert [w.dtype for w in weights_there.values()] == [w.dtype for w in weights.values()]
 
