@@ -5,7 +5,7 @@ for each event, with the ids as spans, and a line is in the file as a whole or n
 
     {"step": 4, "issued": "32-39"}
     {"step": 4, "generated": "32-39"}
-    {"step": 4, "dropped": "37", "reason": "equal rewards"}
+    {"step": 4, "dropped": "37", "reason": "zero-variance group"}
     {"step": 4, "trained": "32-36,38-39"}
 
 A checkpoint holds a snapshot, in which prompts with equal states are one line; resuming from the checkpoint puts it in
@@ -74,7 +74,7 @@ class Ledger:
         self._record("trained", step, given)
 
     def dropped(self, step: int, prompt_ids: Iterable[int], reason: str) -> None:
-        """Records prompts that will not be trained, and why: `equal rewards`, `environment failed`."""
+        """Records prompts that will not be trained, and why: `zero-variance group`, `environment failed`."""
         self._record("dropped", step, _sorted(prompt_ids), reason)
 
     def open(self, step: int) -> list[int]:
