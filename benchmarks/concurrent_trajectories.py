@@ -24,10 +24,10 @@ from corral.envs.games.frozen_lake import FrozenLakeEnv
 from corral.envs.registry import EnvSet
 from corral.model.load import default_device, load_model, load_tokenizer
 from corral.recipe.schema import Environment, Model, Rollout
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
+from corral.rollout.native_engine import NativeEngine
 
 SAMPLES = 64
 LATENCY_S = 0.05
@@ -73,10 +73,10 @@ def seconds(environment: str, samples: int, concurrency: int | None, board: int)
         max_length=2048,
     )
     envs = EnvSet({"": Environment(name=environment, options=OPTIONS, concurrency=concurrency)}, {}, ROLLOUT)
-    driver = Driver(
+    driver = RolloutDriver(
         engine=engine,
         envs=envs,
-        chat=Chat(engine.tokenizer, True),
+        chat=ChatRenderer(engine.tokenizer, True),
         max_turns=ROLLOUT.max_turns,
         max_prompt_tokens=800,
         max_response_tokens=ROLLOUT.max_response_tokens,
@@ -88,7 +88,7 @@ def seconds(environment: str, samples: int, concurrency: int | None, board: int)
 
     async def play() -> tuple[float, list[Trajectory]]:
         started = time.perf_counter()
-        played = await driver.play([Prompt(0, 0, row, [1])], samples, sampling)
+        played = await driver.roll_out([Prompt(0, 0, row, [1])], samples, sampling)
         return time.perf_counter() - started, played
 
     try:

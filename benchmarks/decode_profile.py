@@ -17,8 +17,8 @@ from corral.bench.settings import ROLLOUT, SMALL_ROLLOUT, RolloutWork
 from corral.model.load import load_model
 from corral.recipe.schema import Model
 from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
-from corral.rollout.paged.core import PagedCore
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.paged_core import PagedCore
 
 STEPS = 8
 """In a window, as the engine launches them."""
@@ -67,12 +67,12 @@ def profile_steps(engine: NativeEngine, count: int, context: int) -> None:
     """Every sequence has pages of its own, with random keys and values."""
     core = engine.core
     assert isinstance(core, PagedCore)
-    core.acquire()
+    core.acquire_cache()
     assert core.decoder is not None
     assert core.cache.pool.layers is not None
     core.cache.pool.layers.normal_()
-    table = torch.arange(core.state.table.numel(), device=core.device).view_as(core.state.table)
-    core.state.table.copy_(table % core.cache.pool.num_pages + 1)
+    table = torch.arange(core.state.page_table.numel(), device=core.device).view_as(core.state.page_table)
+    core.state.page_table.copy_(table % core.cache.pool.num_pages + 1)
 
     def window() -> None:
         core.state.positions.fill_(context)
@@ -95,7 +95,7 @@ def profile_steps(engine: NativeEngine, count: int, context: int) -> None:
             print(
                 f"{mean_us * times_a_step / 1000:8.3f} ms  {times_a_step:4.0f} x {mean_us:7.1f} us  {kernel.key[:80]}"
             )
-    engine.pause()
+    engine.release_cache()
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def corral_generate(options: argparse.Namespace, workload: Workload) -> Generate
     from corral.model.load import load_model, load_tokenizer
     from corral.recipe.schema import Model
     from corral.rollout.engine import Sampling
-    from corral.rollout.native import NativeEngine
+    from corral.rollout.native_engine import NativeEngine
 
     torch.set_num_threads(options.threads)
     source = Model(path=options.model, dtype="float32")

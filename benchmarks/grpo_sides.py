@@ -56,43 +56,45 @@ def recipe_of(options: argparse.Namespace) -> Any:
 
 
 def corral_steps(options: argparse.Namespace) -> Measured:
-    """The loop of `corral.loop.training_loop.steps`, with a clock. Generation includes the rewards."""
+    """The loop of `corral.loop.training_loop.run_steps`, with a clock. Generation includes the rewards."""
     return asyncio.run(timed_corral_steps(recipe_of(options), options.steps + 1))
 
 
 async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
-    from corral.loop.advantages_step import advantages, plan_updates, score
-    from corral.loop.components import open_components
-    from corral.loop.rollout_step import PendingRollout
-    from corral.loop.update import learn
+    from corral.loop.advantages_step import advantages
+    from corral.loop.components import open_components, open_runtime
+    from corral.loop.rollout_step import PendingRollout, RolloutResult
+    from corral.loop.train_step import compute_logprobs_and_values, plan_updates, train
     from corral.observe.console import Console
     from corral.observe.ledger import Ledger
 
     steps = []
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.jsonl")
-        async with open_components(recipe, Console(io.StringIO()), Path(folder), None) as parts:
-            stats = parts.runtime.worker.site.hosted["rollout"].engine.stats
+        async with open_components(
+            recipe, Console(io.StringIO()), Path(folder), None, frozenset(), open_runtime
+        ) as parts:
+            stats = parts.runtime.worker.context.roles["rollout"].engine.stats
             for step in range(num_steps):
-                computed, started = stats.computed_tokens, time.perf_counter()
-                played = await PendingRollout(parts, ledger, step + 1).whole()
-                played_at = time.perf_counter()
-                batch = Batch.of(played.trajectories)
+                computed, started = stats.num_computed_tokens, time.perf_counter()
+                rollout = RolloutResult.join([one async for one in PendingRollout(parts, ledger, step + 1).pieces(1)])
+                rolled_out_at = time.perf_counter()
+                batch = Batch.of(rollout.trajectories)
                 updates = plan_updates(parts, batch)
-                await score(parts, batch, updates)
-                metrics = advantages(parts, batch, played)
-                metrics |= (await learn(parts, batch, updates, step + 1)).metrics()
-                await parts.publisher.publish(step + 1, parts.scheduler.lanes)
+                await compute_logprobs_and_values(parts, batch, updates)
+                metrics = advantages(parts, batch, rollout)
+                metrics |= (await train(parts, batch, updates, step + 1)).metrics()
+                await parts.publisher.publish(step + 1)
                 ended = time.perf_counter()
                 steps.append(
                     {
                         "seconds": ended - started,
-                        "generation_s": played_at - started,
+                        "generation_s": rolled_out_at - started,
                         "tokens": batch.num_generated,
                         "gradient_norm": metrics["policy/gradient_norm"],
                         "prompt_tokens": int((~batch.generated).sum()),
-                        "tokens_computed_by_engine": stats.computed_tokens - computed,
+                        "tokens_computed_by_engine": stats.num_computed_tokens - computed,
                         "tokens_computed_by_trainer": sum(pack.tree.num_nodes for pack in batch.pack(10**9)),
                     }
                 )

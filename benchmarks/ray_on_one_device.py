@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from runs import REWARD
 from tiny import SHAPE, tiny_tokenizer
 
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -76,7 +76,7 @@ logging: {{runs: {folder}/runs, trajectories: false}}
 def train(recipe: Path, name: str, *overrides: str) -> tuple[float, list[dict[str, Any]]]:
     started = time.perf_counter()
     subprocess.run([*CORRAL, "train", str(recipe), f"name={name}", *overrides], check=True)
-    rows = read(recipe.parent / "runs" / name / "metrics.jsonl")
+    rows = read_metrics(recipe.parent / "runs" / name / "metrics.jsonl")
     return time.perf_counter() - started, [row for row in rows if "reward/mean" in row]
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from corral.cli.planning import planned
 from corral.loop.train import train
 from corral.observe.console import Console
-from corral.observe.lines import held_out_score
-from corral.observe.metrics import read
+from corral.observe.console_lines import held_out_score
+from corral.observe.run_files import read_metrics
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.load import load_recipe
 
@@ -51,7 +51,7 @@ def run(seed: int, overrides: list[str]) -> Result:
     started = time.perf_counter()
     folder = train(recipe, plan.text(), [f"seed {seed}"], Console())
     minutes = (time.perf_counter() - started) / 60
-    rows = {row["step"]: row for row in read(folder / "metrics.jsonl") if held_out_score(row) is not None}
+    rows = {row["step"]: row for row in read_metrics(folder / "metrics.jsonl") if held_out_score(row) is not None}
     if 0 not in rows or plan.num_steps not in rows:
         raise RunError(f"{folder} has no score before or after training; was it stopped?")
     before, after = rows[0], rows[plan.num_steps]

@@ -8,9 +8,9 @@ from typing import Any
 
 from corral.loop.interrupt import Interrupt
 from corral.loop.train import running, train
-from corral.loop.training_loop import steps
+from corral.loop.training_loop import run_steps
 from corral.observe.console import Console
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
@@ -73,15 +73,15 @@ def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any
     check(recipe)
     console = Console(io.StringIO())
 
-    async def run_steps(run_folder: RunFolder, interrupt: Interrupt) -> None:
+    async def run_here(run_folder: RunFolder, interrupt: Interrupt) -> None:
         async with running(recipe, run_folder, console, interrupt) as run:
-            await steps(run)
+            await run_steps(run)
 
     with (
         RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as run_folder,
         Interrupt(console.warn) as interrupt,
     ):
-        asyncio.run(run_steps(run_folder, interrupt))
+        asyncio.run(run_here(run_folder, interrupt))
     return steps_of(run_folder.path)
 
 
@@ -92,7 +92,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """Everything in metrics.jsonl that must be the same in every run; that is all but times."""
-    return [without_times(row) for row in read(run / "metrics.jsonl")]
+    return [without_times(row) for row in read_metrics(run / "metrics.jsonl")]
 
 
 def same_outcome(run: Path, other: Path, step: int) -> bool:

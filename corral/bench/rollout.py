@@ -42,7 +42,7 @@ def corral(settings: Settings, tell: Tell) -> None:
     from corral.model.load import load_model, load_tokenizer
     from corral.recipe.schema import Model
     from corral.rollout.engine import Sampling
-    from corral.rollout.native import NativeEngine
+    from corral.rollout.native_engine import NativeEngine
 
     device = torch.device(settings.device)
     source = Model(path=settings.folder, dtype=settings.dtype)
@@ -74,13 +74,13 @@ def corral(settings: Settings, tell: Tell) -> None:
 
 def tell_of_cache(engine: Any, tell: Tell) -> None:
     """What training gets while nothing is played, and how long that takes."""
-    from corral.rollout.paged.core import PagedCore
+    from corral.rollout.paged_core import PagedCore
 
     if isinstance(engine.core, PagedCore):
         started = time.perf_counter()
-        engine.pause()
+        engine.release_cache()
         paused = time.perf_counter()
-        engine.resume()
+        engine.acquire_cache()
         taken_ms, given_ms = 1000 * (time.perf_counter() - paused), 1000 * (paused - started)
         size = engine.core.cache.pool.num_bytes / 1e9
         tell.facts(remark=f"a cache of {size:.1f} GB was given back in {given_ms:.1f} ms, taken in {taken_ms:.1f} ms")

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from corral.bench.side import Measured
-from corral.loop.closing import close_runner
-from corral.loop.components import OpenWorkers
-from corral.loop.interrupt import Interrupt
+from corral.loop.components import OpenWorkers, open_runtime
+from corral.loop.interrupt import Interrupt, close_runner
 from corral.loop.train import running
-from corral.loop.training_loop import steps
+from corral.loop.training_loop import run_steps
 from corral.observe.console import Console
 from corral.observe.run_folder import RunFolder
 from corral.recipe.schema import Recipe
@@ -31,14 +30,14 @@ class Clock(Console):
 
 
 def timed_steps(
-    recipe: Recipe, open_workers: OpenWorkers | None = None, on_step: Callable[[int], None] = lambda step: None
+    recipe: Recipe, open_workers: OpenWorkers = open_runtime, on_step: Callable[[int], None] = lambda step: None
 ) -> Measured:
     """One dict for each step but the first: its `seconds`, `cpu_s` of this process, and the loop's own numbers."""
     clock = Clock(on_step)
 
-    async def run_steps(folder: RunFolder, interrupt: Interrupt) -> None:
+    async def run_timed(folder: RunFolder, interrupt: Interrupt) -> None:
         async with running(recipe, folder, clock, interrupt, open_workers=open_workers) as run:
-            await run.mender.guard(steps(run))
+            await run.supervisor.run(run_steps(run))
 
     runner = asyncio.Runner()
     try:
@@ -46,7 +45,7 @@ def timed_steps(
             RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as folder,
             Interrupt(clock.warn) as interrupt,
         ):
-            runner.run(run_steps(folder, interrupt))
+            runner.run(run_timed(folder, interrupt))
     finally:
         close_runner(runner)
     return [

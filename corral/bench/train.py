@@ -21,11 +21,11 @@ def corral(settings: Settings, tell: Tell) -> None:
     """The native trainer, with float32 masters where the weights are smaller; log-probs and entropy of every token."""
     from corral.model.load import load_model
     from corral.recipe.schema import Model, Optimizer, Train
-    from corral.train.native import NativePolicy
+    from corral.train.native_trainer import NativePolicyTrainer
 
     device = torch.device(settings.device)
     model = load_model(Model(path=settings.folder, dtype=settings.dtype), device)
-    policy = NativePolicy(
+    policy = NativePolicyTrainer(
         model,
         temperature=1.0,
         logits_chunk=Train().logits_chunk,

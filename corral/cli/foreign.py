@@ -153,9 +153,9 @@ class Asked:
     def prepare(self, recipe: "Recipe") -> None:
         """Before it is run."""
         if self.nodes is not None:
-            from corral.loop.shrink import prepare
+            from corral.loop.shrink import prepare_index
 
-            prepare(recipe)
+            prepare_index(recipe)
 
     def _own(self) -> "Recipe":
         from corral.recipe.load import load_recipe

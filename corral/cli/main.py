@@ -56,10 +56,10 @@ def train(
     With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
     """
     from corral.cli.planning import with_plan
-    from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
     from corral.recipe.plan import describe_batch, describe_schedule
+    from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
@@ -108,7 +108,7 @@ def evaluate(
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
     from corral.cli.planning import planned
-    from corral.loop.evaluate import evaluate as run_evaluation
+    from corral.loop.validation import evaluate as run_evaluation
     from corral.observe.console import Console
 
     loaded, _ = planned(recipe, overrides or [])
@@ -125,7 +125,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
-    from corral.train.export import export_model
+    from corral.train.checkpoint import export_model
 
     export_model(checkpoint, out, dtype)
     print(f"wrote {out}")
@@ -162,7 +162,7 @@ def ledger(
         raise UserError(f"{run} has no {Ledger.name}; is it the folder of a run?")
     opened = Ledger(path)
     if prompt is not None:
-        story = opened.story(prompt)
+        story = opened.history_of(prompt)
         words = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in story or ["was never issued"])])
         print(json.dumps({"prompt": prompt, "story": story}, indent=2) if as_json else words)
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from corral.cluster.gcs import Gcs, NoAnswer, Refused
-from corral.observe.files import write_atomically
+from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
 
 

@@ -216,7 +216,7 @@ def stacks_of_cluster(native: bool = False) -> tuple[list[Process], list[str]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from corral.runtime.cluster import remote_class
+    from corral.runtime.nodes import remote_class
 
     nodes = [entry for entry in ray.nodes() if entry["Alive"]]
     where = [NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False) for entry in nodes]

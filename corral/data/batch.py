@@ -8,12 +8,14 @@ another.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from corral.data.token_tree import TokenTree, common_prefix, lexicographic_order
 from corral.data.trajectory import BoolArray, FloatArray, IntArray, Trajectory
-from corral.data.tree import TokenTree, common_prefix, lexicographic_order
+
+TOKEN_ARRAYS = ("tokens", "generated", "logprobs", "versions", "token_rewards")
+"""Fields of a batch with one element for each token, besides `columns`."""
 
 
 @dataclass
@@ -21,16 +23,16 @@ class Batch:
     tokens: IntArray
     generated: BoolArray
     logprobs: FloatArray
-    """As sampled, by the engine."""
+    """Log-probs of the engine that sampled the tokens."""
     versions: IntArray
     token_rewards: FloatArray
     """A turn's reward, on the turn's last generated token."""
     offsets: IntArray
     """[trajectories + 1]"""
     groups: IntArray
-    """[trajectories], the prompt's prompt_id."""
+    """[trajectories], the id of each one's prompt."""
     columns: dict[str, FloatArray] = field(default_factory=dict)
-    """What the stages add, [tokens] each."""
+    """What later stages computed, [tokens] each."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> "Batch":
@@ -41,12 +43,12 @@ class Batch:
             for index, reward in trajectory.turn_rewards:
                 token_rewards[start + index] += reward
         return cls(
-            tokens=np.concatenate([t.tokens for t in trajectories]),
-            generated=np.concatenate([t.generated for t in trajectories]),
-            logprobs=np.concatenate([t.logprobs for t in trajectories]),
-            versions=np.concatenate([t.versions for t in trajectories]),
-            token_rewards=token_rewards,
-            offsets=offsets,
+            np.concatenate([t.tokens for t in trajectories]),
+            np.concatenate([t.generated for t in trajectories]),
+            np.concatenate([t.logprobs for t in trajectories]),
+            np.concatenate([t.versions for t in trajectories]),
+            token_rewards,
+            offsets,
             groups=np.array([t.prompt_id for t in trajectories]),
         )
 
@@ -61,7 +63,7 @@ class Batch:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
     def inputs(self, row: int) -> IntArray:
-        """What the model has to read of a trajectory: all before the last generated token, which ends it."""
+        """The tokens that the model computes: all before the last generated one, which nothing is predicted from."""
         start, end = self.offsets[row], self.offsets[row + 1]
         generated = np.flatnonzero(self.generated[start:end])
         return self.tokens[start : start + (generated[-1] if len(generated) else 0)]
@@ -73,42 +75,29 @@ class Batch:
     def take(self, rows: Sequence[int]) -> "Batch":
         """A batch of these trajectories, with all columns."""
         flat = self.positions_of(rows)
-        lengths = [self.offsets[row + 1] - self.offsets[row] for row in rows]
         return Batch(
-            tokens=self.tokens[flat],
-            generated=self.generated[flat],
-            logprobs=self.logprobs[flat],
-            versions=self.versions[flat],
-            token_rewards=self.token_rewards[flat],
-            offsets=np.cumsum([0, *lengths]),
+            **{name: getattr(self, name)[flat] for name in TOKEN_ARRAYS},
+            offsets=np.cumsum([0, *(self.offsets[row + 1] - self.offsets[row] for row in rows)]),
             groups=self.groups[list(rows)],
             columns={name: column[flat] for name, column in self.columns.items()},
         )
 
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
-        """One after the other; they have the same columns."""
-
-        def joined(name: str) -> Any:
-            return np.concatenate([getattr(batch, name) for batch in batches])
-
+        """Concatenates batches with the same columns."""
         starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
         return cls(
-            tokens=joined("tokens"),
-            generated=joined("generated"),
-            logprobs=joined("logprobs"),
-            versions=joined("versions"),
-            token_rewards=joined("token_rewards"),
+            **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in TOKEN_ARRAYS},
             offsets=np.concatenate([[0], *(b.offsets[1:] + start for b, start in zip(batches, starts, strict=False))]),
-            groups=joined("groups"),
+            groups=np.concatenate([batch.groups for batch in batches]),
             columns={name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
         )
 
     def split(self, parts: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Trajectories dealt into `parts` shares of about equal work, groups kept together where that is possible.
+        """Shards of about equal work, groups kept together where that is possible.
 
-        Work is counted in distinct tokens. Longest first onto the lightest share; a share is empty only when there are
-        fewer trajectories than shares.
+        Work is counted in distinct tokens. Longest first onto the lightest shard; a shard is empty only when there are
+        fewer trajectories than shards.
         """
         chosen = list(range(len(self))) if rows is None else list(rows)
         if parts == 1:
@@ -120,19 +109,19 @@ class Batch:
         if len(units) < parts:
             units = [[row] for row in chosen]
         work = [distinct_tokens([self.inputs(row) for row in unit]) for unit in units]
-        shares: list[list[int]] = [[] for _ in range(parts)]
+        shards: list[list[int]] = [[] for _ in range(parts)]
         load = [0] * parts
         for i in sorted(range(len(units)), key=lambda i: -work[i]):
             lightest = load.index(min(load))
-            shares[lightest] += units[i]
+            shards[lightest] += units[i]
             load[lightest] += work[i]
-        return [sorted(share) for share in shares]
+        return [sorted(shard) for shard in shards]
 
     def pack(self, max_tokens: int, rows: Sequence[int] | None = None) -> list["Pack"]:
-        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to read.
+        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to compute.
 
         Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
-        what it adds to the micro-batch is its length without that shared beginning.
+        what it adds to the micro-batch is its length without that common prefix.
         """
         return [Pack(self, tuple(packed)) for packed in self._packed_rows(max_tokens, rows)]
 
@@ -200,7 +189,7 @@ class Pack:
 
 
 def distinct_tokens(sequences: Sequence[IntArray]) -> int:
-    """Tokens that have to be computed when beginnings are shared."""
+    """Number of tokens that have to be computed when common prefixes are computed once."""
     total, previous = 0, np.empty(0, np.int64)
     for i in lexicographic_order(sequences):
         total += len(sequences[i]) - common_prefix(previous, sequences[i])

@@ -1,29 +1,31 @@
-"""Rows made on the spot: our own small arithmetic, and the tasks of reasoning-gym.
+"""Generated rows: our own small arithmetic, the tasks of reasoning-gym, and seeds from which games make their boards.
 
 Deterministic: the same source (task, options, size, seed) always gives the same rows.
 """
 
+import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import add, mul, sub
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from corral.data.plugins import did_you_mean, error_line
 from corral.recipe.errors import UserError
-from corral.recipe.schema import NaturalInt, PositiveInt, Source
+from corral.recipe.schema import NaturalInt, Part, PositiveInt, Source
 
 DEFAULT_SIZE = 1000
 OPERATORS = {"addition": "+", "subtraction": "-", "multiplication": "*"}
-VALIDATION_SHARE = 10
-"""One question in so many belongs to validation."""
+VALIDATION_EVERY = 10
+"""One question or board in so many belongs to validation."""
 REASONING_GYM_SEED_STRIDE = 1_000_000
 
 
 class ArithmeticOptions(BaseModel):
-    """`options` of an `arithmetic:` source."""
+    """The `options` of an `arithmetic:` source."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,7 +36,7 @@ class ArithmeticOptions(BaseModel):
     """Smallest and largest term, instead of digits."""
     num_terms: int = Field(default=2, ge=2)
     question: str = "What is {expression}?"
-    """How it is asked; `{expression}` becomes `12 + 7`."""
+    """Text of the question; `{expression}` becomes `12 + 7`."""
     part: Literal["train", "validation"] | None = None
     """Every question belongs to one of the two by a hash of its terms, whatever the options, size and seed are. A
     source of one part never shares a question with a source of the other. None: from both."""
@@ -55,7 +57,7 @@ class ArithmeticOptions(BaseModel):
 
     @property
     def num_choices(self) -> int:
-        """Numbers that a term can be."""
+        """How many numbers a term can be."""
         largest = 10 ** (self.digits or 2) - 1 if self.max is None else self.max
         return largest + 1 - self.smallest
 
@@ -97,7 +99,7 @@ def _problems(operators: list[str], options: ArithmeticOptions, source: Source) 
 
 
 def _shuffled(n: int, rng: random.Random) -> Iterator[int]:
-    """0 to n-1 in random order, one at a time, however large n is (Fisher-Yates that remembers only what moved)."""
+    """0 to n-1 in random order, one at a time, however large n is (Fisher-Yates that stores only what moved)."""
     moved: dict[int, int] = {}
     for position in range(n):
         other = rng.randrange(position, n)
@@ -106,16 +108,15 @@ def _shuffled(n: int, rng: random.Random) -> Iterator[int]:
 
 
 def _part(operator: str, terms: list[int]) -> str:
-    """Where order does not matter it does not change the part: `7 + 12` is no new question to who has seen `12 + 7`."""
+    """Where the order of terms does not matter it does not change the part: `7 + 12` is not held out if `12 + 7` was
+    trained on."""
     canonical = terms if operator == "-" else sorted(terms)
     digest = hashlib.blake2b(f"{operator} {canonical}".encode(), digest_size=8).digest()
-    return "validation" if int.from_bytes(digest, "big") % VALIDATION_SHARE == 0 else "train"
+    return "validation" if int.from_bytes(digest, "big") % VALIDATION_EVERY == 0 else "train"
 
 
 def _arithmetic_row(task: str, operator: str, terms: list[int], question: str) -> dict[str, Any]:
-    answer = terms[0]
-    for term in terms[1:]:
-        answer = {"+": answer + term, "-": answer - term, "*": answer * term}[operator]
+    answer = functools.reduce({"+": add, "-": sub, "*": mul}[operator], terms)
     expression = f" {operator} ".join(map(str, terms))
     return {
         "prompt": question.replace("{expression}", expression),
@@ -148,3 +149,35 @@ def reasoning_gym_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
             "data_source": f"reasoning_gym/{task}",
             "reasoning_gym": {"task": task, "options": source.options, "entry": entry},
         }
+
+
+def board_rows(source: Source, environments: Mapping[str, float], part: Part = "train") -> Iterator[dict[str, Any]]:
+    """Boards, distributed over environments (tags, with their mixing weights, which may not all be 0) so that every
+    prefix of the rows is mixed by the weights.
+
+    Board 17 of seed 0 is the same number in every run, and belongs to the same environment while the weights stay.
+    """
+    total = sum(environments.values())
+    counts = dict.fromkeys(environments, 0)
+    for index in range(source.size or DEFAULT_SIZE):
+        # The one that is furthest behind its weight's part of the rows so far; the first of them, if several are.
+        tag = max(environments, key=lambda tag: environments[tag] / total * (index + 1) - counts[tag])
+        counts[tag] += 1
+        yield {
+            "prompt": f"board {index} ({tag})" if tag else f"board {index}",
+            "answer": None,
+            "seed": _bits(f"board {source.seed}/{index}"),
+            "environment": tag,
+            "part": part,
+        }
+
+
+def part_of(board: str) -> Part:
+    """The part to which a board belongs, by what is on it: small boards repeat, and one that is trained on must not be
+    one that is validated on."""
+    return "validation" if _bits(board) % VALIDATION_EVERY == 0 else "train"
+
+
+def _bits(text: str) -> int:
+    """63 bits that depend on nothing but the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

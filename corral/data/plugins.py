@@ -1,6 +1,6 @@
-"""Finding what a recipe names in Python: `module:name`, or `path/to/file.py:name`; and calling it.
+"""Loading the Python objects that a recipe names: `module:name`, or `path/to/file.py:name`; and calling them.
 
-Modules are looked for where Python looks, then in the current folder. Every failure is one line for the user.
+Modules are searched where Python searches, then in the current folder. Every failure is one line for the user.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from corral.recipe.errors import UserError
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 MAX_ERROR_CHARACTERS = 500
 
 
@@ -49,8 +49,8 @@ def error_line(error: BaseException) -> str:
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
-async def without_exit(call: Awaitable[Answer]) -> Answer:
-    """What people's code calls `sys.exit` in has failed; the event loop and the run go on."""
+async def without_exit(call: Awaitable[Result]) -> Result:
+    """Awaits a user's code. If it calls `sys.exit`, that is an error of its own and ends neither event loop nor run."""
     try:
         return await call
     except SystemExit as error:
@@ -96,6 +96,6 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _search_also(folder: Path) -> None:
-    """Last in line, so that nothing in the user's folder hides an installed package."""
+    """Appends to the search path, so that nothing in the user's folder hides an installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,8 +1,10 @@
-"""Public data sets as parquet files in verl's row layout, from the hub or from a local copy.
+"""Public data sets as files that a recipe reads: from the hub or a local copy, in verl's row layout, or from a package.
 
 To add one: write a function from the data set's columns to question and answer, and add it to `DATA_SETS`.
 """
 
+import json
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +14,31 @@ import pyarrow
 import pyarrow.parquet
 
 from corral.data.answers import after_hashes, last_boxed
-from corral.data.countries import prepare_countries
 from corral.data.plugins import did_you_mean
 from corral.data.sources import READERS, Located, parse_json, read_files, read_hub
 from corral.recipe.errors import UserError
 
 SPLITS = ("train", "test")
+HELD_OUT_FRACTION = 0.2
+"""Fraction of the countries whose questions are for validation."""
+SEED = 0
+PASSAGES = {
+    "Geography": ("capital", "area"),
+    "Telephone and internet": ("calling code", "internet domain"),
+    "Money and people": ("currency code", "demonym"),
+    "Country codes": ("three-letter code", "numeric code"),
+}
+"""Topics of the facts in each passage about a country, by its title."""
+DISSOLVED = ("Serbia and Montenegro", "Antilles néerlandaises")
 
 
 @dataclass(frozen=True)
 class Problem:
     question: str
     solution: str
-    """Worked out."""
+    """The worked-out solution."""
     answer: str
-    """The final one, to compare with."""
+    """The final answer, to compare with."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +46,13 @@ class DataSet:
     hub_name: str
     hub_subset: str | None
     instruction: str
-    """Put after every question."""
+    """Text after every question."""
     read: Callable[[Mapping[str, Any]], Problem]
-    """From the columns of the data set; KeyError for a missing one, ValueError for a bad one."""
+    """Reads the columns of a row; KeyError for a missing one, ValueError for a bad one."""
 
 
 def prepare(name: str, out_dir: Path, local: Path | None = None) -> list[Path]:
-    """Write `train.parquet` and `test.parquet` of the data set; `local` is a folder with a copy of it. Sets that come
+    """Writes `train.parquet` and `test.parquet` of the data set; `local` is a folder with a copy of it. Sets that come
     with a package have files of their own."""
     if name in PACKAGED:
         if local is not None:
@@ -70,14 +82,10 @@ def _read_local(folder: Path, split: str) -> Iterator[Located]:
         if (folder / f"{split}{suffix}").is_file():
             return read_files([str(folder / f"{split}{suffix}")])
     if (folder / split).is_dir():
-        return _read_problem_files(folder / split)
+        paths = sorted((folder / split).rglob("*.json"))
+        return ((str(path), parse_json(path.read_text(encoding="utf-8"), str(path))) for path in paths)
     expected = ", ".join(f"{split}{suffix}" for suffix in READERS)
     raise UserError(f"{folder} has none of {expected}, nor a folder {split}")
-
-
-def _read_problem_files(folder: Path) -> Iterator[Located]:
-    for path in sorted(folder.rglob("*.json")):
-        yield str(path), parse_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def _verl_row(data_set: DataSet, where: str, columns: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
@@ -124,4 +132,88 @@ DATA_SETS = {
         read=_math,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Country:
+    name: str
+    region: str
+    facts: dict[str, list[str]]
+    """Answers by topic, any of which is right."""
+
+
+def prepare_countries(out_dir: Path) -> list[Path]:
+    """A small real corpus with questions, for learning to search on a laptop: countries of the world.
+
+    Writes `corpus.jsonl` (`id` and `contents`, a title in quotes and a text), `train.jsonl`, `validation.jsonl`. The
+    facts come with the package `countryinfo`. Each country has four short passages, each about other things, and each
+    question is answered by a few characters of one of them. So a query must name the country and the topic, and the
+    right one of two or three facts must be copied. Countries of the validation set are not in the training set.
+    """
+    countries = read_countries()
+    shuffled = random.Random(SEED).sample(countries, len(countries))
+    num_validation = round(HELD_OUT_FRACTION * len(countries))
+    files = {
+        "corpus": [passage for country in countries for passage in passages(country)],
+        "train": [row for country in shuffled[num_validation:] for row in questions(country)],
+        "validation": [row for country in shuffled[:num_validation] for row in questions(country)],
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, rows in files.items():
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        paths.append(out_dir / f"{name}.jsonl")
+        paths[-1].write_text("".join(lines), encoding="utf-8")
+    return paths
+
+
+def read_countries() -> list[Country]:
+    """Countries of which everything is known, by name."""
+    try:
+        from countryinfo import CountryInfo
+    except ImportError as error:
+        raise UserError("the data set `countries` comes with a package: pip install 'corral[countries]'") from error
+    complete = {
+        columns["name"]: country
+        for columns in CountryInfo.all().values()
+        if columns["name"] not in DISSOLVED and (country := read_country(columns)) is not None
+    }
+    return [complete[name] for name in sorted(complete)]
+
+
+def read_country(columns: Mapping[str, Any]) -> Country | None:
+    """None if anything about it is unknown."""
+    codes = columns.get("ISO") or {}
+    region = columns.get("intermediateregion") or columns.get("subregion")
+    facts = {
+        "capital": [columns.get("capital")],
+        "area": [str(int(columns.get("area") or 0) or "")],
+        "calling code": columns.get("callingCodes") or [],
+        "internet domain": [domain for domain in columns.get("tld") or () if domain and domain.isascii()],
+        "currency code": columns.get("currencies") or [],
+        "demonym": [columns.get("demonym")],
+        "three-letter code": [codes.get("alpha3")],
+        "numeric code": [codes.get("numeric")],
+    }
+    known = {topic: [answer for answer in answers if answer] for topic, answers in facts.items()}
+    if not region or not all(known.values()) or not isinstance(known["capital"][0], str):
+        return None
+    return Country(columns["name"], region, known)
+
+
+def passages(country: Country) -> Iterator[dict[str, str]]:
+    name, facts = country.name, dict(country.facts)
+    facts["area"] = [f"{int(facts['area'][0]):,} square kilometres"]
+    for title, topics in PASSAGES.items():
+        sentences = [f"{name} is in {country.region}."] if title == "Geography" else []
+        sentences += [f"The {topic} of {name} is {' or '.join(facts[topic])}." for topic in topics]
+        key = f"{facts['three-letter code'][0].lower()}-{title.split()[0].lower()}"
+        yield {"id": key, "contents": f'"{title} of {name}"\n{" ".join(sentences)}'}
+
+
+def questions(country: Country) -> Iterator[dict[str, Any]]:
+    for topic, answers in country.facts.items():
+        yield {"prompt": f"What is the {topic} of {country.name}?", "answer": answers, "topic": topic}
+
+
 PACKAGED = {"countries": prepare_countries}

@@ -1,7 +1,7 @@
 """From a recipe's source to rows, and from rows to prompts that fit.
 
 Files (parquet, jsonl, json; globs), hub data sets, generated tasks and Python functions all become lists of `Row`.
-Whatever is wrong with them is said in one line, with the file and the row.
+Whatever is wrong with them is one line of text, with the file and the row.
 """
 
 import glob
@@ -15,45 +15,46 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from corral.data.boards import board_rows
-from corral.data.generated import arithmetic_rows, reasoning_gym_rows
+from corral.data.generated import arithmetic_rows, board_rows, reasoning_gym_rows
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, row_from_mapping
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Part, Source
 
 Located = tuple[str, Mapping[str, Any]]
-"""Where a row is (`train.jsonl:7`, `train.parquet[6]`), and its columns."""
+"""(where a row is, such as `train.jsonl:7` or `train.parquet[6]`; its columns)"""
 
 BOARDS = "boards"
 ONE_ENVIRONMENT = {"": 1.0}
 GENERATORS = {"arithmetic": arithmetic_rows, "reasoning_gym": reasoning_gym_rows}
 
 
-def load_rows(source: Source, data: Data, shares: Mapping[str, float] = ONE_ENVIRONMENT) -> list[Row]:
-    """All rows of the source, or its first `max_rows`. `shares`: the environments' of boards, by tag."""
-    located = islice(_read(source, data, shares), source.max_rows)
+def load_rows(source: Source, data: Data, mixing: Mapping[str, float] = ONE_ENVIRONMENT) -> list[Row]:
+    """All rows of the source, or its first `max_rows`. `mixing`: the environments' weights for boards, by tag."""
+    located = islice(_read(source, data, mixing), source.max_rows)
     rows = [row_from_mapping(mapping, data, where) for where, mapping in located]
     if not rows:
         raise UserError(f"{source.path}: there are no rows in it")
     return rows
 
 
-def _read(source: Source, data: Data, shares: Mapping[str, float]) -> Iterator[Located]:
+def _read(source: Source, data: Data, mixing: Mapping[str, float]) -> Iterator[Located]:
     if isinstance(source.path, list):
         _refuse_unused(source, "files", "split", "subset", "options", "size", "seed")
         return read_files(source.path)
     if source.path == BOARDS:
         _refuse_unused(source, "boards", "split", "subset", "options")
         part: Part = "validation" if source is data.validation else "train"
-        return ((f"{BOARDS}[{i}]", _renamed(row, data)) for i, row in enumerate(board_rows(source, shares, part)))
+        boards = board_rows(source, mixing, part)
+        return ((f"{BOARDS}[{i}]", _with_column_names(row, data)) for i, row in enumerate(boards))
     kind, _, name = source.path.partition(":")
     if kind == "hf" and name:
         _refuse_unused(source, "a hub data set", "options", "size", "seed")
         return read_hub(name, source.subset, source.split)
     if kind in GENERATORS:
         _refuse_unused(source, "a generated task", "split", "subset")
-        return _read_generated(kind, name, source, data)
+        rows = GENERATORS[kind](name, source)
+        return ((f"{kind}:{name}[{i}]", _with_column_names(row, data)) for i, row in enumerate(rows))
     if is_spec(source.path):
         _refuse_unused(source, "a function", "split", "subset", "size", "seed")
         return _read_function(source.path, source.options)
@@ -167,17 +168,12 @@ def _choose_split(name: str, splits: list[str], split: str | None) -> str:
         return split
     if split is None and len(splits) == 1:
         return splits[0]
-    asked = "set `split`" if split is None else f"no split `{split}`"
-    raise UserError(f"hf:{name}: {asked}; it has {', '.join(splits)}")
+    problem = "set `split`" if split is None else f"no split `{split}`"
+    raise UserError(f"hf:{name}: {problem}; it has {', '.join(splits)}")
 
 
-def _read_generated(kind: str, task: str, source: Source, data: Data) -> Iterator[Located]:
-    for index, mapping in enumerate(GENERATORS[kind](task, source)):
-        yield f"{kind}:{task}[{index}]", _renamed(mapping, data)
-
-
-def _renamed(mapping: dict[str, Any], data: Data) -> dict[str, Any]:
-    """A recipe that renames columns for its files still gets generated rows."""
+def _with_column_names(mapping: dict[str, Any], data: Data) -> dict[str, Any]:
+    """A generated row under the column names that the recipe sets for its files."""
     renamed = {data.prompt_key: mapping.pop("prompt"), data.answer_key or "answer": mapping.pop("answer")}
     return {**renamed, **mapping}
 
@@ -214,7 +210,7 @@ def render_prompt(tokenizer: Any, row: Row, chat: bool, tools: list[dict[str, An
         text = "\n".join(message["content"] for message in row.prompt)
         tokens: list[int] = tokenizer.encode(text)
         if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-            tokens.pop()  # some tokenizers close every text; this one is to be continued
+            tokens.pop()  # some tokenizers append an end token to every text; the model continues this one
         return tokens
     if not tokenizer.chat_template:
         raise UserError(

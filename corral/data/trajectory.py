@@ -1,5 +1,6 @@
-"""The one record of what was played: tokens, who wrote them, how likely they were, and what they earned."""
+"""The record of one rollout: tokens, which of them were generated, their log-probs, and their rewards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,7 +16,7 @@ class StopReason(StrEnum):
     """Why a trajectory ended."""
 
     END_OF_TURN = "end_of_turn"
-    """The model generated its end-of-turn token and the environment had nothing more to say."""
+    """The model generated its end-of-turn token and the environment had nothing to add."""
     STOP_STRING = "stop_string"
     """The model generated one of the recipe's stop strings."""
     LENGTH = "length"
@@ -35,28 +36,45 @@ class Trajectory:
     tokens: IntArray
     generated: BoolArray
     logprobs: FloatArray
-    """Of each generated token when it was sampled; 0 elsewhere."""
+    """Log-prob of each generated token when it was sampled; 0 elsewhere."""
     versions: IntArray
-    """Of the weights that generated each token; -1 elsewhere."""
+    """Version of the weights that generated each token; -1 elsewhere."""
     turn_rewards: list[tuple[int, float]]
     """(index of the turn's last generated token, its reward)."""
     stop: StopReason
     prompt_id: int
-    """Of the prompt, counted over the whole run. Samples of one prompt share it: it is also the group."""
+    """Id of the prompt, counted over the whole run. Samples of one prompt have the same: it is also the group."""
     sample: int
-    """0 .. samples_per_prompt - 1."""
+    """Index within the group, 0 .. samples_per_prompt - 1."""
     row: int
     """Index of the prompt in its data set."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     tag: str = ""
-    """Of its environment, where the recipe has several."""
+    """Tag of its environment, where the recipe has several."""
     turn_states: list[int] = field(default_factory=list)
     """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
         assert len(self.generated) == len(self.logprobs) == len(self.versions) == length
+
+    @classmethod
+    def from_tokens(cls, tokens: Sequence[int], prompt_length: int = 1) -> "Trajectory":
+        """Tokens that count as generated behind the prompt, without log-probs and rewards: for probes and
+        placeholders."""
+        generated = np.arange(len(tokens)) >= prompt_length
+        return cls(
+            tokens=np.array(tokens, np.int64),
+            generated=generated,
+            logprobs=np.zeros(len(tokens), np.float32),
+            versions=np.where(generated, 0, -1),
+            turn_rewards=[],
+            stop=StopReason.LENGTH,
+            prompt_id=0,
+            sample=0,
+            row=0,
+        )
 
     @property
     def reward(self) -> float:

@@ -1,4 +1,4 @@
-"""The second stage of a step: what was played is scored, and rewards become advantages."""
+"""The third stage of a step: rewards become advantages."""
 
 import math
 from collections.abc import Sequence
@@ -16,43 +16,7 @@ from corral.data.batch import Batch
 from corral.data.trajectory import IntArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
-from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.presets import BY_TURN
-from corral.runtime.group import together
-
-
-def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:
-    """Trajectories of each update of one pass: groups in the order drawn, cut into parts that differ by one at most."""
-    order = np.argsort(batch.groups, kind="stable")
-    return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
-
-
-async def score(parts: RunComponents, batch: Batch, updates: list[list[int]]) -> None:
-    """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
-
-    Consumes what was played; waits for actor, reference and critic: at the same time where they have devices of their
-    own, else one after the other, in the same order on all of these devices. The actor's are computed in the very
-    packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit, as the one of the
-    first update's forward pass.
-    """
-    wanted: dict[str, tuple[TrainerGroup, str]] = {}
-    if parts.algorithm.old_logprobs == "recompute":
-        wanted["old_logprobs"] = (parts.actor, "logprobs")
-    if parts.reference is not None:
-        wanted["reference_logprobs"] = (parts.reference, "logprobs")
-    if parts.critic is not None:
-        wanted["values"] = (parts.critic, "values")
-    by_devices: dict[tuple[str, ...], list[str]] = {}
-    for column, (learners, _) in wanted.items():
-        by_devices.setdefault(tuple(learners.group.names), []).append(column)
-
-    async def one_after_the_other(columns: list[str]) -> None:
-        for column in columns:
-            learners, method = wanted[column]
-            batch.columns[column] = await learners.column(method, batch, updates)
-
-    batch.columns["old_logprobs"] = batch.logprobs
-    await together(*map(one_after_the_other, by_devices.values()))
 
 
 def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dict[str, float]:

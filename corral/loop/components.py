@@ -1,11 +1,12 @@
 """What a run is made of, built from the recipe in the order in which mistakes are cheapest to find."""
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from corral.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from corral.data.rows import Row
@@ -16,79 +17,45 @@ from corral.loop.trainer_group import TrainerGroup
 from corral.loop.weight_publisher import WeightPublisher
 from corral.model.load import load_tokenizer
 from corral.model.smollm2 import needs_conversion
-from corral.observe.console import Console
-from corral.observe.log import quiet_libraries
+from corral.observe.console import Console, quiet_libraries
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
-from corral.recipe.schema import Model, Part, Recipe, Source
+from corral.recipe.schema import Part, Recipe, Source
+from corral.rollout.chat_rendering import check_template
 from corral.rollout.engine import Sampling
-from corral.rollout.prefix import check_template
-from corral.runtime.group import Group
-from corral.runtime.local import LocalRuntime
-from corral.runtime.remote_debugger import Wanted
-from corral.runtime.roles import ORDER
+from corral.runtime.group import LocalRuntime, Runtime
+from corral.runtime.local_debugger import Debugging
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
+from corral.runtime.remote_debugger import DebuggerOptions
+from corral.runtime.worker import BUILD_ORDER
 
-ROOM = 3.0
+OVERSUBSCRIPTION = 3.0
 """Trajectories that a worker has in flight, in multiples of what its engine decodes at once: the rest waits at the
-controller, so that a worker that is slow takes less. A prompt counts with all its samples until the longest is done, so
-with less an engine is half empty while its prompts wait for their last samples (`benchmarks/overlap.py`: with 1.5,
-playing took 1.2 times as long)."""
-
-
-class Runtime(Protocol):
-    """Where the workers are: `LocalRuntime` or `RayRuntime`."""
-
-    placement: Placement
-    """Without the devices of nodes that were lost."""
-    groups: dict[str, Group]
-
-    @property
-    def num_nodes(self) -> int: ...
-
-    def devices_of(self, address: str) -> tuple[int, ...]: ...
-
-    async def build(
-        self,
-        role: str,
-        recipe: Recipe,
-        resume_from: Path | None,
-        *,
-        rank: int | None = None,
-    ) -> list[dict[str, Any]]:
-        """Builds a role on its workers, or on one of them. Returns what each has to say of itself."""
-        ...
-
-    async def watch(self) -> None:
-        """Runs until a node is lost, and raises that."""
-        ...
-
-    async def replace(self, device: int) -> None:
-        """Starts a worker's process again in its place, without roles."""
-        ...
-
-    def close(self) -> None: ...
+controller, so that a slow worker gets fewer. A prompt counts with all its samples until the longest is done, so with
+less an engine is half empty while its prompts wait for their last samples (`benchmarks/overlap.py`: with 1.5, rollouts
+took 1.2 times as long)."""
 
 
 OpenWorkers = Callable[[Recipe, Placement, Path, Console, frozenset[str]], AbstractAsyncContextManager[Runtime]]
-"""`open_runtime`, or another that takes its place to measure the rest."""
+"""Type of `open_runtime`, and of those that a debugger or a benchmark has in its place."""
 
 
 @dataclass
 class RolloutComponents:
-    """All that plays: enough to evaluate a model."""
+    """All that rollouts need: enough to evaluate a model."""
 
     recipe: Recipe
     tokenizer: Any
     validation: list[PreparedPrompt]
     runtime: Runtime
     scheduler: RolloutScheduler
-    floors: dict[str, float] | None = field(default=None, kw_only=True)
-    """What random and optimal play would score on the validation set; found out when it is first played."""
+    baselines: dict[str, float] | None = field(default=None, kw_only=True)
+    """Scores of a random and an optimal policy on the validation set; computed at the first validation."""
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
-        """Without the model's own end tokens, which players add."""
+        """Returns the recipe's settings, without the model's own end tokens, which rollout workers add."""
         rollout = self.recipe.rollout
         return Sampling(
             max_tokens=rollout.max_response_tokens,
@@ -102,35 +69,37 @@ class RolloutComponents:
 
 @dataclass
 class RunComponents(RolloutComponents):
-    """And all that learns."""
+    """All that a training run needs."""
 
     algorithm: ResolvedAlgorithm
     train: list[PreparedPrompt]
     sampler: Sampler
     num_steps: int
     dtype: str
-    """Of the model."""
-    actor: TrainerGroup
-    reference: TrainerGroup | None
-    critic: TrainerGroup | None
+    """Data type of the model."""
+    actor: TrainerGroup[ActorWorker]
+    reference: TrainerGroup[PolicyWorker] | None
+    critic: TrainerGroup[CriticWorker] | None
     kl: KLController | None
     publisher: WeightPublisher
+    trainer_lock: asyncio.Lock = field(default_factory=asyncio.Lock, kw_only=True)
+    """Held by whoever calls the trainers, which compute together and so must all be called for the same things in the
+    same order."""
 
 
 @asynccontextmanager
 async def open_rollout_components(
     recipe: Recipe, console: Console, model_path: str | None = None
 ) -> AsyncIterator[RolloutComponents]:
-    """`model_path`: another model than the recipe's, such as a checkpoint; the tokenizer is its own."""
+    """Opens what an evaluation needs. `model_path`: another model than the recipe's, such as a checkpoint; the
+    tokenizer is its own."""
     if recipe.data.validation is None:
         raise UserError("data.validation: there is nothing to evaluate on")
     if model_path is not None:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model_path})})
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     async with open_runtime(recipe, placement.only(["rollout"]), Path(recipe.logging.runs), console) as runtime:
-        await runtime.build("rewards", recipe, None)
-        tokenizer = tokenizer_of(recipe.model, console)
-        check_turns(recipe, tokenizer, console)
+        tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         validation = prompts_of(recipe, "validation", tokenizer, console)
         with console.stage("loading the model"):
             facts = await runtime.build("rollout", recipe, None)
@@ -144,24 +113,24 @@ async def open_components(
     console: Console,
     logs: Path,
     resume_from: Path | None,
-    lost_nodes: frozenset[str] = frozenset(),
-    open_workers: OpenWorkers | None = None,
+    lost_nodes: frozenset[str],
+    open_workers: OpenWorkers,
 ) -> AsyncIterator[RunComponents]:
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
-    async with (open_workers or open_runtime)(recipe, placement, logs, console, lost_nodes) as runtime:
-        await runtime.build("rewards", recipe, None)
-        tokenizer = tokenizer_of(recipe.model, console)
-        check_turns(recipe, tokenizer, console)
+    async with open_workers(recipe, placement, logs, console, lost_nodes) as runtime:
+        tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         train = prompts_of(recipe, "train", tokenizer, console)
         validation = []
         if recipe.data.validation is not None:
             validation = prompts_of(recipe, "validation", tokenizer, console)
         recipe = with_steps(recipe, len(train))
+        assert recipe.schedule.steps is not None
         with console.stage("loading the model"):
-            facts = {role: await runtime.build(role, recipe, resume_from) for role in ORDER if role in placement.roles}
+            roles = [role for role in BUILD_ORDER if role in placement.roles]
+            facts = {role: await runtime.build(role, recipe, resume_from) for role in roles}
         async with open_scheduler(runtime, facts["rollout"][0]["max_sequences"]) as scheduler:
-            actor, dtype = learners(recipe, runtime, "actor"), facts["actor"][0]["dtype"]
+            actor, dtype = trainer_group(recipe, runtime, "actor"), facts["actor"][0]["dtype"]
             yield RunComponents(
                 recipe=recipe,
                 tokenizer=tokenizer,
@@ -171,18 +140,14 @@ async def open_components(
                 algorithm=algorithm,
                 train=train,
                 sampler=Sampler(len(train), recipe.seed, recipe.data.shuffle),
-                num_steps=steps_of(recipe),
+                num_steps=recipe.schedule.steps,
                 dtype=dtype,
                 actor=actor,
-                reference=learners(recipe, runtime, "reference") if "reference" in placement.roles else None,
-                critic=learners(recipe, runtime, "critic") if "critic" in placement.roles else None,
+                reference=trainer_group(recipe, runtime, "reference") if "reference" in placement.roles else None,
+                critic=trainer_group(recipe, runtime, "critic") if "critic" in placement.roles else None,
                 kl=kl_controller(algorithm),
                 publisher=WeightPublisher(
-                    actor,
-                    runtime.groups["rollout"],
-                    transfer_kind(recipe, runtime.placement),
-                    dtype,
-                    train[0].tokens,
+                    actor, scheduler, transfer_kind(recipe, runtime.placement), dtype, train[0].tokens
                 ),
             )
 
@@ -194,22 +159,26 @@ async def open_runtime(
     logs: Path,
     console: Console,
     lost_nodes: frozenset[str] = frozenset(),
-    debugger: Wanted = Wanted(),
+    debugging: Debugging = Debugging(),
 ) -> AsyncIterator[Runtime]:
     runtime: Runtime
     if runs_on_ray(recipe):
-        from corral.runtime.ray import RayRuntime
+        from corral.runtime.ray_runtime import RayRuntime
 
+        debugger = DebuggerOptions(debugging.post_mortem, debugging.insecure, console.warn)
         with console.stage("starting workers"):
             runtime = await RayRuntime.start(
-                recipe, placement, logs, say=console.note, without_nodes=lost_nodes, debugger=debugger
+                recipe, placement, logs, report=console.note, without_nodes=lost_nodes, debugger=debugger
             )
     else:
-        runtime = LocalRuntime(recipe, placement, logs)
+        if debugging.here:  # who is at a breakpoint is not hurried
+            cluster = recipe.cluster.model_copy(update={"call_timeout_s": math.inf})
+            recipe = recipe.model_copy(update={"cluster": cluster})
+        runtime = LocalRuntime(recipe, placement, logs, builder=debugging.builder)
     try:
         if isinstance(runtime, LocalRuntime) and recipe.cluster.services:
             with console.stage(f"starting {', '.join(recipe.cluster.services)}"):
-                await runtime.await_services()
+                await runtime.wait_for_services()
         yield runtime
     finally:
         runtime.close()
@@ -217,35 +186,35 @@ async def open_runtime(
 
 @asynccontextmanager
 async def open_scheduler(runtime: Runtime, max_sequences: int) -> AsyncIterator[RolloutScheduler]:
-    """`max_sequences`: that a player decodes at the same time."""
+    """`max_sequences`: sequences that an engine decodes at the same time."""
     rollout = runtime.groups["rollout"]
-    scheduler = RolloutScheduler(rollout, math.inf if rollout.size == 1 else ROOM * max_sequences)
+    scheduler = RolloutScheduler(rollout, math.inf if rollout.size == 1 else OVERSUBSCRIPTION * max_sequences)
     for rank in range(rollout.size):
-        scheduler.open(rank)
+        scheduler.add_worker(rank)
     try:
         yield scheduler
     finally:
         await scheduler.close()
 
 
-def learners(recipe: Recipe, runtime: Runtime, role: str) -> TrainerGroup:
+def trainer_group(recipe: Recipe, runtime: Runtime, role: str) -> TrainerGroup[Any]:
     return TrainerGroup(runtime.groups[role], mesh_shape(recipe.train.parallel, runtime.groups[role].size, role))
 
 
-def tokenizer_of(model: Model, console: Console) -> Any:
-    with console.stage(f"preparing {model.path}" + (", once, half a minute" if needs_conversion(model.path) else "")):
-        tokenizer = load_tokenizer(model)
+async def prepare_rewards_and_tokenizer(runtime: Runtime, recipe: Recipe, console: Console) -> Any:
+    """Builds the rewards and returns the tokenizer. Warns where the model's chat template does not allow that a
+    conversation is extended token by token."""
+    await runtime.build("rewards", recipe, None)
+    path = recipe.model.path
+    with console.stage(f"preparing {path}" + (", once, half a minute" if needs_conversion(path) else "")):
+        tokenizer = load_tokenizer(recipe.model)
     quiet_libraries()  # transformers was imported just now
+    multi_turn = recipe.rollout.max_turns > 1 or any(e.name == "search" for e in recipe.tagged_environments.values())
+    if multi_turn and recipe.data.chat and tokenizer.chat_template:
+        warning = check_template(tokenizer, recipe.data.system)
+        if warning is not None:
+            console.warn(warning)
     return tokenizer
-
-
-def check_turns(recipe: Recipe, tokenizer: Any, console: Console) -> None:
-    """A conversation is extended token by token: said at once where the model's template does not go along."""
-    several = recipe.rollout.max_turns > 1 or any(e.name == "search" for e in recipe.tagged_environments.values())
-    if several and recipe.data.chat and tokenizer.chat_template:
-        doubt = check_template(tokenizer, recipe.data.system)
-        if doubt is not None:
-            console.warn(doubt)
 
 
 def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> list[PreparedPrompt]:
@@ -266,7 +235,7 @@ def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> 
 
 
 def check_tags(rows: list[Row], recipe: Recipe, source: Source) -> None:
-    """Every row says whose it is, where there are several environments."""
+    """Raises a UserError where there are several environments and a row does not name one of them."""
     for number, row in enumerate(rows):
         tag = row.extra.get("environment")
         if recipe.environments and tag not in recipe.environments:
@@ -275,18 +244,13 @@ def check_tags(rows: list[Row], recipe: Recipe, source: Source) -> None:
 
 
 def with_steps(recipe: Recipe, num_rows: int) -> Recipe:
-    """The recipe with its number of steps, where it says epochs."""
+    """Returns the recipe with its number of steps, where it has epochs."""
     schedule = recipe.schedule
     if schedule.steps is None:
         assert schedule.epochs is not None, "the rules see to it that one is given"
         steps = math.ceil(schedule.epochs * num_rows / recipe.batch.prompts_per_step)
         schedule = schedule.model_copy(update={"steps": steps, "epochs": None})
     return recipe.model_copy(update={"schedule": schedule})
-
-
-def steps_of(recipe: Recipe) -> int:
-    assert recipe.schedule.steps is not None
-    return recipe.schedule.steps
 
 
 def kl_controller(algorithm: ResolvedAlgorithm) -> KLController | None:

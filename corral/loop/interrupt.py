@@ -1,24 +1,26 @@
-"""Ctrl-C and SIGTERM: the first one ends the run in good order, the second at once."""
+"""Ctrl-C and SIGTERM: the first one ends the run in good order, the second at once. And the end of its event loop."""
 
 import asyncio
 import signal
+import warnings
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
-Handler = Callable[[int, FrameType | None], None]
+SignalHandler = Callable[[int, FrameType | None], None]
+CLOSE_TIMEOUT_S = 5.0
 
 
 class Interrupted(Exception):
-    """The user asked to stop while something was being played. No weight has been changed by it yet."""
+    """The user asked to stop during a rollout. No weight has been changed by it yet."""
 
 
 class Interrupt:
-    """A request to stop waits for the end of the step while weights are being changed, and cuts playing short."""
+    """A request to stop waits for the end of the step while weights are being changed, and cancels rollouts."""
 
-    def __init__(self, notify: Callable[[str], None], on_ctrl_c: Handler | None = None) -> None:
+    def __init__(self, notify: Callable[[str], None], on_ctrl_c: SignalHandler | None = None) -> None:
         """`on_ctrl_c`: a debugger's, which then has Ctrl-C for itself."""
         self.notify = notify
         self.handlers = {signal.SIGINT: on_ctrl_c or self._handle, signal.SIGTERM: self._handle}
@@ -35,8 +37,8 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    async def cuts_short(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """What `work` answers. A request to stop cancels it, and `Interrupted` is raised."""
+    async def cancel_on_request(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Returns what `work` returns. A request to stop cancels it, and `Interrupted` is raised."""
         if self.requested:
             work.close()
             raise Interrupted
@@ -58,8 +60,22 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         if self._waiting is None:
-            with suppress(RuntimeError):  # a signal may come in the middle of a write, where there is no other
+            with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then
                 self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
         else:
             loop, stop = self._waiting
             loop.call_soon_threadsafe(stop.set)
+
+
+def close_runner(runner: asyncio.Runner) -> None:
+    """Closes an event loop within a deadline. `Runner.close` would wait for tasks for ever, and an environment may
+    ignore that its task is cancelled."""
+    tasks = asyncio.all_tasks(runner.get_loop())
+    _ = [task.cancel() for task in tasks]  # in a scope of its own, so that no variable keeps a task alive
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # of tasks that had not begun
+        if tasks:
+            runner.run(asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S))
+        if all(task.done() for task in tasks):
+            runner.close()
+        tasks.clear()

@@ -1,4 +1,4 @@
-"""Keeps the rollout workers busy: games go to who has room, and those of a worker that was lost go to the others."""
+"""Keeps the rollout workers busy: requests go to who has capacity, and those of a lost worker go to the others."""
 
 import asyncio
 import heapq
@@ -13,143 +13,149 @@ from corral.recipe.errors import RunError
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, WorkerLost
-from corral.runtime.rollout_worker import Game
+from corral.runtime.rollout_worker import FinishedRequest, RolloutRequest, RolloutWorker
 
 logger = logging.getLogger(__name__)
 
-Result = asyncio.Future[list[Trajectory]]
+PendingTrajectories = asyncio.Future[list[Trajectory]]
 CANCEL_S = 10.0
 MAX_DEATHS = 3
-"""Of workers, one after the other, that a prompt may have seen before it is taken to be the cause."""
+"""Workers, one after the other, that may die with a prompt before it is taken to be the cause."""
 
 
 @dataclass
 class WorkerQueue:
-    """One worker's games."""
+    """One worker's requests."""
 
     rank: int
-    inbox: list[Game] = field(default_factory=list)
-    """To be submitted."""
-    playing: dict[int, Game] = field(default_factory=dict)
+    unsent: list[RolloutRequest] = field(default_factory=list)
+    """Requests to be submitted to the worker."""
+    in_flight: dict[int, RolloutRequest] = field(default_factory=dict)
+    """Requests that the worker has, by id."""
     load: int = 0
-    """Trajectories of all these."""
+    """Number of trajectories of all these."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
 class RolloutScheduler:
-    """`room`: trajectories that a worker has in flight at most; the rest waits here, so that a slow one takes less.
+    """`max_load`: trajectories that a worker has in flight at most; the rest waits here, so that a slow one gets fewer.
 
-    `on_lost` hears of a worker that was lost, and either calls `lose` and returns True, or all games fail.
+    `on_lost` is called with a worker that was lost; it calls `remove_worker` and returns True, or all requests fail.
     """
 
-    def __init__(self, group: Group, room: float, on_lost: Callable[[WorkerLost], bool] = lambda lost: False) -> None:
-        self.group, self.room, self.on_lost = group, room, on_lost
-        self.lanes: dict[int, WorkerQueue] = {}
+    def __init__(
+        self,
+        group: Group[RolloutWorker],
+        max_load: float,
+        on_lost: Callable[[WorkerLost], bool] = lambda lost: False,
+    ) -> None:
+        self.group, self.max_load, self.on_lost = group, max_load, on_lost
+        self.queues: dict[int, WorkerQueue] = {}
+        """Queues of the workers that take requests, by rank."""
         self.by_load: list[tuple[int, int]] = []
         """A heap of (load, rank); an entry that is no longer true is skipped when it comes up."""
-        self.waiting: deque[Game] = deque()
-        self.results: dict[int, Result] = {}
-        self.numbers = itertools.count()
-        self.deaths: Counter[int] = Counter()
-        """Of workers, while they were playing a game."""
+        self.waiting: deque[RolloutRequest] = deque()
+        self.results: dict[int, PendingTrajectories] = {}
+        self.ids = itertools.count()
+        self.num_deaths: Counter[int] = Counter()
+        """Workers that died while they had a request, by its id."""
         self.error: Exception | None = None
-        """After which nothing is played any more."""
+        """What made all requests fail; after that none is taken any more."""
 
-    def open(self, rank: int) -> None:
-        """From now on the worker takes games."""
-        lane = self.lanes[rank] = WorkerQueue(rank)
-        lane.task = asyncio.get_running_loop().create_task(self._feed(lane))
+    def add_worker(self, rank: int) -> None:
+        """From now on the worker takes requests."""
+        queue = self.queues[rank] = WorkerQueue(rank)
+        queue.task = asyncio.get_running_loop().create_task(self._feed(queue))
         heapq.heappush(self.by_load, (0, rank))
-        self._deal()
+        self._dispatch()
 
-    def play(
+    def submit(
         self,
         prompts: Sequence[Prompt],
-        samples: int,
+        num_samples: int,
         sampling: Sampling,
         purpose: str = "train",
         *,
         first: bool = False,
-    ) -> list[Result]:
-        """One future for each prompt, with its trajectories. `first`: before what waits already."""
+    ) -> list[PendingTrajectories]:
+        """Returns one future for each prompt, with its trajectories. `first`: before what waits already."""
         loop = asyncio.get_running_loop()
-        games = [Game(next(self.numbers), prompt, samples, sampling, purpose) for prompt in prompts]
-        self.results |= {game.number: loop.create_future() for game in games}
-        results = [self.results[game.number] for game in games]
+        requests = [RolloutRequest(next(self.ids), prompt, num_samples, sampling, purpose) for prompt in prompts]
+        results = [self.results.setdefault(request.id, loop.create_future()) for request in requests]
         if self.error is not None:
             self._fail(self.error)
             return results
         if first:
-            self.waiting.extendleft(reversed(games))
+            self.waiting.extendleft(reversed(requests))
         else:
-            self.waiting.extend(games)
-        self._deal()
+            self.waiting.extend(requests)
+        self._dispatch()
         return results
 
     async def cancel(self) -> None:
-        """Forgets all games."""
+        """Drops all requests."""
         for result in self.results.values():
             result.cancel()
         self.results.clear()
         self.waiting.clear()
-        for lane in self.lanes.values():
-            lane.inbox.clear()
-            lane.playing.clear()
-            self._load(lane, -lane.load)
-        calls = (self.group.one(rank, "cancel", timeout_s=CANCEL_S) for rank in self.lanes)
+        for queue in self.queues.values():
+            queue.unsent.clear()
+            queue.in_flight.clear()
+            self._add_load(queue, -queue.load)
+        calls = (self.group.one(rank, RolloutWorker.cancel, timeout_s=CANCEL_S) for rank in self.queues)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):
-                logger.warning("a player did not drop its games: %s", answer)
+                logger.warning("a rollout worker did not drop its requests: %s", answer)
 
     async def close(self) -> None:
-        tasks = [lane.task for lane in self.lanes.values() if lane.task is not None]
+        tasks = [queue.task for queue in self.queues.values() if queue.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _deal(self) -> None:
-        """Each game to the lane with the least in flight, while one has room."""
+    def _dispatch(self) -> None:
+        """Gives each waiting request to the worker with the least in flight, while that one has capacity."""
         while self.waiting and self.by_load:
             load, rank = self.by_load[0]
-            lane = self.lanes.get(rank)
-            if lane is None or lane.load != load:
+            queue = self.queues.get(rank)
+            if queue is None or queue.load != load:
                 heapq.heappop(self.by_load)
                 continue
-            if load and load + self.waiting[0].samples > self.room:
+            if load and load + self.waiting[0].num_samples > self.max_load:
                 return
-            game = self.waiting.popleft()
-            lane.inbox.append(game)
-            self._load(lane, game.samples)
-            lane.wake.set()
+            request = self.waiting.popleft()
+            queue.unsent.append(request)
+            self._add_load(queue, request.num_samples)
+            queue.wake.set()
 
-    def _load(self, lane: WorkerQueue, more: int) -> None:
-        lane.load += more
-        heapq.heappush(self.by_load, (lane.load, lane.rank))
-        if len(self.by_load) > 8 * len(self.lanes) + 64:
-            self.by_load = [(lane.load, rank) for rank, lane in self.lanes.items()]
+    def _add_load(self, queue: WorkerQueue, more: int) -> None:
+        queue.load += more
+        heapq.heappush(self.by_load, (queue.load, queue.rank))
+        if len(self.by_load) > 8 * len(self.queues) + 64:  # mostly entries that are no longer true
+            self.by_load = [(queue.load, rank) for rank, queue in self.queues.items()]
             heapq.heapify(self.by_load)
 
-    async def _feed(self, lane: WorkerQueue) -> None:
-        """Consumes a lane's inbox, produces results. Waits for games (unblocked by `_deal`) and for the worker's next
-        finished ones (at most the group's deadline: a player that makes no progress says so before)."""
-        collecting: asyncio.Task[list[tuple[int, list[Trajectory]]]] | None = None
-        waking = asyncio.ensure_future(lane.wake.wait())
+    async def _feed(self, queue: WorkerQueue) -> None:
+        """Consumes a worker's queue, produces results. Waits for requests (unblocked by `_dispatch`) and for the
+        worker's next finished ones (at most the group's deadline: an engine without progress raises before)."""
+        collecting: asyncio.Task[list[FinishedRequest]] | None = None
+        waking = asyncio.ensure_future(queue.wake.wait())
         try:
             while True:
-                if lane.inbox:
-                    games, lane.inbox = lane.inbox, []
-                    lane.playing |= {game.number: game for game in games}
-                    await self.group.one(lane.rank, "submit", games)
-                if collecting is None and lane.playing:
-                    collecting = asyncio.ensure_future(self.group.one(lane.rank, "collect"))
+                if queue.unsent:
+                    requests, queue.unsent = queue.unsent, []
+                    queue.in_flight |= {request.id: request for request in requests}
+                    await self.group.one(queue.rank, RolloutWorker.submit, requests)
+                if collecting is None and queue.in_flight:
+                    collecting = asyncio.ensure_future(self.group.one(queue.rank, RolloutWorker.collect))
                 await asyncio.wait({waking, *([collecting] if collecting else [])}, return_when="FIRST_COMPLETED")
                 if waking.done():
-                    lane.wake.clear()
-                    waking = asyncio.ensure_future(lane.wake.wait())
+                    queue.wake.clear()
+                    waking = asyncio.ensure_future(queue.wake.wait())
                 if collecting is not None and collecting.done():
                     finished, collecting = collecting.result(), None
-                    self._finish(lane, finished)
+                    self._finish(queue, finished)
         except WorkerLost as lost:
             if not self.on_lost(lost):
                 self._fail(lost)
@@ -160,35 +166,35 @@ class RolloutScheduler:
             if collecting is not None:
                 collecting.cancel()
 
-    def _finish(self, lane: WorkerQueue, finished: list[tuple[int, list[Trajectory]]]) -> None:
-        for number, trajectories in finished:
-            self.deaths.pop(number, None)
-            if (game := lane.playing.pop(number, None)) is not None:
-                self._load(lane, -game.samples)
-            result = self.results.pop(number, None)
+    def _finish(self, queue: WorkerQueue, finished: list[FinishedRequest]) -> None:
+        for request_id, trajectories in finished:
+            self.num_deaths.pop(request_id, None)
+            if (request := queue.in_flight.pop(request_id, None)) is not None:
+                self._add_load(queue, -request.num_samples)
+            result = self.results.pop(request_id, None)
             if result is not None and not result.done():
                 result.set_result(trajectories)
-        self._deal()
+        self._dispatch()
 
-    def lose(self, rank: int, lost: WorkerLost) -> bool:
-        """Takes a worker out; its games are played by the others, or by the next one that is opened. False: it was
-        taken out before."""
-        lane = self.lanes.pop(rank, None)
-        if lane is None:
+    def remove_worker(self, rank: int, lost: WorkerLost) -> bool:
+        """Gives the requests of a lost worker to the others, or to the next one that is added. Returns False when it
+        was removed before."""
+        queue = self.queues.pop(rank, None)
+        if queue is None:
             return False
-        if lane.task is not None and lane.task is not asyncio.current_task():
-            lane.task.cancel()
-        games = [*lane.playing.values(), *lane.inbox]
-        logger.warning("%s; the %d prompts that it was playing are played elsewhere", lost, len(games))
-        self.deaths.update(game.number for game in lane.playing.values())
-        for game in games:
-            if self.deaths[game.number] >= MAX_DEATHS:
-                self._fail(
-                    RunError(f"{MAX_DEATHS} workers died while they played prompt {game.prompt.prompt_id}: {lost}")
-                )
+        if queue.task is not None and queue.task is not asyncio.current_task():
+            queue.task.cancel()
+        requests = [*queue.in_flight.values(), *queue.unsent]
+        logger.warning("%s; its %d prompts are rolled out elsewhere", lost, len(requests))
+        # A prompt that crashes every worker it meets would otherwise take down one after the other, for ever.
+        self.num_deaths.update(queue.in_flight.keys())
+        for request in requests:
+            if self.num_deaths[request.id] >= MAX_DEATHS:
+                prompt_id = request.prompt.prompt_id
+                self._fail(RunError(f"{MAX_DEATHS} workers died while they rolled out prompt {prompt_id}: {lost}"))
                 return True
-        self.waiting.extendleft(reversed(games))
-        self._deal()
+        self.waiting.extendleft(reversed(requests))
+        self._dispatch()
         return True
 
     def _fail(self, error: Exception) -> None:
@@ -196,5 +202,5 @@ class RolloutScheduler:
         for result in self.results.values():
             if not result.done():
                 result.set_exception(error)
-                result.exception()  # one of them is going to be asked for it, and that is enough
+                result.exception()  # one of them is going to be awaited, and that is enough for asyncio
         self.results.clear()

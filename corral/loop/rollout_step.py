@@ -1,4 +1,5 @@
-"""The first stage of a step: prompts are drawn and played, up to `schedule.max_staleness` steps ahead of learning."""
+"""The first stage of a step: its prompts are sampled and rolled out, up to `schedule.max_staleness` steps ahead of
+training."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,32 +7,32 @@ from dataclasses import dataclass, field
 import torch
 
 from corral.algorithms.shaping import informative_groups
-from corral.data.sampler import Draw
+from corral.data.sampler import SampledPrompt
 from corral.data.trajectory import Trajectory
 from corral.loop.components import RunComponents
-from corral.loop.rollout_scheduler import Result
+from corral.loop.rollout_scheduler import PendingTrajectories
 from corral.observe.ledger import Ledger
 from corral.rollout.driver import Prompt
 
 PIECES_PER_STEP = 8
-"""When a step is learnt from while it is played: into how many pieces it is cut at most."""
+"""Number of pieces into which a step is cut at most, when it is pipelined."""
 
 
 @dataclass
 class RolloutResult:
-    """What a step, or a piece of it, has to learn from."""
+    """Trajectories of a step, or of a piece of it, and what was left out."""
 
     trajectories: list[Trajectory]
     baselines: dict[int, float] = field(default_factory=dict)
     """Greedy reward of each prompt, where the algorithm compares with it."""
     num_failed: int = 0
-    """Trajectories left out because their environment failed before the model said anything."""
+    """Number of trajectories left out because their environment failed before the model generated anything."""
     failed: list[int] = field(default_factory=list)
     """Prompts of which no trajectory is left."""
     zero_variance: list[int] = field(default_factory=list)
     """Prompts left out because all their rewards were equal (dynamic sampling)."""
     last_error: str | None = None
-    """Of those that failed."""
+    """Error of the last trajectory that failed."""
     rounds: int = 1
 
     @classmethod
@@ -48,17 +49,21 @@ class RolloutResult:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Prompts to learn from."""
+        """Prompts to train on."""
         return list(dict.fromkeys(trajectory.prompt_id for trajectory in self.trajectories))
 
 
 @dataclass
-class _Group:
+class PromptGroup:
     """A prompt in flight."""
 
     prompt_id: int
-    sampled: Result
-    greedy: Result | None
+    sampled: PendingTrajectories
+    greedy: PendingTrajectories | None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.sampled.done() and (self.greedy is None or self.greedy.done())
 
 
 class PendingRollout:
@@ -66,116 +71,111 @@ class PendingRollout:
 
     def __init__(self, parts: RunComponents, ledger: Ledger, step: int) -> None:
         self.recipe, self.algorithm = parts.recipe, parts.algorithm
-        self.parts_of_run, self.ledger, self.step = parts, ledger, step
-        self.groups: list[_Group] = []
+        self.components, self.ledger, self.step = parts, ledger, step
+        self.groups: list[PromptGroup] = []
         self.num_taken = 0
         self.num_finished = 0
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
-        opened = ledger.open(step)  # by a run that this one goes on from
-        draws = parts.sampler.again(opened)
+        # After a resume: what was in flight when the checkpoint was made is open in the ledger, and is issued again.
+        opened = ledger.open(step)
+        prompts = parts.sampler.with_ids(opened)
         if not opened or self.algorithm.dynamic_sampling:
-            draws += parts.sampler.draw(max(0, self.recipe.batch.prompts_per_step - len(draws)))
-        self._issue(draws)
+            prompts += parts.sampler.next(max(0, self.recipe.batch.prompts_per_step - len(prompts)))
+        self._issue(prompts)
 
-    async def whole(self) -> RolloutResult:
-        """Everything. Waits until it is played: a player without progress says so, environments have deadlines."""
-        return RolloutResult.join([piece async for piece in self.parts(1)])
-
-    async def parts(self, most: int = PIECES_PER_STEP) -> AsyncIterator[RolloutResult]:
-        """Up to `most` pieces, in the order drawn, each as soon as it is played. With dynamic sampling, others are
-        drawn for prompts that have nothing to teach."""
+    async def pieces(self, max_pieces: int = PIECES_PER_STEP) -> AsyncIterator[RolloutResult]:
+        """Yields up to `max_pieces` pieces in the order of their prompts, each as soon as it is finished. Waits for the
+        rollout workers: an engine without progress raises, and environments have deadlines. With dynamic sampling,
+        zero-variance groups are replaced by other prompts, in rounds of as many pieces."""
         wanted, kept, rounds = self.recipe.batch.prompts_per_step, 0, 1
-        size = -(-wanted // most)
+        size = -(-wanted // max_pieces)
         while True:
             async for groups in self._finished(size):
-                piece = self._played(groups, rounds)
+                piece = self._collect(groups, rounds)
                 if self.algorithm.dynamic_sampling:
                     drop_zero_variance_groups(piece, self.algorithm.reward_clip)
                 kept += len(piece.prompt_ids)
                 yield piece
             if not self.algorithm.dynamic_sampling or kept >= wanted or rounds == self.algorithm.max_rounds:
                 return
-            self._issue(self.parts_of_run.sampler.draw(wanted - kept))
+            self._issue(self.components.sampler.next(wanted - kept))
             rounds += 1
 
-    def _issue(self, draws: Sequence[Draw]) -> None:
-        parts, samples = self.parts_of_run, self.recipe.batch.samples_per_prompt
+    def _issue(self, sampled_prompts: Sequence[SampledPrompt]) -> None:
+        parts, samples = self.components, self.recipe.batch.samples_per_prompt
         prompts = [
-            Prompt(draw.prompt_id, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)
-            for draw in draws
+            Prompt(one.prompt_id, one.index, parts.train[one.index].row, parts.train[one.index].tokens)
+            for one in sampled_prompts
         ]
         self.ledger.issue(self.step, [prompt.prompt_id for prompt in prompts])
-        sampled = parts.scheduler.play(prompts, samples, parts.sampling())
-        greedy: Sequence[Result | None] = [None] * len(prompts)
+        sampled = parts.scheduler.submit(prompts, samples, parts.sampling())
+        greedy: Sequence[PendingTrajectories | None] = [None] * len(prompts)
         if self.algorithm.needs_greedy_baseline:
-            greedy = parts.scheduler.play(prompts, 1, parts.sampling(greedy=True), "baseline")
+            greedy = parts.scheduler.submit(prompts, 1, parts.sampling(greedy=True), "baseline")
         for prompt, result, baseline in zip(prompts, sampled, greedy, strict=True):
-            result.add_done_callback(lambda _: self._count())
-            self.groups.append(_Group(prompt.prompt_id, result, baseline))
+            result.add_done_callback(lambda _: self._count_finished())
+            self.groups.append(PromptGroup(prompt.prompt_id, result, baseline))
 
-    def _count(self) -> None:
+    def _count_finished(self) -> None:
         samples = self.recipe.batch.samples_per_prompt
         self.num_finished += samples
         self.on_progress(self.num_finished, len(self.groups) * samples)
 
-    async def _finished(self, size: int) -> AsyncIterator[list[_Group]]:
-        """Runs of at least `size` groups (or the rest), in the order drawn."""
+    async def _finished(self, size: int) -> AsyncIterator[list[PromptGroup]]:
+        """Yields runs of at least `size` groups (or the rest), in the order of their prompts."""
         while self.num_taken < len(self.groups):
             start = end = self.num_taken
-            while end < len(self.groups) and (end - start < size or is_finished(self.groups[end])):
+            while end < len(self.groups) and (end - start < size or self.groups[end].is_finished):
                 await self.groups[end].sampled
                 greedy = self.groups[end].greedy
                 if greedy is not None:
                     await greedy
                 end += 1
             self.num_taken = end
-            self.ledger.played(self.step, [group.prompt_id for group in self.groups[start:end]])
+            self.ledger.generated(self.step, [group.prompt_id for group in self.groups[start:end]])
             yield self.groups[start:end]
 
-    def _played(self, groups: Iterable[_Group], rounds: int) -> RolloutResult:
-        played = RolloutResult([], rounds=rounds)
+    def _collect(self, groups: Iterable[PromptGroup], rounds: int) -> RolloutResult:
+        result = RolloutResult([], rounds=rounds)
         for group in groups:
             trajectories = group.sampled.result()
             answered = [trajectory for trajectory in trajectories if trajectory.num_generated]
-            played.trajectories += answered
+            result.trajectories += answered
             if not answered:
-                played.failed.append(group.prompt_id)
+                result.failed.append(group.prompt_id)
             if len(answered) < len(trajectories):
-                played.num_failed += len(trajectories) - len(answered)
-                played.last_error = [t.error for t in trajectories if not t.num_generated][-1]
+                result.num_failed += len(trajectories) - len(answered)
+                result.last_error = [t.error for t in trajectories if not t.num_generated][-1]
             if group.greedy is not None:
-                played.baselines[group.prompt_id] = group.greedy.result()[0].reward
-        return played
+                result.baselines[group.prompt_id] = group.greedy.result()[0].reward
+        return result
 
 
-def is_finished(group: _Group) -> bool:
-    return group.sampled.done() and (group.greedy is None or group.greedy.done())
-
-
-def drop_zero_variance_groups(played: RolloutResult, reward_clip: float | None) -> None:
+def drop_zero_variance_groups(result: RolloutResult, reward_clip: float | None) -> None:
     """Drops groups whose rewards, as far as they count, are all equal."""
-    if not played.trajectories:
+    if not result.trajectories:
         return
-    rewards = torch.tensor([trajectory.reward for trajectory in played.trajectories])
+    rewards = torch.tensor([trajectory.reward for trajectory in result.trajectories])
     if reward_clip is not None:
         rewards = rewards.clamp(-reward_clip, reward_clip)
-    groups = torch.tensor([trajectory.prompt_id for trajectory in played.trajectories])
+    groups = torch.tensor([trajectory.prompt_id for trajectory in result.trajectories])
     informative = informative_groups(rewards, groups)
-    played.zero_variance = sorted(set(groups[~informative].tolist()))
-    played.trajectories = [t for t, keep in zip(played.trajectories, informative.tolist(), strict=True) if keep]
+    result.zero_variance = sorted(set(groups[~informative].tolist()))
+    result.trajectories = [t for t, keep in zip(result.trajectories, informative.tolist(), strict=True) if keep]
 
 
 class AsyncRollouts:
-    """The steps that are being played. Step s is begun as soon as the weights of version s - 1 - max_staleness are in
+    """The steps that are in flight. Step s is started as soon as the weights of version s - 1 - max_staleness are in
     the engine: no token is ever older than that when it is trained on, and none is thrown away for its age."""
 
     def __init__(self, parts: RunComponents, ledger: Ledger) -> None:
-        self.parts, self.ledger = parts, ledger
-        self.playing: dict[int, PendingRollout] = {}
+        self.components, self.ledger = parts, ledger
+        self.pending: dict[int, PendingRollout] = {}
 
-    def begin(self, version: int) -> None:
-        """Begins all steps that `version` allows."""
-        last = min(version + 1 + self.parts.recipe.schedule.max_staleness, self.parts.num_steps)
+    def start(self, version: int) -> None:
+        """Samples and submits the prompts of all steps that `version` allows. Which prompts belong to which step is
+        decided here, so it never depends on timing."""
+        last = min(version + 1 + self.components.recipe.schedule.max_staleness, self.components.num_steps)
         for step in range(version + 1, last + 1):
-            if step not in self.playing:
-                self.playing[step] = PendingRollout(self.parts, self.ledger, step)
+            if step not in self.pending:
+                self.pending[step] = PendingRollout(self.components, self.ledger, step)

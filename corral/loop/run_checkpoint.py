@@ -1,7 +1,8 @@
 """Checkpoints of a run: everything needed to go on as if nothing had happened.
 
-The random state is the seed, the sampler's position and the ledger: every draw is a function of these, so there is no
-generator to save. What was being played when the checkpoint was made is open in the ledger, and is played again.
+The random state is the seed, the sampler's position and the ledger: every sampled number is a function of these, so
+there is no generator to save. Prompts that were in flight when the checkpoint was made are open in the ledger, and are
+rolled out again.
 """
 
 import logging
@@ -14,17 +15,18 @@ from corral.loop.components import RunComponents
 from corral.loop.trainer_group import TrainerGroup
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.metrics import MetricsFile
+from corral.observe.run_files import MetricsFile, TrajectoryWriter
 from corral.observe.run_folder import RunFolder
-from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
-from corral.train.checkpoint import prune, set_aside_after, step_folder, writing_checkpoint
+from corral.runtime.model_workers import ModelWorker
+from corral.runtime.rollout_worker import RolloutWorker
+from corral.train.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]) -> None:
-    """`state`: what only the loop knows."""
+    """Writes a checkpoint. `state`: what only the loop knows."""
     state = {
         "step": step,
         "seed": parts.recipe.seed,
@@ -37,8 +39,9 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
         with writing_checkpoint(step_folder(folder.checkpoints, step), state) as work:
             (work / "ledger.jsonl").write_text(ledger.snapshot())
             parts.tokenizer.save_pretrained(work)
-            for learners in filter(None, (parts.actor, parts.critic)):
-                await learners.group.all("save", work, await writers(learners, work))
+            for trainers in (parts.actor, parts.critic):
+                if trainers is not None:
+                    await trainers.group.all(ModelWorker.save, work, await find_writers(trainers, work))
     except OSError as error:
         raise RunError(
             f"the checkpoint of step {step} could not be written ({error.strerror or error}); "
@@ -47,53 +50,55 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
     prune(folder.checkpoints, parts.recipe.checkpoint.keep)
 
 
-async def writers(learners: TrainerGroup, folder: Path) -> Sequence[int]:
-    """Trainers that see the folder: those on this machine, and all where it is on a shared file system."""
+async def find_writers(trainers: TrainerGroup[Any], folder: Path) -> Sequence[int]:
+    """Returns the trainers that see the folder: those on this machine, and all where it is on a shared file system."""
     mark = folder / f".{uuid4().hex}"
     mark.touch()
-    sees = await learners.group.all("sees", mark)
+    sees = await trainers.group.all(ModelWorker.can_see, mark)
     mark.unlink()
     if not any(sees):
         raise RunError(
-            f"no worker of {learners.group.role} can write to {folder}: put `logging.runs` on a file system that all "
+            f"no worker of {trainers.group.role} can write to {folder}: put `logging.runs` on a file system that all "
             "nodes share, or start the run on a node that has one"
         )
     if not all(sees):
         logger.warning(
             "not all workers of %s see %s: copy a checkpoint to the same path on their nodes before it is resumed from",
-            learners.group.role,
+            trainers.group.role,
             folder.parent,
         )
     return [rank for rank, sees_it in enumerate(sees) if sees_it]
 
 
 async def restore(parts: RunComponents, checkpoint: Path, state: dict[str, Any]) -> None:
-    """The model was loaded from the checkpoint already; this is the rest, but for the ledger."""
+    """Restores all but the model, which was loaded from the checkpoint already, and the ledger."""
     seed = parts.recipe.seed
     if state["seed"] != seed:
         raise UserError(f"{checkpoint} was made with seed {state['seed']}; the recipe says {seed}")
     if state["dtype"] != parts.dtype:
         raise UserError(f"{checkpoint} was made with model.dtype {state['dtype']}; now it is {parts.dtype}")
     parts.sampler.load_state(state["sampler"])
-    await parts.actor.group.all("load", checkpoint)
+    await parts.actor.group.all(ModelWorker.load, checkpoint)
     if parts.critic is not None:
         if not (checkpoint / "critic").is_dir():
             raise UserError(f"{checkpoint} has no critic; it was made with another algorithm")
-        await parts.critic.group.all("load", checkpoint)
+        await parts.critic.group.all(ModelWorker.load, checkpoint)
     if parts.kl is not None and state["kl"] is not None:
         parts.kl.load_state(state["kl"])
-    await parts.runtime.groups["rollout"].all("set_version", int(state["step"]))
+    parts.publisher.version = int(state["step"])
+    await parts.scheduler.group.all(RolloutWorker.set_version, parts.publisher.version)
 
 
-def forget_after(folder: RunFolder, checkpoint: Path | None, step: int, console: Console) -> Ledger:
-    """What a run did after the checkpoint that it goes on from, it will do again. Without one it is kept aside."""
+def truncate_after(folder: RunFolder, checkpoint: Path | None, step: int, console: Console) -> Ledger:
+    """Removes from the run's folder what it did after the checkpoint that it goes on from, since it will do that again.
+    Without a checkpoint it is kept, under another name."""
     if checkpoint is None and folder.holds_run:
-        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.set_aside()}")
+        console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.archive_attempt()}")
     MetricsFile(folder.metrics).truncate_after(step)
     TrajectoryWriter(folder.trajectories).truncate_after(step)
     ledger = Ledger(folder.ledger)
     written = None if checkpoint is None else checkpoint / "ledger.jsonl"
     ledger.restore(written.read_text() if written is not None and written.exists() else None, max(step, 0))
-    for unused, problem in set_aside_after(folder.checkpoints, step):
+    for unused, problem in retire_later_checkpoints(folder.checkpoints, step):
         console.warn(f"{unused} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted")
     return ledger

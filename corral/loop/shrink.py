@@ -1,6 +1,6 @@
 """`--shrink`: any recipe as one step of a model of a million parameters, to see that it runs before it costs anything.
 
-What is kept is how it works: environment, reward, algorithm, which roles have devices of their own, passes and updates.
+What is kept is how it works: environment, reward, algorithm, which roles have devices of their own, epochs and updates.
 What is not: model, data, sizes, how models are spread over devices, and where runs are kept.
 """
 
@@ -14,21 +14,22 @@ from corral.recipe.placement import format_devices, resolve_placement
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Logging, Recipe
 
-SHORT, LONG = 256, 1536
-"""Tokens, which are bytes, of the prompt of a question and of one that explains a game."""
-ROWS = 32
+SHORT_PROMPT, LONG_PROMPT = 256, 1536
+"""Tokens, which are bytes, of the prompt of a question and of one that explains a game's rules."""
+NUM_ROWS = 32
 SERVICE = "retriever"
-PASSAGES = 20
+NUM_PASSAGES = 20
 
 
 def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
-    """On one node in one process; on several with as many devices as there are sets of roles."""
+    """Returns the small recipe: on one node in one process, on several with as many devices as there are sets of
+    roles."""
     values = recipe.model_dump(mode="json", exclude_unset=True)
     is_question = all(one.name == "question" for one in recipe.tagged_environments.values())
     values |= {
         "name": f"{recipe.name}-shrunk",
         "model": {"path": "blank-1m", "dtype": "float32"},
-        "data": small_data(recipe, SHORT if is_question else LONG),
+        "data": small_data(recipe, SHORT_PROMPT if is_question else LONG_PROMPT),
         "rollout": small_rollout(recipe, is_question),
         "schedule": {"steps": 1},
         "checkpoint": {"resume": "never"},
@@ -47,7 +48,7 @@ def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
         if "placement" in values["cluster"]:
             values["schedule"] |= {key: getattr(recipe.schedule, key) for key in ("max_staleness", "pipelined")}
     if any(one.name == "search" and one.options.get("do_search", True) for one in recipe.tagged_environments.values()):
-        search_here(values)
+        use_own_retriever(values)
     return Recipe.model_validate(values)
 
 
@@ -57,14 +58,14 @@ def small_data(recipe: Recipe, max_prompt_tokens: int) -> dict[str, Any]:
         source = getattr(recipe.data, part)
         if source is not None:
             path = "boards" if source.path == "boards" else "arithmetic:addition"
-            data[part] = {"path": path, "size": ROWS, "seed": seed}
+            data[part] = {"path": path, "size": NUM_ROWS, "seed": seed}
             if path != "boards":
                 data[part]["options"] = {"digits": 1}
     return data | ({"chat": False} if not recipe.data.chat else {})
 
 
 def small_rollout(recipe: Recipe, is_question: bool) -> dict[str, Any]:
-    """With turns short enough that two of them, and what is said between them, take seconds."""
+    """Returns settings with turns so short that two of them, with their observations, take seconds."""
     written = recipe.rollout.model_dump(exclude_unset=True)
     kept = {key: written[key] for key in ("temperature", "top_p", "top_k", "min_p", "stop") if key in written}
     if is_question:
@@ -96,7 +97,7 @@ def shrink_algorithm(algorithm: dict[str, Any]) -> None:
 
 
 def small_cluster(recipe: Recipe, nodes: int) -> dict[str, Any]:
-    """Roles that shared devices share one; the first of them get what is left over."""
+    """Returns a cluster with one device for each set of roles; the first set gets what is left over."""
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     groups = list(placement.groups())
     devices_per_node = -(-len(groups) // nodes)
@@ -112,8 +113,8 @@ def small_cluster(recipe: Recipe, nodes: int) -> dict[str, Any]:
 # --- something to search in
 
 
-def search_here(values: dict[str, Any]) -> None:
-    """A retriever of the run's own instead of the recipe's, over sums."""
+def use_own_retriever(values: dict[str, Any]) -> None:
+    """Replaces the recipe's retriever by one of the run's own, over sums."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -126,8 +127,8 @@ def search_here(values: dict[str, Any]) -> None:
             environment["options"]["retriever"] = f"http://127.0.0.1:{port}"
 
 
-def prepare(shrunk: Recipe) -> None:
-    """Makes the index, where the recipe needs one and it is not there yet."""
+def prepare_index(shrunk: Recipe) -> None:
+    """Builds the retriever's index, where the recipe needs one and it is not there yet."""
     from corral.retrieval.index import build
     from corral.retrieval.manifest import MANIFEST
 
@@ -137,6 +138,6 @@ def prepare(shrunk: Recipe) -> None:
     index = Path(service.retriever)
     index.parent.mkdir(parents=True, exist_ok=True)
     corpus = index.with_suffix(".jsonl")
-    passages = [{"id": str(one), "contents": f"{one} + {one}\nis {2 * one}."} for one in range(PASSAGES)]
+    passages = [{"id": str(one), "contents": f"{one} + {one}\nis {2 * one}."} for one in range(NUM_PASSAGES)]
     corpus.write_text("".join(json.dumps(passage) + "\n" for passage in passages))
     build(corpus, index, "bm25")

@@ -1,4 +1,4 @@
-"""What is written down of a step: its numbers, its trajectories, and a batch that could not be learnt from."""
+"""What is written down of a step: its metrics, its trajectories, and a batch that could not be trained on."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ from corral.data.trajectory import FloatArray, StopReason, Trajectory
 from corral.loop.rollout_step import RolloutResult
 
 
-def step_metrics(played: RolloutResult, batch: Batch, samples_per_prompt: int) -> dict[str, float]:
-    rewards = np.array([trajectory.reward for trajectory in played.trajectories])
-    lengths = np.array([trajectory.num_generated for trajectory in played.trajectories])
+def step_metrics(rollout: RolloutResult, batch: Batch, samples_per_prompt: int) -> dict[str, float]:
+    rewards = np.array([trajectory.reward for trajectory in rollout.trajectories])
+    lengths = np.array([trajectory.num_generated for trajectory in rollout.trajectories])
     by_group = [rewards[batch.groups == group] for group in np.unique(batch.groups)]
     equal = [float(np.ptp(group) == 0) for group in by_group]
     metrics = {
@@ -21,25 +21,26 @@ def step_metrics(played: RolloutResult, batch: Batch, samples_per_prompt: int) -
         "reward/std": float(rewards.std()),
         "reward/best": float(np.mean([group.max() for group in by_group])),
         "length/mean": float(lengths.mean()),
-        "length/turns": float(np.mean([len(trajectory.turn_rewards) for trajectory in played.trajectories])),
+        "length/turns": float(np.mean([len(trajectory.turn_rewards) for trajectory in rollout.trajectories])),
         "length/max": float(lengths.max()),
         "samples/trajectories": float(len(rewards)),
         "samples/equal_groups": float(np.mean(equal)) if samples_per_prompt > 1 else 0.0,
-        "samples/errors": float(sum(trajectory.error is not None for trajectory in played.trajectories)),
-        "samples/failed": float(played.num_failed),
+        "samples/errors": float(sum(trajectory.error is not None for trajectory in rollout.trajectories)),
+        "samples/failed": float(rollout.num_failed),
     }
-    if played.rounds > 1 or played.zero_variance:
-        metrics |= {"samples/dropped_groups": float(len(played.zero_variance)), "samples/rounds": float(played.rounds)}
+    if rollout.rounds > 1 or rollout.zero_variance:
+        metrics["samples/dropped_groups"] = float(len(rollout.zero_variance))
+        metrics["samples/rounds"] = float(rollout.rounds)
     for reason in StopReason:
-        share = np.mean([trajectory.stop is reason for trajectory in played.trajectories])
-        if share:
-            metrics[f"stop/{reason}"] = float(share)
-    return metrics | environment_metrics(played.trajectories)
+        fraction = np.mean([trajectory.stop is reason for trajectory in rollout.trajectories])
+        if fraction:
+            metrics[f"stop/{reason}"] = float(fraction)
+    return metrics | environment_metrics(rollout.trajectories)
 
 
 def environment_metrics(trajectories: Sequence[Trajectory], prefix: str = "environment") -> dict[str, float]:
-    """What environments measured, on average; and where there are several, by tag, with rewards, turns, lengths and
-    reasons to stop."""
+    """Averages what environments measured; where there are several, also by tag, with rewards, turns, lengths and stop
+    reasons."""
     found = averages(trajectories, prefix)
     tags = sorted({trajectory.tag for trajectory in trajectories} - {""})
     for tag in tags:
@@ -67,7 +68,7 @@ def averages(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """How many versions older than the weights that learnt from them the generated tokens were, and their shares."""
+    """Counts how many versions older than the weights that were trained on them the generated tokens were."""
     ages = version - batch.versions[batch.generated]
     return {
         "staleness/mean": float(ages.mean()),
@@ -106,13 +107,13 @@ def trajectory_records(
 
 
 def rounded(numbers: FloatArray) -> list[float]:
-    """To six digits behind the point, as `round` does: times 10^6 a float32 is still exact in float64."""
+    """Rounds to six digits behind the point, as `round` does: times 10^6 a float32 is still exact in float64."""
     digits: list[float] = np.round(numbers.astype(np.float64), 6).tolist()
     return digits
 
 
 def save_failed_batch(batch: Batch, path: Path) -> None:
-    """Everything the update saw, for a post-mortem: `numpy.load(path)`."""
+    """Writes everything the update saw, for a post-mortem: `numpy.load(path)`."""
     np.savez_compressed(
         path,
         tokens=batch.tokens,

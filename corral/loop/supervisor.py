@@ -1,8 +1,8 @@
 """What happens when a worker is lost.
 
-One that only plays is done without: its prompts go to the others, and a new one takes its place where its node is still
-there. Any other takes the weights or a part of them along: the run ends here with `WorkerLost`, and the supervisor
-begins again at the last checkpoint.
+A rollout worker can be done without: its prompts go to the others, and a new one takes its place where its node is
+still there. Any other worker takes the weights or a part of them along: the run ends here with `WorkerLost`, and
+`train.py` begins again at the last checkpoint.
 """
 
 import asyncio
@@ -15,33 +15,28 @@ from corral.runtime.group import WorkerLost
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3
-"""To start a lost player again."""
+NUM_ATTEMPTS = 3
+"""How often the process of a lost rollout worker is started."""
 LAST_TRANSFER_S = 60.0
-"""For weights that are on their way to a new player when the run ends."""
+"""Seconds to wait for weights that are on their way to a new rollout worker when the run ends."""
 
 
 class Supervisor:
-    """Also the one way in which weights are published, since that is when a new player gets its own.
+    """Replaces lost rollout workers. `lost_nodes`: addresses are added as nodes are lost."""
 
-    `lost_nodes`: addresses are added as nodes are lost. `trainers`: to be held by who asks anything of the trainers,
-    which compute together and so must all be asked for the same things in the same order.
-    """
-
-    def __init__(self, parts: RunComponents, version: int, lost_nodes: set[str]) -> None:
+    def __init__(self, parts: RunComponents, lost_nodes: set[str]) -> None:
         self.parts, self.lost_nodes = parts, lost_nodes
-        self.version = version
-        """Of the trainers' weights."""
-        self.trainers = asyncio.Lock()
-        self.mending: dict[int, asyncio.Task[None]] = {}
-        """By the player's rank."""
+        self.replacing: dict[int, asyncio.Task[None]] = {}
+        """Rollout workers that are being started again, by rank."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        parts.scheduler.on_lost = self.lose
+        """Fails when no rollout worker is left and none can be started."""
+        parts.scheduler.on_lost = self.handle_loss
 
-    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the steps, until they end or something is lost that the run cannot do without."""
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs the steps. Waits until they end, or something is lost that the run cannot do without: then that is
+        raised."""
         task = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._watch())
+        watching = asyncio.ensure_future(self._watch_nodes())
         try:
             await asyncio.wait({task, watching, self.failure}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -49,29 +44,18 @@ class Supervisor:
                 await asyncio.wait({task}, timeout=5.0)
                 await (watching if watching.done() else self.failure)
             await task
+            # The last checkpoint needs all trainers. One that is still sending weights to a new rollout worker is let
+            # finish: to cancel it would leave the trainers of one model in different places.
             async with asyncio.timeout(LAST_TRANSFER_S):
-                await self.trainers.acquire()  # so that all trainers are free for the last checkpoint
-            self.trainers.release()
+                await self.parts.trainer_lock.acquire()
+            self.parts.trainer_lock.release()
         finally:
-            for other in (task, watching, *self.mending.values()):
+            for other in (task, watching, *self.replacing.values()):
                 other.cancel()
 
-    async def publish(self, joining: int | None = None) -> dict[str, float]:
-        """To all engines that are there, and to a new one; again without those that are lost meanwhile. The loss of
-        `joining` is for the caller. `trainers` is held."""
-        scheduler, rollout = self.parts.scheduler, self.parts.runtime.placement.roles["rollout"]
-        while ranks := {*scheduler.lanes, *(() if joining is None else (joining,))}:
-            try:
-                return await self.parts.publisher.publish(self.version, ranks)
-            except WorkerLost as lost:
-                if joining is not None and lost.device == rollout[joining]:
-                    raise
-                if not self.lose(lost):
-                    raise
-        return {}
-
-    def lose(self, lost: WorkerLost) -> bool:
-        """Takes lost players out. Whether the run goes on, without them or with new ones."""
+    def handle_loss(self, lost: WorkerLost) -> bool:
+        """Removes lost rollout workers. Returns whether the run goes on, without them or with new ones. The same loss
+        may be reported by several that waited for the worker; only the first report has an effect."""
         runtime, scheduler = self.parts.runtime, self.parts.scheduler
         devices = set(runtime.devices_of(lost.node)) if lost.node is not None else {lost.device}
         if any(devices & set(own) for role, own in runtime.placement.roles.items() if role != "rollout"):
@@ -80,17 +64,17 @@ class Supervisor:
             self.lost_nodes.add(lost.node)
         rollout = runtime.placement.roles["rollout"]
         for rank in [rank for rank, device in enumerate(rollout) if device in devices]:
-            if scheduler.lose(rank, lost) and lost.node is None:  # else it was heard of before
-                self.mending[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
-        least = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
-        return bool(scheduler.lanes or self.mending) and runtime.num_nodes >= least
+            if scheduler.remove_worker(rank, lost) and lost.node is None:
+                self.replacing[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
+        min_nodes = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
+        return bool(scheduler.queues or self.replacing) and runtime.num_nodes >= min_nodes
 
     async def _replace(self, rank: int, device: int) -> None:
-        """Waits for the new process, then for the trainers to be free. Nothing waits for this, unless no other player
-        is left."""
+        """Waits for the new process, then for the trainers to be free. Nothing waits for this, unless no other rollout
+        worker is left."""
         error: Exception | None = None
         try:
-            for _ in range(ATTEMPTS):
+            for _ in range(NUM_ATTEMPTS):
                 try:
                     await self._start_again(rank, device)
                     return
@@ -101,9 +85,9 @@ class Supervisor:
         except Exception as other:
             error = other
         finally:
-            self.mending.pop(rank, None)
+            self.replacing.pop(rank, None)
         logger.warning("device %d could not be replaced: %s", device, error)
-        if error is not None and not self.parts.scheduler.lanes and not self.mending and not self.failure.done():
+        if error is not None and not self.parts.scheduler.queues and not self.replacing and not self.failure.done():
             self.failure.set_exception(error)
 
     async def _start_again(self, rank: int, device: int) -> None:
@@ -111,18 +95,18 @@ class Supervisor:
         await parts.runtime.replace(device)
         for role in ("rewards", "rollout"):
             await parts.runtime.build(role, parts.recipe, None, rank=rank)
-        async with self.trainers:
-            parts.publisher.reopen()
-            await self.publish(joining=rank)
-            parts.scheduler.open(rank)
-        logger.warning("device %d plays again", device)
+        # The lock is held until the worker takes requests: with weights published in between, it would have old ones.
+        async with parts.trainer_lock:
+            await parts.publisher.add_receiver(rank, device)
+            parts.scheduler.add_worker(rank)
+        logger.warning("device %d takes rollouts again", device)
 
-    async def _watch(self) -> None:
-        """Until a node is lost that is needed."""
+    async def _watch_nodes(self) -> None:
+        """Runs until a node is lost that is needed, and raises that."""
         while True:
             try:
                 await self.parts.runtime.watch()
             except WorkerLost as lost:
-                if not self.lose(lost):
+                if not self.handle_loss(lost):
                     raise
                 logger.warning("%s; the run goes on without it", lost)

@@ -1,29 +1,28 @@
-"""A run from its start to its end: what is opened, begun again when it is lost, and said when it is over."""
+"""A run from its start to its end: what is opened, begun again after a loss, and reported when it is over."""
 
 import asyncio
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.loop.closing import close_runner
-from corral.loop.components import OpenWorkers, open_components
-from corral.loop.debug import Debugging
-from corral.loop.interrupt import Interrupt, Interrupted
-from corral.loop.run_checkpoint import forget_after, restore
+from corral.loop.components import OpenWorkers, open_components, open_runtime
+from corral.loop.interrupt import Interrupt, Interrupted, close_runner
+from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.supervisor import Supervisor
-from corral.loop.training_loop import Run, save_run, steps
-from corral.observe.console import Console
+from corral.loop.training_loop import Run, run_steps, save_run
+from corral.observe.console import Console, run_log
+from corral.observe.console_lines import held_out_score
 from corral.observe.curve import draw_curve
-from corral.observe.lines import held_out_score
-from corral.observe.log import run_log
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import make_trackers
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
+from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
 from corral.train.checkpoint import find_checkpoint, read_state, step_folder
 
@@ -42,7 +41,7 @@ def train(
             announce("controller", folder.name)
             console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
             with Interrupt(console.warn, debugging.on_ctrl_c) as interrupt, run_log(folder.logs / "main.log", console):
-                open_workers = debugging.open_workers
+                open_workers = partial(open_runtime, debugging=debugging)
                 runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
         return folder.path
     finally:
@@ -57,10 +56,10 @@ async def supervise(
     interrupt: Interrupt,
     checkpoint: Path | None,
     recipe_file: Path,
-    open_workers: OpenWorkers | None = None,
+    open_workers: OpenWorkers = open_runtime,
 ) -> None:
     """Runs to the end. A run that has lost a worker it cannot do without begins again at its last checkpoint, on the
-    nodes that are left."""
+    nodes that are left, at most `cluster.max_restarts` times without a new checkpoint in between."""
     lost_nodes: set[str] = set()
     restarts, saved_step, began = 0, -1, False
     while True:
@@ -68,7 +67,7 @@ async def supervise(
             async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes, open_workers) as run:
                 began = True
                 try:
-                    await run.mender.guard(steps(run))
+                    await run.supervisor.run(run_steps(run))
                 except Interrupted:
                     await run.parts.scheduler.cancel()
                 await finish(run, recipe_file)
@@ -79,8 +78,8 @@ async def supervise(
             restarts = 1 if step > saved_step else restarts + 1
             if lost.node is not None:
                 lost_nodes.add(lost.node)
-            least = recipe.cluster.min_nodes or recipe.cluster.nodes
-            too_few = recipe.cluster.nodes - len(lost_nodes) < least
+            min_nodes = recipe.cluster.min_nodes or recipe.cluster.nodes
+            too_few = recipe.cluster.nodes - len(lost_nodes) < min_nodes
             if too_few or restarts > recipe.cluster.max_restarts or interrupt.requested:
                 raise
             saved_step, checkpoint = step, own or checkpoint
@@ -97,16 +96,16 @@ async def running(
     interrupt: Interrupt,
     checkpoint: Path | None = None,
     lost_nodes: set[str] | None = None,
-    open_workers: OpenWorkers | None = None,
+    open_workers: OpenWorkers = open_runtime,
 ) -> AsyncIterator[Run]:
-    """A run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
+    """Opens a run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
     state = {} if checkpoint is None else read_state(checkpoint)
     lost = set() if lost_nodes is None else lost_nodes
     async with open_components(recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers) as parts:
         if checkpoint is not None:
             await restore(parts, checkpoint, state)
         step = int(state.get("step", 0))
-        ledger = forget_after(folder, checkpoint, step if state else -1, console)
+        ledger = truncate_after(folder, checkpoint, step if state else -1, console)
         own = checkpoint is not None and checkpoint.resolve().is_relative_to(folder.path.resolve())
         trackers = make_trackers(
             recipe.logging,
@@ -125,7 +124,7 @@ async def running(
                 console=console,
                 trackers=trackers,
                 interrupt=interrupt,
-                mender=Supervisor(parts, step, lost),
+                supervisor=Supervisor(parts, lost),
                 step=step,
                 saved_step=step if own else 0,
                 skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
@@ -136,7 +135,7 @@ async def running(
 
 
 async def finish(run: Run, recipe_file: Path) -> None:
-    """The last checkpoint, the picture, and what to do next."""
+    """Writes the last checkpoint and the picture, and prints what to do next."""
     if run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
         with run.console.stage("saving a checkpoint"):
             await save_run(run)
@@ -150,12 +149,12 @@ async def finish(run: Run, recipe_file: Path) -> None:
         run.validations.get(first),
         run.validations.get(last) if last > first else None,
         run.folder.curve if rows else None,
-        what_next(run, recipe_file),
+        next_commands(run, recipe_file),
     )
 
 
-def what_next(run: Run, recipe_file: Path) -> dict[str, str]:
-    """Commands for the summary."""
+def next_commands(run: Run, recipe_file: Path) -> dict[str, str]:
+    """Returns commands for the summary."""
     checkpoint = step_folder(run.folder.checkpoints, run.step)
     if not run.is_complete:
         change = ""
@@ -173,4 +172,4 @@ def what_next(run: Run, recipe_file: Path) -> dict[str, str]:
 
 
 def read_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    return read(folder.metrics) if folder.metrics.exists() else []
+    return read_metrics(folder.metrics) if folder.metrics.exists() else []

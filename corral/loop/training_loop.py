@@ -1,28 +1,26 @@
-"""The training loop. Draw, play, score, advantages, learn, publish; everything else here is book-keeping around it."""
+"""The training loop: rollout, log-probs and values, advantages, training, publishing; all else here is book-keeping."""
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from corral.data.batch import Batch
-from corral.data.trajectory import Trajectory
-from corral.loop.advantages_step import advantages, plan_updates, score, steer_kl
+from corral.loop.advantages_step import steer_kl
 from corral.loop.components import RunComponents
 from corral.loop.interrupt import Interrupt
-from corral.loop.pipelined import train_while_rolling_out
-from corral.loop.rollout_step import AsyncRollouts, RolloutResult
+from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult
 from corral.loop.run_checkpoint import save
 from corral.loop.step_records import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
 from corral.loop.supervisor import Supervisor
-from corral.loop.update import TrainResult, learn
+from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
+from corral.observe.run_files import TrajectoryWriter
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import Trackers
-from corral.observe.trajectories import TrajectoryWriter
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 
@@ -33,7 +31,7 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 @dataclass
 class Run:
-    """A run in progress: its parts, its folder, and where it is."""
+    """A run in progress: its components, its folder, and where it is."""
 
     recipe: Recipe
     parts: RunComponents
@@ -42,16 +40,17 @@ class Run:
     console: Console
     trackers: Trackers
     interrupt: Interrupt
-    mender: Supervisor
+    supervisor: Supervisor
     step: int = 0
-    """Steps made; also the version of the weights."""
+    """Number of steps made; also the version of the weights."""
     saved_step: int = 0
-    """Of the last checkpoint in the run's folder."""
+    """Step of the last checkpoint in the run's folder."""
     skipped_in_a_row: int = 0
-    """Updates, at the end of what was learnt so far."""
+    """Number of updates that were skipped, at the end of the training so far."""
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Those made so far, by step."""
+    """Metrics of the validations made so far, by step."""
     times: dict[str, float] = field(default_factory=dict)
+    """Seconds that the stages of this step took."""
 
     @property
     def is_complete(self) -> bool:
@@ -61,116 +60,121 @@ class Run:
     def timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.times[f"time/{stage}_s"] = time.perf_counter() - start
+        name = f"time/{stage}_s"
+        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
 
 
-async def steps(run: Run) -> None:
-    """The loop. It must read like this, in every mode: `ahead` may play steps to come, and `pipelined` learns from a
-    step while it is played. Who asks the trainers for anything holds `trainers`."""
-    parts, ahead, trainers = run.parts, AsyncRollouts(run.parts, run.ledger), run.mender.trainers
+async def run_steps(run: Run) -> None:
+    """Runs all steps that are left.
+
+    Consumes prompts, produces weights, metrics and checkpoints. A step waits for its rollouts (unblocked by the rollout
+    workers; a request to stop ends the wait), then for the trainers. It reads the same in every mode: `AsyncRollouts`
+    may have started the rollouts of steps to come, and a pipelined step comes in pieces, of which the first are trained
+    on while the last are rolled out. Whoever calls the trainers holds `trainer_lock`: they compute together, and so
+    must all be called for the same things in the same order.
+    """
+    parts, trainer_lock, rollouts = run.parts, run.parts.trainer_lock, AsyncRollouts(run.parts, run.ledger)
     await validate_if_due(run)
     run.console.begin(parts.num_steps, run.step)
     while not run.is_complete and not run.interrupt.requested:
         run.times = {}
         with run.timed("step"):
-            ahead.begin(version=run.step)
-            if parts.recipe.schedule.pipelined:
-                played, batch, metrics, learnt = await rollout_and_train(run, ahead)
-            else:
-                with run.timed("rollout"):
-                    played = await finish_rollout(run, ahead)
-                batch = Batch.of(played.trajectories)
-                updates = plan_updates(parts, batch)
-                async with trainers:
-                    with run.timed("logprobs"):
-                        await score(parts, batch, updates)
-                        metrics = advantages(parts, batch, played)
-                    with run.timed("train"):
-                        learnt = await learn(parts, batch, updates, run.step + 1)
-            steer_kl(parts, metrics, len(batch))
-            run.step = run.mender.version = run.step + 1
-            async with trainers:
-                metrics |= await run.mender.publish()
-        settle(run, played, learnt)
-
+            rollouts.start(version=run.step)  # samples the prompts, and submits them
+            training = StepTraining(parts, run.step + 1)
+            async with aclosing(rollout_pieces(run, rollouts.pending.pop(run.step + 1))) as pieces:
+                async for rollout in pieces:
+                    training.rollouts.append(rollout)
+                    if not rollout.trajectories:  # all failed, or were filtered
+                        continue
+                    batch = Batch.of(rollout.trajectories)
+                    async with trainer_lock:
+                        with run.timed("logprobs"):
+                            await compute_logprobs_and_values(parts, batch, training.updates_of(batch))
+                        with run.timed("train"):
+                            await training.add(rollout, batch)  # advantages and gradients that need this piece only
+            async with trainer_lock:
+                with run.timed("train"):
+                    rollout, batch, metrics, result = await training.finish()  # the others, and the optimizer steps
+                run.step += 1
+                metrics |= await parts.publisher.publish(version=run.step)
+        steer_kl(parts, metrics, len(batch))
+        record_step(run, rollout, batch, result, metrics)
         if parts.recipe.schedule.max_staleness:
-            metrics |= staleness_metrics(batch, run.step - 1)
-        metrics |= step_metrics(played, batch, run.recipe.batch.samples_per_prompt) | learnt.metrics() | run.times
-        metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
-        log_step(run, metrics, played.trajectories, batch)
-        guard(run, learnt, batch)
-        if parts.recipe.schedule.max_staleness:
-            ahead.begin(version=run.step)
+            rollouts.start(version=run.step)
         await validate_if_due(run)
         await save_if_due(run)
 
 
-async def finish_rollout(run: Run, ahead: AsyncRollouts) -> RolloutResult:
-    """The step's trajectories. Waits until all are played; a request to stop ends the wait."""
-    playing = ahead.playing.pop(run.step + 1)
-    with run.console.stage("playing") as progress:
-        playing.on_progress = progress.update
-        played = await run.interrupt.cuts_short(playing.whole())
-    if not played.trajectories:
-        raise RunError(nothing_to_learn(run, played))
-    return played
+async def rollout_pieces(run: Run, pending: PendingRollout) -> AsyncGenerator[RolloutResult, None]:
+    """Yields the step's trajectories: all of them when they are finished, or piece by piece where it is pipelined. A
+    request to stop raises `Interrupted`; nothing has changed the weights then."""
+    pipelined = run.recipe.schedule.pipelined
+    pieces = pending.pieces() if pipelined else pending.pieces(1)
+    held: list[RolloutResult] = []
+
+    async def next_piece() -> RolloutResult | None:
+        return await anext(pieces, None)
+
+    with run.console.stage("rollout and training" if pipelined else "rollout") as progress:
+        pending.on_progress = progress.update
+        while True:
+            with run.timed("rollout"):
+                piece = await run.interrupt.cancel_on_request(next_piece())
+            if piece is None:
+                break
+            if pipelined:
+                yield piece
+            else:
+                held.append(piece)  # with dynamic sampling there is one for each round
+    if held:
+        yield RolloutResult.join(held)
 
 
-async def rollout_and_train(
-    run: Run, ahead: AsyncRollouts
-) -> tuple[RolloutResult, Batch, dict[str, float], TrainResult]:
-    playing = ahead.playing.pop(run.step + 1)
-    with run.console.stage("playing and learning") as progress, run.timed("rollout_and_train"):
-        playing.on_progress = progress.update
-        played, batch, metrics, learnt = await train_while_rolling_out(
-            run.parts, playing, run.step + 1, run.interrupt, run.mender.trainers
-        )
-    if batch is None:
-        raise RunError(nothing_to_learn(run, played))
-    return played, batch, metrics, learnt
+def record_step(run: Run, rollout: RolloutResult, batch: Batch, result: TrainResult, metrics: dict[str, float]) -> None:
+    """Writes down what became of the step's prompts, its metrics and its trajectories. Raises a `RunError` after too
+    many updates that were not finite."""
+    record_prompts(run, rollout, result)
+    if run.recipe.schedule.max_staleness:
+        metrics |= staleness_metrics(batch, run.step - 1)
+    metrics |= step_metrics(rollout, batch, run.recipe.batch.samples_per_prompt) | result.metrics() | run.times
+    metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
+    run.trackers.log(run.step, metrics)
+    for one in rollout.trajectories:
+        if one.error:
+            logger.info("step %d, prompt %d, sample %d: %s", run.step, one.prompt_id, one.sample, one.error)
+    if run.recipe.logging.trajectories:
+        writer = TrajectoryWriter(run.folder.trajectories)
+        writer.write(run.step, trajectory_records(rollout.trajectories, run.parts.tokenizer, batch))
+    check_updates(run, result, batch)
 
 
-def settle(run: Run, played: RolloutResult, learnt: TrainResult) -> None:
-    """What became of the step's prompts."""
-    if learnt.finite and not any(learnt.finite):
-        run.ledger.dropped(run.step, played.prompt_ids, "update not finite")
-    elif learnt.too_far and len(learnt.too_far) == len(learnt.finite):
-        run.ledger.dropped(run.step, played.prompt_ids, "mean ratio too high")
+def record_prompts(run: Run, rollout: RolloutResult, result: TrainResult) -> None:
+    if result.finite and not any(result.finite):
+        run.ledger.dropped(run.step, rollout.prompt_ids, "update not finite")
+    elif result.too_far and len(result.too_far) == len(result.finite):
+        run.ledger.dropped(run.step, rollout.prompt_ids, "mean ratio too high")
     else:
-        run.ledger.trained(run.step, played.prompt_ids)
-    run.ledger.dropped(run.step, played.failed, "environment failed")
-    run.ledger.dropped(run.step, played.zero_variance, "equal rewards")
+        run.ledger.trained(run.step, rollout.prompt_ids)
+    run.ledger.dropped(run.step, rollout.failed, "environment failed")
+    run.ledger.dropped(run.step, rollout.zero_variance, "zero-variance group")
 
 
-def nothing_to_learn(run: Run, played: RolloutResult) -> str:
-    if not played.zero_variance:
-        return (
-            f"step {run.step + 1}: all {played.num_failed} trajectories failed in the environment, the last one with: "
-            f"{played.last_error}"
-        )
-    return (
-        f"step {run.step + 1}: dynamic sampling found no group with different rewards in "
-        f"{run.parts.algorithm.max_rounds} rounds: the task is too easy or too hard for the model, "
-        "or raise algorithm.dynamic_sampling.max_rounds"
-    )
-
-
-def guard(run: Run, learnt: TrainResult, batch: Batch) -> None:
-    """Says which updates were not made. A number that is not finite never reached the weights; the batch is kept, and
-    three in a row end the run."""
-    if learnt.too_far:
-        num_skipped, num_updates = len(learnt.too_far), len(learnt.finite)
-        logger.warning("step %d: %d of %d updates skipped, %s", run.step, num_skipped, num_updates, learnt.too_far[-1])
-    for finite in learnt.finite:
+def check_updates(run: Run, result: TrainResult, batch: Batch) -> None:
+    """Reports which updates were not made. A number that is not finite never reached the weights; the batch is kept,
+    and three in a row end the run."""
+    if result.too_far:
+        num_skipped, num_updates = len(result.too_far), len(result.finite)
+        logger.warning("step %d: %d of %d updates skipped, %s", run.step, num_skipped, num_updates, result.too_far[-1])
+    for finite in result.finite:
         run.skipped_in_a_row = 0 if finite else run.skipped_in_a_row + 1
-    if not learnt.skipped:
+    if not result.skipped:
         return
     path = run.folder.failures / f"step_{run.step:06d}.npz"
     save_failed_batch(batch, path)
-    logger.warning("step %d: update skipped, %s; the batch is in %s", run.step, learnt.skipped[-1], path)
+    logger.warning("step %d: update skipped, %s; the batch is in %s", run.step, result.skipped[-1], path)
     if run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise RunError(
-            f"step {run.step}: {run.skipped_in_a_row} updates in a row were not finite ({learnt.skipped[-1]}); "
+            f"step {run.step}: {run.skipped_in_a_row} updates in a row were not finite ({result.skipped[-1]}); "
             f"the batches are in {run.folder.failures}. Lower optimizer.learning_rate, or look for the cause in the "
             "rewards"
         )
@@ -178,11 +182,11 @@ def guard(run: Run, learnt: TrainResult, batch: Batch) -> None:
 
 async def validate_if_due(run: Run) -> None:
     """Also after a resume: the run may have been stopped between a step and its validation."""
-    when = name_of_validation(run)
+    when = validation_due(run)
     if when is None or run.step in run.validations or not run.parts.validation:
         return
     started = time.perf_counter()
-    result = await run.interrupt.cuts_short(validate(run.parts, run.console))
+    result = await run.interrupt.cancel_on_request(validate(run.parts, run.console))
     run.console.validation(when, result.metrics, result.num_prompts, result.noun)
     show_samples(run.parts, result, run.console)
     run.trackers.log(run.step, {**result.metrics, "time/validate_s": time.perf_counter() - started})
@@ -192,8 +196,8 @@ async def validate_if_due(run: Run) -> None:
         writer.write(run.step, trajectory_records(result.trajectories, run.parts.tokenizer), part="validation")
 
 
-def name_of_validation(run: Run) -> str | None:
-    """Of the one that belongs after the steps made so far, if any does."""
+def validation_due(run: Run) -> str | None:
+    """Returns the name of the validation that belongs after the steps made so far, if one does."""
     settings = run.recipe.validation
     if run.step == 0:
         return "before training" if settings.before_training else None
@@ -211,18 +215,6 @@ async def save_if_due(run: Run) -> None:
 
 async def save_run(run: Run) -> None:
     state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
-    async with run.mender.trainers:
+    async with run.parts.trainer_lock:
         await save(run.parts, run.ledger, run.folder, run.step, state)
     run.saved_step = run.step
-
-
-def log_step(run: Run, metrics: dict[str, float], trajectories: list[Trajectory], batch: Batch) -> None:
-    run.trackers.log(run.step, metrics)
-    for trajectory in trajectories:
-        if trajectory.error:
-            logger.info(
-                "step %d, prompt %d, sample %d: %s", run.step, trajectory.prompt_id, trajectory.sample, trajectory.error
-            )
-    if run.recipe.logging.trajectories:
-        writer = TrajectoryWriter(run.folder.trajectories)
-        writer.write(run.step, trajectory_records(trajectories, run.parts.tokenizer, batch))

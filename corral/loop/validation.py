@@ -1,82 +1,148 @@
-"""The held-out score: a fixed set of prompts, played greedily unless the recipe says otherwise."""
+"""The held-out score: a fixed set of prompts, rolled out greedily unless the recipe says otherwise; during training, or
+of any model with `corral evaluate`."""
 
 import asyncio
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from corral.data.rows import Row
 from corral.data.sources import BOARDS
 from corral.data.trajectory import Trajectory
-from corral.loop.components import RolloutComponents
-from corral.loop.floors import floor_metrics
+from corral.envs.agents import Floor, floors
+from corral.envs.registry import EnvSet, find_class
+from corral.loop.components import RolloutComponents, open_rollout_components
+from corral.loop.interrupt import close_runner
 from corral.loop.step_records import environment_metrics
-from corral.observe.console import Console, Sample
+from corral.observe.console import Console, ShownSample
+from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
+
+MAX_BASELINE_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class ValidationResult:
+    """A validation's metrics and trajectories."""
+
     metrics: dict[str, float]
     trajectories: list[Trajectory]
     num_prompts: int
     noun: str
-    """What one of them is."""
+    """What a prompt is: a question or a board."""
 
 
-async def validate(players: RolloutComponents, console: Console) -> ValidationResult:
-    """Seeds depend on the prompt alone: the same model gives the same score at every step and in every run."""
-    settings = players.recipe.validation
-    sampling = replace(players.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
-    prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(players.validation)]
+def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
+    """Validates any model on a recipe's held-out prompts, and prints the result."""
+
+    async def evaluate_once() -> dict[str, float]:
+        async with open_rollout_components(recipe, console, model_path) as parts:
+            result = await validate(parts, console)
+        console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts, result.noun)
+        show_samples(parts, result, console)
+        return result.metrics
+
+    runner = asyncio.Runner()
+    try:
+        return runner.run(evaluate_once())
+    finally:
+        console.close()
+        close_runner(runner)
+
+
+async def validate(parts: RolloutComponents, console: Console) -> ValidationResult:
+    """Rolls out the validation set. Seeds depend on the prompt alone: the same model gives the same score at every step
+    and in every run."""
+    settings = parts.recipe.validation
+    sampling = replace(parts.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
+    prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(parts.validation)]
     samples = settings.samples_per_prompt
     with console.stage("validating", len(prompts) * samples) as progress:
-        results = players.scheduler.play(prompts, samples, sampling, "validation", first=True)
+        results = parts.scheduler.submit(prompts, samples, sampling, "validation", first=True)
         for result in results:
             result.add_done_callback(lambda _: progress.update(progress.done + samples))
         trajectories = [trajectory for group in await asyncio.gather(*results) for trajectory in group]
-    metrics = summarise(trajectories, settings.pass_threshold)
+    metrics = summarize(trajectories, settings.pass_threshold)
     metrics |= environment_metrics(trajectories, "validation/environment")
-    if players.floors is None:
-        players.floors = await floor_metrics(players.recipe, [prompt.row for prompt in prompts])
-    source = players.recipe.data.validation
+    if parts.baselines is None:
+        parts.baselines = await baseline_metrics(parts.recipe, [prompt.row for prompt in prompts])
+    source = parts.recipe.data.validation
     noun = "board" if source is not None and source.path == BOARDS else "question"
-    return ValidationResult(metrics | players.floors, trajectories, len(prompts), noun)
+    return ValidationResult(metrics | parts.baselines, trajectories, len(prompts), noun)
 
 
-def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str, float]:
-    """mean@k with its 95 % interval over prompts (normal approximation), pass@k, lengths and stop reasons."""
+def summarize(trajectories: list[Trajectory], pass_threshold: float) -> dict[str, float]:
+    """Computes mean@k with its 95 % interval over prompts (normal approximation), pass@k, lengths and stop reasons."""
     rewards = defaultdict(list)
     for trajectory in trajectories:
         rewards[trajectory.prompt_id].append(trajectory.reward)
     k = max(len(samples) for samples in rewards.values())
     means = np.array([np.mean(samples) for samples in rewards.values()])
-    spread = float(means.std(ddof=1)) if len(means) > 1 else 0.0
+    std = float(means.std(ddof=1)) if len(means) > 1 else 0.0
     metrics = {
         f"validation/mean@{k}": float(means.mean()),
-        "validation/ci95": 1.96 * spread / math.sqrt(len(means)),
+        "validation/ci95": 1.96 * std / math.sqrt(len(means)),
         "validation/length": float(np.mean([trajectory.num_generated for trajectory in trajectories])),
         "validation/cut_off": float(np.mean([trajectory.stop == "length" for trajectory in trajectories])),
         "validation/errors": float(sum(trajectory.error is not None for trajectory in trajectories)),
     }
     if k > 1:
-        metrics[f"validation/pass@{k}"] = float(
-            np.mean([max(samples) >= pass_threshold for samples in rewards.values()])
-        )
+        passed = [max(samples) >= pass_threshold for samples in rewards.values()]
+        metrics[f"validation/pass@{k}"] = float(np.mean(passed))
     return metrics
 
 
-def show_samples(players: RolloutComponents, result: ValidationResult, console: Console, title: str = "") -> None:
-    """A few answers, spread over the set."""
-    wanted = players.recipe.logging.samples
+def show_samples(parts: RolloutComponents, result: ValidationResult, console: Console, title: str = "") -> None:
+    """Prints a few answers, spread over the set."""
+    wanted = parts.recipe.logging.samples
     if not wanted:
         return
     every = max(1, len(result.trajectories) // wanted)
     samples = []
     for trajectory in result.trajectories[::every][:wanted]:
-        row = players.validation[trajectory.row].row
-        response = players.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
+        row = parts.validation[trajectory.row].row
+        response = parts.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
         answer = "" if row.answer is None else str(row.answer)
-        samples.append(Sample(row.prompt[-1]["content"], response, answer, trajectory.reward))
+        samples.append(ShownSample(row.prompt[-1]["content"], response, answer, trajectory.reward))
     console.samples(samples, title)
+
+
+# --- random and optimal baselines, between which a game's score is read
+
+
+async def baseline_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, float]:
+    """Computes `validation/random/...` and `validation/optimal/...` of reward and success, by tag where there are
+    several environments. Nothing for environments that have no such policies."""
+    known = {
+        tag: environment
+        for tag, environment in recipe.tagged_environments.items()
+        if any(hasattr(find_class(environment.name), policy) for policy in ("random_reply", "best_reply"))
+    }
+    own = [row for row in rows if len(recipe.tagged_environments) == 1 or row.extra.get("environment") in known]
+    if not own or not known:
+        return {}
+    env_set = EnvSet(known, {}, recipe.rollout)
+    computed = floors(env_set, own[:MAX_BASELINE_ROWS], recipe.rollout.max_turns, recipe.seed)
+    try:
+        # In a thread: solvers compute, and the event loop has others to serve.
+        return metrics_of_baselines(await asyncio.to_thread(asyncio.run, computed))
+    finally:
+        env_set.close()
+
+
+def metrics_of_baselines(baselines: Mapping[str, Floor | None]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for tag, baseline in baselines.items():
+        if baseline is not None:
+            where = f"{tag}/" if tag else ""
+            values = {
+                f"validation/random/{where}reward": baseline.random_reward,
+                f"validation/random/{where}success": baseline.random_success,
+                f"validation/optimal/{where}reward": baseline.best_reward,
+                f"validation/optimal/{where}success": baseline.best_success,
+            }
+            metrics |= {name: value for name, value in values.items() if value is not None}
+    return metrics

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.data.tree import Chunk, TokenTree
+from corral.data.token_tree import TokenTree, TreeChunk
 from corral.kernels.device import on_device
 from corral.kernels.gather import Taken, gather
 from corral.kernels.varlen import has_flash, varlen_attention
@@ -193,7 +193,7 @@ class _Block:
         return _Block(start - queries.start, end - queries.start, path, mask)
 
 
-def _dense_block(chunks: tuple[Chunk, ...], device: torch.device) -> _Block:
+def _dense_block(chunks: tuple[TreeChunk, ...], device: torch.device) -> _Block:
     start, end = chunks[0].start, chunks[-1].end
     if len(chunks) == 1:
         return _Block(start, end, slice(start, end), None)
@@ -206,7 +206,7 @@ def _dense_block(chunks: tuple[Chunk, ...], device: torch.device) -> _Block:
     return _Block(start, end, slice(start, end), torch.from_numpy(visible).to(device))
 
 
-def _chunk_block(chunk: Chunk, device: torch.device) -> _Block:
+def _chunk_block(chunk: TreeChunk, device: torch.device) -> _Block:
     size, length = chunk.end - chunk.start, len(chunk.path)
     if size == length:
         return _Block(chunk.start, chunk.end, slice(chunk.start, chunk.end), None)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from corral.data.tree import Chunk, TokenTree
+from corral.data.token_tree import TokenTree, TreeChunk
 from corral.model.attention import Kernel, TreeAttention
 from corral.model.collectives import gathered
 
@@ -24,7 +24,7 @@ def padded_tree(tree: TokenTree, multiple: int) -> TokenTree:
         tree,
         tokens=np.concatenate([tree.tokens, zeros]),
         positions=np.concatenate([tree.positions, zeros]),
-        chunks=(*tree.chunks, *(Chunk(node, node + 1, np.array([node])) for node in added.tolist())),
+        chunks=(*tree.chunks, *(TreeChunk(node, node + 1, np.array([node])) for node in added.tolist())),
     )
 
 

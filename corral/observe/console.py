@@ -1,10 +1,11 @@
-"""What a person sees while a run goes on.
+"""What a person sees while a run is going on, and the run's log file.
 
 On a terminal: a progress bar over the steps, and under it what is being done right now. Elsewhere (a pipe, a log file,
-a batch job): plain lines, and a sign of life every ten seconds or so. Colours, widths and NO_COLOR are left to rich.
-Warnings of the program come through `logging` (see `log.py`), not from here.
+a batch job): plain lines, and a sign of life every ten seconds or so. Colors, widths and NO_COLOR are left to rich.
+Corral's modules warn through `logging`: `run_log` sends that to the console, and everything else to `logs/main.log`.
 """
 
+import logging
 import sys
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self, cast
+from typing import IO, Any, Self, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from corral.observe.lines import (
+from corral.observe.console_lines import (
     STEP_FIELDS,
     EnvironmentScore,
     cut,
@@ -32,7 +33,6 @@ from corral.observe.lines import (
     validation_line,
     visible,
 )
-from corral.observe.stream import LastingStream
 
 PLAIN_WIDTH = 120
 LINE_EVERY_S = 10.0
@@ -40,8 +40,8 @@ STEPS_FOR_ETA = 20
 
 
 @dataclass(frozen=True)
-class Sample:
-    """An answer of the model, to be shown."""
+class ShownSample:
+    """A response of the model, to be shown."""
 
     prompt: str
     response: str
@@ -50,16 +50,18 @@ class Sample:
 
 
 class Console:
-    """Also a `Tracker`: it logs a step as a line. To be closed, whatever happens: a live display hides the cursor."""
+    """Also a `Tracker` that prints a line for each step. It must be closed, whatever happens: a live display hides the
+    cursor."""
 
     def __init__(
         self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic, *, live: bool = True
     ) -> None:
-        """`live`: with a progress bar, if it is a terminal. Not where someone else writes there too, as a debugger."""
+        """`live`: with a progress bar, if it is a terminal. Not where something else writes there too, as a
+        debugger."""
         stream = stream or sys.stdout
         is_terminal = stream.isatty()
         self._rich = RichConsole(
-            file=cast(IO[str], LastingStream(stream)),
+            file=cast(IO[str], UnbreakableStream(stream)),
             width=None if is_terminal else PLAIN_WIDTH,
             highlight=False,
             emoji=False,
@@ -73,12 +75,10 @@ class Console:
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
 
-    # The start
-
     def banner(self, run: str, folder: Path, model: str, plan: Sequence[str], resumed_at: int | None = None) -> None:
         self._rows(
             {
-                "run": run if resumed_at is None else f"{run}, goes on after step {resumed_at}",
+                "run": run if resumed_at is None else f"{run}, resumed after step {resumed_at}",
                 "folder": str(folder),
                 "model": model,
                 "plan": "\n".join(plan),
@@ -86,17 +86,15 @@ class Console:
         )
         self._print("")
 
-    # The steps
-
     def begin(self, total: int, done: int = 0) -> None:
-        """Training starts: `done` of `total` steps were made before (by the run that is resumed)."""
+        """Starts the progress bar of training. `done` of `total` steps were made before, by the run that is resumed."""
         self._total = total
         self._ends.append((done, self._clock()))
         if self._is_live:
             self._bar = self._live().add_task("training", total=total, completed=done, note=f"{done}/{total}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row without any number of a step, such as that of a validation, has no line."""
+        """Prints the line of a step. A row without any number of a step, such as that of a validation, has none."""
         if not any(field.key in metrics for field in STEP_FIELDS):
             return
         self._ends.append((step, self._clock()))
@@ -112,18 +110,16 @@ class Console:
         return {}
 
     def _eta_s(self) -> float | None:
-        """By the clock, over the last steps: what is done between them (validation, checkpoints) counts too."""
+        """Measured by the clock over the last steps, so that validation and checkpoints between them count too."""
         (first, start), (last, end) = self._ends[0], self._ends[-1]
         if self._total is None or last <= first:
             return None
         return (self._total - last) * (end - start) / (last - first)
 
-    # Long work
-
     @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator["Stage"]:
-        """Shows that `name` ("loading model", "playing") is being done, until the block ends."""
-        stage = Stage(self, name, total)
+    def stage(self, name: str, total: int | None = None) -> Iterator["ConsoleStage"]:
+        """Shows that `name` ("loading model", "rollout") is being done, until the block ends."""
+        stage = ConsoleStage(self, name, total)
         if self._is_live:
             stage.task = self._live().add_task(name, total=total, note="")
         elif self._total is None:
@@ -135,7 +131,7 @@ class Console:
                 self._progress.remove_task(stage.task)
                 self._stop_if_idle()
 
-    def _show(self, stage: "Stage") -> None:
+    def _show(self, stage: "ConsoleStage") -> None:
         if self._progress is not None and stage.task is not None:
             self._progress.update(stage.task, completed=stage.done, total=stage.total, note=stage.count)
         elif self._clock() - self._last_line_at >= LINE_EVERY_S:
@@ -161,19 +157,18 @@ class Console:
             self._progress.stop()
             self._progress = None
 
-    # Results
-
     def validation(
         self, when: str, metrics: Mapping[str, float], num_questions: int | None = None, noun: str = "question"
     ) -> None:
-        """`when`: "before training", "after step 20"."""
+        """Prints the score of a validation. `when`: "before training", "after step 20"."""
         self._print(Text(validation_line(when, metrics, num_questions, noun), "bold"))
         scores = environment_scores(metrics)
         if scores:
             self._print(environment_table(scores))
 
-    def samples(self, samples: Sequence[Sample], title: str = "") -> None:
-        """Of a long prompt the end is shown, of a long response both ends: there the question and the answer are."""
+    def samples(self, samples: Sequence[ShownSample], title: str = "") -> None:
+        """Prints a table. Of a long prompt the end is shown, of a long response both ends: the question and the answer
+        are there."""
         if not samples:
             return
         rewards = [f"{sample.reward:g}" for sample in samples]
@@ -206,12 +201,12 @@ class Console:
         curve: Path | None = None,
         commands: Mapping[str, str] | None = None,
     ) -> None:
-        """The end. `commands`: what to do next and how, such as {"evaluate": "corral evaluate ..."}."""
+        """Prints the end of a run. `commands`: what to do next, such as {"evaluate": "corral evaluate ..."}."""
         scores = [score_text(metrics) for metrics in (before, after) if metrics is not None]
         self._print("")
         self._rows(
             {
-                "held-out": " -> ".join(scores),
+                "validation": " -> ".join(scores),
                 "folder": str(folder),
                 "curve": "" if curve is None else str(curve),
                 **(commands or {}),
@@ -219,7 +214,7 @@ class Console:
         )
 
     def close(self) -> None:
-        """Takes the progress bar away; lines can still be printed."""
+        """Removes the progress bar; lines can still be printed."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -232,7 +227,7 @@ class Console:
         self.close()
 
     def _rows(self, rows: Mapping[str, str]) -> None:
-        """`name  text`, aligned; an empty text leaves its row out."""
+        """Prints `name  text`, aligned; a row with an empty text is left out."""
         rows = {name: text for name, text in rows.items() if text}
         width = max(map(len, rows), default=0)
         for name, text in rows.items():
@@ -245,7 +240,7 @@ class Console:
 
 
 @dataclass
-class Stage:
+class ConsoleStage:
     """Work in progress; made by `Console.stage`."""
 
     console: Console
@@ -265,7 +260,7 @@ class Stage:
 
 
 def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
-    """Success between random and optimal play, and all else that the environments measured."""
+    """Success between the random and optimal baselines, and all else that the environments measured."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     names = sorted({name for score in scores for name in score.measured} - {"success", "reward"})
     with_success = any("success" in score.measured for score in scores)
@@ -276,8 +271,95 @@ def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
     for score in scores:
         cells = [score.tag] if score.tag else []
         if with_success:
-            found = (score.measured.get("success"), score.floor.get("success"), score.ceiling.get("success"))
+            found = (score.measured.get("success"), score.random.get("success"), score.optimal.get("success"))
             cells += ["" if share is None else percent(share) for share in found]
         cells += [f"{score.measured[name]:.3g}" if name in score.measured else "" for name in names]
         table.add_row(*cells)
     return table
+
+
+class UnbreakableStream:
+    """Passes text on to `stream` for as long as that can be written to.
+
+    A run must outlive its terminal: when the reader of a pipe is gone or the terminal was closed, the text is dropped
+    (rich would end the process). Characters that the stream's encoding does not have are written as `?`.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._is_broken = False
+
+    def write(self, text: str) -> int:
+        if not self._is_broken:
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            try:
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            except (OSError, ValueError):  # ValueError: the stream is closed
+                self._is_broken = True
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_broken:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._is_broken = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def run_log(path: Path, console: Console) -> Iterator[None]:
+    """Logs everything to `path`, and Corral's warnings to the console, until the block ends. What libraries log
+    (transformers, httpx, Python's `warnings`) is in the file only."""
+    root, ours = logging.getLogger(), logging.getLogger("corral")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
+    )
+    to_console = _ConsoleHandler(console)
+    level = ours.level
+    quiet_libraries()
+    root.addHandler(to_file)
+    ours.addHandler(to_console)
+    ours.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        ours.setLevel(level)
+        ours.removeHandler(to_console)
+        root.removeHandler(to_file)
+        to_file.close()
+
+
+def quiet_libraries() -> None:
+    """Sends the records of every library that was imported so far to the root logger instead of the terminal. Some set
+    up a handler of their own when they are imported (transformers does), so this is called again after an import in the
+    middle of a run."""
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    for logger in [logging.root, *loggers]:
+        for handler in [handler for handler in logger.handlers if _writes_to_terminal(handler)]:
+            logger.removeHandler(handler)
+            logger.propagate = True
+    transformers = sys.modules.get("transformers.utils.logging")
+    if transformers is not None:
+        transformers.disable_progress_bar()
+
+
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    if not isinstance(handler, logging.StreamHandler) or isinstance(handler, logging.FileHandler):
+        return False
+    return handler.stream in (sys.stdout, sys.stderr) or getattr(handler.stream, "name", "") in ("<stdout>", "<stderr>")
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.warn(record.getMessage())

@@ -5,19 +5,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.observe.files import replacing
-from corral.observe.lines import held_out_score, score_text
+from corral.observe.console_lines import held_out_score, score_text
+from corral.observe.run_files import replacing
 
-TRAIN, HELD_OUT, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
+TRAIN, VALIDATION, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
 SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
 FEW_POINTS = 40
-PLAYERS = {"floor": "random", "ceiling": "optimal"}
-"""Lines to read a score against."""
+BASELINES = ("random", "optimal")
+"""Scores that are drawn as horizontal lines."""
 ENVIRONMENT = "validation/environment/"
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Training reward and held-out score above; entropy, KL and response length below, those that were measured."""
+    """Training reward and validation score above; entropy, KL and response length below, those that were measured."""
     from matplotlib.figure import Figure
 
     small = {name: label for name, label in SMALL_PANELS.items() if points(rows, name)[0]}
@@ -32,8 +32,8 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         axes.set_title(label, loc="left", fontsize=10)
         if name.startswith(ENVIRONMENT):
             tag = name.removeprefix(ENVIRONMENT).removesuffix("success")
-            _draw_players(axes, rows, {f"validation/{which}/{tag}success": who for which, who in PLAYERS.items()})
-        _tidy(axes)
+            _draw_baselines(axes, rows, f"{tag}success")
+        _style(axes)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     with replacing(path) as file:
@@ -59,67 +59,67 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     steps, rewards = points(rows, "reward/mean")
     if steps:
         _draw_line(axes, steps, rewards, TRAIN, width=2.2, label="training reward")
-    held_out = {row["step"]: row for row in rows if held_out_score(row) is not None}
-    if held_out:
-        _draw_held_out(axes, [held_out[step] for step in sorted(held_out)])
-    scores = [held_out_score(row) for row in held_out.values()]
-    _draw_players(axes, rows, {f"validation/{which}/reward": who for which, who in PLAYERS.items()})
+    validations = {row["step"]: row for row in rows if held_out_score(row) is not None}
+    if validations:
+        _draw_validations(axes, [validations[step] for step in sorted(validations)])
+    scores = [held_out_score(row) for row in validations.values()]
+    _draw_baselines(axes, rows, "reward")
     if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(bottom, -0.02), min(top, 1.02))
     axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=13, fontweight="bold", pad=10)
     axes.set_ylabel("reward")
-    _tidy(axes)
-    if steps or held_out:
+    _style(axes)
+    if steps or validations:
         axes.legend(frameon=False, loc="best")
 
 
 def successes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """By tag, the metric of each environment's success, where there are several."""
+    """The metric of each environment's success, by tag, where there are several environments."""
     names = {name for row in rows for name in row if name.startswith(ENVIRONMENT) and name.endswith("/success")}
     tags = {name: name.removeprefix(ENVIRONMENT).removesuffix("/success") for name in sorted(names)}
     return {tag: name for name, tag in tags.items() if name != f"{ENVIRONMENT}success"}
 
 
-def _draw_players(axes: Any, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
-    for name, label in names.items():
-        _, level = points(rows, name)
+def _draw_baselines(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
+    for label in BASELINES:
+        _, level = points(rows, f"validation/{label}/{metric}")
         if level:
             axes.axhline(level[-1], color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
             place = {"xy": (1, level[-1]), "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
             axes.annotate(f"{label} {level[-1]:.2f}", **place, color=QUIET, fontsize=9, zorder=4)
 
 
-def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_validations(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     intervals = [row.get("validation/ci95") or 0.0 for row in rows]
     axes.errorbar(
         [row["step"] for row in rows],
         [held_out_score(row) for row in rows],
         yerr=intervals,
-        color=HELD_OUT,
+        color=VALIDATION,
         linewidth=1.4,
         marker="o",
         markersize=6,
         capsize=4,
-        label="held-out score, 95 % interval" if any(intervals) else "held-out score",
+        label="validation score, 95 % interval" if any(intervals) else "validation score",
         zorder=3,
     )
     if len(rows) > 1:
         change = " → ".join(score_text({**row, "validation/ci95": None}) for row in (rows[0], rows[-1]))
-        axes.set_title(f"held-out {change}", loc="right", color=HELD_OUT, fontsize=11, fontweight="bold", pad=10)
+        axes.set_title(f"validation {change}", loc="right", color=VALIDATION, fontsize=11, fontweight="bold", pad=10)
 
 
 def _draw_line(
     axes: Any, steps: Sequence[int], values: Sequence[float], color: str, width: float, label: str | None = None
 ) -> None:
-    """Each value in a light line, and the smoothed one over it."""
+    """Draws the values as a light line, and the smoothed ones over it."""
     marker = "." if len(steps) < FEW_POINTS else ""
     axes.plot(steps, values, color=color, alpha=0.3, linewidth=width / 2, marker=marker, label=label)
     axes.plot(steps, smooth(values), color=color, linewidth=width, label=label and f"{label}, smoothed")
 
 
-def _tidy(axes: Any) -> None:
+def _style(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("step")

@@ -1,21 +1,22 @@
-"""What became of every prompt, in `ledger.jsonl`: it was issued, played, and trained once or dropped for a reason.
+"""What happened to every prompt, in `ledger.jsonl`: issued, generated, and trained once or dropped for a reason.
 
-A prompt is its prompt_id, which the sampler hands out: 0, 1, 2, ... over the whole run. The file has one line for each
-thing that happened, with the prompt_ids as spans, and a line is in the file as a whole or not at all:
+A prompt is identified by its id, which the sampler hands out: 0, 1, 2, ... over the whole run. The file has one line
+for each event, with the ids as spans, and a line is in the file as a whole or not at all:
 
     {"step": 4, "issued": "32-39"}
-    {"step": 4, "played": "32-39"}
-    {"step": 4, "dropped": "37", "reason": "equal rewards"}
+    {"step": 4, "generated": "32-39"}
+    {"step": 4, "dropped": "37", "reason": "zero-variance group"}
     {"step": 4, "trained": "32-36,38-39"}
 
-A checkpoint holds a snapshot, in which all that happened to prompts with the same fate is one line; going on from the
-checkpoint puts it in place of the file. What happened since is forgotten then, as the weights have forgotten it, and
-what was open is issued again. Training a prompt twice is refused; whatever else does not add up, the audit tells.
+A checkpoint holds a snapshot, in which prompts with equal states are one line; resuming from the checkpoint puts it in
+place of the file. What happened since is dropped, as it is lost from the weights, and prompts that were open are issued
+again. Training a prompt twice is refused; whatever else does not add up, the audit reports.
 """
 
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -25,23 +26,24 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.observe.files import json_line, write_atomically
-from corral.observe.spans import PromptIds, format_span, format_spans, parse_spans, prompt_ids_in
+from corral.observe.run_files import json_line, write_atomically
 from corral.recipe.errors import RunError, UserError
 
-Event = Literal["issued", "played", "trained", "dropped"]
-EVENTS: tuple[Event, ...] = ("issued", "played", "trained", "dropped")
+PromptIds = NDArray[np.int64]
+SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
-UNKNOWN, ISSUED, PLAYED, TRAINED, DROPPED = range(5)
+Event = Literal["issued", "generated", "trained", "dropped"]
+EVENTS: tuple[Event, ...] = ("issued", "generated", "trained", "dropped")
+UNKNOWN, ISSUED, GENERATED, TRAINED, DROPPED = range(5)
 STATES: tuple[str, ...] = ("unknown", *EVENTS)
 
 ROW = np.dtype([("state", "u1"), ("reason", "u2"), ("times", "u4"), ("issued_for", "i8"), ("ended_at", "i8")])
-"""Of a prompt: its state, the number of the reason it was dropped for, how often it was issued and for which step last,
+"""One prompt: its state, the index of the reason it was dropped for, how often it was issued and for which step last,
 and the step at which it was trained or dropped."""
 
 
 class Ledger:
-    """A run's ledger. Opening it reads the file and changes nothing, so one that is being written can be looked at."""
+    """A run's ledger. Opening it reads the file and changes nothing, so one that is being written can be read too."""
 
     name = "ledger.jsonl"
 
@@ -50,38 +52,43 @@ class Ledger:
         content = path.read_bytes() if path.exists() else b""
         self._prompts = _read(content, str(path))
         self._size = content.rfind(b"\n") + 1
-        """Bytes of complete lines. What a kill or a full disk left behind them, the next line overwrites."""
+        """Bytes of complete lines. A torn line that a kill or a full disk left behind them is overwritten by the
+        next."""
 
     def issue(self, step: int, prompt_ids: Iterable[int]) -> None:
-        """Drawn, to be trained at `step`. Open ones may be issued again, when what was done with them is lost."""
+        """Records prompts to be trained at `step`. Open ones may be issued again, when their trajectories are lost."""
         self._record("issued", step, _sorted(prompt_ids))
 
-    def played(self, step: int, prompt_ids: Iterable[int]) -> None:
-        self._record("played", step, _sorted(prompt_ids))
+    def generated(self, step: int, prompt_ids: Iterable[int]) -> None:
+        self._record("generated", step, _sorted(prompt_ids))
 
     def trained(self, step: int, prompt_ids: Iterable[int]) -> None:
         """Raises a RunError, and writes nothing, if any of them has been trained before."""
         given = _sorted(prompt_ids)
-        if len(again := self._prompts.trained_among(given)):
+        known = given[given < self._prompts.size]
+        if len(again := known[self._prompts.states[known] == TRAINED]):
             raise RunError(
-                f"step {step}: {_prompts_in_words(again)} would be trained a second time, which is a bug; "
-                f"the last checkpoint is as it was, and {self.path} says what became of each prompt"
+                f"step {step}: {_describe_prompts(again)} would be trained a second time, which is a bug; "
+                f"the last checkpoint is as it was, and {self.path} says what happened to each prompt"
             )
         self._record("trained", step, given)
 
     def dropped(self, step: int, prompt_ids: Iterable[int], reason: str) -> None:
-        """Played for nothing, or not at all: `equal rewards`, `environment failed`."""
+        """Records prompts that will not be trained, and why: `zero-variance group`, `environment failed`."""
         self._record("dropped", step, _sorted(prompt_ids), reason)
 
     def open(self, step: int) -> list[int]:
-        """Issued for that step, neither trained nor dropped."""
-        return self._prompts.open(step)
+        """Prompts that were issued for that step, and neither trained nor dropped."""
+        known = self._prompts.known
+        prompt_ids: list[int] = np.flatnonzero(self._prompts.is_open & (known["issued_for"] == step)).tolist()
+        return prompt_ids
 
     def open_steps(self) -> list[int]:
-        return self._prompts.open_steps()
+        steps: list[int] = np.unique(self._prompts.known["issued_for"][self._prompts.is_open]).tolist()
+        return steps
 
     def snapshot(self) -> str:
-        """For a checkpoint: all that is known of every prompt so far, the open ones included."""
+        """The states of all prompts so far, the open ones included, for a checkpoint."""
         return b"".join(map(json_line, self._prompts.summary())).decode()
 
     def restore(self, text: str | None, step: int) -> None:
@@ -89,21 +96,21 @@ class Ledger:
         if text is None:
             text = json_line({"begins_after": step}).decode() if step > 0 else ""
         prompts = _read(text.encode(), f"the ledger in the checkpoint of step {step}")
-        if len(later := prompts.trained_after(step)):
+        if len(later := np.flatnonzero((prompts.states == TRAINED) & (prompts.known["ended_at"] > step))):
             raise RunError(
-                f"the ledger in the checkpoint of step {step} says that {_prompts_in_words(later)} were trained after "
-                "that step; it does not belong to these weights. Go on from another checkpoint"
+                f"the ledger in the checkpoint of step {step} says that {_describe_prompts(later)} were trained after "
+                "that step; it does not belong to these weights. Resume from another checkpoint"
             )
         write_atomically(self.path, text)
         self._prompts, self._size = prompts, len(text.encode())
 
-    def audit(self) -> "Audit":
+    def audit(self) -> "LedgerAudit":
         return self._prompts.audit()
 
-    def story(self, prompt_id: int) -> list[str]:
-        """What happened to one prompt, in order. Empty: nothing did."""
+    def history_of(self, prompt_id: int) -> list[str]:
+        """The events of one prompt in order, one line of text for each."""
         content = self.path.read_bytes() if self.path.exists() else b""
-        return [line for record in _records(content, str(self.path)) for line in _story_lines(record, prompt_id)]
+        return [line for record in _records(content, str(self.path)) for line in _history_lines(record, prompt_id)]
 
     def _record(self, event: Event, step: int, prompt_ids: PromptIds, reason: str | None = None) -> None:
         if not len(prompt_ids):
@@ -113,6 +120,8 @@ class Ledger:
         self._prompts.apply(event, step, prompt_ids, reason)
 
     def _append(self, line: bytes) -> None:
+        """One write at the end of the complete lines, over a torn line if there is one. It is not flushed to disk:
+        after a power failure the run resumes from a checkpoint, whose snapshot is."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if os.fstat(descriptor).st_size < self._size:
@@ -126,24 +135,24 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Audit:
+class LedgerAudit:
     issued: int
-    """Prompts, however often each."""
+    """Number of prompts, however often each was issued."""
     trained: int
     trained_steps: int
-    """Steps at which any was trained."""
+    """Number of steps at which any was trained."""
     dropped: dict[str, int]
-    """By reason."""
+    """Number of prompts by reason."""
     open: int
     reissued: int
-    """Times that a prompt was issued again."""
+    """How often a prompt was issued again."""
     gaps: tuple[int, ...]
-    """PromptIds below the highest that never appear."""
+    """Ids below the highest that never appear."""
     problems: tuple[str, ...]
 
     @property
     def clean(self) -> bool:
-        """Nothing was lost and nothing was trained twice. Prompts may be open: they are on their way."""
+        """Whether nothing was lost and nothing was trained twice. Prompts may be open: they are in progress."""
         return not self.problems and not self.gaps
 
     def text(self) -> str:
@@ -155,9 +164,9 @@ class Audit:
             ("open", self.open, ""),
         ]
         width = max(len(str(number)) for _, number, _ in rows)
-        lines = [f"{name:<8} {number:>{width}} {words}".rstrip() for name, number, words in rows]
+        lines = [f"{name:<8} {number:>{width}} {note}".rstrip() for name, number, note in rows]
         if self.gaps:
-            gaps = _prompts_in_words(np.array(self.gaps))
+            gaps = _describe_prompts(np.array(self.gaps))
             lines.append(f"gap      {gaps}: never issued, though later ones were")
         lines += [f"problem  {problem}" for problem in self.problems]
         return "\n".join([*lines, "clean" if self.clean else "not clean"])
@@ -166,17 +175,17 @@ class Audit:
         return {**asdict(self), "clean": self.clean}
 
 
-class _Prompts:
-    """The state of every prompt: a row of 23 bytes for each, whatever happened to it."""
+class _PromptStates:
+    """The state of every prompt: a row of 23 bytes for each, so that millions fit."""
 
     def __init__(self) -> None:
         self.rows = np.zeros(1024, ROW)
         self.size = 0
-        """One more than the highest prompt_id."""
+        """One more than the highest id."""
         self.reasons: list[str] = []
         self.problems: list[str] = []
         self.begins_after = 0
-        """Steps made before this ledger began; their prompts are not in it."""
+        """Number of steps before this ledger began; their prompts are not in it."""
 
     def apply(self, event: Event, step: int, prompt_ids: PromptIds, reason: str | None) -> None:
         self._grow(int(prompt_ids[-1]) + 1)
@@ -186,7 +195,7 @@ class _Prompts:
 
         def problem(where: NDArray[np.bool_], what: str) -> None:
             if where.any():
-                self.problems.append(f"step {step}: {_prompts_in_words(prompt_ids[where])} {what}")
+                self.problems.append(f"step {step}: {_describe_prompts(prompt_ids[where])} {what}")
 
         if event == "issued":
             problem(state == TRAINED, "issued again after being trained")
@@ -194,9 +203,9 @@ class _Prompts:
             self.rows["times"][prompt_ids] += 1
             self.rows["issued_for"][prompt_ids] = step
             self.rows["state"][prompt_ids[~ended]] = ISSUED
-        elif event == "played":
-            problem(never, "played without being issued")
-            self.rows["state"][prompt_ids[state == ISSUED]] = PLAYED
+        elif event == "generated":
+            problem(never, "generated without being issued")
+            self.rows["state"][prompt_ids[state == ISSUED]] = GENERATED
         elif event == "trained":
             problem(state == TRAINED, "trained twice")
             problem(state == DROPPED, "trained after being dropped")
@@ -235,24 +244,8 @@ class _Prompts:
 
     @property
     def is_open(self) -> NDArray[np.bool_]:
-        is_open: NDArray[np.bool_] = (self.states == ISSUED) | (self.states == PLAYED)
+        is_open: NDArray[np.bool_] = (self.states == ISSUED) | (self.states == GENERATED)
         return is_open
-
-    def open(self, step: int) -> list[int]:
-        prompt_ids: list[int] = np.flatnonzero(self.is_open & (self.known["issued_for"] == step)).tolist()
-        return prompt_ids
-
-    def open_steps(self) -> list[int]:
-        steps: list[int] = np.unique(self.known["issued_for"][self.is_open]).tolist()
-        return steps
-
-    def trained_among(self, prompt_ids: PromptIds) -> PromptIds:
-        known = prompt_ids[prompt_ids < self.size]
-        trained: PromptIds = known[self.states[known] == TRAINED]
-        return trained
-
-    def trained_after(self, step: int) -> PromptIds:
-        return np.flatnonzero((self.states == TRAINED) & (self.known["ended_at"] > step))
 
     def summary(self) -> Iterator[dict[str, Any]]:
         """Records from which `_read` makes the same state: one for all prompts whose rows are equal."""
@@ -276,7 +269,7 @@ class _Prompts:
             yield record
 
     def load(self, record: dict[str, Any]) -> None:
-        """A line of the file: of a snapshot, or something that happened."""
+        """Applies a line of the file: of a snapshot, or an event."""
         if "begins_after" in record:
             self.begins_after = int(record["begins_after"])
         elif "problem" in record:
@@ -292,13 +285,13 @@ class _Prompts:
             event = _event_of(record)
             self.apply(event, int(record["step"]), prompt_ids_in(parse_spans(record[event])), record.get("reason"))
 
-    def audit(self) -> Audit:
+    def audit(self) -> LedgerAudit:
         state, times = self.states, self.known["times"]
         counts = np.bincount(self.known["reason"][state == DROPPED], minlength=len(self.reasons)).tolist()
         gaps = np.flatnonzero(state == UNKNOWN)
         if self.begins_after and self.size:
             gaps = gaps[gaps > int(np.argmax(state != UNKNOWN))]
-        return Audit(
+        return LedgerAudit(
             issued=int((times > 0).sum()),
             trained=int((state == TRAINED).sum()),
             trained_steps=len(np.unique(self.known["ended_at"][state == TRAINED])),
@@ -310,8 +303,8 @@ class _Prompts:
         )
 
 
-def _read(content: bytes, where: str) -> _Prompts:
-    prompts = _Prompts()
+def _read(content: bytes, where: str) -> _PromptStates:
+    prompts = _PromptStates()
     for number, record in enumerate(_records(content, where), start=1):
         try:
             prompts.load(record)
@@ -324,9 +317,15 @@ def _records(content: bytes, where: str) -> Iterator[dict[str, Any]]:
     *lines, _torn = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            yield dict(json.loads(line))
+            record = dict(json.loads(line))
         except (ValueError, TypeError) as error:
             raise _not_a_ledger(where, number) from error
+        # Ledgers of version 0.5 and before say `played`.
+        if "played" in record:
+            record["generated"] = record.pop("played")
+        if record.get("are") == "played":
+            record["are"] = "generated"
+        yield record
 
 
 def _not_a_ledger(where: str, line: int) -> UserError:
@@ -337,10 +336,10 @@ def _event_of(record: dict[str, Any]) -> Event:
     for event in EVENTS:
         if event in record:
             return event
-    raise ValueError("nothing happened in this record")
+    raise ValueError("this record has no event")
 
 
-def _story_lines(record: dict[str, Any], prompt_id: int) -> Iterator[str]:
+def _history_lines(record: dict[str, Any], prompt_id: int) -> Iterator[str]:
     if "prompts" in record:
         if not _has(record["prompts"], prompt_id):
             return
@@ -348,28 +347,59 @@ def _story_lines(record: dict[str, Any], prompt_id: int) -> Iterator[str]:
             times = f", {record['times']} times" if record["times"] > 1 else ""
             yield f"issued for step {record['issued_for']}{times}"
         if record["are"] != "issued":
-            yield _in_words(record["are"], record.get("step", record["issued_for"]), record.get("reason"))
+            yield _describe_event(record["are"], record.get("step", record["issued_for"]), record.get("reason"))
     elif "problem" not in record and "begins_after" not in record:
         event = _event_of(record)
         if _has(record[event], prompt_id):
-            yield _in_words(event, record["step"], record.get("reason"))
+            yield _describe_event(event, record["step"], record.get("reason"))
 
 
 def _has(spans: str, prompt_id: int) -> bool:
     return any(prompt_id in span for span in parse_spans(spans))
 
 
-def _in_words(event: str, step: int, reason: str | None) -> str:
+def _describe_event(event: str, step: int, reason: str | None) -> str:
     preposition = "at" if event in ("trained", "dropped") else "for"
     return f"{event} {preposition} step {step}" + (f": {reason}" if reason else "")
 
 
-def _prompts_in_words(prompt_ids: PromptIds) -> str:
+def _describe_prompts(prompt_ids: PromptIds) -> str:
     return f"prompt{'s' * (len(prompt_ids) > 1)} {format_spans(prompt_ids)}"
 
 
 def _sorted(prompt_ids: Iterable[int]) -> PromptIds:
-    """Each once: samples of a prompt have its prompt_id in common."""
+    """Sorted and distinct: all samples of a prompt have its id."""
     given = np.unique(np.fromiter(prompt_ids, np.int64))
-    assert not len(given) or given[0] >= 0, "an prompt_id is never negative"
+    assert not len(given) or given[0] >= 0, "a prompt's id is never negative"
     return given
+
+
+def format_span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def format_spans(prompt_ids: PromptIds) -> str:
+    """Sorted, distinct numbers as text that is short where they follow each other: `32-39,41`."""
+    if not len(prompt_ids):
+        return ""
+    ends = np.flatnonzero(np.diff(prompt_ids) != 1)
+    firsts, lasts = prompt_ids[np.r_[0, ends + 1]], prompt_ids[np.r_[ends, len(prompt_ids) - 1]]
+    return ",".join(map(format_span, firsts.tolist(), lasts.tolist()))
+
+
+def parse_spans(text: str) -> list[range]:
+    """Raises a ValueError for what `format_spans` would not write."""
+    spans: list[range] = []
+    for part in text.split(","):
+        match = SPAN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"`{part}` is not a number or a span of numbers")
+        span = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not span or (spans and span.start < spans[-1].stop):
+            raise ValueError(f"`{text}` is not in ascending order")
+        spans.append(span)
+    return spans
+
+
+def prompt_ids_in(spans: list[range]) -> PromptIds:
+    return np.concatenate([np.arange(span.start, span.stop) for span in spans])

@@ -4,7 +4,7 @@
         recipe.yaml         as it was run; recipe.2.yaml, ... when it was resumed with another one
         plan.txt
         metrics.jsonl
-        ledger.jsonl        what became of every prompt
+        ledger.jsonl        what happened to every prompt
         curve.png
         trajectories/       step_000012.jsonl.gz
         checkpoints/
@@ -12,8 +12,8 @@
         failures/
         attempts/           what was done before the first checkpoint, if it had to be done again
 
-A run is never overwritten, and never written by two processes at once. Which checkpoint to go on from, and what is in
-one, is the loop's business.
+A run is never overwritten, and never written by two processes at once. Which checkpoint to resume from, and what is in
+one, is up to the loop.
 """
 
 import errno
@@ -25,7 +25,7 @@ import socket
 from pathlib import Path
 from typing import Self
 
-from corral.observe.files import write_atomically
+from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
 from corral.recipe.rules import problem_of_run_name
 
@@ -36,7 +36,7 @@ SUBFOLDERS = ("trajectories", "checkpoints", "logs", "failures")
 NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-class InUse(UserError):
+class RunFolderInUse(UserError):
     """Another process writes this run."""
 
 
@@ -44,9 +44,13 @@ class RunFolder:
     """A run's folder, locked for this process until it is closed."""
 
     def __init__(self, path: Path) -> None:
-        """Takes the folder as it is, or makes it. Use `open`, which chooses a path by the rules of `resume`."""
+        """Opens the folder as it is, or makes it. Use `open`, which chooses a path by the rules of `resume`."""
         _make(path)
         self.path = path
+        self.recipe, self.plan = path / "recipe.yaml", path / "plan.txt"
+        self.metrics, self.ledger, self.curve = path / "metrics.jsonl", path / "ledger.jsonl", path / "curve.png"
+        self.trajectories, self.checkpoints = path / "trajectories", path / "checkpoints"
+        self.logs, self.failures = path / "logs", path / "failures"
         self._lock: int | None = _lock(path / LOCK)
         os.register_at_fork(after_in_child=self._leave_lock_to_parent)
         for name in SUBFOLDERS:
@@ -54,10 +58,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, runs: Path, name: str, resume: str) -> Self:
-        """`auto` goes on in the folder of that name; `never` takes a new one beside it (`<name>-2`, ...) if it is used.
-
-        A checkpoint's path as `resume` goes on in the folder when the checkpoint is of this run, else it is `never`.
-        """
+        """`auto` continues in the folder of that name; `never` takes a new one beside it (`<name>-2`, ...) if it is
+        used. A checkpoint's path as `resume` continues in the folder when the checkpoint is of this run, else it is
+        `never`."""
         if problem := problem_of_run_name(name):
             raise UserError(problem)
         if resume == "auto" or (resume != "never" and _is_inside(Path(resume), runs / name)):
@@ -72,7 +75,7 @@ class RunFolder:
                 continue
             try:
                 folder = cls(path)
-            except InUse:
+            except RunFolderInUse:
                 continue  # another process was faster
             if not _is_used(path):
                 return folder
@@ -85,44 +88,8 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether anything was done in it."""
+        """Whether anything was computed in it."""
         return holds_run(self.path)
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.txt"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def trajectories(self) -> Path:
-        return self.path / "trajectories"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def failures(self) -> Path:
-        return self.path / "failures"
 
     def write_recipe(self, text: str) -> Path:
         """Keeps every recipe the run was started with; the one with the highest number is the last that was used."""
@@ -141,7 +108,7 @@ class RunFolder:
         write_atomically(self.plan, text)
         return self.plan
 
-    def set_aside(self) -> Path:
+    def archive_attempt(self) -> Path:
         """Moves what an attempt without a checkpoint left behind to `attempts/<number>`."""
         number = next(n for n in itertools.count(1) if not (self.path / "attempts" / str(n)).exists())
         attempt = self.path / "attempts" / str(number)
@@ -186,7 +153,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
-        raise InUse(
+        raise RunFolderInUse(
             f"the run folder {path.parent} is in use by {owner}; stop that one, or give this run another `name`"
         ) from None
     except OSError as error:
@@ -202,7 +169,7 @@ def _lock(path: Path) -> int:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether anything was done in a folder that nobody may have opened."""
+    """Whether anything was computed in a folder, which need not be open."""
     metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
     return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 

@@ -1,22 +1,29 @@
 """Where a run's numbers go: `metrics.jsonl` always, and the trackers that the recipe names.
 
-Numbers must never cost a run. Each tracker of `adapters.py` lives in a thread of its own, from start to close, so one
-that fails, hangs or waits for a network loses its own rows and nothing else: the first loss is a warning, the rest are
-counted. Only a tracker that cannot start ends a new run, before anything was computed.
+Numbers must never cost a run. Each tracker lives in a thread of its own, from start to close, so one that fails, hangs
+or waits for a network loses its own rows and nothing else: the first loss is a warning, the rest are counted. Only a
+tracker that cannot start ends a new run, before anything was computed.
+
+An adapter (TensorBoard, WandB, MLflow, SwanLab, Trackio) starts a run, or continues the one in `saved`, and imports its
+library only then. Accounts, servers and offline modes are what the user configured for that library; nothing of it is
+in the recipe. After a resume, the steps since the checkpoint are logged a second time.
 """
 
 import logging
 import queue
+import re
+import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
-from corral.observe.adapters import ADAPTERS
-from corral.observe.metrics import MetricsFile
+from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Logging
@@ -34,14 +41,16 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
     def state(self) -> dict[str, str]:
-        """What a tracker of this kind needs to go on with the same run after a resume."""
+        """What a tracker of this kind needs to continue the same run after a resume."""
         ...
 
 
 class Trackers:
     """All trackers of a run as one tracker. `failures` counts, by tracker, what was lost."""
 
-    def __init__(self, trackers: Mapping[str, Tracker], saved_state: Mapping[str, Any], failures: "Failures") -> None:
+    def __init__(
+        self, trackers: Mapping[str, Tracker], saved_state: Mapping[str, Any], failures: "TrackerFailures"
+    ) -> None:
         self.failures = failures
         self._trackers = trackers
         self._saved_state = saved_state
@@ -54,7 +63,7 @@ class Trackers:
                 self.failures.report(name, error)
 
     def state(self) -> dict[str, dict[str, str]]:
-        """By tracker. Of one that could not start this time, what was saved before."""
+        """The state of each tracker. Of one that could not start this time, what was saved before."""
         states = {name: tracker.state() for name, tracker in self._trackers.items()}
         return {**self._saved_state, **{name: state for name, state in states.items() if state}}
 
@@ -69,7 +78,7 @@ class Trackers:
                 logger.warning("the tracker %s failed %d times in this run", name, count)
 
 
-class Failures(Counter[str]):
+class TrackerFailures(Counter[str]):
     """How often each tracker failed. The first time is a warning."""
 
     def report(self, name: str, error: Exception) -> None:
@@ -86,13 +95,10 @@ def make_trackers(
     config: Mapping[str, Any] | None = None,
     console: Tracker | None = None,
 ) -> Trackers:
-    """Starts what `recipe.trackers` names; `saved_state` is the `state()` of the run that is resumed.
-
-    `config` is shown by trackers that have a place for it (the recipe as a plain mapping). `console` gets the numbers
-    too if the recipe names it.
-    """
+    """Starts what `recipe.trackers` names; `saved_state` is the `state()` of the run that is resumed. `config`: the
+    recipe as a plain mapping, for trackers that show it. `console` gets the numbers too if the recipe names it."""
     saved_state = saved_state or {}
-    failures = Failures()
+    failures = TrackerFailures()
     trackers: dict[str, Tracker] = {"metrics.jsonl": MetricsFile(folder.metrics)}
     for name in recipe.trackers:
         if name == "console":
@@ -117,17 +123,17 @@ def make_trackers(
 class TrackerThread:
     """A tracker and the thread it lives in.
 
-    The thread consumes rows from a queue and waits for nothing else; None in the queue means close. Who starts it waits
-    for the tracker's start, who closes it for the rows that are left, both with a deadline: a thread that does not
-    return in time is left behind (it is a daemon, and does not keep the process alive).
+    The thread consumes rows from a queue and waits for nothing else; None in the queue means close. The constructor
+    waits for the tracker's start, `close` for the rows that are left, both with a deadline: a thread that does not
+    return in time is abandoned (it is a daemon, and does not keep the process alive).
     """
 
-    def __init__(self, name: str, start: Callable[[], Tracker], failures: Failures) -> None:
+    def __init__(self, name: str, start: Callable[[], Tracker], failures: TrackerFailures) -> None:
         self._name = name
         self._failures = failures
         self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         started: Future[Tracker] = Future()
-        self._thread = threading.Thread(target=self._live, args=(start, started), name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(start, started), name=f"tracker {name}", daemon=True)
         self._thread.start()
         try:
             error = started.exception(START_DEADLINE_S)
@@ -137,7 +143,7 @@ class TrackerThread:
             raise error
         self._tracker = started.result()
 
-    def _live(self, start: Callable[[], Tracker], started: "Future[Tracker]") -> None:
+    def _run(self, start: Callable[[], Tracker], started: "Future[Tracker]") -> None:
         try:
             tracker = start()
         except BaseException as error:
@@ -167,3 +173,164 @@ class TrackerThread:
 
     def state(self) -> dict[str, str]:
         return self._tracker.state()
+
+
+class TrackerAdapter:
+    """Logs to `self._run`, the run object of a library; adapters whose library is called otherwise override methods."""
+
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+
+class TensorBoard(TrackerAdapter):
+    """Event files in `logs/tensorboard`, written with neither torch nor TensorFlow."""
+
+    def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(logs / "tensorboard"))
+        self._is_first_row = True
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        now = time.time()
+        if self._is_first_row:
+            # Makes TensorBoard drop what an earlier, killed process logged from this step on.
+            session = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=now, step=step, session_log=session))
+            self._is_first_row = False
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB(TrackerAdapter):
+    def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=project,
+            name=run,
+            dir=str(logs),
+            id=saved.get("id"),
+            resume="allow" if saved else None,
+            config=dict(config),
+            settings=wandb.Settings(console="off"),  # it would catch every redraw of the progress bar
+        )
+        # wandb's own step only grows, and would drop the steps that are logged again after a resume.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def state(self) -> dict[str, str]:
+        return {"id": self._run.id}
+
+
+class MLflow(TrackerAdapter):
+    """Through a client of its own, so that the user's active run and tracking address stay as they are."""
+
+    MAX_PARAMS_PER_CALL = 100
+    MAX_PARAM_CHARACTERS = 500
+
+    def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+        import mlflow
+        from mlflow.tracking import MlflowClient
+
+        if not mlflow.is_tracking_uri_set() and find_spec("sqlalchemy") is None:
+            raise UserError("MLFLOW_TRACKING_URI names no server; for a local database, `pip install mlflow`")
+        self._client = MlflowClient()
+        if saved:
+            self._run_id = saved["run_id"]
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            experiment = self._client.get_experiment_by_name(project)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            self._run_id = self._client.create_run(experiment_id, run_name=run).info.run_id
+            self._log_params(config)
+
+    def _log_params(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARACTERS]) for key, value in _flat(config)]
+        for start in range(0, len(params), self.MAX_PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=params[start : start + self.MAX_PARAMS_PER_CALL])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        rows = [Metric(_mlflow_name(name), float(value), now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def state(self) -> dict[str, str]:
+        return {"run_id": self._run_id}
+
+
+class SwanLab(TrackerAdapter):
+    def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+        import swanlab
+
+        self._id = saved.get("id") or secrets.token_hex(11)[:21]  # its ids have 21 characters
+        self._run = swanlab.init(
+            project=project,
+            experiment_name=run,
+            logdir=str(logs / "swanlab"),
+            id=self._id,
+            resume="allow",
+            config=dict(config),
+        )
+
+    def state(self) -> dict[str, str]:
+        return {"id": self._id}
+
+
+class Trackio(TrackerAdapter):
+    """Identifies a run by its name within the project."""
+
+    def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+        import trackio
+
+        name, resume = saved.get("name", run), "allow" if saved else "never"
+        self._run = trackio.init(project=project, name=name, resume=resume, config=dict(config), embed=False)
+
+    def state(self) -> dict[str, str]:
+        return {"name": self._run.name}
+
+
+ADAPTERS: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
+    "trackio": Trackio,
+}
+
+
+def _mlflow_name(name: str) -> str:
+    """Few characters are allowed in a name: validation/pass@8 becomes validation/pass_at_8."""
+    return re.sub(r"[^\w/. -]", "_", name.replace("@", "_at_"))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

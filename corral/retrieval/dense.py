@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.observe.files import replacing
+from corral.observe.run_files import replacing
 from corral.recipe.errors import RunError, UserError
 from corral.retrieval.base import Found
 from corral.retrieval.corpus import Corpus, Progress, silent

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from corral.observe.files import write_atomically
+from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
 from corral.retrieval.corpus import CorpusFacts, same_file
 

@@ -1,4 +1,4 @@
-"""The rollout driver plays environments against an engine and records what happened, token by token.
+"""The rollout driver runs environments against an engine and records what happened, token by token.
 
 Everything is an environment; a question is one with a single step. All trajectories of a call are in flight at once.
 A hung or raising environment costs its own trajectory and a bounded time, nothing else.
@@ -29,8 +29,8 @@ from corral.envs.base import (
 )
 from corral.envs.registry import EnvSet, Kind
 from corral.recipe.errors import UserError
-from corral.rollout.chat import Chat
-from corral.rollout.engine import Completion, Engine, Finish, Memory, Sampling
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.engine import Completion, Engine, FinishReason, PrefixHandle, Sampling
 
 Answer = TypeVar("Answer")
 
@@ -38,27 +38,27 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True)
 class Prompt:
     prompt_id: int
-    """Counted over the run; the group of its samples."""
+    """Counted over the run; identifies the group of its samples."""
     index: int
-    """Of the row in its data set."""
+    """Index of the row in its data set."""
     row: Row
     tokens: list[int]
 
 
 @dataclass
-class Driver:
+class RolloutDriver:
     engine: Engine
     envs: EnvSet
-    chat: Chat
+    chat: ChatRenderer
     max_turns: int
     max_prompt_tokens: int
     max_response_tokens: int
-    """Of a trajectory: everything behind the prompt."""
+    """Limit of everything behind the prompt: generated tokens and observations."""
     seed: int
     max_turn_tokens: int | None = None
     max_observation_tokens: int | None = None
 
-    async def play(
+    async def roll_out(
         self,
         prompts: Sequence[Prompt],
         samples_per_prompt: int,
@@ -66,11 +66,11 @@ class Driver:
         purpose: str = "train",
         on_group: Callable[[Prompt, list[Trajectory]], None] = lambda prompt, trajectories: None,
     ) -> list[Trajectory]:
-        """Plays every prompt `samples_per_prompt` times; the result is in the order of prompts, then samples.
+        """Trajectories of every prompt, `samples_per_prompt` of each, in the order of prompts, then samples.
 
         Every environment is reset before the first token is generated, so that the engine sees all prompts at once
-        and in the same order in every run; but for those of which only so many may be played at a time. `on_group`
-        hears of each prompt when all of its samples are there.
+        and in the same order in every run; but for environments of which only so many may run at a time. `on_group`
+        is called for each prompt when all of its samples are finished.
         """
         groups = [
             [
@@ -82,7 +82,7 @@ class Driver:
         episodes = [episode for group in groups for episode in group]
 
         async def finish(group: list[_Episode]) -> list[Trajectory]:
-            trajectories = await asyncio.gather(*(episode.play(sampling) for episode in group))
+            trajectories = await asyncio.gather(*(episode.run(sampling) for episode in group))
             on_group(group[0].prompt, trajectories)
             return trajectories
 
@@ -97,15 +97,15 @@ class Driver:
 
 @dataclass
 class _Episode:
-    """One trajectory while it is being played."""
+    """One trajectory while it is being generated."""
 
-    driver: Driver
+    driver: RolloutDriver
     prompt: Prompt
     sample: int
     seed: int
     env: Env | None = None
     state: str = ""
-    """In which the next turn is taken."""
+    """The state in which the next turn is taken."""
     tokens: list[int] = field(default_factory=list)
     turns: list[tuple[int, Completion]] = field(default_factory=list)
     """(index of its first token, what was generated); everything else was observed."""
@@ -128,27 +128,27 @@ class _Episode:
             messages = await self._call(self.env.reset(prompt.row, self.seed))
             tools, self.state = tools_of(self.env), first_state(self.env)
             if messages != prompt.row.prompt or tools:
-                opening = driver.chat.opening(messages, tools)
+                opening = driver.chat.prompt_tokens(messages, tools)
             if len(opening) > driver.max_prompt_tokens:
                 raise ValueError(
                     f"{len(opening)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
-            self.error = f"reset: {describe(error, self.kind.timeout_s)}"
+            self.error = f"reset: {describe_error(error, self.kind.timeout_s)}"
             opening = prompt.tokens
         self.tokens += opening
 
-    async def play(self, sampling: Sampling) -> Trajectory:
+    async def run(self, sampling: Sampling) -> Trajectory:
         if self.kind.limit is None:
-            return await self._play(sampling)
+            return await self._run(sampling)
         async with self.kind.limit:
             await self.reset()
-            return await self._play(sampling)
+            return await self._run(sampling)
 
-    async def _play(self, sampling: Sampling) -> Trajectory:
+    async def _run(self, sampling: Sampling) -> Trajectory:
         try:
-            stop = StopReason.ERROR if self.error else await self._turns(sampling)
-            self._sum_up()
+            stop = StopReason.ERROR if self.error else await self._run_turns(sampling)
+            self._add_summary()
         finally:
             await self.close()
         return self._trajectory(stop)
@@ -176,18 +176,19 @@ class _Episode:
             turn_states=self.turn_states,
         )
 
-    async def _turns(self, sampling: Sampling) -> StopReason:
+    async def _run_turns(self, sampling: Sampling) -> StopReason:
         driver, start = self.driver, len(self.tokens)
-        memories: list[Memory | None] = [None]  # a list, so that nobody else holds what the engine is given back
+        # Popped from a list when it is passed on: the engine frees its pages when the last reference is gone.
+        prefixes: list[PrefixHandle | None] = [None]
         budget, num_turns = driver.max_response_tokens, driver.max_turns + num_last_turns(self.env)
         for turn in range(num_turns):
             left = budget - (len(self.tokens) - start)
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
             completion = await driver.engine.generate(
-                self.tokens, limited, self.seed + turn, memory=memories.pop(), keep=turn + 1 < num_turns
+                self.tokens, limited, self.seed + turn, prefix=prefixes.pop(), keep_prefix=turn + 1 < num_turns
             )
-            memories.append(completion.memory)
-            completion = replace(completion, memory=None)
+            prefixes.append(completion.prefix)
+            completion = replace(completion, prefix=None)
             self.turns.append((len(self.tokens), completion))
             self.tokens += completion.tokens
             answer = await self._step(completion, is_last=turn + 1 == num_turns)
@@ -196,7 +197,7 @@ class _Episode:
             result, observation = answer
             if result.done:
                 is_cut = len(self.tokens) - start >= budget
-                return StopReason.ERROR if result.error else reason_of(completion.finish, is_cut)
+                return StopReason.ERROR if result.error else stop_reason(completion.finish_reason, is_cut)
             if turn + 1 == num_turns:
                 break
             if len(self.tokens) - start + len(observation) >= budget:
@@ -205,25 +206,23 @@ class _Episode:
         return StopReason.TURNS
 
     async def _step(self, completion: Completion, *, is_last: bool) -> tuple[StepResult, list[int]] | None:
-        """The environment's answer and the tokens that follow the turn, or None if it failed.
-
-        The turn's reward sits on its last generated token.
-        """
+        """Passes the reply to the environment. -> (its result, tokens of the observation), or None if it failed. The
+        turn's reward is recorded at its last generated token."""
         assert self.env is not None
         last = len(self.tokens) - 1
         self.turn_states.append(hash_of(self.state))
         try:
             if hasattr(self.env, "count_turn"):
                 num = len(completion.tokens)
-                self.env.count_turn(len(self.tokens) - num, num, completion.finish is Finish.LENGTH)
-            reply = await self.driver.chat.text(completion.tokens)
+                self.env.count_turn(len(self.tokens) - num, num, completion.finish_reason is FinishReason.LENGTH)
+            reply = await self.driver.chat.decode_reply(completion.tokens)
             result = checked(await self._call(self.env.step(reply)))
-            ended = completion.finish is Finish.STOP_TOKEN
+            ended = completion.finish_reason is FinishReason.STOP_TOKEN
             observation = [] if result.done or is_last else self._observation(result, ended)
         except UserError:  # about the chat template; the next conversation would fail in the same way
             raise
         except Exception as error:
-            self.error = f"step: {describe(error, self.kind.timeout_s)}"
+            self.error = f"step: {describe_error(error, self.kind.timeout_s)}"
             self.turn_rewards.append((last, self.kind.on_error))
             return None
         self.turn_rewards.append((last, result.reward))
@@ -237,20 +236,20 @@ class _Episode:
         assert self.env is not None
         chat, messages, limit = self.driver.chat, result.messages, self.driver.max_observation_tokens
         if limit is not None:
-            messages = chat.cut(messages, limit, result.closing)
+            messages = chat.truncate(messages, limit, result.closing)
             if messages != result.messages:
                 self.metrics["cut_observations"] += 1
                 if hasattr(self.env, "was_shown"):
                     self.env.was_shown(messages)
         if is_inline(self.env) and not ended:
-            return chat.inline(messages)
+            return chat.inline_continuation(messages)
         return chat.continuation(messages, ended)
 
-    def _sum_up(self) -> None:
+    def _add_summary(self) -> None:
         try:
             self.metrics |= finite(summary_of(self.env))
         except Exception as error:
-            self.error = self.error or f"summary: {describe(error, self.kind.timeout_s)}"
+            self.error = self.error or f"summary: {describe_error(error, self.kind.timeout_s)}"
 
     async def close(self) -> None:
         env, self.env = self.env, None
@@ -258,13 +257,13 @@ class _Episode:
             try:
                 await self._call(env.close())
             except Exception as error:
-                self.error = self.error or f"close: {describe(error, self.kind.timeout_s)}"
+                self.error = self.error or f"close: {describe_error(error, self.kind.timeout_s)}"
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation.
+        """What the environment returns, or TimeoutError. A late call is not awaited: it may ignore its cancellation.
 
-        A task of its own: who quits a debugger in it (KeyboardInterrupt) ends the event loop at once, and not when this
-        episode is closed, while others go on.
+        It runs in a task of its own: a KeyboardInterrupt in it (somebody quits a debugger) ends the event loop at once,
+        and not when this episode is closed, while others continue.
         """
         task = asyncio.ensure_future(without_exit(call))
         if bounds_itself(self.env):
@@ -278,17 +277,17 @@ class _Episode:
         return task.result()
 
 
-def reason_of(finish: Finish, is_cut: bool) -> StopReason:
-    """Of an environment that is done. `is_cut`: no token more could have been generated."""
-    if finish is Finish.STOP_TOKEN:
+def stop_reason(finish: FinishReason, is_cut: bool) -> StopReason:
+    """Why a trajectory ended whose environment is done. `is_cut`: not one token more could have been generated."""
+    if finish is FinishReason.STOP_TOKEN:
         return StopReason.END_OF_TURN
-    if finish is Finish.STOP_STRING:
+    if finish is FinishReason.STOP_STRING:
         return StopReason.STOP_STRING
     return StopReason.LENGTH if is_cut else StopReason.ENVIRONMENT
 
 
 def checked(result: StepResult) -> StepResult:
-    """What people's own environments return is not always what `Env` says."""
+    """Raises where a user's environment returned something else than `Env` promises."""
     if not isinstance(result, StepResult):
         raise TypeError(f"it returned {result!r:.100}, which is not a StepResult")
     finite({"the reward": result.reward, **result.metrics})
@@ -311,7 +310,7 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big") >> 1
 
 
-def describe(error: Exception, timeout_s: float) -> str:
+def describe_error(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {timeout_s:g} s"
     return error_line(error)

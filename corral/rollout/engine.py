@@ -1,20 +1,29 @@
-"""The engine seam: tokens in, tokens out. Engines know nothing of prompts, environments or rewards."""
+"""The engine seam: tokens in, tokens out. Engines know nothing of prompts, environments or rewards.
 
-from collections.abc import Iterable
+Everything that the rollout driver and the rollout worker ask of an engine is in `Engine`, and
+`tests/rollout/engine_contract.py` puts every implementation through it.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+WeightLayout = Sequence[tuple[str, torch.Size, torch.dtype]]
+"""(name, shape, dtype) of every weight, in the order in which a sender and an engine exchange them."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one sequence is drawn. Requests that are equal but for their seed share their computation."""
+    """How the tokens of one completion are sampled. Requests that differ in nothing but their seed share their
+    prefill."""
 
     max_tokens: int
     temperature: float = 1.0
-    """0: greedy."""
+    """Divides the logits; 0 is greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -23,54 +32,93 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens may not be drawn."""
+        """Whether top-k, top-p or min-p exclude tokens from being sampled."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
     LENGTH = "length"
 
 
-class Memory(Protocol):
-    """What an engine has kept of a request, to go on from: given back with the next one, it spares the engine to read
-    the same tokens again. The engine's alone, and of no use once it has other weights."""
+class PrefixHandle(Protocol):
+    """A cached prefix: keys and values that an engine kept of a finished request. Passed with the next request of the
+    same conversation, it saves the prefill of the tokens that both have. It means something to its engine only, and
+    only until that gets other weights; dropping the handle frees the cache."""
 
 
 @dataclass(frozen=True)
 class Completion:
     tokens: list[int]
-    """With the stop token, where that is what ended it."""
+    """The generated tokens, including the stop token if one ended the completion."""
     logprobs: list[float]
-    """Of each token under the model's distribution at the sampling temperature, before top-k, top-p and min-p."""
-    finish: Finish
+    """Log-prob of each token under the model's distribution at the sampling temperature, before top-k, top-p, min-p."""
+    finish_reason: FinishReason
     versions: list[int]
-    """Of the weights that produced each token."""
-    memory: Memory | None = None
-    """Of the prompt and these tokens, where it was asked for and there was room."""
+    """Version of the weights that computed each token."""
+    prefix: PrefixHandle | None = None
+    """Cached prefix of the prompt and these tokens, if it was requested and there was room for it."""
 
 
 class Engine(Protocol):
+    @property
+    def max_sequences(self) -> int:
+        """Number of sequences that are decoded at the same time; more requests than that wait."""
+        ...
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether a token depends on the weights, its prefix and the seed alone, whatever else is in the batch."""
+        ...
+
+    @property
+    def weight_layout(self) -> WeightLayout:
+        """The weights that `load` and `update` expect."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that were made and are not finished."""
+        ...
+
+    @property
+    def num_decode_steps(self) -> int:
+        """Number of decode steps so far: an engine with requests in flight whose count stands still is stuck."""
+        ...
+
     async def generate(
-        self, tokens: list[int], sampling: Sampling, seed: int, *, memory: Memory | None = None, keep: bool = False
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        prefix: PrefixHandle | None = None,
+        keep_prefix: bool = False,
     ) -> Completion:
-        """Many in flight. The draw depends on the seed and the token's index, not on what else is in the batch.
-        `memory`: of an earlier request whose tokens these begin with. `keep`: there will be a later one."""
+        """Continues `tokens`. Many calls are in flight at once, and are batched. `prefix`: cached prefix of an earlier
+        request whose prompt and completion `tokens` begins with. `keep_prefix`: a later request will continue this
+        one."""
+        ...
+
+    async def compute_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
+        """Log-prob of each token after the first under the current weights, also with requests in flight. A trainer
+        that computes the same numbers has the same weights."""
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes new weights; an empty iterable only notes the version (the weights are shared with the trainer).
+        """Takes new weights; an empty iterable only sets the version (the tensors are shared with the trainer).
         Nothing may be in flight."""
         ...
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
-        """Takes new weights with requests in flight, which go on with them. Returns the seconds for which nothing was
-        decoded."""
+        """Takes new weights with requests in flight, which continue with them. Returns the seconds for which nothing
+        was decoded. If `weights` raises half-way, requests wait until a later update has succeeded."""
         ...
 
-    def pause(self) -> None:
-        """Gives the cache's memory back. Nothing may be in flight."""
+    def release_cache(self) -> None:
+        """Gives the KV cache's memory to whoever computes next on the device; the next request takes it again. Nothing
+        may be in flight."""
         ...
 
-    def resume(self) -> None: ...
+    def close(self) -> None: ...

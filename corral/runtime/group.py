@@ -1,22 +1,35 @@
-"""Groups of workers: where code runs is decided here, and the loop does not see the difference.
+"""Groups of workers, and the runtime that holds them: the loop does not see where code runs.
 
-A group is the workers that host one role, ranked 0, 1, ... Its methods are asked for by name: on all, on one, or
-with its own arguments on each. Every wait has a deadline, and an error says which worker on which node it was.
+A group is the workers that host one role, ranked 0, 1, ... A call names a method of the role's class, so that its
+arguments and its result are checked by types: `await actor.all(ActorWorker.step, 1.0)`. Only the method's name travels.
+Every call has a deadline, and an error says which worker on which node it was.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, overload
 
 from corral.recipe.errors import RunError
+from corral.recipe.placement import Placement
+from corral.recipe.schema import Recipe
+from corral.runtime.services import Services
+from corral.runtime.worker import BUILDER, Worker
+
+RoleT = TypeVar("RoleT")
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+Async = Coroutine[Any, Any, Result]
+Ranks = Sequence[int] | None
+"""Workers of a group to call; None: all of them."""
 
 GRACE_S = 5.0
-"""When a worker dies, those that talk to it fail too, sometimes sooner. So long the true cause is waited for."""
+"""Seconds to wait for the true cause: when a worker dies, those that talk to it fail too, sometimes sooner."""
 
 
 class WorkerLost(RunError):
-    """A worker's process has ended, or its node is gone. The message says which, how, and what it said last."""
+    """A worker's process has ended, or its node is gone. The message says which, how, and its last output."""
 
     def __init__(self, message: str, *, device: int | None = None, node: str | None = None) -> None:
         """`device`: its number in the recipe. `node`: the address of the node, where that is gone."""
@@ -25,14 +38,16 @@ class WorkerLost(RunError):
 
 
 class CallTimeout(RunError):
-    """No answer within the deadline."""
+    """A worker did not answer within the deadline."""
 
 
-class Group(ABC):
+class Group(ABC, Generic[RoleT]):
+    """The workers of one role. Each call has two overloads, since a worker's methods may be async or plain."""
+
     def __init__(self, role: str, names: Sequence[str], timeout_s: float) -> None:
         self.role, self.timeout_s = role, timeout_s
         self.names = list(names)
-        """Of the workers, for people: `device 3 on 10.0.0.2`."""
+        """Names of the workers in messages, such as `device 3 on 10.0.0.2`."""
 
     @property
     def size(self) -> int:
@@ -40,49 +55,82 @@ class Group(ABC):
 
     @abstractmethod
     def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any]:
-        """The answer, or what the worker raised, or `WorkerLost`."""
+        """Returns the answer, or raises what the worker raised, or `WorkerLost`."""
 
-    async def one(self, rank: int, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        limit = timeout_s or self.timeout_s
+    @overload
+    async def one(
+        self, rank: int, method: Callable[[RoleT, *Arguments], Async[Result]], *arguments: *Arguments,
+        timeout_s: float | None = ...,
+    ) -> Result: ...  # fmt: skip
+    @overload
+    async def one(
+        self, rank: int, method: Callable[[RoleT, *Arguments], Result], *arguments: *Arguments,
+        timeout_s: float | None = ...,
+    ) -> Result: ...  # fmt: skip
+    async def one(
+        self, rank: int, method: Callable[[RoleT, *Arguments], Any], *arguments: *Arguments,
+        timeout_s: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Calls the method on one worker."""
+        limit_s = timeout_s or self.timeout_s
         try:
-            async with asyncio.timeout(limit):
-                return await self.send(rank, method, arguments)
+            async with asyncio.timeout(limit_s):
+                return await self.send(rank, method.__name__, arguments)
         except TimeoutError:
             raise CallTimeout(
-                f"{self.role}.{method}: no answer from {self.names[rank]} within {limit:g} s; it may hang, or "
-                "`cluster.call_timeout_s` is too short for it"
+                f"{self.role}.{method.__name__}: no answer from {self.names[rank]} within {limit_s:g} s; it may hang, "
+                "or `cluster.call_timeout_s` is too short for it"
             ) from None
 
+    @overload
     async def all(
-        self, method: str, *arguments: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+        self, method: Callable[[RoleT, *Arguments], Async[Result]], *arguments: *Arguments, ranks: Ranks = ...
+    ) -> list[Result]: ...
+    @overload
+    async def all(
+        self, method: Callable[[RoleT, *Arguments], Result], *arguments: *Arguments, ranks: Ranks = ...
+    ) -> list[Result]: ...
+    async def all(
+        self, method: Callable[[RoleT, *Arguments], Any], *arguments: *Arguments, ranks: Ranks = None
     ) -> list[Any]:
-        """On all workers, or on those of `ranks`."""
+        """Calls the method with the same arguments on all workers, or on those of `ranks`."""
         chosen = range(self.size) if ranks is None else ranks
-        return await self.each(method, [arguments] * len(chosen), ranks=chosen, timeout_s=timeout_s)
+        return await self.each(method, [arguments] * len(chosen), ranks=chosen)
 
+    @overload
     async def each(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        ranks: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, method: Callable[[RoleT, *Arguments], Async[Result]], arguments: Sequence[tuple[*Arguments]], *,
+        ranks: Ranks = ...,
+    ) -> list[Result]: ...  # fmt: skip
+    @overload
+    async def each(
+        self, method: Callable[[RoleT, *Arguments], Result], arguments: Sequence[tuple[*Arguments]], *,
+        ranks: Ranks = ...,
+    ) -> list[Result]: ...  # fmt: skip
+    async def each(
+        self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, ranks: Ranks = None
     ) -> list[Any]:
-        """With its own arguments on each; answers in the order asked. If one fails, the others are not waited for."""
+        """Calls the method with its own arguments on each worker. If one fails, the others are not waited for."""
         chosen = range(self.size) if ranks is None else ranks
-        return await together(
-            *(self.one(rank, method, *own, timeout_s=timeout_s) for rank, own in zip(chosen, arguments, strict=True))
+        return await gather_calls(
+            *(self.one(rank, method, *own) for rank, own in zip(chosen, self.prepare(arguments), strict=True))
         )
 
+    def prepare(self, arguments: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+        """Arguments of several calls as they are sent; a group may put large ones where all workers fetch them."""
+        return arguments
 
-async def together(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Their answers. If one fails the others are not waited for; a worker that was lost explains the rest."""
+
+async def gather_calls(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Awaits calls that belong together, and returns their answers. If one fails the others are not waited for."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     if not tasks:
         return []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if any(task.done() and task.exception() is not None for task in tasks):
+            # Who talks to a worker that died sees a broken connection, perhaps before anyone sees the death. An error
+            # is therefore believed only when no loss was reported for a while: the loss explains the rest.
             if not isinstance(root_cause(tasks), WorkerLost):
                 await asyncio.wait(tasks, timeout=GRACE_S)
             raise root_cause(tasks)
@@ -97,13 +145,86 @@ def root_cause(tasks: Sequence["asyncio.Future[Any]"]) -> BaseException:
     return next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
 
 
-class LocalGroup(Group):
-    """Roles in this process. What computes does so at once, in the caller's thread."""
+class LocalGroup(Group[RoleT]):
+    """Roles in this process. A plain method computes at once, in the caller's thread."""
 
-    def __init__(self, role: str, hosted: Sequence[Any], timeout_s: float) -> None:
-        super().__init__(role, ["this process"] * len(hosted), timeout_s)
-        self.hosted = hosted
+    def __init__(self, role: str, roles: Sequence[RoleT], timeout_s: float) -> None:
+        super().__init__(role, ["this process"] * len(roles), timeout_s)
+        self.roles = roles
 
     async def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        answer = getattr(self.hosted[rank], method)(*arguments)
+        answer = getattr(self.roles[rank], method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class Runtime(Protocol):
+    """Where the workers are: `LocalRuntime` here, or `RayRuntime` on a cluster."""
+
+    placement: Placement
+    """Devices of each role, without those of nodes that were lost."""
+    groups: dict[str, Group[Any]]
+    """Groups by role."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    def devices_of(self, address: str) -> tuple[int, ...]:
+        """Returns the devices of the node with this address."""
+        ...
+
+    async def build(
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Builds a role on its workers, or on one of them. Returns the `facts` of each."""
+        ...
+
+    async def watch(self) -> None:
+        """Runs until a node is lost, and raises that."""
+        ...
+
+    async def replace(self, device: int) -> None:
+        """Starts a lost worker's process again on its device, without roles."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalRuntime:
+    """One worker without a cluster, in this process and on one device."""
+
+    def __init__(self, recipe: Recipe, placement: Placement, logs: Path = Path(), *, builder: str = BUILDER) -> None:
+        self.placement, self.builder = placement, builder
+        self.services = Services(recipe.cluster.services, logs)
+        self.timeout_s = recipe.cluster.call_timeout_s
+        self.worker = Worker(0, 1, "127.0.0.1", timeout_s=self.timeout_s, threads=recipe.train.threads)
+        self.groups: dict[str, Group[Any]] = {}
+
+    async def build(
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+    ) -> list[dict[str, Any]]:
+        facts = self.worker.build(self.builder, role, recipe, resume_from)
+        self.groups[role] = LocalGroup(role, [self.worker.context.roles[role]], self.timeout_s)
+        return [facts]
+
+    async def wait_for_services(self) -> None:
+        problems = await asyncio.to_thread(self.services.wait)
+        if problems:
+            raise RunError(problems[0])
+
+    async def watch(self) -> None:
+        """Waits for ever: there is no node to lose."""
+        await asyncio.Event().wait()
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    def devices_of(self, address: str) -> tuple[int, ...]:
+        return (0,)
+
+    async def replace(self, device: int) -> None:
+        raise AssertionError("this process cannot be lost while it calls")
+
+    def close(self) -> None:
+        self.worker.close()
+        self.services.close()

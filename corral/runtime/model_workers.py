@@ -1,19 +1,20 @@
-"""The roles that hold a model to score or to learn with: actor, reference, critic.
+"""The roles that hold a model to compute log-probs or values with, or to train: actor, reference, critic.
 
-Each worker of such a role is given its share of the batch, cut by `MeshShape.num_data`; workers that hold parts of one
-model (tensor, context) are given the same share. All workers of a role are asked for the same thing at the same time,
-because their models compute together; a worker without a share takes part with nothing.
+Each worker of such a role is given its shard of the batch, cut by `MeshShape.num_data`; workers that hold parts of one
+model (tensor, context parallel) are given the same shard. All workers of a role are called for the same thing at the
+same time, because their models compute together; a worker without a shard takes part with nothing.
 """
 
 import asyncio
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import FloatArray
@@ -22,37 +23,79 @@ from corral.recipe.mesh import mesh_shape
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Recipe
 from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateTerms, ValueLossFunction
-from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, make_channel
-from corral.runtime.worker import WorkerContext
-from corral.train.mesh import Mesh
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.runtime.transfer_buckets import TransferHandle
+from corral.runtime.transfer_channels import Channel, make_channel
+from corral.runtime.worker import Role, WorkerContext
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.train.optimizer import UpdateResult
+from corral.train.process_mesh import ProcessMesh
+from corral.train.trainer import PolicyTrainer, ValueTrainer
 
 
-class _Role:
-    """What actor, reference and critic have in common."""
+class ModelWorker(Role, ABC):
+    """What actor, reference and critic have in common. The reference is never asked to train."""
 
-    def __init__(self, role: str, site: WorkerContext, recipe: Recipe) -> None:
-        self.recipe, self.site = recipe, site
+    trainer: PolicyTrainer | ValueTrainer
+
+    def __init__(self, role: str, context: WorkerContext, recipe: Recipe, path: str | None) -> None:
+        """`path`: another model than the recipe's."""
+        self.recipe, self.context = recipe, context
         self.algorithm = resolve_algorithm(recipe)
-        self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device, site.timeout_s)
+        shape = mesh_shape(recipe.train.parallel, context.size, role)
+        self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
+        settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
+        # A model that is going to be sharded may not fit the device: it is loaded on the host.
+        model = load_model(settings, torch.device("cpu") if self.mesh.is_sharded else context.device)
+        self.trainer = self.make_trainer(model)
 
-    def load_model(self, path: str | None) -> Any:
-        """On the host where it is going to be sharded: it may not fit the device."""
-        model = self.recipe.model.model_copy(update={"path": path or self.recipe.model.path})
-        return load_model(model, torch.device("cpu") if self.mesh.is_sharded else self.site.device)
+    @abstractmethod
+    def make_trainer(self, model: Any) -> PolicyTrainer | ValueTrainer: ...
 
-    def packs(self, share: Batch | None) -> Sequence[Pack | None]:
-        """As many as the worker with the most has."""
-        if self.site.device.type == "cuda" and "rollout" in self.site.hosted:
-            self.site.hosted["rollout"].release_cache()
-        packs: list[Pack | None] = []
-        if share is not None:
-            packs += share.pack(self.recipe.batch.max_tokens_per_micro_batch)
-        return packs + [None] * (self.mesh.max(len(packs)) - len(packs))
+    def accumulate(self, shard: Batch | None, terms: UpdateTerms) -> LossStats:
+        """Adds the gradient of a shard of the update."""
+        stats = LossStats()
+        for pack in self.packs(shard):
+            loss = None if pack is None else self.loss_function(pack, terms, stats)
+            stats.loss += self.trainer.forward_backward(pack, loss)
+        return stats.read()
 
-    def sees(self, file: Path) -> bool:
+    @abstractmethod
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Any:
+        """Makes the pack's contribution to the loss, as a function of what the model computes."""
+
+    def step(self, scale: float) -> UpdateResult:
+        """Makes one optimizer step with the gradients times `scale`."""
+        return self.trainer.step(scale)
+
+    def save(self, folder: Path, writers: Sequence[int]) -> None:
+        self.trainer.save(folder, writers)
+
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)
+
+    def can_see(self, file: Path) -> bool:
         return file.exists()
+
+    def compute_column(
+        self, shard: Batch | None, compute: Callable[[Iterable[Pack | None]], Iterator[Tensor]]
+    ) -> FloatArray:
+        """Returns one number for each token of the shard."""
+        packs = self.packs(shard)
+        results = list(compute(packs))  # all packs, before any result is read: reading waits for the device
+        column = np.zeros(0 if shard is None else len(shard.tokens), np.float32)
+        for pack, result in zip(packs, results, strict=True):
+            if pack is not None:
+                column[pack.flat] = result.float().cpu().numpy()
+        return column
+
+    def packs(self, shard: Batch | None) -> Sequence[Pack | None]:
+        """Cuts a shard into micro-batches; None pads their number to that of the worker with the most."""
+        if self.context.device.type == "cuda" and "rollout" in self.context.roles:
+            self.context.roles["rollout"].release_cache()
+        packs: list[Pack | None] = []
+        if shard is not None:
+            packs += shard.pack(self.recipe.batch.max_tokens_per_micro_batch)
+        return packs + [None] * (self.mesh.max(len(packs)) - len(packs))
 
     @property
     def num_updates(self) -> int:
@@ -61,44 +104,39 @@ class _Role:
         return recipe.schedule.steps * recipe.batch.updates_per_step * recipe.batch.ppo_epochs
 
 
-class Scorer(_Role):
-    """The reference; and what of the actor only looks."""
+class PolicyWorker(ModelWorker):
+    """The reference: a frozen policy."""
 
-    trainer: NativePolicy
+    trainer: PolicyTrainer
 
-    def __init__(self, role: str, site: WorkerContext, recipe: Recipe, path: str | None) -> None:
-        super().__init__(role, site, recipe)
-        self.trainer = self.make_trainer(self.load_model(path))
-
-    def make_trainer(self, model: Any) -> NativePolicy:
+    def make_trainer(self, model: Any) -> PolicyTrainer:
         return self.policy(model.requires_grad_(False))
 
     @property
-    def policy(self) -> partial[NativePolicy]:
+    def policy(self) -> partial[NativePolicyTrainer]:
         recipe = self.recipe
         return partial(
-            NativePolicy,
+            NativePolicyTrainer,
             temperature=recipe.rollout.temperature,
             logits_chunk=recipe.train.logits_chunk,
             mesh=self.mesh,
             offload=recipe.train.offload,
         )
 
-    def logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
-        """Of each share, one number for each of its tokens."""
-        return [self._logprobs(share) for share in shares]
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> PolicyLossFunction:
+        return PolicyLossFunction(self.algorithm, pack, terms, stats)
 
-    def _logprobs(self, share: Batch | None) -> FloatArray:
-        packs = self.packs(share)
-        return gather(share, packs, [logprobs for logprobs, _ in self.trainer.logprobs(packs)])
+    def compute_logprobs(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
+        """Returns for each shard one log-prob for each of its tokens."""
+        return [self.compute_column(shard, self.trainer.compute_logprobs) for shard in shards]
 
 
-class Actor(Scorer):
-    """The policy that learns."""
+class ActorWorker(PolicyWorker):
+    """The policy that is trained."""
 
     channel: Channel | None = None
 
-    def make_trainer(self, model: Any) -> NativePolicy:
+    def make_trainer(self, model: Any) -> PolicyTrainer:
         return self.policy(
             model,
             optimizer=self.recipe.optimizer,
@@ -109,47 +147,29 @@ class Actor(Scorer):
     def facts(self) -> dict[str, Any]:
         return {"dtype": str(self.trainer.dtype).removeprefix("torch.")}
 
-    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
-        """Adds the gradient of a share of the update."""
-        sums = LossStats()
-        for pack in self.packs(share):
-            loss = None if pack is None else PolicyLossFunction(self.algorithm, pack, terms, sums)
-            sums.loss += self.trainer.forward_backward(pack, loss)
-        return sums.read()
-
-    def step(self, scale: float = 1.0) -> UpdateResult:
-        """`scale`: for what the gradient is still to be divided by."""
-        return self.trainer.step(scale)
-
     def zero_grad(self) -> None:
         self.trainer.zero_grad()
-
-    def save(self, folder: Path, writers: Sequence[int]) -> None:
-        self.trainer.save(folder, writers)
-
-    def load(self, folder: Path) -> None:
-        self.trainer.load(folder)
 
     # --- sending weights to engines in other processes
 
     async def open_channel(self, kind: str) -> str:
-        """On the first worker, which sends. Returns where the receivers join."""
+        """Opens the sending end, on the first worker. Returns where the receivers join."""
         if self.channel is not None:
             await asyncio.to_thread(self.channel.close)  # also ends what may still wait in it
-        self.channel = make_channel(kind, self.site.address, self.site.device)
-        return self.channel.open() if isinstance(self.channel, CollectiveChannel) else ""
+        self.channel = make_channel(kind, self.context.address, self.context.device)
+        return self.channel.open()
 
-    async def join_channel(self, meeting: str, size: int) -> None:
-        if isinstance(self.channel, CollectiveChannel):
-            await asyncio.to_thread(self.channel.join, meeting, 0, size)
+    async def join_channel(self, rendezvous: str, size: int) -> None:
+        assert self.channel is not None
+        await asyncio.to_thread(self.channel.join, rendezvous, 0, size)
 
     def send_weights(self) -> TransferHandle:
-        """The first worker sends; the others help to put sharded tensors together."""
+        """Sends the weights from the first worker; the others help to put sharded tensors together."""
         weights = self.trainer.weights()
         try:
             return None if self.channel is None else self.channel.send(weights)
         finally:
-            for _ in weights:  # the others wait for this one, also when sending has failed
+            for _ in weights:  # the other workers wait for this one in collectives, also when sending has failed
                 pass
 
     def release_weights(self) -> None:
@@ -157,13 +177,15 @@ class Actor(Scorer):
         self.channel.release()
 
 
-class Critic(_Role):
-    """Says how much reward is to come, and learns to."""
+class CriticWorker(ModelWorker):
+    """Estimates how much reward is still to come, and is trained to."""
 
-    def __init__(self, site: WorkerContext, recipe: Recipe) -> None:
-        super().__init__("critic", site, recipe)
-        self.trainer = NativeCritic(
-            ValueModel(self.load_model(recipe.critic.path)),
+    trainer: ValueTrainer
+
+    def make_trainer(self, model: Any) -> ValueTrainer:
+        recipe = self.recipe
+        return NativeValueTrainer(
+            ValueModel(model),
             recipe.critic.optimizer,
             self.num_updates,
             recipe.train.gradient_checkpointing,
@@ -171,33 +193,9 @@ class Critic(_Role):
             offload=recipe.train.offload,
         )
 
-    def values(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
-        return [self._values(share) for share in shares]
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> ValueLossFunction:
+        return ValueLossFunction(self.recipe.critic.value_clip, pack, terms)
 
-    def _values(self, share: Batch | None) -> FloatArray:
-        packs = self.packs(share)
-        return gather(share, packs, list(self.trainer.values(packs)))
-
-    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
-        sums = LossStats()
-        for pack in self.packs(share):
-            loss = None if pack is None else ValueLossFunction(self.recipe.critic.value_clip, pack, terms)
-            sums.loss += self.trainer.forward_backward(pack, loss)
-        return sums
-
-    def step(self, scale: float = 1.0) -> UpdateResult:
-        return self.trainer.step(scale)
-
-    def save(self, folder: Path, writers: Sequence[int]) -> None:
-        self.trainer.save(folder, writers)
-
-    def load(self, folder: Path) -> None:
-        self.trainer.load(folder)
-
-
-def gather(share: Batch | None, packs: Sequence[Pack | None], results: Sequence[Any]) -> FloatArray:
-    column = np.zeros(0 if share is None else len(share.tokens), np.float32)
-    for pack, result in zip_longest(packs, results):
-        if pack is not None:
-            column[pack.flat] = result.float().cpu().numpy()
-    return column
+    def compute_values(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
+        """Returns for each shard one value for each of its tokens."""
+        return [self.compute_column(shard, self.trainer.compute_values) for shard in shards]

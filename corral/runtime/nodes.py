@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: how they are numbered, what each is asked, and how the loss of one is noticed.
+"""The nodes of a Ray cluster: waiting for them and their devices, how they are numbered, and how a loss is noticed.
 
 Ray itself needs a minute to notice that a node was cut off, unless its cluster was started with other settings. So an
 agent on every node is asked once a second whether it is there.
@@ -11,23 +11,25 @@ import os
 import shutil
 import socket
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement
-from corral.recipe.schema import Service
+from corral.recipe.schema import Cluster, Service
 from corral.runtime import exits
 from corral.runtime.network import CONNECT_S, answers, interface_towards
-from corral.runtime.remote_debugger import Kind, kind_here
+from corral.runtime.remote_debugger import DebuggerKind, installed_debugger
 from corral.runtime.services import Services
 
 RANK_LABEL = "corral.rank"
@@ -35,22 +37,31 @@ RANK_LABEL = "corral.rank"
 WORKER_SLOT = "corral_device"
 """The resource of a node without GPUs, one per worker."""
 HEAD_RESOURCE = "node:__internal_head__"
-TICK_S = 1.0
-LAST_LINES = 10
-LAST_BYTES = 4096
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of a node."""
+LOG_TAIL_LINES = 10
+LOG_TAIL_BYTES = 4096
 EXIT_WAIT_S = 3.0
-"""For the exit status of a process that Ray found dead."""
+"""Seconds to wait for the exit status of a process that Ray found dead."""
+REPORT_EVERY_S = 5.0
+POLL_S = 0.25
+FIRST_REPORT_S = 1.0
+"""Seconds before a wait is reported: mostly it does not take that long."""
+
+ShowMessage = Callable[[str], None]
 
 
 @dataclass
 class Node:
+    """A node of the cluster."""
+
     rank: int
-    """In the recipe's numbering: it has devices rank x devices_per_node and on."""
+    """Number in the recipe: it has devices rank x devices_per_node and on."""
     id: str
     address: str
     hostname: str
     devices: tuple[int, ...] = ()
-    """Of the recipe, those that are used."""
+    """Devices of the recipe on this node that are used."""
     agent: Any = None
     facts: "NodeFacts" = field(init=False)
     lost: "Future[str]" = field(default_factory=Future)
@@ -64,17 +75,17 @@ class Node:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What the node itself knows."""
+    """What only the node itself knows."""
 
     python: str
     exits: str
-    """Where `exits.py` is there."""
+    """Path of `exits.py`."""
     num_cores: int
     interface: str | None
     folder: Path
-    """For exit statuses, and for logs where the run's folder is not visible."""
+    """Folder for exit statuses, and for logs where the run's folder is not visible."""
     sees_logs: bool
-    debugger: Kind | None
+    debugger: DebuggerKind | None
 
 
 class NodeAgent:
@@ -93,98 +104,47 @@ class NodeAgent:
         self.services = Services(services, logs, run_folder if known else None)
 
     def facts(self) -> NodeFacts:
-        cores = len(os.sched_getaffinity(0))
-        interface = interface_towards(self.head)
-        sees_logs = self.marker.exists()
-        return NodeFacts(sys.executable, exits.__file__, cores, interface, self.folder, sees_logs, kind_here())
+        return NodeFacts(
+            python=sys.executable,
+            exits=exits.__file__,
+            num_cores=len(os.sched_getaffinity(0)),
+            interface=interface_towards(self.head),
+            folder=self.folder,
+            sees_logs=self.marker.exists(),
+            debugger=installed_debugger(),
+        )
 
     def ping(self) -> None:
-        """To answer is enough."""
+        """Answers, which is enough."""
 
-    def await_services(self) -> list[str]:
-        """What is wrong with them."""
+    def wait_for_services(self) -> list[str]:
+        """Returns what is wrong with the services, once they are ready or cannot be."""
         return self.services.wait()
 
-    def last_words(self, pid: int, log: Path) -> tuple[int | None, list[str]]:
-        """The exit code of a worker that has ended, and the end of its log."""
+    def exit_report(self, pid: int, log: Path) -> tuple[int | None, list[str]]:
+        """Returns the exit code of a worker that has ended, and the end of its log."""
         deadline = time.monotonic() + EXIT_WAIT_S
         while (code := exits.read_exit(self.folder, pid)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return code, tail(log)
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+                return code, file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        except FileNotFoundError:
+            return code, []
 
     def close(self) -> None:
-        """Logs that are nowhere else stay."""
+        """Ends the services, and removes the node's folder; logs that are nowhere else stay."""
         self.services.close()
         if not any(self.folder.glob("*.log")):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def tail(log: Path) -> list[str]:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LAST_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    except FileNotFoundError:
-        return []
-
-
-def arrange(entries: Iterable[dict[str, Any]], num_nodes: int, without: frozenset[str]) -> list[Node]:
-    """The nodes for the recipe, in its numbering: by label, else head first, then by address.
-
-    A node that was lost keeps its place, so that the others keep theirs; a spare node takes it, if there is one.
-    `entries`: as `ray.nodes()` has them, those that are dead before those with the devices that are needed.
-    """
-    known: dict[str, dict[str, Any]] = {address: {"NodeManagerAddress": address} for address in without}
-    for entry in entries:
-        if entry["NodeManagerAddress"] in without or entry["Alive"]:
-            known[entry["NodeManagerAddress"]] = entry
-    ordered = sorted(known.values(), key=place)
-    spare = [entry for entry in ordered[num_nodes:] if entry["NodeManagerAddress"] not in without]
-    nodes = []
-    for rank, entry in enumerate(ordered[:num_nodes]):
-        if entry["NodeManagerAddress"] in without:
-            if not spare:
-                continue
-            entry = spare.pop(0)
-        nodes.append(Node(rank, entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerHostname"]))
-    return nodes
-
-
-def place(entry: dict[str, Any]) -> tuple[float, bool, int]:
-    label = entry.get("Labels", {}).get(RANK_LABEL, "")
-    is_head = HEAD_RESOURCE in entry.get("Resources", {})
-    rank = float(label) if label.isdecimal() else float("inf")
-    return rank, not is_head, int(ipaddress.ip_address(entry["NodeManagerAddress"]))
-
-
-def restrict(placement: Placement, nodes: Iterable[Node], per_node: int, without: frozenset[str]) -> Placement:
-    """The roles on the devices that are there. Tells each node which of its devices are used."""
-    there = {node.rank: node for node in nodes}
-    roles = {
-        role: tuple(device for device in devices if device // per_node in there)
-        for role, devices in placement.roles.items()
-    }
-    for role, devices in roles.items():
-        if not devices:
-            raise RunError(f"{role} has no device left: it was on {', '.join(sorted(without)) or 'missing nodes'} only")
-    for node in there.values():
-        numbers = range(node.rank * per_node, (node.rank + 1) * per_node)
-        node.devices = tuple(number for number in numbers if any(number in devices for devices in roles.values()))
-    return Placement(placement.num_devices, roles)
-
-
-def head_address() -> str:
-    entries = [entry for entry in ray.nodes() if entry["Alive"]]
-    head = next((entry for entry in entries if HEAD_RESOURCE in entry["Resources"]), entries[0])
-    address: str = head["NodeManagerAddress"]
-    return address
-
-
 class Heartbeats:
-    """Asks every node once a second, in a thread of its own: the controller may compute meanwhile.
+    """Asks every node once a second, in threads of its own: the controller may compute meanwhile.
 
-    A node is lost when it did not answer for `timeout_s`, or when Ray says so. Time in which this process itself did
-    not run does not count.
+    A node is lost when it did not answer for `timeout_s`, or when Ray says so. Only heartbeats that this process
+    itself made are counted, so time in which it did not run (a suspended laptop, a debugger) is nobody's silence.
     """
 
     def __init__(self, nodes: Sequence[Node], timeout_s: float, gcs_address: str) -> None:
@@ -198,35 +158,196 @@ class Heartbeats:
     def close(self) -> None:
         self.closed.set()
         for thread in self.threads:
-            thread.join(TICK_S + CONNECT_S)
+            thread.join(HEARTBEAT_S + CONNECT_S)
 
     def _ask_nodes(self) -> None:
         silent_s = {node.id: 0.0 for node in self.nodes}
         pings = {node.id: node.agent.ping.remote() for node in self.nodes}
-        while not self.closed.wait(TICK_S):
+        while not self.closed.wait(HEARTBEAT_S):
             for node in self.nodes:
                 if node.lost.done():
                     continue
-                silent_s[node.id] += TICK_S
+                silent_s[node.id] += HEARTBEAT_S
                 if ray.wait([pings[node.id]], timeout=0)[0]:
                     with contextlib.suppress(ray.exceptions.RayError):  # its agent was ended, and is started again
                         ray.get(pings[node.id])
                         silent_s[node.id] = 0.0
                     pings[node.id] = node.agent.ping.remote()
                 if silent_s[node.id] > self.timeout_s:
-                    lose(node, f"it has not answered for {self.timeout_s:g} s (`cluster.node_timeout_s`)")
+                    mark_lost(node, f"it has not answered for {self.timeout_s:g} s (`cluster.node_timeout_s`)")
 
     def _ask_ray(self) -> None:
-        """Apart from the other, because it waits for the head node, which may be the one that is gone."""
-        while not self.closed.wait(TICK_S):
+        """Apart from the other thread, because it waits for the head node, which may be the one that is gone."""
+        while not self.closed.wait(HEARTBEAT_S):
             if not answers(self.gcs_address):
                 continue
             alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
             for node in self.nodes:
                 if node.id not in alive:
-                    lose(node, "Ray found it dead")
+                    mark_lost(node, "Ray found it dead")
 
 
-def lose(node: Node, how: str) -> None:
+def mark_lost(node: Node, how: str) -> None:
     with contextlib.suppress(Exception):  # the other thread was first
         node.lost.set_result(how)
+
+
+# --- finding nodes and reserving devices
+
+
+async def find_nodes(cluster: Cluster, without: frozenset[str], report: ShowMessage) -> tuple[str, list[Node]]:
+    """Returns the resource that stands for a device, and the nodes, once all that were not lost are there."""
+    min_nodes = cluster.min_nodes or cluster.nodes
+    wait = ReportedWait(cluster.start_timeout_s, report)
+    while True:
+        entries = ray.nodes()
+        alive = [entry for entry in entries if entry["Alive"]]
+        resource = "GPU" if any(entry["Resources"].get("GPU") for entry in alive) else WORKER_SLOT
+        large = [entry for entry in entries if entry["Resources"].get(resource, 0) >= cluster.devices_per_node]
+        dead = [entry for entry in entries if not entry["Alive"]]
+        nodes = number_nodes([*dead, *large], cluster.nodes, without)
+        if len(nodes) >= cluster.nodes - len(without) and len(nodes) >= min_nodes:
+            return resource, nodes
+        lack = f"{devices_table(resource)}; needed: {cluster.nodes} nodes with {cluster.devices_per_node} devices each"
+        if without:
+            lack += f", at least {min_nodes} (`cluster.min_nodes`), and lost: {', '.join(sorted(without))}"
+        if wait.is_over:
+            if len(nodes) >= min_nodes:
+                return resource, nodes
+            raise (RunError if without else UserError)(f"the Ray cluster is too small: {lack}")
+        await wait.poll(f"waiting for nodes: {lack}")
+
+
+def number_nodes(entries: Iterable[dict[str, Any]], num_nodes: int, without: frozenset[str]) -> list[Node]:
+    """Returns the nodes for the recipe, in its numbering: by label, else head first, then by address.
+
+    A node that was lost keeps its number, so that the others keep theirs; a spare node gets it, if there is one.
+    `entries`: as `ray.nodes()` has them, those that are dead before those with the devices that are needed.
+    """
+    known: dict[str, dict[str, Any]] = {address: {"NodeManagerAddress": address} for address in without}
+    for entry in entries:
+        if entry["NodeManagerAddress"] in without or entry["Alive"]:
+            known[entry["NodeManagerAddress"]] = entry
+    ordered = sorted(known.values(), key=node_order)
+    spare = [entry for entry in ordered[num_nodes:] if entry["NodeManagerAddress"] not in without]
+    nodes = []
+    for rank, entry in enumerate(ordered[:num_nodes]):
+        if entry["NodeManagerAddress"] in without:
+            if not spare:
+                continue
+            entry = spare.pop(0)
+        nodes.append(Node(rank, entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerHostname"]))
+    return nodes
+
+
+def node_order(entry: dict[str, Any]) -> tuple[float, bool, int]:
+    label = entry.get("Labels", {}).get(RANK_LABEL, "")
+    is_head = HEAD_RESOURCE in entry.get("Resources", {})
+    rank = float(label) if label.isdecimal() else float("inf")
+    return rank, not is_head, int(ipaddress.ip_address(entry["NodeManagerAddress"]))
+
+
+def restrict_placement(
+    placement: Placement, nodes: Iterable[Node], per_node: int, without: frozenset[str]
+) -> Placement:
+    """Returns the roles on the devices that are there, and sets for each node which of its devices are used."""
+    present = {node.rank: node for node in nodes}
+    roles = {
+        role: tuple(device for device in devices if device // per_node in present)
+        for role, devices in placement.roles.items()
+    }
+    for role, devices in roles.items():
+        if not devices:
+            raise RunError(f"{role} has no device left: it was on {', '.join(sorted(without)) or 'missing nodes'} only")
+    for node in present.values():
+        numbers = range(node.rank * per_node, (node.rank + 1) * per_node)
+        node.devices = tuple(number for number in numbers if any(number in devices for devices in roles.values()))
+    return Placement(placement.num_devices, roles)
+
+
+async def reserve_devices(
+    cluster: Cluster, resource: str, nodes: Sequence[Node], report: ShowMessage
+) -> tuple[Any, dict[int, int]]:
+    """Reserves one bundle of a placement group for each device that is used, on the node that it is numbered for.
+    Returns the group, and the bundle of each device."""
+    bundles = [{resource: 1, f"node:{node.address}": 0.001} for node in nodes for _ in node.devices]
+    devices = [device for node in nodes for device in node.devices]
+    group = placement_group(bundles, strategy="PACK")
+    wait = ReportedWait(cluster.start_timeout_s, report)
+    try:
+        while not await asyncio.to_thread(group.wait, POLL_S):
+            needed = ", ".join(f"{node} {len(node.devices)}" for node in nodes)
+            lack = f"{devices_table(resource)}; needed: {needed}"
+            if wait.is_over:
+                raise UserError(
+                    f"devices of the Ray cluster were not free within {cluster.start_timeout_s:g} s "
+                    f"(`cluster.start_timeout_s`): {lack}; `ray status` shows who has them"
+                )
+            await wait.poll(f"waiting for devices: {lack}")
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group, {device: bundle for bundle, device in enumerate(devices)}
+
+
+class ReportedWait:
+    """A wait with a deadline that reports now and then what it is for."""
+
+    def __init__(self, timeout_s: float, report: ShowMessage) -> None:
+        self.deadline, self.report = time.monotonic() + timeout_s, report
+        self.next_report = time.monotonic() + FIRST_REPORT_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    async def poll(self, message: str) -> None:
+        if time.monotonic() >= self.next_report:
+            self.report(message)
+            self.next_report = time.monotonic() + REPORT_EVERY_S
+        await asyncio.sleep(POLL_S)
+
+
+def devices_table(resource: str) -> str:
+    """Describes every node with its devices, and how many of them are free."""
+    free = ray._private.state.available_resources_per_node()
+    rows = [
+        f"{entry['NodeManagerHostname']} ({entry['NodeManagerAddress']}) has {entry['Resources'].get(resource, 0):g} "
+        f"devices, {free.get(entry['NodeID'], {}).get(resource, 0):g} free"
+        for entry in ray.nodes()
+        if entry["Alive"]
+    ]
+    return "; ".join(rows)
+
+
+# --- actors
+
+
+def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
+    """Makes a class whose objects are actors, with the controller's import path: functions that a recipe names live
+    there, perhaps Corral too."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join(own_import_path()),
+        # Torch warns of host names that cannot be resolved, and such.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    environment: dict[str, Any] = {"env_vars": variables}
+    if py_executable is not None:
+        environment["py_executable"] = py_executable
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=where, runtime_env=environment, **options)
+
+
+def own_import_path() -> list[str]:
+    """Returns this process's import path, without what may lie elsewhere on another node: what belongs to the Python
+    installation, and what Ray itself puts on each node."""
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    entries = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+    own = [entry for entry in entries if os.path.isdir(entry) and not entry.startswith(installed)]
+    return [entry for entry in own if not copied_by_ray(Path(entry))]
+
+
+def copied_by_ray(path: Path) -> bool:
+    """Whether the path is in a job's copy of the folder that was submitted, or another thing that a `runtime_env`
+    names. Ray makes one on each node, and lets every process of the job find its own."""
+    folder = Path(ray._private.worker._global_node.get_runtime_env_dir_path())
+    return path.resolve().is_relative_to(folder.resolve())

@@ -2,7 +2,7 @@
 
 It is Ray's: debugpy, for editors, or the older one for `ray debug` where the node's Ray was started with
 RAY_DEBUG=legacy. It opens at a `breakpoint()`, and after a failure where that was asked for. Until someone connects the
-process waits. What waits is written into Ray's store, and the controller, which looks there, tells the user.
+process waits. What waits is written into Ray's store, and the controller, which looks there, warns the user.
 
 Neither asks for a password. So both listen on loopback, unless the user agrees that whoever reaches the node may run
 anything in the user's name.
@@ -28,33 +28,33 @@ from corral.recipe.errors import UserError
 if TYPE_CHECKING:
     from corral.runtime.nodes import Node
 
-Kind = Literal["debugpy", "legacy"]
+DebuggerKind = Literal["debugpy", "legacy"]
 NAMESPACE = b"corral-debugger"
 LOOPBACK = "127.0.0.1"
-TICK_S = 1.0
+LOOK_EVERY_S = 1.0
 NO_DEBUGPY = "needs debugpy, which is not installed there: pip install 'corral[debug]'"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """By the user."""
+class DebuggerOptions:
+    """What the user asked for."""
 
     post_mortem: bool = False
-    """It opens where a worker fails."""
+    """Whether a debugger opens where a worker fails."""
     insecure: bool = False
-    """It listens at the node's address."""
+    """Whether it listens at the node's address."""
     warn: Callable[[str], None] = lambda message: None
 
 
-def kind_here() -> Kind | None:
-    """Which debugger the workers of this node have."""
+def installed_debugger() -> DebuggerKind | None:
+    """Returns which debugger the workers of this node have."""
     if os.environ.get("RAY_DEBUG") == "legacy":
         return "legacy"
     return "debugpy" if importlib.util.find_spec("debugpy") else None
 
 
 def has_legacy_debugger() -> bool:
-    """Whether the installed Ray still has it."""
+    """Whether the installed Ray still has the debugger of `ray debug`."""
     try:
         from ray.scripts.scripts import cli
         from ray.util import rpdb
@@ -63,12 +63,12 @@ def has_legacy_debugger() -> bool:
     return "debug" in cli.commands and hasattr(rpdb, "_connect_ray_pdb")
 
 
-def check(wanted: Wanted, nodes: Sequence["Node"]) -> None:
-    """UserError where a debugger that was asked for cannot be opened."""
-    if wanted.post_mortem and (lacking := [str(node) for node in nodes if node.facts.debugger is None]):
+def check_debugger(options: DebuggerOptions, nodes: Sequence["Node"]) -> None:
+    """Raises a UserError where a debugger that was asked for cannot be opened."""
+    if options.post_mortem and (lacking := [str(node) for node in nodes if node.facts.debugger is None]):
         raise UserError(f"--post-mortem on {', '.join(lacking)} {NO_DEBUGPY}")
-    if wanted.insecure:
-        wanted.warn("--insecure: whoever reaches a worker's debugger, which has no password, can run anything as you")
+    if options.insecure:
+        options.warn("--insecure: whoever reaches a worker's debugger, which has no password, can run anything as you")
 
 
 # --- in the worker
@@ -76,16 +76,18 @@ def check(wanted: Wanted, nodes: Sequence["Node"]) -> None:
 
 @dataclass(frozen=True)
 class WorkerDebugger:
+    """The debugger of one worker."""
+
     token: str
-    """Of the run."""
+    """Token of the run."""
     device: int
-    kind: Kind | None
+    kind: DebuggerKind | None
     post_mortem: bool
     host: str
-    """Where debugpy listens. (The older one is told by who starts the node.)"""
+    """Address at which debugpy listens. (That of the older one is set when the node is started.)"""
 
     def install(self) -> None:
-        """Again after each use: debugpy takes the hooks for itself."""
+        """Makes `breakpoint()` open it. Called again after each use: debugpy takes the hooks for itself."""
         sys.breakpointhook = sys.__breakpointhook__ = builtins.breakpoint = self.on_breakpoint
 
     def on_breakpoint(self, *_: Any, **__: Any) -> None:
@@ -97,11 +99,12 @@ class WorkerDebugger:
             self._remote_pdb(why).set_trace(frame=frame)
         else:
             self._wait_for_client(why)
-            stop_at(frame)
+            stop_in(frame)
         self.install()
 
     def open_at(self, error: Exception) -> None:
-        """Returns when who has connected says so. In a thread of its own: the worker goes on answering."""
+        """Opens it where the error was raised; returns when who has connected says so. Called in a thread of its own:
+        the worker goes on answering."""
         try:
             raise error
         except Exception:
@@ -124,22 +127,22 @@ class WorkerDebugger:
         where = f"{self.host}:{port}"
         if self.host == LOOPBACK:
             where += f" of that node; `ssh -L {port}:{where} {socket.gethostname()}` brings it to another"
-        with self._told(f"waits for a debugger at {where} ({why})"), worker.worker_paused_by_debugger():
+        with self._announced(f"waits for a debugger at {where} ({why})"), worker.worker_paused_by_debugger():
             debugpy.wait_for_client()
 
     def _remote_pdb(self, why: str) -> Any:
-        """Ray's, once someone has connected."""
+        """Returns Ray's older debugger, once someone has connected."""
         import ray
         from ray.util.rpdb import _connect_ray_pdb
 
         external = ray._private.worker.global_worker.ray_debugger_external
         where = "any node" if external else "that node"
-        with self._told(f"waits for `ray debug` on {where} ({why})"):
+        with self._announced(f"waits for `ray debug` on {where} ({why})"):
             return _connect_ray_pdb(debugger_external=external)
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """The controller is, for the time of the block."""
+    def _announced(self, what: str) -> Iterator[None]:
+        """Lets the controller know that someone is waited for, for the time of the block."""
         from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
         key = f"{self.token}/{uuid.uuid4().hex}"
@@ -150,14 +153,14 @@ class WorkerDebugger:
             _internal_kv_del(key, namespace=NAMESPACE)
 
 
-def stop_at(frame: FrameType) -> None:
+def stop_in(frame: FrameType) -> None:
     import pydevd
 
     pydevd.settrace(stop_at_frame=frame)
 
 
 def stop_after_error() -> None:
-    """At the one that is being handled, where it was raised."""
+    """Stops debugpy at the error that is being handled, where it was raised."""
     from ray.util.debugpy import _debugpy_excepthook
 
     _debugpy_excepthook()
@@ -166,8 +169,8 @@ def stop_after_error() -> None:
 # --- at the controller
 
 
-class Lookout:
-    """Tells the user of workers that wait for a debugger, each time once."""
+class DebuggerWatch:
+    """Warns the user of workers that wait for a debugger, each time once."""
 
     def __init__(self, token: str, names: dict[int, str], warn: Callable[[str], None]) -> None:
         self.token, self.names, self.warn = token, names, warn
@@ -177,20 +180,16 @@ class Lookout:
 
     def close(self) -> None:
         self.closed.set()
-        self.thread.join(2 * TICK_S)
+        self.thread.join(2 * LOOK_EVERY_S)
 
     def _look(self) -> None:
-        told: set[bytes] = set()
-        while not self.closed.wait(TICK_S):
-            with suppress(Exception):  # where Ray's head is gone, which others tell of
-                told |= self._tell_of_others(told)
-
-    def _tell_of_others(self, told: set[bytes]) -> set[bytes]:
         from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
-        found = set(_internal_kv_list(f"{self.token}/", namespace=NAMESPACE)) - told
-        for key in found:
-            if (value := _internal_kv_get(key, namespace=NAMESPACE)) is not None:
-                device, what = json.loads(value)
-                self.warn(f"{self.names[device]} {what}")
-        return found
+        reported: set[bytes] = set()
+        while not self.closed.wait(LOOK_EVERY_S):
+            with suppress(Exception):  # where Ray's head is gone, which others report
+                for key in set(_internal_kv_list(f"{self.token}/", namespace=NAMESPACE)) - reported:
+                    if (value := _internal_kv_get(key, namespace=NAMESPACE)) is not None:
+                        device, what = json.loads(value)
+                        self.warn(f"{self.names[device]} {what}")
+                    reported.add(key)

@@ -1,7 +1,7 @@
-"""The rollout role: an engine, the driver that plays environments against it, and the reward's processes.
+"""The rollout role: an engine, and the driver that runs environments against it.
 
-Prompts are submitted in any number at any time and collected as they finish, so tokens, observations and rewards of a
-game stay on the worker until it is over.
+Requests are submitted in any number at any time and collected as they finish, so tokens, observations and rewards of a
+trajectory stay on the worker until it is over.
 """
 
 import asyncio
@@ -15,76 +15,79 @@ from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.pools import Pools
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
-from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
-from corral.runtime.probe import engine_logprobs
-from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, layout_of, make_channel
-from corral.runtime.worker import WorkerContext
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
+from corral.rollout.engine import Engine, Sampling
+from corral.rollout.native_engine import NativeEngine
+from corral.runtime.transfer_buckets import TransferHandle
+from corral.runtime.transfer_channels import Channel, make_channel
+from corral.runtime.worker import Role, WorkerContext
 
 
 @dataclass(frozen=True)
-class Game:
-    """A prompt and how to play it."""
+class RolloutRequest:
+    """A prompt and how to roll it out."""
 
-    number: int
-    """Given by who asks; its result comes back under it."""
+    id: int
+    """Number under which the trajectories come back."""
     prompt: Prompt
-    samples: int
+    num_samples: int
     sampling: Sampling
-    """Without the model's own end tokens, which are added here."""
+    """Settings without the model's own end tokens, which are added here."""
     purpose: str
-    """Part of the seed: train, validation, baseline."""
+    """What it is for (train, validation, baseline), which is part of the seed."""
 
 
-Finished = tuple[int, list[Trajectory]]
+FinishedRequest = tuple[int, list[Trajectory]]
+"""A request's id and its trajectories."""
 
 
-class Player:
-    """Plays games. `model` is the engine's own copy, or the trainer's where that is in the same process and whole."""
+class RolloutWorker(Role):
+    """Rolls out requests. `model`: the engine's own copy, or the trainer's where that is in this process and whole."""
 
     channel: Channel | None = None
 
-    def __init__(self, site: WorkerContext, recipe: Recipe, model: Any, pools: Pools) -> None:
-        self.site, self.recipe, self.pools = site, recipe, pools
-        self.tokenizer = load_tokenizer(recipe.model)
-        self.engine = make_engine(recipe, model, self.tokenizer)
-        self.driver = make_driver(recipe, self.engine, self.tokenizer, pools)
-        self.end_tokens = end_tokens(model, self.tokenizer) | frozenset(recipe.rollout.stop_token_ids)
-        self.finished: list[Finished] = []
+    def __init__(self, context: WorkerContext, recipe: Recipe, model: Any, pools: Pools) -> None:
+        self.context, self.recipe = context, recipe
+        tokenizer = load_tokenizer(recipe.model)
+        self.engine = make_engine(recipe, model, tokenizer)
+        self.driver = make_driver(recipe, self.engine, tokenizer, pools)
+        self.end_tokens = end_tokens(model, tokenizer) | frozenset(recipe.rollout.stop_token_ids)
+        self.shares_weights = "actor" in context.roles and context.roles["actor"].trainer.whole_model is model
+        self.finished: list[FinishedRequest] = []
         self.failure: BaseException | None = None
-        self.news = asyncio.Event()
+        self.has_news = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
 
     def facts(self) -> dict[str, Any]:
         return {"max_sequences": self.engine.max_sequences}
 
-    # --- playing
+    # --- rollouts
 
-    async def submit(self, games: Sequence[Game]) -> None:
-        """Returns at once. Games that are alike but for their prompt start together."""
-        alike: dict[tuple[int, Sampling, str], list[Game]] = {}
-        for game in games:
-            alike.setdefault((game.samples, game.sampling, game.purpose), []).append(game)
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Starts requests and returns at once. Those that are alike but for their prompt start together."""
+        alike: dict[tuple[int, Sampling, str], list[RolloutRequest]] = {}
+        for request in requests:
+            alike.setdefault((request.num_samples, request.sampling, request.purpose), []).append(request)
         for some in alike.values():
-            task = asyncio.get_running_loop().create_task(self._play(some))
+            task = asyncio.get_running_loop().create_task(self._roll_out(some))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def collect(self) -> list[Finished]:
-        """What has finished since; waits until there is something, or for so long that it is time for a sign of life.
-        Raises what no other game could survive either."""
-        before = self.engine.stats.decode_steps
+    async def collect(self) -> list[FinishedRequest]:
+        """Returns what has finished since the last call. Waits for the next one to finish, or for half of the call's
+        deadline: an empty answer shows that the worker lives. Raises what no other request could survive either, and
+        an engine that has made no progress meanwhile."""
+        before = self.engine.num_decode_steps
         try:
-            await asyncio.wait_for(self.news.wait(), self.site.timeout_s / 2)
+            await asyncio.wait_for(self.has_news.wait(), self.context.timeout_s / 2)
         except TimeoutError:
-            if self.engine.in_flight and self.engine.stats.decode_steps == before:
+            if self.engine.num_in_flight and self.engine.num_decode_steps == before:
                 raise RunError(
-                    f"the engine has not generated anything for {self.site.timeout_s / 2:g} s "
+                    f"the engine has not generated anything for {self.context.timeout_s / 2:g} s "
                     "(half of `cluster.call_timeout_s`), and something waits for it"
                 ) from None
-        self.news.clear()
+        self.has_news.clear()
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
@@ -92,79 +95,78 @@ class Player:
         return finished
 
     async def ping(self) -> None:
-        """To answer is enough."""
+        """Answers, which is enough."""
 
     async def cancel(self) -> None:
-        """Drops all games."""
+        """Drops all requests."""
         tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.finished.clear()
-        self.news.clear()
+        self.has_news.clear()
 
-    async def _play(self, games: Sequence[Game]) -> None:
-        """Consumes games, produces finished ones; waits for the engine and the environments, which have deadlines."""
-        numbers = {id(game.prompt): game.number for game in games}
-        sampling = replace(games[0].sampling, stop_tokens=self.end_tokens)
+    async def _roll_out(self, requests: Sequence[RolloutRequest]) -> None:
+        """Consumes requests, produces finished ones; waits for the engine and environments, which have deadlines."""
+        ids = {id(request.prompt): request.id for request in requests}
+        first = requests[0]
 
         def on_group(prompt: Prompt, trajectories: list[Trajectory]) -> None:
-            self.finished.append((numbers[id(prompt)], trajectories))
-            self.news.set()
+            self.finished.append((ids[id(prompt)], trajectories))
+            self.has_news.set()
 
         try:
-            await self.driver.play(
-                [game.prompt for game in games], games[0].samples, sampling, games[0].purpose, on_group
+            await self.driver.roll_out(
+                [request.prompt for request in requests],
+                first.num_samples,
+                replace(first.sampling, stop_tokens=self.end_tokens),
+                first.purpose,
+                on_group,
             )
         except Exception as error:
             self.failure = error
-            self.news.set()
+            self.has_news.set()
 
     def release_cache(self) -> None:
-        """Gives the cache's memory to who computes next on this device; the next game takes it again. Not while games
-        are being played, whose histories are in it."""
+        """Gives the cache's memory to who computes next on this device; the next request takes it again. Does nothing
+        while trajectories are in progress, whose keys and values are in it."""
         if not self.tasks:
-            self.engine.pause()
+            self.engine.release_cache()
 
     # --- new weights
 
-    async def join_channel(self, kind: str, meeting: str, rank: int, size: int) -> None:
-        """Through which weights will come from the trainers; `rank` among its ends, of which the sender is 0."""
+    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int) -> None:
+        """Joins the channel through which weights come from the trainers, as end `rank`; the sender is 0."""
         if self.channel is not None:
             self.channel.close()
-        channel = make_channel(kind, self.site.address, self.site.device)
-        if isinstance(channel, CollectiveChannel):
-            await asyncio.to_thread(channel.join, meeting, rank, size)
-        self.channel = channel
+        self.channel = make_channel(kind, self.context.address, self.context.device)
+        await asyncio.to_thread(self.channel.join, rendezvous, rank, size)
 
-    async def receive_weights(self, parcel: TransferHandle, version: int) -> float:
-        """From a trainer in another process. Returns the seconds for which decoding paused."""
+    async def receive_weights(self, handle: TransferHandle, version: int) -> float:
+        """Receives weights from a trainer in another process. Returns the seconds for which decoding paused."""
         assert self.channel is not None
-        layout = layout_of(self.engine.model)
-        return await self.engine.update(self.channel.receive(parcel, layout), version)
+        return await self.engine.update(self.channel.receive(handle, self.engine.weight_layout), version)
 
-    def share_weights(self, version: int) -> float:
-        """From the trainer in this process: nothing to do but note the version, unless its tensors are sharded."""
-        trainer = self.site.hosted["actor"].trainer
-        self.engine.load(() if self.engine.model is trainer.model else trainer.weights(), version)
+    def load_local_weights(self, version: int) -> float:
+        """Takes the weights of the trainer in this process. Where its tensors are the engine's own there is nothing to
+        do but note the version; sharded ones are put together and copied. Returns the pause, which is none."""
+        self.engine.load(() if self.shares_weights else self.context.roles["actor"].trainer.weights(), version)
         return 0.0
 
     def set_version(self, version: int) -> None:
+        """Notes that the weights are of this version."""
         self.engine.load((), version)
 
-    async def probe(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of all tokens behind the first, as the engine's weights have them."""
-        return await self.engine.between_steps(
-            lambda: engine_logprobs(self.engine.model, tokens, self.recipe.rollout.temperature)
-        )
+    async def compute_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Returns log-probs of all tokens behind the first, under the weights that the engine decodes with."""
+        return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
 
     def close(self) -> None:
         self.driver.envs.close()
-        self.pools.close()
         self.engine.close()
 
 
-def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
+def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     rollout = recipe.rollout
     limit = recipe.data.max_prompt_tokens + rollout.max_response_tokens
     positions = model.config.get_text_config().max_position_embeddings
@@ -181,12 +183,12 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     )
 
 
-def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pools: Pools) -> Driver:
+def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: Pools) -> RolloutDriver:
     rollout = recipe.rollout
-    return Driver(
+    return RolloutDriver(
         engine=engine,
         envs=EnvSet(recipe.tagged_environments, pools.by_tag, rollout),
-        chat=Chat(tokenizer, recipe.data.chat),
+        chat=ChatRenderer(tokenizer, recipe.data.chat),
         max_turns=rollout.max_turns,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,

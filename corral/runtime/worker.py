@@ -1,7 +1,8 @@
 """A worker: one process, one device, and every role that is placed on it.
 
 Roles on the same devices are in the same process, so that the engine can decode with the trainer's own tensors. The
-workers of such a set of devices are one world of torch.distributed; roles share all of their devices or none.
+workers of such a set of devices are one world of torch.distributed; two roles have all of their devices in common, or
+none.
 """
 
 import asyncio
@@ -17,74 +18,136 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from corral.model.load import default_device
-from corral.recipe.schema import Recipe
+from corral.envs.registry import EnvSet, uses_rewards
+from corral.model.load import default_device, load_model
+from corral.recipe.schema import Environment, Recipe
+from corral.rewards.pools import Pools
 
-BUILDER = "corral.runtime.roles:build_role"
-"""Makes a role on a worker. Another one, with the same signature, can take its place to measure the rest."""
+BUILDER = "corral.runtime.worker:build_role"
+"""Function that makes a role on a worker. A debugger and benchmarks have another one with the same signature."""
+BUILD_ORDER = ("rewards", "actor", "reference", "critic", "rollout")
+"""Order in which roles are built. Rewards first: their processes start while models are loaded, and a wrong one is
+known before that. Rollout last: its engine may use the actor's tensors."""
 
 
 @dataclass
 class WorkerContext:
-    """Where a role finds itself: a worker among those with the same roles."""
+    """What a role knows of the worker that hosts it."""
 
     rank: int
-    """Among the workers of its set of devices."""
+    """Rank among the workers of its set of devices."""
     size: int
+    """Number of workers of its set of devices."""
     address: str
-    """Of its node, as others reach it."""
+    """Address of its node, as other nodes reach it."""
     device: torch.device
     timeout_s: float
-    """For collectives."""
-    hosted: dict[str, Any] = field(default_factory=dict)
+    """Deadline for collectives and calls."""
+    roles: dict[str, Any] = field(default_factory=dict)
     """Roles that were built here before, by name."""
 
 
+class Role:
+    """Base class of the roles that a worker hosts."""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the controller must know once the role is built."""
+        return {}
+
+    def close(self) -> None:
+        """Ends what the role has started."""
+
+
 class Worker:
-    """Made where the roles are to live. `address`: of its node, as other nodes reach it."""
+    """Hosts roles, and calls their methods. Made in the process in which they are to live."""
 
     def __init__(self, rank: int, size: int, address: str, *, timeout_s: float, threads: int | None = None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.site = WorkerContext(rank, size, address, default_device(), timeout_s)
+        self.context = WorkerContext(rank, size, address, default_device(), timeout_s)
         self.store: TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
-    # --- the worker's own methods
+    def open_rendezvous(self) -> str:
+        """Opens the store at which the workers of this set meet, on the first of them; returns its address."""
+        context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
+        self.store = TCPStore(context.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        return f"{context.address}:{self.store.port}"
 
-    def rendezvous(self) -> str:
-        """Opens the place where the workers of this set meet; called on the first of them."""
-        timeout = timedelta(seconds=self.site.timeout_s)
-        self.store = TCPStore(self.site.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        return f"{self.site.address}:{self.store.port}"
-
-    def join(self, rendezvous: str) -> None:
+    def join_world(self, rendezvous: str) -> None:
         """Makes this set's world of torch.distributed; returns when all workers of the set are there."""
-        site, timeout = self.site, timedelta(seconds=self.site.timeout_s)
+        context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
         host, port = rendezvous.rsplit(":", 1)
         store = self.store or TCPStore(host, int(port), is_master=False, timeout=timeout)
-        if site.device.type == "cuda":
-            torch.cuda.set_device(site.device)
-        backend = "nccl" if site.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=site.rank, world_size=site.size, timeout=timeout)
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)
+        backend = "nccl" if context.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
 
     def build(self, builder: str, role: str, recipe: Recipe, resume_from: Path | None) -> dict[str, Any]:
-        """Builds a role, which may use those built here before. Returns what it has to say of itself."""
+        """Builds a role, which may use those built here before. Returns its facts."""
         module, _, name = builder.partition(":")
-        make: Callable[[str, WorkerContext, Recipe, Path | None], Any] = getattr(importlib.import_module(module), name)
-        self.site.hosted[role] = made = make(role, self.site, recipe, resume_from)
-        facts: dict[str, Any] = made.facts() if hasattr(made, "facts") else {}
-        return facts
+        make: Callable[[str, WorkerContext, Recipe, Path | None], Role] = getattr(importlib.import_module(module), name)
+        self.context.roles[role] = built = make(role, self.context, recipe, resume_from)
+        return built.facts()
 
     async def call(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """What is async runs beside everything else; what computes runs in order, in one thread of its own."""
-        target = getattr(self if role == "worker" else self.site.hosted[role], method)
+        """Calls a method of a role, or of this class where the role is `worker`. Async methods run beside everything
+        else; plain ones, which compute, run one after the other in a thread of their own."""
+        target = getattr(self if role == "worker" else self.context.roles[role], method)
         if asyncio.iscoroutinefunction(target):
             return await target(*arguments)
-        # Not cancelled with the call: workers that compute together would no longer do the same things.
+        # Shielded, so that a cancelled call is still computed: workers that compute together (FSDP, tensor parallel)
+        # would hang in the next collective if one of them left out what the others do.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.thread, lambda: target(*arguments)))
 
     def close(self) -> None:
-        for role in self.site.hosted.values():
-            if hasattr(role, "close"):
-                role.close()
+        for role in self.context.roles.values():
+            role.close()
+
+
+class RewardWorker(Role):
+    """Processes of the reward functions."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+
+    def close(self) -> None:
+        self.pools.close()
+
+
+def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
+    """Makes a role. `resume_from`: a checkpoint whose model the policy starts as."""
+    from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker  # these import this module
+    from corral.runtime.rollout_worker import RolloutWorker
+
+    policy_path = recipe.model.path if resume_from is None else str(resume_from)
+    match role:
+        case "rewards":
+            pools = Pools.start(environments_with_rewards(recipe))
+            try:
+                # Made once for nothing, so that a mistake in an environment is known before any model is loaded.
+                EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout).close()
+            except BaseException:
+                pools.close()
+                raise
+            return RewardWorker(pools)
+        case "actor":
+            return ActorWorker("actor", context, recipe, policy_path)
+        case "reference":
+            return PolicyWorker("reference", context, recipe, recipe.reference.path)
+        case "critic":
+            return CriticWorker("critic", context, recipe, recipe.critic.path)
+        case "rollout":
+            # The engine decodes with the trainer's own tensors where these are here and whole, else with a copy.
+            model = context.roles["actor"].trainer.whole_model if "actor" in context.roles else None
+            if model is None:
+                settings = recipe.model.model_copy(update={"path": policy_path})
+                model = load_model(settings, context.device).requires_grad_(False)
+            return RolloutWorker(context, recipe, model, context.roles["rewards"].pools)
+    raise ValueError(f"there is no role {role}")
+
+
+def environments_with_rewards(recipe: Recipe) -> dict[str, Environment]:
+    """Returns the environments whose reward is a function's, by tag."""
+    return {tag: environment for tag, environment in recipe.tagged_environments.items() if uses_rewards(environment)}

@@ -1,8 +1,8 @@
 """Checkpoints: a folder that is either whole or not there.
 
 Written to a temporary folder, flushed, described by a manifest with the size and hash of every file, and put in place
-by a rename. What has no valid manifest does not exist as far as resuming is concerned. The model's files are in
-Hugging Face layout: `AutoModelForCausalLM.from_pretrained(folder)` loads them as they are.
+by a rename, which is atomic. What has no valid manifest does not exist as far as resuming is concerned. The model's
+files are in Hugging Face layout: `AutoModelForCausalLM.from_pretrained(folder)` loads them as they are.
 """
 
 import hashlib
@@ -16,26 +16,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from corral.recipe.errors import UserError
-from corral.train.tensors import fsync
+from corral.train.tensor_files import TensorFiles, fsync, load_tensors, save_tensors
 
 MANIFEST = "manifest.json"
+NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", MANIFEST}
+"""What `export_model` leaves out."""
 
 
 @contextmanager
 def writing_checkpoint(folder: Path, state: dict[str, Any]) -> Iterator[Path]:
-    """A folder to put the files into; `state` becomes state.json. It takes the place of `folder` when the block ends
-    well, and vanishes when it does not. OSError if it cannot be written."""
+    """A folder to write the files into; `state` becomes state.json. It takes the place of `folder` when the block
+    succeeds, and is deleted when it raises. OSError if it cannot be written."""
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
         yield work
         (work / "state.json").write_text(json.dumps(state, indent=1))
-        files = {str(file.relative_to(work)): describe(file) for file in sorted(work.rglob("*")) if file.is_file()}
+        files = {str(file.relative_to(work)): size_and_hash(file) for file in sorted(work.rglob("*")) if file.is_file()}
         (work / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
+        # The order matters after a power failure: first the content and names of all files, then the rename that makes
+        # them a checkpoint, then the rename itself. The manifest's hashes catch disks that reorder all the same.
         for path in [*work.rglob("*"), work]:
             fsync(path)
         shutil.rmtree(folder, ignore_errors=True)
@@ -43,12 +48,12 @@ def writing_checkpoint(folder: Path, state: dict[str, Any]) -> Iterator[Path]:
         fsync(folder.parent)
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # what a full disk is called there
+        if isinstance(error, SafetensorError):  # what safetensors raises when the disk is full
             raise OSError(str(error)) from error
         raise
 
 
-def describe(file: Path) -> dict[str, Any]:
+def size_and_hash(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
@@ -68,7 +73,7 @@ def problem_with(folder: Path, hashes: bool) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if hashes and describe(file)["sha256"] != digest:
+        if hashes and size_and_hash(file)["sha256"] != digest:
             return f"{name} was changed or damaged"
     return None
 
@@ -83,13 +88,14 @@ def step_of(folder: Path) -> int | None:
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder), oldest first, usable or not."""
+    """(step, folder) of each checkpoint, oldest first, valid or not."""
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted((step, folder) for folder in folders if (step := step_of(folder)) is not None)
 
 
 def find_checkpoint(checkpoints: Path, resume: str) -> Path | None:
-    """The one to go on from: the newest valid one (auto), none (never), or the one at a path, which must be valid."""
+    """The checkpoint to resume from: the newest valid one (auto), none (never), or one by its path, which must be
+    valid."""
     if resume == "never":
         return None
     if resume != "auto":
@@ -108,9 +114,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def set_aside_after(checkpoints: Path, step: int) -> list[tuple[Path, str | None]]:
-    """Takes checkpoints after `step` out of the way, by renaming them: what they were called, and what is wrong with
-    each. One that is left would be found by the next resume, and be kept instead of those that the run makes now."""
+def retire_later_checkpoints(checkpoints: Path, step: int) -> list[tuple[Path, str | None]]:
+    """Renames checkpoints after `step`, and returns what they were called and what is wrong with each. One that stayed
+    would be found by the next resume, and be kept instead of those that the run writes now."""
     later = [folder for its_step, folder in list_checkpoints(checkpoints) if its_step > step]
     found = [(folder, problem_with(folder, hashes=True)) for folder in later]
     for folder in later:
@@ -120,7 +126,40 @@ def set_aside_after(checkpoints: Path, step: int) -> list[tuple[Path, str | None
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Deletes all but the newest `keep`, and what a killed process left of one that it was writing."""
+    """Deletes all but the newest `keep` checkpoints, and what a killed process left of one that it was writing."""
     valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
     for folder in [*valid[:-keep], *checkpoints.glob(".step_*.part")]:
         shutil.rmtree(folder)
+
+
+def export_model(checkpoint: Path, out: Path, dtype: str) -> None:
+    """Copies a checkpoint without its optimizer: the model and tokenizer, for transformers, vLLM and others."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
+    if problem := problem_with(checkpoint, hashes=True):
+        raise UserError(f"{checkpoint} is not a usable checkpoint: {problem}")
+    if out.exists():
+        raise UserError(f"{out} exists already")
+    work = out.with_name(f".{out.name}.part")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint, work, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+        if dtype != "auto":
+            convert_weights(work, getattr(torch, dtype))
+        os.replace(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def convert_weights(folder: Path, dtype: torch.dtype) -> None:
+    for file in folder.glob("*.safetensors"):
+        tensors = load_tensors(file)
+        save_tensors({name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}, file)
+    for file in folder.glob("*.safetensors.index.json"):
+        index = json.loads(file.read_text())
+        stored = TensorFiles(folder, file.name.removesuffix(".safetensors.index.json"))
+        index["metadata"]["total_size"] = sum(stored[name].nbytes for name in stored.names)
+        file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

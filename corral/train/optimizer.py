@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.recipe.schema import Optimizer as OptimizerRecipe
-from corral.train.layout import Layout
-from corral.train.slots import Slot, sum_gradients, total_norm
+from corral.train.sharding import ShardingLayout, local_tensor
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,13 @@ class UpdateResult:
     gradient_norm: float
     learning_rate: float
     skipped: bool
-    """The gradient was not finite; the weights are as before."""
+    """Whether the gradient was not finite; then the weights are as before."""
     overflow: bool = False
     """Skipped, but expected now and then: float16's loss scale was too high and has been halved."""
 
 
 class MasterOptimizer:
-    """Of all parameters that are trained, given by name; `layout` says how they are spread over processes."""
+    """The optimizer of all parameters that are trained, given by name; `layout` says how they are sharded."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class MasterOptimizer:
         recipe: OptimizerRecipe,
         total_updates: int,
         *,
-        layout: Layout | None = None,
+        layout: ShardingLayout | None = None,
         on_host: bool = False,
     ) -> None:
         """`on_host`: moments and masters are in the host's memory between updates."""
@@ -43,9 +42,9 @@ class MasterOptimizer:
         self.num_warmup = recipe.warmup_steps
         if recipe.warmup_ratio is not None:
             self.num_warmup = int(recipe.warmup_ratio * total_updates)
-        self.slots = [Slot(name, parameter, layout) for name, parameter in parameters if parameter.requires_grad]
+        self.masters = [MasterWeight(name, p, layout) for name, p in parameters if p.requires_grad]
         self.adamw = torch.optim.AdamW(
-            [slot.master for slot in self.slots],
+            [master.weight for master in self.masters],
             lr=recipe.learning_rate,
             betas=recipe.betas,
             eps=recipe.epsilon,
@@ -53,8 +52,8 @@ class MasterOptimizer:
             fused=True,
         )
         self.updates = 0
-        self.scaler = LossScaler(enabled=any(slot.dtype == torch.float16 for slot in self.slots))
-        self._rest()
+        self.scaler = LossScaler(enabled=any(master.dtype == torch.float16 for master in self.masters))
+        self._offload()
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.scaler.scale).backward()
@@ -63,97 +62,99 @@ class MasterOptimizer:
         """One update with the gradients times `scale`."""
         rate = self.learning_rate(self.updates)
         if self.layout is not None:
-            sum_gradients(self.slots, self.layout)
-        norm = total_norm(self.slots, self.layout)
+            sum_gradients(self.masters, self.layout)
+        norm = total_norm(self.masters, self.layout)
         self.updates += 1
         size = self._step_on_gpu(norm, scale, rate) if norm.is_cuda else self._step_on_host(float(norm), scale, rate)
-        self.zero_gradients()
+        self.zero_grad()
         overflow = self.scaler.update(math.isfinite(size))
         return UpdateResult(size, rate, skipped=not math.isfinite(size), overflow=overflow)
 
     def _step_on_host(self, norm: float, scale: float, rate: float) -> float:
-        """-> the gradient's norm, in the loss' own scale"""
+        """-> the gradient's norm, in the scale of the loss"""
         norm = norm * scale / self.scaler.scale
         if math.isfinite(norm):
+            # One factor undoes the loss scale, applies the caller's, and clips: one pass over the gradients.
             factor = min(1.0, self.recipe.max_gradient_norm / (norm + 1e-6)) * scale / self.scaler.scale
             if factor != 1.0:
-                torch._foreach_mul_([slot.gradient for slot in self.slots if slot.gradient is not None], factor)
-            self._apply(rate)
+                torch._foreach_mul_([m.gradient for m in self.masters if m.gradient is not None], factor)
+            self._step_adamw(rate)
         return norm
 
     @torch.no_grad()
     def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
-        """The same in one pass over everything, launched without waiting for the norm: where that is not finite, the
-        kernel changes nothing."""
+        """The same in one fused pass over weights, moments and gradients, launched without waiting for the norm: where
+        that is not finite, the factor is NaN and the kernel changes nothing."""
         from corral.kernels.gpu import adamw
 
         norm = norm * (scale / self.scaler.scale)
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
         factor = torch.where(norm.isfinite(), factor, math.nan)
-        slots = [slot for slot in self.slots if slot.received is not None]
-        for slot in slots:
-            slot.attach()
-            self._move_moments(slot, slot.master.device)
-        states = [self._state(slot) for slot in slots]
+        masters = [master for master in self.masters if master.received is not None]
+        for master in masters:
+            master.to_device()
+            self._move_moments(master, master.weight.device)
+        states = [self._moments(master) for master in masters]
         torch._foreach_add_([state["step"] for state in states], norm.isfinite().float())
-        for slot, state in zip(slots, states, strict=True):
-            assert slot.received is not None
+        log_betas = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.recipe.betas)
+        for master, state in zip(masters, states, strict=True):
+            assert master.received is not None
             adamw.update(
-                slot.current,
-                slot.received.contiguous(),
+                master.current,
+                master.received.contiguous(),
                 state["exp_avg"],
                 state["exp_avg_sq"],
-                slot.parameter if slot.is_copy else None,
+                master.parameter if master.is_copy else None,
                 state["step"],
                 factor,
                 rate=rate,
                 decay=self.recipe.weight_decay,
                 betas=self.recipe.betas,
-                log_betas=(log(self.recipe.betas[0]), log(self.recipe.betas[1])),
+                log_betas=(log_betas[0], log_betas[1]),
                 eps=self.recipe.epsilon,
             )
-        self._rest()
+        self._offload()
         return norm.item()
 
-    def _state(self, slot: Slot) -> dict[str, Tensor]:
-        """As torch's AdamW keeps it."""
-        state: dict[str, Tensor] = self.adamw.state[slot.master]
+    def _moments(self, master: "MasterWeight") -> dict[str, Tensor]:
+        """The state of one parameter, in the form of torch's AdamW, so that checkpoints do not depend on the device."""
+        state: dict[str, Tensor] = self.adamw.state[master.weight]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=slot.master.device)
-            state["exp_avg"] = torch.zeros_like(slot.current)
-            state["exp_avg_sq"] = torch.zeros_like(slot.current)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.weight.device)
+            state["exp_avg"] = torch.zeros_like(master.current)
+            state["exp_avg_sq"] = torch.zeros_like(master.current)
         return state
 
     @torch.no_grad()
-    def _apply(self, rate: float) -> None:
+    def _step_adamw(self, rate: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        for slot in self.slots:
-            slot.attach()
-            if slot.master is not slot.parameter:
-                slot.master.grad = slot.gradient
-            self._move_moments(slot, slot.master.device)
+        for master in self.masters:
+            master.to_device()
+            if master.weight is not master.parameter:
+                master.weight.grad = master.gradient
+            self._move_moments(master, master.weight.device)
         self.adamw.step()
-        for slot in self.slots:
-            slot.publish()
-        self._rest()
+        for master in self.masters:
+            master.copy_to_parameter()
+        self._offload()
 
-    def _rest(self) -> None:
-        """Between updates."""
+    def _offload(self) -> None:
+        """Moves masters and moments to the host's memory between updates, if that is configured."""
         if self.on_host:
-            for slot in self.slots:
-                if slot.is_copy:
-                    slot.master.data = slot.master.data.cpu()
-                self._move_moments(slot, torch.device("cpu"))
+            for master in self.masters:
+                if master.is_copy:
+                    master.weight.data = master.weight.data.cpu()
+                self._move_moments(master, torch.device("cpu"))
 
-    def _move_moments(self, slot: Slot, device: torch.device) -> None:
-        state = self.adamw.state.get(slot.master, {})
+    def _move_moments(self, master: "MasterWeight", device: torch.device) -> None:
+        state = self.adamw.state.get(master.weight, {})
         for key, value in state.items():
             state[key] = value.to(device)
 
-    def zero_gradients(self) -> None:
-        for slot in self.slots:
-            slot.clear()
+    def zero_grad(self) -> None:
+        for master in self.masters:
+            master.clear_gradient()
 
     def learning_rate(self, update: int) -> float:
         recipe = self.recipe
@@ -166,48 +167,170 @@ class MasterOptimizer:
         floor = recipe.min_learning_rate_ratio
         return recipe.learning_rate * (floor + (1.0 - floor) * decay)
 
-    def numbers(self) -> dict[str, Any]:
-        return {"updates": self.updates, "loss_scale": self.scaler.scale, "good": self.scaler.good}
+    # --- checkpoints
 
-    def load_numbers(self, numbers: dict[str, Any]) -> None:
-        self.updates = int(numbers["updates"])
-        self.scaler.scale, self.scaler.good = float(numbers["loss_scale"]), int(numbers["good"])
+    def counters(self) -> dict[str, Any]:
+        return {"updates": self.updates, "loss_scale": self.scaler.scale, "good": self.scaler.num_good}
 
-    def tensors(self, slot: Slot) -> dict[str, Tensor]:
-        """What has to be saved of a parameter, besides itself: this rank's parts, and the number of its updates."""
-        state = dict(self.adamw.state.get(slot.master, {}))
-        return state if slot.dtype == torch.float32 else {**state, "master": slot.current}
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        self.updates = int(counters["updates"])
+        self.scaler.scale, self.scaler.num_good = float(counters["loss_scale"]), int(counters["good"])
 
-    def load_tensors(self, slot: Slot, tensors: dict[str, Tensor]) -> None:
-        """As given by `tensors`."""
-        if "master" in tensors:
-            slot.current.copy_(tensors["master"])
-        moments = {key: value for key, value in tensors.items() if key != "master"}
+    def state_of(self, master: "MasterWeight") -> dict[str, Tensor]:
+        """What has to be saved of a parameter besides itself: this rank's parts, and the number of its updates."""
+        state = dict(self.adamw.state.get(master.weight, {}))
+        return state if master.dtype == torch.float32 else {**state, "master": master.current}
+
+    def load_state(self, master: "MasterWeight", state: dict[str, Tensor]) -> None:
+        """Restores what `state_of` returned."""
+        if "master" in state:
+            master.current.copy_(state["master"])
+        moments = {key: value for key, value in state.items() if key != "master"}
         if moments:
-            device = torch.device("cpu") if self.on_host else slot.master.device
-            self.adamw.state[slot.master] = {key: value.to(device, copy=True) for key, value in moments.items()}
-
-
-def log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
+            device = torch.device("cpu") if self.on_host else master.weight.device
+            self.adamw.state[master.weight] = {key: value.to(device, copy=True) for key, value in moments.items()}
 
 
 class LossScaler:
-    """Keeps float16 gradients in range: doubles the scale after 200 good updates, halves it after a bad one."""
+    """Keeps float16 gradients in range: doubles the scale after 200 good updates, halves it after a bad one.
+
+    Below 6e-8 a float16 is 0, and many gradients are. The loss is multiplied before the backward pass, so that all
+    gradients are larger by that factor, and they are divided by it in float32. Too large a factor overflows to infinity
+    somewhere, which is noticed and costs one update.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.scale = 2.0**15 if enabled else 1.0
-        self.good = 0
+        self.num_good = 0
 
     def update(self, finite: bool) -> bool:
-        """-> whether a bad update is the scale's fault, so that the next one may do better."""
+        """-> whether a bad update is the scale's fault, so that the next one may succeed. At a scale below 1 the
+        gradient itself is out of range."""
         if not self.enabled:
             return False
         if finite:
-            self.good += 1
-            if self.good % 200 == 0:
+            self.num_good += 1
+            if self.num_good % 200 == 0:
                 self.scale *= 2.0
             return False
-        self.scale, self.good = self.scale / 2.0, 0
+        self.scale, self.num_good = self.scale / 2.0, 0
         return self.scale >= 1.0
+
+
+class MasterWeight:
+    """The float32 tensor that the optimizer updates for one parameter, and how gradients get to it.
+
+    A float32 parameter is updated as it is, and of a sharded one the part that this rank holds. Others (bfloat16,
+    float16) get a float32 copy: an update is often smaller than their resolution, and would be rounded away each time.
+    Their gradients are summed over micro-batches in float32 for the same reason.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, layout: ShardingLayout | None) -> None:
+        self.name, self.parameter = name, parameter
+        self.dtype = parameter.dtype if layout is None else layout[name].dtype
+        """The data type in which the model computes with it."""
+        self.is_copy = parameter.dtype != torch.float32
+        self.weight = parameter
+        if self.is_copy or (layout is not None and layout.mesh.is_sharded):
+            self.weight = nn.Parameter(local_tensor(parameter).float())
+        self.accumulated: Tensor | None = None
+        if self.is_copy:
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def _accumulate(self, low: Tensor) -> None:
+        """The first micro-batch's gradient is kept as it is until there is another one: with one micro-batch per update
+        no float32 copy is made."""
+        assert low.grad is not None
+        if self.accumulated is None:
+            self.accumulated = low.grad
+        else:
+            self.accumulated = self.accumulated.float().add_(low.grad)
+        low.grad = None
+
+    @property
+    def received(self) -> Tensor | None:
+        """The gradient, in float32 or, of a single micro-batch, in the parameter's dtype."""
+        if self.is_copy:
+            return self.accumulated
+        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient, float32."""
+        if self.is_copy and self.accumulated is not None:
+            self.accumulated = self.accumulated.float()
+        return self.received
+
+    def start_gradient(self) -> None:
+        """Sets the gradient to zero, where this rank has none for the parameter but another one has."""
+        zeros = torch.zeros_like(self.parameter, dtype=torch.float32)
+        if self.is_copy:
+            self.accumulated = zeros
+        else:
+            self.parameter.grad = zeros
+
+    def clear_gradient(self) -> None:
+        self.accumulated = self.parameter.grad = None
+
+    @property
+    def current(self) -> Tensor:
+        """The float32 weights, or this rank's part of them. (FSDP may move the memory of a shard.)"""
+        return self.weight.detach() if self.is_copy else local_tensor(self.parameter)
+
+    def to_device(self) -> None:
+        """Brings the master to where the optimizer computes."""
+        if self.weight is not self.parameter:
+            self.weight.data = self.current.to(local_tensor(self.parameter).device)
+
+    def copy_to_parameter(self) -> None:
+        """Rounds the new weights into the model's parameter."""
+        if self.is_copy:
+            self.parameter.copy_(self.weight)
+        if self.weight is not self.parameter:
+            self.weight.grad = None
+
+
+def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:
+    """Sums what the backward pass has not: over replicas where nothing is sharded, and within tensor groups."""
+    mesh = layout.mesh
+    if not mesh.is_sharded:
+        sum_over_replicas(masters, layout)
+        return
+    gradients = [(layout[master.name], master.gradient) for master in masters if master.gradient is not None]
+    mesh.sum_([gradient for sharding, gradient in gradients if sharding.is_partial], "tensor")
+    # Equal on all ranks of a tensor group but for the order of atomic sums on a GPU; from here on to the last bit, or
+    # copies of one parameter would drift apart.
+    same = [gradient for sharding, gradient in gradients if sharding.cut is None and not sharding.is_partial]
+    mesh.copy_first_(same, "tensor")
+
+
+def sum_over_replicas(masters: list[MasterWeight], layout: ShardingLayout) -> None:
+    mesh = layout.mesh
+    if mesh.shape.size == 1:
+        return
+    # An expert that no token of this rank went to has no gradient here; all ranks must reduce the same list of tensors.
+    has_gradient = torch.tensor([master.gradient is not None for master in masters], dtype=torch.float32)
+    mesh.sum_([has_gradient], "replicate")
+    wanted = [master for master, num_ranks in zip(masters, has_gradient.tolist(), strict=True) if num_ranks]
+    for master in wanted:
+        if master.gradient is None:
+            master.start_gradient()
+    mesh.sum_([master.gradient for master in wanted if master.gradient is not None], "replicate")
+
+
+def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Tensor:
+    """Norm of the whole gradient, on its device. Sharded parts are squared and summed over the ranks that hold
+    different ones: a parameter that is not cut is the same on all ranks of a tensor group, and counts once."""
+    if layout is None or not layout.mesh.is_sharded:
+        gradients = [master.received for master in masters if master.received is not None]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
+        return norm
+    squares = torch.zeros(2, dtype=torch.float64)
+    for master in masters:
+        if master.gradient is not None:
+            is_cut = layout[master.name].cut is not None
+            squares[int(is_cut)] += torch.linalg.vector_norm(master.gradient, dtype=torch.float64).cpu() ** 2
+    squares = layout.mesh.sum_squares(squares, "sharded")
+    cut = layout.mesh.sum_squares(squares[1:], "tensor")
+    return (squares[0] + cut[0]).sqrt()

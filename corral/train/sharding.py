@@ -1,46 +1,49 @@
-"""A model made ready for its mesh: experts dealt, layers cut, and what is left of each parameter sharded (FSDP2).
+"""A model made ready for its mesh: experts distributed, layers cut, and what is left of each parameter sharded (FSDP2).
 
-Ranks that share one copy of the model hold a part of every parameter. A layer's parts are gathered before it computes
-and dropped after it; gradients are summed in float32 to where the parts are. Losses are divided by counts of the whole
-update already, so gradients are added up and never averaged.
+Ranks that hold one copy of the model together hold a part of every parameter. A layer's parts are gathered before it
+computes and dropped after it; gradients are summed in float32 to where the parts are. Losses are divided by counts of
+the whole update already, so gradients are added up and never averaged.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from corral.model.collectives import all_gather
 from corral.model.expert_parallel import ExpertExchange, deal_experts
-from corral.model.tensor_parallel import TensorParallel
+from corral.model.tensor_parallel import Cut, TensorParallel
 from corral.recipe.errors import UserError
-from corral.train.layout import Layout, Spread
-from corral.train.mesh import Mesh
+from corral.train.process_mesh import ProcessMesh
 
 Result = TypeVar("Result")
 
 
-class Sharded:
-    """A model and what a mesh made of it. On a mesh of whole copies the model stays as it is."""
+class ShardedModel:
+    """A model, sharded in place over a mesh. On a mesh of whole copies the model stays as it is."""
 
     def __init__(
         self,
         model: nn.Module,
         causal: Any,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         *,
         trained: bool,
         offload: bool,
         in_float32: Sequence[nn.Module],
     ) -> None:
-        """`causal`: the transformers model in it. `in_float32`: modules of it that do not compute in its dtype.
+        """`causal`: the transformers model in `model`. `in_float32`: modules that do not compute in its dtype.
         `offload`: parameters and gradients are in the host's memory while they are not computed with."""
         self.mesh = mesh
         self.exchange: ExpertExchange | None = None
         shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
         if not mesh.is_sharded:
             model.to(mesh.device)
-            self.layout = Layout(mesh, {name: Spread(*shape) for name, shape in shapes.items()})
+            self.layout = ShardingLayout(mesh, {name: ParameterSharding(*shape) for name, shape in shapes.items()})
             return
         if "expert" in mesh.groups:
             self.exchange = deal_experts(causal, mesh.groups["expert"])
@@ -48,17 +51,19 @@ class Sharded:
         if "tensor" in mesh.groups:
             cut = TensorParallel(mesh.groups["tensor"])
             cut.cut_model(causal)
-        dealt = {parameter for module in self.experts for parameter in module.parameters()}
-        self.layout = Layout(mesh, {})
+        of_experts = {parameter for module in self.experts for parameter in module.parameters()}
+        self.layout = ShardingLayout(mesh, {})
         for name, p in model.named_parameters():
             by_tensor = None if cut is None else cut.cuts.get(p)
             is_partial = cut is not None and p in cut.partial
-            self.layout.spreads[name] = Spread(*shapes[name], by_tensor, is_partial, by_expert=p in dealt)
-        self.root: Any = Call(model)
+            by_expert = p in of_experts
+            self.layout.parameters[name] = ParameterSharding(*shapes[name], by_tensor, is_partial, by_expert)
+        self.root: Any = FsdpRoot(model)
         layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
         dtype = causal.dtype
+        # Inner modules first: FSDP leaves to an outer module what no inner one has taken.
         for module in [*self.experts, *layers, *in_float32, self.root]:
-            if trained:  # then the shards are the optimizer's float32 masters
+            if trained:  # then the shards are the optimizer's masters, and FSDP casts what it gathers to the dtype
                 for parameter in module.parameters():
                     if parameter.dtype != torch.float32:
                         parameter.data = parameter.data.float()
@@ -75,15 +80,17 @@ class Sharded:
         fully_shard(
             module,
             mesh=self.mesh.by_expert if module in self.experts else self.mesh.dense,
+            # What the root itself holds (embedding, head) is needed again at once, by the backward pass.
             reshard_after_forward=module is not self.root,
             mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if offload else OffloadPolicy(),
         )
+        # FSDP would average gradients over ranks; losses are divided by counts of the whole update already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
     def __call__(self, compute: Callable[[], Result]) -> Result:
-        """What `compute` returns; the parameters are there when it needs them."""
+        """What `compute` returns; parameters are gathered when it needs them."""
         if not self.mesh.is_sharded:
             return compute()
         result: Result = self.root(compute)
@@ -92,8 +99,9 @@ class Sharded:
         return result
 
 
-class Call(nn.Module):
-    """What FSDP sees as the model, since embedding and head are used outside of the model's own forward."""
+class FsdpRoot(nn.Module):
+    """What FSDP sees as the model. Its forward is any function, since embedding and head are used outside of the
+    model's own forward, and FSDP gathers parameters when a forward of its root begins."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -103,7 +111,7 @@ class Call(nn.Module):
         return compute()
 
 
-def check_offload(mesh: Mesh, offload: Sequence[str]) -> None:
+def check_offload(mesh: ProcessMesh, offload: Sequence[str]) -> None:
     both = {"parameters", "gradients"}
     wanted = both & set(offload)
     if wanted and not mesh.is_sharded:
@@ -113,3 +121,93 @@ def check_offload(mesh: Mesh, offload: Sequence[str]) -> None:
         )
     if wanted and wanted != both:
         raise UserError(f"train.offload: {wanted.pop()}: parameters and gradients go together; name both or neither")
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How one parameter is sharded over a mesh."""
+
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    dtype: torch.dtype
+    """The data type in which the model computes, and in which it is saved."""
+    cut: Cut | None = None
+    """How it is cut over the tensor group; None: each of its ranks has all of it."""
+    is_partial: bool = False
+    """Whether it is not cut, but each rank of the tensor group computes a part of its gradient."""
+    by_expert: bool = False
+    """Whether its first dimension is distributed over the expert group."""
+
+
+class ShardingLayout:
+    """Which part of each parameter this rank holds, and how a whole one is put together."""
+
+    def __init__(self, mesh: ProcessMesh, parameters: dict[str, ParameterSharding]) -> None:
+        self.mesh, self.parameters = mesh, parameters
+
+    def __getitem__(self, name: str) -> ParameterSharding:
+        return self.parameters[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type in which the model computes."""
+        return next(iter(self.parameters.values())).dtype
+
+    @property
+    def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """(dtype, shape) of each whole parameter."""
+        return {name: (sharding.dtype, sharding.shape) for name, sharding in self.parameters.items()}
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole of a tensor of which every rank passes its part. Where nothing is sharded, the very tensor."""
+        sharding, mesh = self.parameters[name], self.mesh
+        if not mesh.is_sharded:
+            return local
+        part = self._gather_shards(sharding, local.to(mesh.device))
+        if sharding.cut is not None:
+            parts = all_gather(part[None], mesh.groups["tensor"])
+            part = sharding.cut.join(list(parts))
+        if sharding.by_expert:
+            part = all_gather(part, mesh.groups["expert"])
+        return part
+
+    def gather_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """The whole parameter, in the model's dtype."""
+        return self.gather(name, local_tensor(parameter).to(self.parameters[name].dtype))
+
+    def shard(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        sharding, mesh = self.parameters[name], self.mesh
+        if not mesh.is_sharded:
+            return whole
+        part, group = self._block(sharding, whole), self._shard_group(sharding)
+        rows = -(-len(part) // group.size())
+        return part[group.rank() * rows : (group.rank() + 1) * rows]
+
+    def _block(self, sharding: ParameterSharding, whole: Tensor) -> Tensor:
+        """What the ranks of a shard group hold together."""
+        if sharding.by_expert:
+            whole = whole.chunk(self.mesh.size_of("expert"))[self.mesh.rank_in("expert")]
+        if sharding.cut is not None:
+            whole = sharding.cut.part(whole, self.mesh.rank_in("tensor"), self.mesh.size_of("tensor"))
+        return whole
+
+    def _gather_shards(self, sharding: ParameterSharding, local: Tensor) -> Tensor:
+        """FSDP shards the first dimension into parts of equal length, of which the last ones may be shorter or empty:
+        they are padded for the collective."""
+        group = self._shard_group(sharding)
+        block = self._block(sharding, torch.empty(sharding.shape, device="meta"))
+        rows = -(-len(block) // group.size())
+        padded = F.pad(local, [0, 0] * (local.dim() - 1) + [0, rows - len(local)])
+        return all_gather(padded, group)[: len(block)]
+
+    def _shard_group(self, sharding: ParameterSharding) -> dist.ProcessGroup:
+        return self.mesh.groups["expert_sharded" if sharding.by_expert else "sharded"]
+
+
+def local_tensor(parameter: nn.Parameter | Tensor) -> Tensor:
+    """What this rank holds of a parameter, sharded or not; the memory is the parameter's own."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = parameter.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ import pytest
 from commands import corral
 from runs import VALIDATION, rows_of, write_recipe
 
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 
 SAMPLED = (*VALIDATION, "validation.temperature=1.0", "validation.samples_per_prompt=2")
 
@@ -25,7 +25,7 @@ def test_the_installed_command_trains_without_a_word_on_stderr(tmp_path: Path, t
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0
     assert finished.stderr == ""
-    assert "held-out after training" in finished.stdout
+    assert "validation after training" in finished.stdout
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_evaluate_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:
 
 def test_evaluate_speaks_to_people(trained: Path) -> None:
     finished = corral(trained, "evaluate", "recipe.yaml", *SAMPLED)
-    assert "held-out" in finished.stdout
+    assert "validation" in finished.stdout
     assert "6 questions" in finished.stdout
     assert finished.stderr == ""
 
@@ -116,7 +116,7 @@ def test_data_prepares_a_local_copy_that_a_recipe_can_name(tmp_path: Path, tiny_
     overrides = ("data.max_prompt_tokens=128", "environment.reward.name=gsm8k")
     trained = corral(tmp_path, "train", "recipe.yaml", *overrides)
     assert trained.code == 0, trained.stderr
-    assert read(tmp_path / "runs" / "tiny" / "metrics.jsonl")[0]["validation/mean@1"] == 0
+    assert read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")[0]["validation/mean@1"] == 0
 
 
 @pytest.mark.parametrize(

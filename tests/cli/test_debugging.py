@@ -14,12 +14,12 @@ from guides import Block, block
 from runs import steps_of, write_recipe
 from terminal import Terminal
 
-from corral.loop.debug import in_one_process
 from corral.recipe.errors import UserError
 from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.plan import make_plan
+from corral.runtime.local_debugger import in_one_process
 from corral.runtime.nodes import Node, NodeFacts
-from corral.runtime.remote_debugger import Wanted, check
+from corral.runtime.remote_debugger import DebuggerOptions, check_debugger
 
 PROMPT = r"\(Pdb\) "
 SMALL = ("batch.prompts_per_step=1", "batch.samples_per_prompt=2", "schedule.steps=1", "checkpoint.at_end=false")
@@ -49,8 +49,8 @@ def raises(response):
 """
 ENVIRONMENTS = """\
 from corral.envs.base import StepResult
-import corral.loop.training_loop
-from corral.runtime.model_workers import Actor
+import corral.loop.train_step
+from corral.runtime.model_workers import ActorWorker
 
 
 class Plain:
@@ -80,12 +80,12 @@ class Stops(Plain):
 
 class Breaks(Plain):
     def __init__(self):
-        corral.loop.training_loop.advantages = broken
+        corral.loop.train_step.advantages = broken
 
 
 class BreaksWorker(Stops):
     def __init__(self):
-        Actor.accumulate = broken
+        ActorWorker.accumulate = broken
 
 
 def broken(*arguments):
@@ -212,7 +212,7 @@ def test_a_node_without_a_debugger_is_named() -> None:
     node = Node(0, "id", "10.0.0.1", "h1")
     node.facts = NodeFacts("python", "exits.py", 2, None, Path("/tmp"), True, None)
     with pytest.raises(UserError, match=r"h1 \(10.0.0.1\) needs debugpy.*corral\[debug\]"):
-        check(Wanted(post_mortem=True), [node])
+        check_debugger(DebuggerOptions(post_mortem=True), [node])
 
 
 @pytest.mark.slow

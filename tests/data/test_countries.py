@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.data.countries import read_country
-from corral.data.prepare import prepare
+from corral.data.prepare import prepare, read_country
 from corral.data.sources import load_rows
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Source

@@ -93,7 +93,7 @@ def test_the_template_goes_around_the_last_user_message_and_leaves_other_braces_
         ({"prompt": "x", "data_source": 3}, {}, "`data_source` must be text"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_said_with_its_place(
+def test_what_is_wrong_with_a_row_is_an_error_with_its_place(
     mapping: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=rf"^train\.jsonl:7: .*{message}"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trajectories import make_trajectory
 
 from corral.data.batch import Batch, distinct_tokens
-from corral.data.tree import TokenTree
+from corral.data.token_tree import TokenTree
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 
@@ -25,7 +25,7 @@ def test_every_sequence_can_be_read_back_along_its_path(sequences: list[list[int
 
 
 @given(token_lists)
-def test_a_tree_has_one_node_for_every_distinct_history(sequences: list[list[int]]) -> None:
+def test_a_tree_has_one_node_for_every_distinct_prefix(sequences: list[list[int]]) -> None:
     histories = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
     assert TokenTree.build(arrays(sequences)).num_nodes == len(histories)
     assert distinct_tokens(arrays(sequences)) == len(histories)
@@ -98,7 +98,7 @@ def test_targets_are_the_generated_tokens_of_each_trajectory() -> None:
     assert pack.sources.tolist() == [1, 2, 1, 2]
 
 
-def test_nothing_behind_the_last_generated_token_is_read() -> None:
+def test_nothing_behind_the_last_generated_token_is_computed() -> None:
     trajectory = make_trajectory([1, 2], [3, 4, 5])
     trajectory.generated[4] = False
     assert Batch.of([trajectory]).inputs(0).tolist() == [1, 2, 3]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from corral.data.boards import board_rows
+from corral.data.generated import board_rows
 from corral.data.rows import Message, Row
 from corral.envs.base import StepResult
 from corral.envs.games.kit import GameEnv

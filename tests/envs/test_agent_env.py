@@ -25,10 +25,10 @@ from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
 from corral.rewards.here import RewardsHere
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
+from corral.rollout.native_engine import NativeEngine
 
 AGENTS = '''
 import asyncio
@@ -658,10 +658,10 @@ def engine() -> Iterator[NativeEngine]:
 
 def drive(engine: NativeEngine, agents: Path, name: str, samples: int) -> list[Trajectory]:
     envs = open_envs(agent=f"{agents}:{name}")
-    driver = Driver(
+    driver = RolloutDriver(
         engine=engine,
         envs=envs,
-        chat=Chat(tiny_tokenizer(), True),
+        chat=ChatRenderer(tiny_tokenizer(), True),
         max_turns=4,
         max_prompt_tokens=100,
         max_response_tokens=80,
@@ -671,7 +671,7 @@ def drive(engine: NativeEngine, agents: Path, name: str, samples: int) -> list[T
     prompt = Prompt(0, 0, row, render_prompt(engine.tokenizer, row, True))
     sampling = Sampling(max_tokens=6, stop_tokens=frozenset({engine.tokenizer.eos_token_id}))
     try:
-        return asyncio.run(driver.play([prompt], samples, sampling))
+        return asyncio.run(driver.roll_out([prompt], samples, sampling))
     finally:
         envs.close()
 

@@ -24,9 +24,9 @@ from corral.envs.tools.schema import function_schema, problem_with
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
 from corral.rewards.here import RewardsHere
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
-from corral.rollout.engine import Completion, Finish, Sampling
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
+from corral.rollout.engine import Completion, FinishReason, Sampling
 
 TOOLS = '''
 import asyncio
@@ -501,7 +501,7 @@ class ScriptedEngine:
 
     async def generate(self, tokens: list[int], sampling: Sampling, seed: int, **more: Any) -> Completion:
         said = [*self.tokenizer.encode(self.replies.pop(0), add_special_tokens=False), self.tokenizer.eos_token_id]
-        return Completion(said, [-1.0] * len(said), Finish.STOP_TOKEN, [0] * len(said))
+        return Completion(said, [-1.0] * len(said), FinishReason.STOP_TOKEN, [0] * len(said))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -521,17 +521,17 @@ TEMPLATE_WITH_TOOLS = (
 def drive(envs: EnvSet, replies: list[str]) -> list[Any]:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE_WITH_TOOLS + str(tokenizer.chat_template)
-    driver = Driver(
+    driver = RolloutDriver(
         engine=ScriptedEngine(replies),
         envs=envs,
-        chat=Chat(tokenizer, True),
+        chat=ChatRenderer(tokenizer, True),
         max_turns=4,
         max_prompt_tokens=200,
         max_response_tokens=400,
         seed=7,
     )
     prompt = Prompt(0, 0, ROW, render_prompt(tokenizer, ROW, True))
-    return asyncio.run(driver.play([prompt], 1, Sampling(max_tokens=400)))
+    return asyncio.run(driver.roll_out([prompt], 1, Sampling(max_tokens=400)))
 
 
 def test_calls_are_trained_on_and_results_are_not(file: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
-from corral.data.tree import TokenTree
+from corral.data.token_tree import TokenTree
 from corral.kernels.gather import Gather
 from corral.kernels.gpu.linear import column_sums
 from corral.kernels.rotary import Rotate, RotateMerged

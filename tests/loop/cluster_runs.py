@@ -9,14 +9,14 @@ from pathlib import Path
 from hosts import Lab
 from runs import write_recipe
 
-from corral.observe.ledger import Audit, Ledger
+from corral.observe.ledger import Ledger, LedgerAudit
 
 CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=2")
 APART = (*NODES, "cluster.placement={rollout: 0-1, actor: 2-3}")
-"""The first host plays, the second learns."""
-ONE_PLAYER = (*NODES, "cluster.placement={rollout: 0, actor: 2-3}")
-"""The same, where one player is enough."""
+"""Rollout on the first host, training on the second."""
+ONE_ROLLOUT_WORKER = (*NODES, "cluster.placement={rollout: 0, actor: 2-3}")
+"""The same, where one rollout worker is enough."""
 LIMIT_S = 180.0
 
 
@@ -26,7 +26,7 @@ class ClusterRun:
     def __init__(self, lab: Lab, folder: Path, model: Path, name: str, *overrides: str) -> None:
         self.lab, self.path = lab, folder / "runs" / name
         recipe = write_recipe(folder, model)
-        self.said = ""
+        self.output = ""
         """Known once it has ended."""
         self.before = len(lab.errors.read_text())
         self.process: subprocess.Popen[str] = lab.begin(
@@ -41,10 +41,10 @@ class ClusterRun:
             time.sleep(0.02)
 
     def wait(self) -> str:
-        """What it said."""
-        said, _ = self.process.communicate(timeout=LIMIT_S)
-        self.said = said + self.lab.errors.read_text()[self.before :]
-        return self.said
+        """What it output."""
+        output, _ = self.process.communicate(timeout=LIMIT_S)
+        self.output = output + self.lab.errors.read_text()[self.before :]
+        return self.output
 
     @property
     def code(self) -> int | None:
@@ -60,5 +60,5 @@ class ClusterRun:
         found = self.lab.run(host, ["pgrep", "-f", "^ray::DeviceProcess"]).stdout.split()
         self.lab.run(host, ["kill", "-9", *found[-number:]])
 
-    def audit(self) -> Audit:
+    def audit(self) -> LedgerAudit:
         return Ledger(self.path / "ledger.jsonl").audit()

@@ -9,7 +9,7 @@ import pytest
 from runs import steps_here, steps_of, train_here
 
 from corral.observe.ledger import Ledger
-from corral.observe.trajectories import read_trajectories
+from corral.observe.run_files import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.schema import AlgorithmName
 from corral.runtime.loss_functions import LossStats
@@ -28,7 +28,7 @@ def steps_in_mode(folder: Path, model: Path, pipelined: bool, *overrides: str) -
         return steps_here(folder, model, f"schedule.pipelined={str(pipelined).lower()}", *overrides)
 
 
-def played_in(folder: Path) -> list[dict[str, Any]]:
+def trajectories_in(folder: Path) -> list[dict[str, Any]]:
     """Trajectories of the only step of the only run."""
     [file] = folder.glob("runs/*/trajectories/step_000001.jsonl.gz")
     return list(read_trajectories(file))
@@ -49,7 +49,7 @@ def test_several_updates_and_passes(tmp_path: Path, tiny_model: Path, name: str)
     assert all(row["policy/ratio_deviation"] > 1e-3 for row in steps)  # the later updates are off-policy
 
 
-def test_dynamic_sampling_plays_other_prompts_for_those_that_teach_nothing(tmp_path: Path, tiny_model: Path) -> None:
+def test_dynamic_sampling_replaces_zero_variance_groups(tmp_path: Path, tiny_model: Path) -> None:
     steps = steps_here(tmp_path, tiny_model, "algorithm.name=dapo", *RARE, "schedule.steps=4")
     assert any(row.get("samples/dropped_groups", 0) > 0 for row in steps)
     assert any(row.get("samples/rounds", 1) > 1 for row in steps)
@@ -111,7 +111,7 @@ def test_overlong_answers_are_penalised(tmp_path: Path, tiny_model: Path) -> Non
 def test_advantages_are_whitened(tmp_path: Path, tiny_model: Path) -> None:
     overrides = ("algorithm.whiten=true", "logging.trajectories=true", "schedule.steps=1")
     steps_here(tmp_path, tiny_model, *overrides)
-    found = [advantage for record in played_in(tmp_path) for advantage in record["advantages"] if advantage]
+    found = [advantage for record in trajectories_in(tmp_path) for advantage in record["advantages"] if advantage]
     assert mean(found) == pytest.approx(0, abs=1e-3)
     assert pstdev(found) == pytest.approx(1, abs=0.05)
 
@@ -121,16 +121,16 @@ def test_advantages_are_clipped(tmp_path: Path, tiny_model: Path, pipelined: boo
     overrides = ("algorithm.advantage_clip=0.5", "logging.trajectories=true", "schedule.steps=1")
     [row] = steps_in_mode(tmp_path, tiny_model, pipelined, *overrides)
     assert row["updates/made"] == 1
-    assert max(abs(advantage) for record in played_in(tmp_path) for advantage in record["advantages"]) == 0.5
+    assert max(abs(advantage) for record in trajectories_in(tmp_path) for advantage in record["advantages"]) == 0.5
 
 
 @IN_TWO_MODES
-def test_rewards_are_clipped_for_learning_and_reported_as_they_were(
+def test_rewards_are_clipped_for_training_and_reported_as_they_were(
     tmp_path: Path, tiny_model: Path, pipelined: bool
 ) -> None:
     overrides = ("algorithm.name=reinforce", "algorithm.reward_clip=0.1", "logging.trajectories=true")
     [row] = steps_in_mode(tmp_path, tiny_model, pipelined, *overrides, "schedule.steps=1")
-    records = played_in(tmp_path)
+    records = trajectories_in(tmp_path)
     assert max(record["reward"] for record in records) > 0.1
     assert row["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))
     for record in records:
@@ -172,7 +172,7 @@ def test_nothing_is_left_of_a_step_whose_updates_were_all_skipped(
 ) -> None:
     """The next gradient is that of a run which never moved."""
     _, unmoved = steps_in_mode(tmp_path, tiny_model, pipelined, "optimizer.learning_rate=1e-30")
-    ratios = iter([9.0, 9.0, 1.0])  # compared, and said
+    ratios = iter([9.0, 9.0, 1.0])  # compared, and reported
     monkeypatch.setattr(LossStats, "mean_ratio", property(lambda sums: next(ratios)))
     rows = steps_in_mode(tmp_path, tiny_model, pipelined, "algorithm.max_mean_ratio=1.5", "name=skipped")
     assert [(row["updates/made"], row["updates/skipped"]) for row in rows] == [(0, 1), (1, 0)]

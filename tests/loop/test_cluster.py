@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import APART, NODES, ONE_PLAYER, ClusterRun
+from cluster_runs import APART, NODES, ONE_ROLLOUT_WORKER, ClusterRun
 from hosts import Lab
 from runs import steps_here, steps_of
 
@@ -43,27 +43,27 @@ def test_colocated_it_is_the_run_of_one_process(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *SHORT)
-    said = run.wait()
-    assert run.code == 0, said
+    output = run.wait()
+    assert run.code == 0, output
     assert_same(steps_of(run.path), alone)
     assert all(row["transfer/probe_deviation"] < 1e-4 for row in steps_of(run.path))
     assert_all_trained(run)
 
 
 def test_pipelined_it_learns_the_same(lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]) -> None:
-    run = ClusterRun(lab, tmp_path, tiny_model, "pipelined", *ONE_PLAYER, *SHORT, "schedule.pipelined=true")
-    said = run.wait()
-    assert run.code == 0, said
+    run = ClusterRun(lab, tmp_path, tiny_model, "pipelined", *ONE_ROLLOUT_WORKER, *SHORT, "schedule.pipelined=true")
+    output = run.wait()
+    assert run.code == 0, output
     assert_same(steps_of(run.path), alone)
     assert_all_trained(run)
 
 
-def test_running_ahead_it_learns_as_much(
+def test_asynchronous_it_learns_as_much(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
-    run = ClusterRun(lab, tmp_path, tiny_model, "ahead", *ONE_PLAYER, *LONG, "schedule.max_staleness=1")
-    said = run.wait()
-    assert run.code == 0, said
+    run = ClusterRun(lab, tmp_path, tiny_model, "asynchronous", *ONE_ROLLOUT_WORKER, *LONG, "schedule.max_staleness=1")
+    output = run.wait()
+    assert run.code == 0, output
     rows = steps_of(run.path)
     assert max(row["staleness/max"] for row in rows) == 1
     assert gain(rows) > 0.5 * gain(alone) > 0
@@ -71,40 +71,40 @@ def test_running_ahead_it_learns_as_much(
 
 
 @pytest.fixture(scope="module")
-def bereft(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> ClusterRun:
-    """A run with players apart, one of which dies while it plays."""
-    folder = tmp_path_factory.mktemp("bereft")
+def recovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> ClusterRun:
+    """A run with rollout workers apart, one of which dies during a rollout."""
+    folder = tmp_path_factory.mktemp("recovered")
     slowly = [override.format(folder=folder) for override in SLOWLY]
-    run = ClusterRun(lab, folder, tiny_model, "player", *APART, *SHORT, *slowly)
+    run = ClusterRun(lab, folder, tiny_model, "rollout", *APART, *SHORT, *slowly)
     run.wait_until(lambda: run.num_steps >= 2 and len((folder / "calls").read_bytes()) % 32 > 8)
     run.kill_workers(host=0)
     run.wait()
     return run
 
 
-def test_apart_it_is_the_run_of_one_process_too(bereft: ClusterRun, alone: list[dict[str, Any]]) -> None:
-    """Whether or not all players live."""
-    assert bereft.code == 0, bereft.said
-    assert_same(steps_of(bereft.path), alone)
+def test_apart_it_is_the_run_of_one_process_too(recovered: ClusterRun, alone: list[dict[str, Any]]) -> None:
+    """Whether or not all rollout workers live."""
+    assert recovered.code == 0, recovered.output
+    assert_same(steps_of(recovered.path), alone)
 
 
-def test_prompts_of_a_player_that_dies_are_played_elsewhere(bereft: ClusterRun) -> None:
-    assert "was killed by signal 9" in bereft.said
-    assert "are played elsewhere" in bereft.said
-    assert_all_trained(bereft)
+def test_prompts_of_a_rollout_worker_that_dies_are_rolled_out_elsewhere(recovered: ClusterRun) -> None:
+    assert "was killed by signal 9" in recovered.output
+    assert "are rolled out elsewhere" in recovered.output
+    assert_all_trained(recovered)
 
 
-def test_when_all_players_die_the_next_ones_go_on(
+def test_when_all_rollout_workers_die_the_next_ones_go_on(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
     ahead = ("schedule.max_staleness=1", "cluster.transfer=object")
-    run = ClusterRun(lab, tmp_path, tiny_model, "players", *APART, *LONG, *slowly, *ahead)
+    run = ClusterRun(lab, tmp_path, tiny_model, "rollout", *APART, *LONG, *slowly, *ahead)
     run.wait_until(lambda: run.num_steps >= 2)
     run.kill_workers(host=0, number=2)
-    said = run.wait()
-    assert run.code == 0, said
-    assert said.count("plays again") == 2
+    output = run.wait()
+    assert run.code == 0, output
+    assert output.count("takes rollouts again") == 2
     assert gain(steps_of(run.path)) > 0.5 * gain(alone)
     assert_all_trained(run, steps=12)
 
@@ -113,13 +113,13 @@ def test_a_trainer_that_dies_costs_the_steps_since_the_last_checkpoint(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *ONE_PLAYER, *SHORT, *slowly, "checkpoint.every=2")
+    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *ONE_ROLLOUT_WORKER, *SHORT, *slowly, "checkpoint.every=2")
     run.wait_until(lambda: run.num_steps >= 5)
     run.kill_workers(host=1)
-    said = run.wait()
-    assert run.code == 0, said
-    assert "was killed by signal 9" in said
-    assert "the run goes on from step_" in said
+    output = run.wait()
+    assert run.code == 0, output
+    assert "was killed by signal 9" in output
+    assert "the run goes on from step_" in output
     assert_same(steps_of(run.path), alone)
     assert_all_trained(run)
 
@@ -134,25 +134,27 @@ def test_without_a_node_the_run_goes_on_with_the_rest(
         run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *SHORT, *slowly, *patience)
         run.wait_until(lambda: run.num_steps >= 3)
         lab.cut(1)
-        said = run.wait()
-    assert run.code == 0, said
-    assert f"node 1, h2 ({lab.hosts[1].address}), with devices 2-3, was lost" in said
+        output = run.wait()
+    assert run.code == 0, output
+    assert f"node 1, h2 ({lab.hosts[1].address}), with devices 2-3, was lost" in output
     assert_same(steps_of(run.path), alone)
     assert_all_trained(run)
 
 
-def test_a_node_that_only_played_is_done_without(tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]) -> None:
+def test_the_run_goes_on_without_a_node_of_rollout_workers(
+    tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
+) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
     with Lab(2) as lab:
         lab.start_ray(devices=2, health_checks={})
         placed = ("cluster.placement={actor: 0, rollout: 1-2}", "cluster.min_nodes=1", "cluster.node_timeout_s=5")
-        run = ClusterRun(lab, tmp_path, tiny_model, "player", *NODES, *SHORT, *slowly, *placed)
+        run = ClusterRun(lab, tmp_path, tiny_model, "rollout", *NODES, *SHORT, *slowly, *placed)
         run.wait_until(lambda: run.num_steps >= 3)
         lab.cut(1)
-        said = run.wait()
-    assert run.code == 0, said
-    assert "the run goes on without it" in said
-    assert "are started again" not in said
+        output = run.wait()
+    assert run.code == 0, output
+    assert "the run goes on without it" in output
+    assert "are started again" not in output
     assert_same(steps_of(run.path), alone)
     assert_all_trained(run)
 
@@ -170,8 +172,8 @@ def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(
     run.wait()
     assert time.monotonic() - cut < 60
     assert run.code == 1
-    last = run.said.strip().splitlines()[-1]
-    assert last.startswith(f"error: node 1, h2 ({lab.hosts[1].address}), with device 1, was lost"), run.said
+    last = run.output.strip().splitlines()[-1]
+    assert last.startswith(f"error: node 1, h2 ({lab.hosts[1].address}), with device 1, was lost"), run.output
 
 
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

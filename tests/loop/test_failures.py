@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_run_with_the_reason(tmp_path: Path, tiny_model: Pa
 # --- two at once
 
 
-def test_a_second_process_is_told_who_has_the_run(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_second_process_names_who_has_the_run(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
     first = start_corral(tmp_path, "train", "recipe.yaml", "batch.ppo_epochs=100000")
     first.wait_until(lambda: (tmp_path / "runs" / "tiny" / "logs" / "main.log").exists())

@@ -13,7 +13,7 @@ from corral.data.sources import load_rows
 from corral.envs.registry import EnvSet
 from corral.loop.train import train
 from corral.observe.console import Console
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
@@ -64,7 +64,7 @@ def trajectories(run_folder: Path) -> list[dict[str, Any]]:
 
 def test_mixed_environments_have_their_shares_and_their_own_metrics(tmp_path: Path, tiny_model: Path) -> None:
     folder, screen = run(tmp_path, tiny_model, MIXED, "data.shuffle=false")
-    rows = read(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
     step = next(row for row in rows if row["step"] == 1 and "reward/mean" in row)
     for tag in ("lake", "boxes"):
         for name in ("success", "valid_actions", "effective_actions", "turns", "reward", "length"):
@@ -92,7 +92,7 @@ def test_the_same_seed_plays_the_same_games(tmp_path: Path, tiny_model: Path) ->
     first, again = (run(folder, tiny_model, MIXED)[0] for folder in (tmp_path, tmp_path / "again"))
 
     def numbers(folder: Path) -> list[dict[str, Any]]:
-        rows = read(folder / "metrics.jsonl")
+        rows = read_metrics(folder / "metrics.jsonl")
         return [{k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))} for row in rows]
 
     assert numbers(first) == numbers(again)
@@ -105,7 +105,7 @@ def test_an_environment_may_be_trained_on_or_validated_on_alone(tmp_path: Path, 
         "environments.boxes.validation_weight=1",
     )
     folder, _ = run(tmp_path, tiny_model, MIXED, *apart, "schedule.steps=1")
-    rows = read(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
     tags = {tag for row in rows for tag in ("lake", "boxes") if f"environment/{tag}/reward" in row}
     validated = {tag for row in rows for tag in ("lake", "boxes") if f"validation/environment/{tag}/reward" in row}
     assert (tags, validated) == ({"lake"}, {"boxes"})
@@ -182,7 +182,7 @@ logging: {{runs: {folder}/runs, trajectories: false}}
 def test_a_model_that_knows_nothing_learns_to_walk(tmp_path: Path) -> None:
     """Two turns on lakes of 2 x 2 cells without holes, of which there are a dozen: a random player wins nearly half."""
     folder, _ = run(tmp_path, Path("blank-1m"), EASY)
-    rows = read(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
     floor = rows[0]["validation/random/success"]
     success = [row["environment/success"] for row in rows if "environment/success" in row]
     assert sum(success[:3]) / 3 < floor / 2

@@ -46,11 +46,11 @@ class Watched:
         return same_outcome(self.path, self.folder / "runs" / "whole", step=3)
 
 
-def is_playing_step_3(run: Watched) -> bool:
+def is_rolling_out_step_3(run: Watched) -> bool:
     return run.num_calls() > 2 * CALLS_PER_STEP + 2
 
 
-def is_learning_in_step_2(run: Watched) -> bool:
+def is_training_in_step_2(run: Watched) -> bool:
     """The last answer was scored; a moment later the updates have begun."""
     if run.num_calls() < 2 * CALLS_PER_STEP:
         return False
@@ -64,9 +64,9 @@ def is_validating_after_step_1(run: Watched) -> bool:
 
 @pytest.mark.slow
 @BOTH
-def test_interrupt_while_playing(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
+def test_interrupt_during_a_rollout(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
     run = Watched(tmp_path, tiny_model, seconds=0.03)
-    finished = run.interrupt(is_playing_step_3, number)
+    finished = run.interrupt(is_rolling_out_step_3, number)
     assert finished.code == 0
     assert finished.stderr == ""
     assert "the same command again (stopped after step 2 of 3)" in finished.stdout
@@ -76,9 +76,9 @@ def test_interrupt_while_playing(tmp_path: Path, tiny_model: Path, number: signa
 
 
 @pytest.mark.slow
-def test_interrupt_while_learning(tmp_path: Path, tiny_model: Path) -> None:
+def test_interrupt_during_training(tmp_path: Path, tiny_model: Path) -> None:
     run = Watched(tmp_path, tiny_model, LONG_UPDATES)
-    finished = run.interrupt(is_learning_in_step_2)
+    finished = run.interrupt(is_training_in_step_2)
     assert finished.code == 0
     assert finished.stderr == ""
     assert "stopping as soon as this step is done" in finished.stdout
@@ -128,7 +128,7 @@ def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_s
 
 def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Path, tiny_model: Path) -> None:
     run = Watched(tmp_path, tiny_model, "checkpoint.resume=never", seconds=0.02)
-    finished = run.interrupt(is_playing_step_3)
+    finished = run.interrupt(is_rolling_out_step_3)
     [line] = [line for line in finished.stdout.splitlines() if line.startswith("resume")]
     change = line.split(" with ")[1].split(" (")[0].split()
     assert corral(tmp_path, *run.command, *change).code == 0
@@ -139,7 +139,7 @@ def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Pa
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
     run = Watched(tmp_path, tiny_model, "batch.ppo_epochs=100000", "checkpoint.every=1")
     run.process.wait_until(lambda: run.num_calls() >= CALLS_PER_STEP)
-    time.sleep(0.3)  # to learn, for a very long time
+    time.sleep(0.3)  # to train, for a very long time
     run.process.send(number)
     time.sleep(0.3)
     assert run.process.is_running()

@@ -19,7 +19,7 @@ def test_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path
 
 
 @pytest.mark.parametrize("limit", ["rollout.max_sequences=3", "rollout.max_prefill_tokens=20"])
-def test_what_is_played_does_not_depend_on_how_much_fits_at_once(tmp_path: Path, tiny_model: Path, limit: str) -> None:
+def test_rollouts_do_not_depend_on_how_much_fits_at_once(tmp_path: Path, tiny_model: Path, limit: str) -> None:
     [everything] = steps_here(tmp_path, tiny_model, "schedule.steps=1")
     [few] = steps_here(tmp_path, tiny_model, "schedule.steps=1", limit)
     for name in ("reward/mean", "length/mean", "samples/equal_groups"):

@@ -10,8 +10,7 @@ import pytest
 from commands import corral
 from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
 
-from corral.observe.metrics import read
-from corral.observe.trajectories import read_trajectories
+from corral.observe.run_files import read_metrics, read_trajectories
 
 PPO = ("algorithm.name=ppo", "critic.optimizer.learning_rate=0.01")
 
@@ -45,7 +44,13 @@ def test_what_a_run_says_fits_what_it_did(tmp_path: Path, tiny_model: Path) -> N
     write_recipe(tmp_path, tiny_model)
     finished = corral(tmp_path, "train", "recipe.yaml", *VALIDATION)
     assert finished.stderr == ""
-    for expected in ("held-out before training", "step 2/2", "held-out after training", "curve.png", "corral export"):
+    for expected in (
+        "validation before training",
+        "step 2/2",
+        "validation after training",
+        "curve.png",
+        "corral export",
+    ):
         assert expected in finished.stdout
 
 
@@ -72,7 +77,7 @@ def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Pat
     assert all(row["kl/coefficient"] == 0.1 and row["value/loss"] > 0 for row in steps)
 
 
-def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, tiny_model: Path) -> None:
+def test_only_the_critic_is_trained_while_it_warms_up(tmp_path: Path, tiny_model: Path) -> None:
     steps = steps_here(tmp_path, tiny_model, "schedule.steps=3", "critic.warmup_steps=2", *PPO)
     assert [row["updates/made"] for row in steps] == [0, 0, 1]
     assert [row["value/loss"] > 0 for row in steps] == [True] * 3
@@ -92,19 +97,19 @@ def test_the_score_on_held_out_questions_rises(tmp_path: Path, tiny_model: Path)
     assert after > 0.5
 
 
-def test_trajectories_hold_what_was_played_and_learnt_from(tmp_path: Path, tiny_model: Path) -> None:
+def test_trajectories_hold_what_was_generated_and_trained_on(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, "logging.trajectories=true")
     records = list(read_trajectories(run / "trajectories" / "step_000002.jsonl.gz"))
     expected = [(prompt_id, sample) for prompt_id in range(4, 8) for sample in range(4)]
     assert [(record["prompt_id"], record["sample"]) for record in records] == expected
     for record in records:
         assert record["prompt"].startswith("<|start|>user\nWhat is ")
-        said = re.sub(r"<pad>|<\|\w+\|>", "", record["response"])
-        assert record["reward"] == sum(letter in "aeiou" for letter in said) / 8
+        output = re.sub(r"<pad>|<\|\w+\|>", "", record["response"])
+        assert record["reward"] == sum(letter in "aeiou" for letter in output) / 8
         assert set(record["versions"]) == {1}
         length = len(record["response_tokens"])
         assert all(len(record[name]) == length for name in ("generated", "logprobs", "versions", "advantages"))
-    step = next(row for row in read(run / "metrics.jsonl") if row["step"] == 2)
+    step = next(row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 2)
     assert step["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))
 
 

@@ -12,7 +12,7 @@ import pytest
 from commands import corral, start_corral
 from runs import VALIDATION, rows_of, same_outcome, train_here, write_recipe
 
-from corral.observe.trajectories import read_trajectories
+from corral.observe.run_files import read_trajectories
 
 GRPO = (*VALIDATION, "validation.every=2", "validation.temperature=1.0", "validation.samples_per_prompt=2")
 PPO = (
@@ -77,7 +77,7 @@ def test_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path: Path
     assert process.wait().code == -signal.SIGKILL
     assert checkpoints(run)[-1] == "step_000002"
     finished = corral(tmp_path, *command, "name=killed")
-    assert "goes on after step 2" in finished.stdout
+    assert "resumed after step 2" in finished.stdout
     assert same_outcome(run, tmp_path / "runs" / "whole", step=5)
     assert checkpoints(run) == ["step_000004", "step_000005"]  # and nothing is left of the unfinished one
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import start_corral
 
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.retrieval.index import build
 
 ENVIRONMENT = '''
@@ -19,7 +19,7 @@ from corral.envs.search import SearchEnv
 
 
 class SearchesAll(SearchEnv):
-    """Takes whatever is said for a search, and what is said last for an answer: the model of this test cannot write
+    """Takes every reply for a search, and the last one for an answer: the model of this test cannot write
     tags."""
 
     async def step(self, reply):
@@ -89,7 +89,7 @@ def retriever_pids(folder: Path) -> list[int]:
 
 def steps_of(folder: Path) -> int:
     file = folder / "runs/tiny/metrics.jsonl"
-    return max((row["step"] for row in read(file)), default=0) if file.exists() else 0
+    return max((row["step"] for row in read_metrics(file)), default=0) if file.exists() else 0
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(
     assert retriever_pids(folder) not in ([], [pid])
     command.send(signal.SIGINT)
     command.wait()
-    rows = [row for row in read(folder / "runs/tiny/metrics.jsonl") if "reward/mean" in row]
+    rows = [row for row in read_metrics(folder / "runs/tiny/metrics.jsonl") if "reward/mean" in row]
     assert len(rows) >= at + 10
     assert sum(row["samples/errors"] for row in rows) == 0  # they waited for it
     assert all(row["environment/searches"] == 1 for row in rows)
@@ -120,5 +120,5 @@ def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(
 def test_an_index_that_is_not_there_ends_the_run_at_the_start(folder: Path, tiny_model: Path) -> None:
     write_recipe(folder, tiny_model, "runtime: local")
     command = start_corral(folder, "train", "recipe.yaml", "cluster.services.retriever.retriever=nowhere")
-    said = command.wait().stderr
-    assert re.search(r"error: `cluster.services.retriever` ended with exit code 2; .*nowhere", said), said
+    output = command.wait().stderr
+    assert re.search(r"error: `cluster.services.retriever` ended with exit code 2; .*nowhere", output), output

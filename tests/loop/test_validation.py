@@ -7,13 +7,13 @@ from runs import VALIDATION, rows_of, train_here
 from trajectories import make_trajectory
 
 from corral.data.trajectory import StopReason
-from corral.loop.validation import summarise
-from corral.observe.trajectories import read_trajectories
+from corral.loop.validation import summarize
+from corral.observe.run_files import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
 
 
-def played(run: Path, step: int) -> list[dict[str, object]]:
+def records(run: Path, step: int) -> list[dict[str, object]]:
     return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.jsonl.gz"))
 
 
@@ -21,7 +21,7 @@ def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> 
     run = train_here(
         tmp_path, tiny_model, *VALIDATION, "validation.every=1", "logging.trajectories=true", "schedule.steps=3"
     )
-    questions = [[record["prompt"] for record in played(run, step)] for step in range(4)]
+    questions = [[record["prompt"] for record in records(run, step)] for step in range(4)]
     assert len(questions[0]) == 6
     assert questions == [questions[0]] * 4
     assert [row["step"] for row in rows_of(run)] == [0, 1, 1, 2, 2, 3, 3]
@@ -32,7 +32,7 @@ def test_greedy_answers_do_not_depend_on_the_seed(tmp_path: Path, tiny_model: Pa
     for seed in (0, 1):
         overrides = (f"name=seed{seed}", f"seed={seed}", "schedule.steps=1", "logging.trajectories=true")
         run = train_here(tmp_path, tiny_model, *VALIDATION, *overrides)
-        answers.append([record["response"] for record in played(run, 0)])
+        answers.append([record["response"] for record in records(run, 0)])
     assert answers[0] == answers[1]
 
 
@@ -40,14 +40,14 @@ def test_sampled_answers_are_the_same_as_long_as_the_model_is(tmp_path: Path, ti
     """Two validations of an unchanged model, four steps apart."""
     unchanged = ("environment.reward.name=regex", "environment.reward.options.pattern=nothing like it")
     run = train_here(tmp_path, tiny_model, *VALIDATION, *FOUR, *unchanged, "logging.trajectories=true")
-    before, after = played(run, 0), played(run, 2)
+    before, after = records(run, 0), records(run, 2)
     assert [record["response"] for record in before] == [record["response"] for record in after]
     assert len({str(record["response"]) for record in before}) > 6
 
 
 def test_mean_and_pass_of_four_samples(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, *VALIDATION, *FOUR, "logging.trajectories=true", "schedule.steps=1")
-    rewards = [float(str(record["reward"])) for record in played(run, 0)]
+    rewards = [float(str(record["reward"])) for record in records(run, 0)]
     groups = [rewards[i : i + 4] for i in range(0, 24, 4)]
     row = rows_of(run)[0]
     assert row["validation/mean@4"] == pytest.approx(sum(rewards) / 24)
@@ -57,7 +57,7 @@ def test_mean_and_pass_of_four_samples(tmp_path: Path, tiny_model: Path) -> None
 
 def test_max_prompts_takes_the_first(tmp_path: Path, tiny_model: Path) -> None:
     overrides = ("validation.max_prompts=2", "logging.trajectories=true", "schedule.steps=1")
-    assert len(played(train_here(tmp_path, tiny_model, *VALIDATION, *overrides), 0)) == 2
+    assert len(records(train_here(tmp_path, tiny_model, *VALIDATION, *overrides), 0)) == 2
 
 
 def test_validations_can_be_left_out(tmp_path: Path, tiny_model: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_summary_of_known_rewards() -> None:
     ]
     trajectories[0].stop = StopReason.END_OF_TURN
     trajectories[1].error = "broken"
-    metrics = summarise(trajectories, pass_threshold=1.0)
+    metrics = summarize(trajectories, pass_threshold=1.0)
     assert metrics["validation/mean@2"] == pytest.approx(1 / 3)
     assert metrics["validation/pass@2"] == pytest.approx(1 / 3)
     assert metrics["validation/length"] == 2.5

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from corral.observe.console import Console, Sample
+from corral.observe.console import Console, ShownSample
 
 ROW = {"reward/mean": 0.5, "time/step_s": 4.0}
 RUN = """
 from pathlib import Path
-from corral.observe.console import Console, Sample
+from corral.observe.console import Console, ShownSample
 console = Console()
 console.banner("addition", Path("runs/addition"), "tiny", ["4 prompts x 2 samples = 8 trajectories"])
 with console.stage("loading model"):
@@ -30,7 +30,7 @@ for step in (1, 2, 3):
     console.log(step, {"reward/mean": 0.5, "kl/mean": 0.001, "policy/entropy": 1.0, "length/mean": 9.0})
 console.warn("watch out")
 console.validation("after training", {"validation/mean@1": 0.31, "validation/ci95": 0.041}, 200)
-console.samples([Sample("What is 1 + 1?" * 9, "It is\\n\\x1b[31m" * 9 + "2", "2", 1.0)])
+console.samples([ShownSample("What is 1 + 1?" * 9, "It is\\n\\x1b[31m" * 9 + "2", "2", 1.0)])
 console.close()
 console.summary(Path("runs/addition"))
 """
@@ -142,7 +142,7 @@ def test_a_run_outlives_the_reader_of_its_pipe(tmp_path: Path) -> None:
 def test_the_banner_says_what_runs_where(console: Console, stream: io.StringIO) -> None:
     console.banner("addition", Path("runs/addition"), "tiny", ["first line", "  second line"], resumed_at=30)
     assert stream.getvalue() == (
-        "run     addition, goes on after step 30\n"
+        "run     addition, resumed after step 30\n"
         "folder  runs/addition\n"
         "model   tiny\n"
         "plan    first line\n"
@@ -179,7 +179,7 @@ def test_a_long_stage_gives_a_sign_of_life_every_ten_seconds(
 
 
 def test_samples_show_line_breaks_and_neither_markup_nor_control_codes(console: Console, stream: io.StringIO) -> None:
-    console.samples([Sample("[red]1 + 1[/red]?", "It is\n\x1b[31m2", "2", 1.0)], "after step 3")
+    console.samples([ShownSample("[red]1 + 1[/red]?", "It is\n\x1b[31m2", "2", 1.0)], "after step 3")
     title, header, row = stream.getvalue().splitlines()
     assert title == "after step 3"
     assert header.split() == ["prompt", "response", "answer", "reward"]
@@ -187,7 +187,7 @@ def test_samples_show_line_breaks_and_neither_markup_nor_control_codes(console: 
 
 
 def test_long_samples_are_cut_to_the_width(console: Console, stream: io.StringIO) -> None:
-    console.samples([Sample("question " * 99 + "end?", "begin " + "so " * 999 + "done", "42" * 99, -0.25)])
+    console.samples([ShownSample("question " * 99 + "end?", "begin " + "so " * 999 + "done", "42" * 99, -0.25)])
     row = stream.getvalue().splitlines()[-1]
     assert len(row) <= 120
     assert "end?" in row
@@ -207,8 +207,8 @@ def test_the_summary_has_the_change_and_what_to_do_next(console: Console, stream
     console.summary(Path("runs/addition"), before, after, Path("runs/addition/curve.png"), commands)
     assert stream.getvalue() == (
         "\n"
-        "held-out  31.0 % -> 58.5 % ± 4.0\n"
-        "folder    runs/addition\n"
-        "curve     runs/addition/curve.png\n"
-        "evaluate  corral evaluate runs/addition\n"
+        "validation  31.0 % -> 58.5 % ± 4.0\n"
+        "folder      runs/addition\n"
+        "curve       runs/addition/curve.png\n"
+        "evaluate    corral evaluate runs/addition\n"
     )

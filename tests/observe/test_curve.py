@@ -42,6 +42,13 @@ def test_panels_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
     assert size_of(tmp_path / "with.png")[1] > size_of(tmp_path / "without.png")[1]
 
 
+def test_baselines_are_lines_in_the_picture(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward/mean": 0.5, **VALIDATION} for step in range(3)]
+    draw_curve(rows, tmp_path / "without.png", "run")
+    draw_curve([{**row, "validation/random/reward": 0.4} for row in rows], tmp_path / "with.png", "run")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+
+
 def test_drawing_leaves_the_users_pyplot_alone(tmp_path: Path) -> None:
     program = f"""
 import sys

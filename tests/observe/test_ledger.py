@@ -1,4 +1,4 @@
-"""What became of every prompt: each is trained once or dropped, whatever was lost in between."""
+"""What happened to every prompt: each is trained once or dropped, whatever was lost in between."""
 
 import json
 import random
@@ -15,8 +15,7 @@ from commands import corral
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.observe.ledger import Ledger
-from corral.observe.spans import format_spans, parse_spans, prompt_ids_in
+from corral.observe.ledger import Ledger, format_spans, parse_spans, prompt_ids_in
 from corral.recipe.errors import RunError, UserError
 
 
@@ -27,7 +26,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def one_step(ledger: Ledger, step: int, prompt_ids: range) -> None:
     ledger.issue(step, prompt_ids)
-    ledger.played(step, prompt_ids)
+    ledger.generated(step, prompt_ids)
     ledger.trained(step, prompt_ids)
 
 
@@ -70,7 +69,7 @@ def test_numbers_of_numpy_are_as_good_as_others(ledger: Ledger) -> None:
 def test_what_is_open_is_known_by_step(ledger: Ledger) -> None:
     ledger.issue(1, range(4))
     ledger.issue(2, range(4, 8))
-    ledger.played(2, [5])
+    ledger.generated(2, [5])
     ledger.trained(1, [0, 2])
     ledger.dropped(1, [3], "environment failed")
     assert (ledger.open(1), ledger.open(2), ledger.open(3)) == ([1], [4, 5, 6, 7], [])
@@ -139,9 +138,9 @@ FAULTS: dict[str, tuple[Callable[[Ledger], None], str]] = {
         "step 2: prompt 8 dropped twice",
     ),
     "dropped unissued": (lambda ledger: ledger.dropped(2, [8], "x"), "step 2: prompt 8 dropped without being issued"),
-    "played unissued": (
-        lambda ledger: (ledger.played(2, [8]), ledger.issue(2, [8]))[0],
-        "step 2: prompt 8 played without being issued",
+    "generated unissued": (
+        lambda ledger: (ledger.generated(2, [8]), ledger.issue(2, [8]))[0],
+        "step 2: prompt 8 generated without being issued",
     ),
 }
 
@@ -228,7 +227,7 @@ def test_a_line_that_cannot_be_read_is_an_error_with_its_number(ledger: Ledger, 
 def test_what_happened_after_the_checkpoint_is_forgotten_and_what_was_open_stays_open(ledger: Ledger) -> None:
     one_step(ledger, 1, range(4))
     ledger.issue(2, range(4, 8))
-    ledger.played(2, [4, 5])
+    ledger.generated(2, [4, 5])
     saved = ledger.snapshot()
     ledger.trained(2, range(4, 8))
     one_step(ledger, 3, range(8, 12))
@@ -247,7 +246,7 @@ def test_a_snapshot_has_one_line_for_prompts_with_the_same_fate(ledger: Ledger) 
     for step in range(1, 4):
         ledger.issue(step, range(8 * step - 8, 8 * step))
         for prompt_id in range(8 * step - 8, 8 * step):
-            ledger.played(step, [prompt_id])
+            ledger.generated(step, [prompt_id])
         ledger.trained(step, range(8 * step - 8, 8 * step))
     assert [json.loads(line) for line in ledger.snapshot().splitlines()] == [
         {"prompts": f"{8 * step - 8}-{8 * step - 1}", "are": "trained", "times": 1, "issued_for": step, "step": step}
@@ -258,7 +257,7 @@ def test_a_snapshot_has_one_line_for_prompts_with_the_same_fate(ledger: Ledger) 
 def test_a_snapshot_of_a_snapshot_is_the_same(ledger: Ledger) -> None:
     one_step(ledger, 1, range(4))
     ledger.issue(2, range(4, 9))
-    ledger.played(2, [5])
+    ledger.generated(2, [5])
     ledger.dropped(2, [4, 8], "equal rewards")
     saved = ledger.snapshot()
     ledger.restore(saved, 1)
@@ -326,16 +325,16 @@ class Simulation:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.path)
 
-    def draw(self) -> None:
+    def issue(self) -> None:
         step = max([self.step, *self.prompts]) + 1
         if step <= self.step + 3:
             self.prompts[step] = list(range(self.next_prompt_id, self.next_prompt_id + self.random.randint(1, 6)))
             self.next_prompt_id = self.prompts[step][-1] + 1
             self.ledger.issue(step, self.prompts[step])
 
-    def play(self) -> None:
+    def generate(self) -> None:
         for step, prompt_ids in self.prompts.items():
-            self.ledger.played(step, [prompt_id for prompt_id in prompt_ids if self.random.random() < 0.5])
+            self.ledger.generated(step, [prompt_id for prompt_id in prompt_ids if self.random.random() < 0.5])
 
     def lose_a_worker(self) -> None:
         for step in self.ledger.open_steps():
@@ -378,7 +377,7 @@ class Simulation:
             self.train()
 
 
-ACTIONS = ("draw", "draw", "draw", "play", "train", "train", "save", "crash", "lose_a_worker")
+ACTIONS = ("issue", "issue", "issue", "generate", "train", "train", "save", "crash", "lose_a_worker")
 
 
 def simulate(folder: Path, seed: int, actions: list[str]) -> Simulation:
@@ -416,7 +415,7 @@ def test_after_any_crashes_every_prompt_was_trained_once_or_dropped(
 def test_a_single_prompt_that_was_not_trained_once_makes_any_history_unclean(
     tmp_path_factory: pytest.TempPathFactory, seed: int, actions: list[str], fault: str
 ) -> None:
-    simulation = simulate(tmp_path_factory.getbasetemp() / "fault", seed, ["draw", "train", *actions])
+    simulation = simulate(tmp_path_factory.getbasetemp() / "fault", seed, ["issue", "train", *actions])
     one_step(simulation.ledger, simulation.step + 1, range(simulation.next_prompt_id, simulation.next_prompt_id + 2))
     ledger, step, following = simulation.ledger, simulation.step + 2, simulation.next_prompt_id + 2
     assert ledger.audit().clean
@@ -458,7 +457,7 @@ def test_a_long_run_takes_little_space(ledger: Ledger) -> None:
 # --- as a user asks
 
 
-def test_the_command_says_what_became_of_the_prompts(tmp_path: Path, ledger: Ledger) -> None:
+def test_the_command_prints_what_happened_to_the_prompts(tmp_path: Path, ledger: Ledger) -> None:
     one_step(ledger, 1, range(8))
     ledger.issue(2, range(8, 16))
     ledger.dropped(2, [9, 10], "equal rewards")
@@ -502,26 +501,34 @@ def test_the_command_for_programs(tmp_path: Path, ledger: Ledger) -> None:
     }
 
 
-def test_the_command_tells_the_story_of_one_prompt(tmp_path: Path, ledger: Ledger) -> None:
+def test_the_command_prints_the_history_of_one_prompt(tmp_path: Path, ledger: Ledger) -> None:
     ledger.issue(1, range(4))
     ledger.issue(1, range(4))
     ledger.restore(ledger.snapshot(), 0)
     ledger.issue(1, range(4))
-    ledger.played(1, range(4))
+    ledger.generated(1, range(4))
     ledger.trained(1, [0, 1, 2])
     ledger.dropped(1, [3], "equal rewards")
-    lines = ["issued for step 1, 2 times", "issued for step 1", "played for step 1"]
-    assert ledger.story(2) == [*lines, "trained at step 1"]
+    lines = ["issued for step 1, 2 times", "issued for step 1", "generated for step 1"]
+    assert ledger.history_of(2) == [*lines, "trained at step 1"]
     ledger.restore(ledger.snapshot(), 1)
-    assert ledger.story(3) == ["issued for step 1, 3 times", "dropped at step 1: equal rewards"]
-    told = corral(tmp_path, "ledger", ".", "--prompt", "3")
-    assert told.stdout.splitlines() == ["prompt 3", *(f"  {line}" for line in ledger.story(3))]
+    assert ledger.history_of(3) == ["issued for step 1, 3 times", "dropped at step 1: equal rewards"]
+    printed = corral(tmp_path, "ledger", ".", "--prompt", "3")
+    assert printed.stdout.splitlines() == ["prompt 3", *(f"  {line}" for line in ledger.history_of(3))]
     assert corral(tmp_path, "ledger", ".", "--prompt", "9").stdout == "prompt 9\n  was never issued\n"
     answer = json.loads(corral(tmp_path, "ledger", ".", "--prompt", "9", "--json").stdout)
     assert answer == {"prompt": 9, "story": []}
 
 
-def test_a_folder_without_a_ledger_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_ledger_is_an_error(tmp_path: Path) -> None:
     finished = corral(tmp_path, "ledger", ".")
     assert finished.code == 2
     assert finished.errors == ["error: . has no ledger.jsonl; is it the folder of a run?"]
+
+
+def test_a_ledger_of_version_0_5_is_read(ledger: Ledger) -> None:
+    append(ledger, {"prompts": "0-1", "are": "played", "times": 1, "issued_for": 1})
+    append(ledger, {"step": 2, "issued": "2-3"})
+    old = append(ledger, {"step": 2, "played": "2-3"})
+    assert (old.audit().clean, old.open(1), old.open(2)) == (True, [0, 1], [2, 3])
+    assert old.history_of(2) == ["issued for step 2", "generated for step 2"]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.observe.files import json_line
-from corral.observe.metrics import MetricsFile, read
+from corral.observe.run_files import MetricsFile, json_line, read_metrics
 from corral.recipe.errors import UserError
 
 
@@ -19,7 +18,10 @@ def test_what_is_logged_is_read_back(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.log(1, {"reward/mean": 0.5, "kl/mean": 0.25})
     metrics.log(2, {"reward/mean": 0.75})
-    assert read(metrics.path) == [{"step": 1, "kl/mean": 0.25, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
+    assert read_metrics(metrics.path) == [
+        {"step": 1, "kl/mean": 0.25, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 0.75},
+    ]
 
 
 def test_a_line_has_the_step_first_and_the_metrics_sorted(tmp_path: Path) -> None:
@@ -32,14 +34,14 @@ def test_a_line_has_the_step_first_and_the_metrics_sorted(tmp_path: Path) -> Non
 def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path, value: float) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.log(1, {"loss": value, "reward/mean": 1.0})
-    assert read(metrics.path) == [{"step": 1, "loss": None, "reward/mean": 1.0}]
+    assert read_metrics(metrics.path) == [{"step": 1, "loss": None, "reward/mean": 1.0}]
 
 
 def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     numbers: dict[str, Any] = {"float": np.float32(0.5), "int": np.int64(3)}
     metrics.log(1, numbers)
-    assert read(metrics.path) == [{"step": 1, "float": 0.5, "int": 3}]
+    assert read_metrics(metrics.path) == [{"step": 1, "float": 0.5, "int": 3}]
 
 
 def test_truncate_after_drops_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_truncate_after_drops_the_steps_since_the_checkpoint(tmp_path: Path) -> 
         metrics.log(step, {"x": step})
     metrics.truncate_after(2)
     metrics.log(3, {"x": 30})
-    assert [(row["step"], row["x"]) for row in read(metrics.path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert [(row["step"], row["x"]) for row in read_metrics(metrics.path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
 def test_truncate_after_leaves_a_run_without_metrics_alone(tmp_path: Path) -> None:
@@ -59,21 +61,21 @@ def test_truncate_after_leaves_a_run_without_metrics_alone(tmp_path: Path) -> No
 def test_a_line_torn_by_a_kill_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rewa')
-    assert read(path) == [{"step": 1}]
+    assert read_metrics(path) == [{"step": 1}]
 
 
 def test_a_resumed_run_writes_over_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rewa')
     MetricsFile(path).log(2, {"x": 1})
-    assert read(path) == [{"step": 1}, {"step": 2, "x": 1}]
+    assert read_metrics(path) == [{"step": 1}, {"step": 2, "x": 1}]
 
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UserError, match="line 2"):
-        read(path)
+        read_metrics(path)
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
 import resource, signal, sys
 from pathlib import Path
 from typing import Any
-from corral.observe.metrics import MetricsFile
+from corral.observe.run_files import MetricsFile
 metrics = MetricsFile(Path(sys.argv[1]))
 metrics.log(1, {"x": 1.0})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -94,7 +96,7 @@ except OSError:
 """
     path = tmp_path / "metrics.jsonl"
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=30)
-    assert [row["step"] for row in read(path)] == [1, 3]
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
 def test_every_line_is_on_disk_when_the_process_is_killed(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_every_line_is_on_disk_when_the_process_is_killed(tmp_path: Path) -> Non
 import os, signal, sys
 from pathlib import Path
 from typing import Any
-from corral.observe.metrics import MetricsFile
+from corral.observe.run_files import MetricsFile
 metrics = MetricsFile(Path(sys.argv[1]))
 for step in range(3):
     metrics.log(step, {"x": 1.0})
@@ -110,7 +112,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "metrics.jsonl"
     subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=30)
-    assert len(read(path)) == 3
+    assert len(read_metrics(path)) == 3
 
 
 values = st.recursive(

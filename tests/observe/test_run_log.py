@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.observe.console import Console
-from corral.observe.log import run_log
+from corral.observe.console import Console, run_log
 
 
 def test_our_warnings_are_on_the_console_and_in_the_file(tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ import sys
 from pathlib import Path
 from transformers.utils import logging
 from corral.observe.console import Console
-from corral.observe.log import run_log
+from corral.observe.console import run_log
 with run_log(Path(sys.argv[1]), Console()):
     logging.get_logger("transformers.modeling_utils").warning("some weights were not used")
 """

@@ -43,7 +43,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     assert scalars(tmp_path / "run" / "logs" / "tensorboard") == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path: Path) -> None:
+def test_tensorboard_drops_the_steps_that_a_resumed_run_makes_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     state = track("tensorboard", tmp_path, range(1, 6))
     track("tensorboard", tmp_path, range(3, 4), state)
@@ -55,7 +55,7 @@ def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from corral.observe.adapters import TensorBoard
+from corral.observe.trackers import TensorBoard
 writer = TensorBoard(Path(sys.argv[1]), "project", "run", {}, {})
 writer.log(1, {"reward/mean": 1.0})
 writer.close()
@@ -103,7 +103,7 @@ def test_trackio_goes_on_with_the_same_run(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from corral.observe.adapters import Trackio
+from corral.observe.trackers import Trackio
 first = Trackio(Path(), "project", "run", {"seed": 0}, {})
 first.log(1, {"reward/mean": 0.5, "validation/mean@1": float("nan")})
 first.close()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from corral.observe import trackers as module
-from corral.observe.adapters import ADAPTERS
-from corral.observe.metrics import read
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
-from corral.observe.trackers import make_trackers
+from corral.observe.trackers import ADAPTERS, make_trackers
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Logging
 
@@ -71,7 +70,7 @@ def test_metrics_are_always_in_the_file(folder: RunFolder) -> None:
     trackers = make_trackers(Logging(trackers=[]), folder, "run")
     trackers.log(1, {"reward/mean": 0.5})
     trackers.close()
-    assert read(folder.metrics) == [{"step": 1, "reward/mean": 0.5}]
+    assert read_metrics(folder.metrics) == [{"step": 1, "reward/mean": 0.5}]
 
 
 def test_a_tracker_gets_every_row_before_it_is_closed(folder: RunFolder, memory: Memory) -> None:
@@ -97,7 +96,7 @@ def test_a_failing_tracker_warns_once_is_counted_and_goes_on(
         "the tracker tensorboard failed (server is gone); training goes on, further failures are counted"
     ]
     assert caplog.records[-1].getMessage() == "the tracker tensorboard failed 3 times in this run"
-    assert len(read(folder.metrics)) == 6
+    assert len(read_metrics(folder.metrics)) == 6
 
 
 def test_a_hung_tracker_neither_holds_up_a_step_nor_the_end(
@@ -182,8 +181,8 @@ def test_a_tracker_that_is_not_installed_is_an_error_that_names_the_extra(
 def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     program = """
 import sys
-import corral.observe.console, corral.observe.curve, corral.observe.log, corral.observe.trackers
-import corral.observe.trajectories
+import corral.observe.console, corral.observe.curve, corral.observe.console, corral.observe.trackers
+import corral.observe.run_files
 heavy = {"torch", "transformers", "matplotlib", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 """

@@ -21,10 +21,10 @@ from corral.envs.registry import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Sampling
-from corral.rollout.native import NativeEngine
+from corral.rollout.native_engine import NativeEngine
 
 ENVIRONMENTS = '''
 import asyncio
@@ -248,11 +248,11 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def play(engine: NativeEngine, environments: Path) -> "Play":
-    return Play(engine, environments)
+def rollout(engine: NativeEngine, environments: Path) -> "Rollout":
+    return Rollout(engine, environments)
 
 
-class Play:
+class Rollout:
     def __init__(self, engine: NativeEngine, environments: Path) -> None:
         self.engine, self.environments = engine, environments
         self.tokenizer = engine.tokenizer
@@ -278,10 +278,10 @@ class Play:
         chat_tokenizer = tiny_tokenizer()
         if template is not None:
             chat_tokenizer.chat_template = template
-        driver = Driver(
+        driver = RolloutDriver(
             engine=self.engine,
             envs=EnvSet({"": environment}, {}),
-            chat=Chat(chat_tokenizer, True),
+            chat=ChatRenderer(chat_tokenizer, True),
             max_turns=max_turns,
             max_prompt_tokens=60,
             max_response_tokens=budget,
@@ -292,7 +292,7 @@ class Play:
         row = Row([Message(role="user", content="Hello?")], None, "", {})
         prompt = Prompt(3, 0, row, render_prompt(self.tokenizer, row, True))
         sampling = Sampling(max_tokens=max_tokens, stop_tokens=frozenset({self.tokenizer.eos_token_id}))
-        return asyncio.run(asyncio.wait_for(driver.play([prompt], samples, sampling), within_s))
+        return asyncio.run(asyncio.wait_for(driver.roll_out([prompt], samples, sampling), within_s))
 
     def text(self, tokens: np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens))
@@ -305,68 +305,68 @@ def turns(trajectory: Trajectory) -> list[tuple[bool, list[int]]]:
     return [(bool(trajectory.generated[span[0]]), trajectory.tokens[span].tolist()) for span in spans]
 
 
-def test_a_two_turn_conversation_is_recorded_token_by_token(play: Play) -> None:
-    for trajectory in play("TwoTurns", samples=8):
+def test_a_two_turn_conversation_is_recorded_token_by_token(rollout: Rollout) -> None:
+    for trajectory in rollout("TwoTurns", samples=8):
         (_, opening), (_, first), (_, observation), (_, second) = turns(trajectory)
         assert [generated for generated, _ in turns(trajectory)] == [False, True, False, True]
-        assert play.text(np.array(opening)) == "<|start|>user\nSay something.<|end|>\n<|start|>assistant\n"
-        ended = first[-1] == play.tokenizer.eos_token_id
+        assert rollout.text(np.array(opening)) == "<|start|>user\nSay something.<|end|>\n<|start|>assistant\n"
+        ended = first[-1] == rollout.tokenizer.eos_token_id
         following = "\n<|start|>user\nAnd again?<|end|>\n<|start|>assistant\n"
-        assert play.text(np.array(observation)) == ("" if ended else "<|end|>") + following
+        assert rollout.text(np.array(observation)) == ("" if ended else "<|end|>") + following
         last_of_first = len(opening) + len(first) - 1
         assert trajectory.turn_rewards == [(last_of_first, 0.25), (len(trajectory.tokens) - 1, 0.5)]
         assert trajectory.generated[last_of_first]
         assert trajectory.generated[-1]
         assert trajectory.reward == 0.75
         replies = (
-            play.tokenizer.decode(first, skip_special_tokens=True),
-            play.tokenizer.decode(second, skip_special_tokens=True),
+            rollout.tokenizer.decode(first, skip_special_tokens=True),
+            rollout.tokenizer.decode(second, skip_special_tokens=True),
         )
         assert trajectory.metrics == {"turns": 2, "length": len("".join(replies))}
         assert trajectory.error is None
 
 
-def test_only_what_was_generated_has_log_probs_and_versions(play: Play) -> None:
-    for trajectory in play("TwoTurns", samples=4):
+def test_only_what_was_generated_has_log_probs_and_versions(rollout: Rollout) -> None:
+    for trajectory in rollout("TwoTurns", samples=4):
         assert (trajectory.logprobs[trajectory.generated] < 0).all()
         assert (trajectory.logprobs[~trajectory.generated] == 0).all()
         assert (trajectory.versions[trajectory.generated] == 0).all()
         assert (trajectory.versions[~trajectory.generated] == -1).all()
 
 
-def test_a_conversation_is_what_the_template_would_render(play: Play) -> None:
+def test_a_conversation_is_what_the_template_would_render(rollout: Rollout) -> None:
     """Extended token by token, and yet the same as rendered at once."""
-    for trajectory in play("TwoTurns", samples=8):
+    for trajectory in rollout("TwoTurns", samples=8):
         (_, _), (_, first), (_, _), (_, second) = turns(trajectory)
-        if {play.tokenizer.eos_token_id, 0, 1} & {*first[:-1], *second[:-1]}:
+        if {rollout.tokenizer.eos_token_id, 0, 1} & {*first[:-1], *second[:-1]}:
             continue  # special tokens in the middle of a reply cannot be written as text
-        replies = [play.tokenizer.decode(reply, skip_special_tokens=True) for reply in (first, second)]
+        replies = [rollout.tokenizer.decode(reply, skip_special_tokens=True) for reply in (first, second)]
         messages = [
             {"role": "user", "content": "Say something."},
             {"role": "assistant", "content": replies[0]},
             {"role": "user", "content": "And again?"},
         ]
-        rendered = play.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert play.text(trajectory.tokens[: -len(second)]) == rendered
+        rendered = rollout.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert rollout.text(trajectory.tokens[: -len(second)]) == rendered
 
 
-def test_samples_of_a_prompt_differ_and_are_the_same_again(play: Play) -> None:
-    first, again = play("TwoTurns", samples=4), play("TwoTurns", samples=4)
+def test_samples_of_a_prompt_differ_and_are_the_same_again(rollout: Rollout) -> None:
+    first, again = rollout("TwoTurns", samples=4), rollout("TwoTurns", samples=4)
     assert [t.tokens.tolist() for t in first] == [t.tokens.tolist() for t in again]
     assert len({tuple(t.tokens) for t in first}) == 4
     assert [(t.prompt_id, t.sample) for t in first] == [(3, 0), (3, 1), (3, 2), (3, 3)]
 
 
-def test_a_conversation_ends_after_max_turns(play: Play) -> None:
-    [trajectory] = play("EndlessTalk", max_turns=2, max_tokens=3)
+def test_a_conversation_ends_after_max_turns(rollout: Rollout) -> None:
+    [trajectory] = rollout("EndlessTalk", max_turns=2, max_tokens=3)
     assert trajectory.stop is StopReason.TURNS
     assert [reward for _, reward in trajectory.turn_rewards] == [0.125, 0.125]
     assert trajectory.generated[-1]  # nothing is observed after the last turn
 
 
 @pytest.mark.parametrize("name", ["EndlessTalk", "LongTalk"])
-def test_a_conversation_never_passes_its_budget_of_tokens(play: Play, name: str) -> None:
-    for trajectory in play(name, samples=4, max_turns=50, max_tokens=4):
+def test_a_conversation_never_passes_its_budget_of_tokens(rollout: Rollout, name: str) -> None:
+    for trajectory in rollout(name, samples=4, max_turns=50, max_tokens=4):
         assert trajectory.stop is StopReason.LENGTH
         assert len(trajectory.tokens) - trajectory.prompt_length <= BUDGET
         assert trajectory.generated[-1]
@@ -387,10 +387,10 @@ def test_a_conversation_never_passes_its_budget_of_tokens(play: Play, name: str)
     ],
 )
 def test_an_environment_that_fails_costs_its_trajectory_and_a_bounded_time(
-    play: Play, name: str, expected: str
+    rollout: Rollout, name: str, expected: str
 ) -> None:
     started = time.monotonic()
-    for trajectory in play(name, samples=3):
+    for trajectory in rollout(name, samples=3):
         assert trajectory.stop is StopReason.ERROR
         assert trajectory.error is not None
         assert trajectory.error.startswith(expected)
@@ -409,52 +409,52 @@ def test_an_environment_that_fails_costs_its_trajectory_and_a_bounded_time(
         ("LongOpening", "reset: ValueError: 169 tokens are more than data.max_prompt_tokens: 60"),
     ],
 )
-def test_an_environment_that_fails_at_the_start_leaves_nothing_to_learn_from(
-    play: Play, name: str, expected: str
+def test_an_environment_that_fails_at_reset_leaves_nothing_to_train_on(
+    rollout: Rollout, name: str, expected: str
 ) -> None:
-    [trajectory] = play(name)
+    [trajectory] = rollout(name)
     assert trajectory.stop is StopReason.ERROR
     assert trajectory.error is not None
     assert trajectory.error.startswith(expected)
     assert trajectory.num_generated == 0
 
 
-def test_an_environment_that_bounds_itself_has_no_deadline(play: Play) -> None:
-    for trajectory in play("TakesItsTime", samples=3):
+def test_an_environment_that_bounds_itself_has_no_deadline(rollout: Rollout) -> None:
+    for trajectory in rollout("TakesItsTime", samples=3):
         assert trajectory.error is None
         assert trajectory.reward == 1.0
 
 
-def test_when_playing_is_cancelled_steps_end_and_environments_are_closed(play: Play) -> None:
+def test_when_a_rollout_is_cancelled_steps_end_and_environments_are_closed(rollout: Rollout) -> None:
     with pytest.raises(TimeoutError):
-        play("NeverEnds", samples=3, within_s=1.0)
-    ended = load_object(f"{play.environments}:NeverEnds", "environment").ended
+        rollout("NeverEnds", samples=3, within_s=1.0)
+    ended = load_object(f"{rollout.environments}:NeverEnds", "environment").ended
     assert sorted(ended) == ["close"] * 3 + ["step"] * 3
 
 
-def test_an_environment_that_fails_late_keeps_what_was_earned_before(play: Play) -> None:
-    [trajectory] = play("RaisesLate")
+def test_an_environment_that_fails_late_keeps_what_was_earned_before(rollout: Rollout) -> None:
+    [trajectory] = rollout("RaisesLate")
     assert [reward for _, reward in trajectory.turn_rewards] == [0.25, -1.0]
     assert trajectory.stop is StopReason.ERROR
 
 
-def test_an_environment_that_fails_to_close_has_still_been_played(play: Play) -> None:
-    [trajectory] = play("RaisesInClose")
+def test_an_environment_that_fails_to_close_still_gives_its_trajectory(rollout: Rollout) -> None:
+    [trajectory] = rollout("RaisesInClose")
     assert trajectory.reward == 1.0
     assert trajectory.error is not None
     assert trajectory.error.startswith("close: ValueError: cannot let go")
 
 
-def test_an_error_that_the_environment_reports_is_not_forgotten_in_the_next_turn(play: Play) -> None:
-    [trajectory] = play("FailsEarlyAndGoesOn")
+def test_an_error_that_the_environment_reports_is_not_forgotten_in_the_next_turn(rollout: Rollout) -> None:
+    [trajectory] = rollout("FailsEarlyAndGoesOn")
     assert trajectory.error == "the tool was down"
     assert trajectory.reward == 0.75
 
 
-def test_one_bad_environment_does_not_touch_the_others(play: Play) -> None:
-    trajectories = play("Moody", samples=6)
+def test_one_bad_environment_does_not_touch_the_others(rollout: Rollout) -> None:
+    trajectories = rollout("Moody", samples=6)
     assert [trajectory.error is None for trajectory in trajectories] == [True, False] * 3
-    plain = play("Plain", samples=6)
+    plain = rollout("Plain", samples=6)
     assert [t.tokens.tolist() for t in trajectories] == [t.tokens.tolist() for t in plain]
 
 
@@ -469,17 +469,17 @@ WITHOUT_END = "{% for message in messages %}{{ message['content'] }}\n{% endfor 
     ("template", "expected"),
     [(FORGETFUL, "changes earlier turns"), (WITHOUT_END, re.escape("does not end a turn with <|end|>"))],
 )
-def test_a_template_that_cannot_be_extended_is_refused(play: Play, template: str, expected: str) -> None:
+def test_a_template_that_cannot_be_extended_is_refused(rollout: Rollout, template: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        play("TwoTurns", template=template)
+        rollout("TwoTurns", template=template)
 
 
-def test_an_inline_observation_continues_the_models_own_turn_unless_it_was_closed(play: Play) -> None:
+def test_an_inline_observation_continues_the_models_own_turn_unless_it_was_closed(rollout: Rollout) -> None:
     inline, as_message = 0, 0
-    for trajectory in play("Inline", samples=8, max_turns=1, max_tokens=3, budget=80):
+    for trajectory in rollout("Inline", samples=8, max_turns=1, max_tokens=3, budget=80):
         (_, _), (_, first), (_, observation), (_, _) = turns(trajectory)
-        text = play.text(np.array(observation))
-        if first[-1] == play.tokenizer.eos_token_id:
+        text = rollout.text(np.array(observation))
+        if first[-1] == rollout.tokenizer.eos_token_id:
             as_message += 1
             assert text.startswith("\n<|start|>user\n<info>bl")
         else:
@@ -489,37 +489,37 @@ def test_an_inline_observation_continues_the_models_own_turn_unless_it_was_close
     assert as_message + inline == 8
 
 
-def test_last_turns_come_on_top_and_the_summary_is_asked_when_they_are_over(play: Play) -> None:
-    [trajectory] = play("Inline", max_turns=1, max_tokens=2)
+def test_last_turns_come_on_top_and_the_summary_is_taken_after_them(rollout: Rollout) -> None:
+    [trajectory] = rollout("Inline", max_turns=1, max_tokens=2)
     assert len(trajectory.turn_rewards) == 2
     assert trajectory.stop is StopReason.TURNS
     assert trajectory.metrics["seen"] == 1.0
 
 
-def test_a_turn_has_its_own_limit_of_tokens(play: Play) -> None:
-    for trajectory in play("TwoTurns", samples=4, max_tokens=30, max_turn_tokens=2):
+def test_a_turn_has_its_own_limit_of_tokens(rollout: Rollout) -> None:
+    for trajectory in rollout("TwoTurns", samples=4, max_tokens=30, max_turn_tokens=2):
         assert all(len(tokens) <= 2 for generated, tokens in turns(trajectory) if generated)
 
 
-def test_a_long_observation_is_cut_and_keeps_its_closing_tag(play: Play) -> None:
-    for trajectory in play("Inline", samples=8, max_tokens=2, max_turns=1, max_observation_tokens=15, budget=80):
+def test_a_long_observation_is_cut_and_keeps_its_closing_tag(rollout: Rollout) -> None:
+    for trajectory in rollout("Inline", samples=8, max_tokens=2, max_turns=1, max_observation_tokens=15, budget=80):
         (_, _), (_, first), (_, observation), (_, _) = turns(trajectory)
         assert trajectory.metrics["cut_observations"] == 1.0
-        if first[-1] != play.tokenizer.eos_token_id:
-            assert play.text(np.array(observation)) == "<info>bl</info>"
+        if first[-1] != rollout.tokenizer.eos_token_id:
+            assert rollout.text(np.array(observation)) == "<info>bl</info>"
 
 
-def test_no_more_environments_are_open_than_the_recipe_allows(play: Play) -> None:
-    trajectories = play("Counted", samples=7, concurrency=2)
+def test_no_more_environments_are_open_than_the_recipe_allows(rollout: Rollout) -> None:
+    trajectories = rollout("Counted", samples=7, concurrency=2)
     assert len(trajectories) == 7
     assert all(trajectory.error is None for trajectory in trajectories)
     from corral.data.plugins import load_object
 
-    assert load_object(f"{play.environments}:Counted", "environment").most == 2
+    assert load_object(f"{rollout.environments}:Counted", "environment").most == 2
 
 
-def test_states_are_numbered_by_what_the_environment_says_they_are(play: Play) -> None:
-    [trajectory] = play("Wanders", max_turns=5, max_tokens=1, budget=300)
+def test_states_are_numbered_by_what_the_environment_says_they_are(rollout: Rollout) -> None:
+    [trajectory] = rollout("Wanders", max_turns=5, max_tokens=1, budget=300)
     begin, *later = trajectory.turn_states
     assert begin not in later
     assert later[0] == later[2] != later[1] == later[3]

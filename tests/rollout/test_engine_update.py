@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from corral.recipe.errors import RunError
 from corral.rollout.engine import Completion, Sampling
-from corral.rollout.native import NativeEngine, copy_weights
-from corral.rollout.request import Request
+from corral.rollout.engine_core import GenerationRequest
+from corral.rollout.native_engine import NativeEngine, copy_weights
 
 LONG = Sampling(max_tokens=24)
 STEPS = {"slots": 9, "paged": 2}
@@ -29,7 +29,7 @@ def new_weights(engine: NativeEngine) -> list[tuple[str, Tensor]]:
     return [(name, p + 0.1 * torch.randn(p.shape, generator=generator).to(DEVICE)) for name, p in own]
 
 
-def drawn_before(completion: Completion) -> int:
+def sampled_before(completion: Completion) -> int:
     """Tokens that the old weights drew: some, not all."""
     old = completion.versions.count(0)
     assert 0 < old < len(completion.versions)
@@ -62,7 +62,7 @@ def generate_across_update(
             calls.append(asyncio.ensure_future(engine.update(weights, version=1)))
             calls.extend(asyncio.ensure_future(engine.generate(*request)) for request in later)
 
-        def counted_step() -> list[Request]:
+        def counted_step() -> list[GenerationRequest]:
             finished = step()
             if next(counter) == after:
                 loop.call_soon_threadsafe(update)  # before the pump hears that the step is over
@@ -79,23 +79,23 @@ def generate_across_update(
 def test_a_completion_notes_which_version_drew_each_token_and_the_pause_is_returned(core: str) -> None:
     engine = make_engine(core=core)
     (completion,), seconds = generate_across_update(engine, SAMPLES[:1], new_weights(engine), after=STEPS[core])
-    old = drawn_before(completion)
+    old = sampled_before(completion)
     assert completion.versions == [0] * old + [1] * (24 - old)
     assert 0 < seconds < 10
 
 
-def test_what_was_drawn_before_an_update_is_as_without_it(core: str) -> None:
+def test_tokens_sampled_before_an_update_are_as_without_it(core: str) -> None:
     undisturbed = generate(make_engine(core=core), SAMPLES)
     engine = make_engine(core=core)
     completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=STEPS[core])
     for ours, theirs in zip(completions, undisturbed, strict=True):
-        old = drawn_before(ours)
+        old = sampled_before(ours)
         assert (ours.tokens[:old], ours.logprobs[:old]) == (theirs.tokens[:old], theirs.logprobs[:old])
         assert ours.tokens[old:] != theirs.tokens[old:]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_after_an_update_new_weights_read_what_the_old_ones_left_in_the_cache(family: str, core: str) -> None:
+def test_after_an_update_new_weights_attend_to_what_the_old_ones_left_in_the_cache(family: str, core: str) -> None:
     engine = make_engine(family, core=core)
     weights = new_weights(engine)
     old = [(name, parameter.detach().clone()) for name, parameter in engine.model.named_parameters()]
@@ -105,7 +105,7 @@ def test_after_an_update_new_weights_read_what_the_old_ones_left_in_the_cache(fa
         copy_weights(theirs, old)
         history = torch.tensor([PROMPTS[2] + completion.tokens], device=DEVICE)
         # The last token that the old weights drew was read by the new ones.
-        num_read = len(PROMPTS[2]) + drawn_before(completion) - 1
+        num_read = len(PROMPTS[2]) + sampled_before(completion) - 1
         cache = DynamicCache()
         with torch.no_grad():
             before = theirs(history[:, :num_read], past_key_values=cache).logits
@@ -147,13 +147,13 @@ def test_after_weights_that_broke_off_requests_wait_until_others_are_taken_whole
     async def go() -> list[int]:
         prompt, sampling, seed = SAMPLES[0]
         request = asyncio.ensure_future(engine.generate(prompt, sampling, seed))
-        while engine.stats.generated_tokens < 9:
+        while engine.stats.num_generated_tokens < 9:
             await asyncio.sleep(0)
         with pytest.raises(RunError, match="the sender died"):
             await engine.update(broken(), version=1)
-        drawn = engine.stats.generated_tokens
+        drawn = engine.stats.num_generated_tokens
         await asyncio.sleep(0.2)
-        assert engine.stats.generated_tokens == drawn
+        assert engine.stats.num_generated_tokens == drawn
         await engine.update(weights, version=2)
         return (await request).versions
 

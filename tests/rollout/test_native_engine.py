@@ -11,9 +11,9 @@ from tiny import DEVICE, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from corral.model.attention import make_exact, register
-from corral.rollout.engine import Completion, Finish, Sampling
-from corral.rollout.native import NativeEngine
-from corral.rollout.slots import SlotCore
+from corral.rollout.engine import Completion, FinishReason, Sampling
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.slot_core import SlotCore
 
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 1e-4
 """In log-probs, float32: a GPU sums in another order."""
@@ -89,27 +89,27 @@ def test_a_sample_does_not_depend_on_what_else_is_in_the_batch(core: str) -> Non
     assert [c.tokens for c in together] == [c.tokens for c in cramped] == [c.tokens for c in alone]
 
 
-def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_beginning() -> None:
+def test_the_samples_of_a_prompt_share_its_prefill_and_every_common_prefix() -> None:
     engine = make_engine()
     completions = generate(engine, [(PROMPTS[2], Sampling(max_tokens=6), seed) for seed in range(30)])
     histories = {tuple(c.tokens[: i + 1]) for c in completions for i in range(len(c.tokens) - 1)}
-    assert engine.stats.computed_tokens == len(PROMPTS[2]) + len(histories)
-    assert engine.stats.generated_tokens == 30 * 6
+    assert engine.stats.num_computed_tokens == len(PROMPTS[2]) + len(histories)
+    assert engine.stats.num_generated_tokens == 30 * 6
 
 
-def test_prompts_share_a_common_beginning(core: str) -> None:
+def test_prompts_share_a_common_prefix(core: str) -> None:
     engine = make_engine(core=core)
     generate(engine, [(PROMPTS[0], Sampling(max_tokens=1), 0), (PROMPTS[3], Sampling(max_tokens=1), 0)])
-    assert engine.stats.computed_tokens == 6
+    assert engine.stats.num_computed_tokens == 6
 
 
 def test_a_prompt_is_prefilled_once_though_its_samples_start_at_different_times(core: str) -> None:
     engine = make_engine(max_sequences=3, core=core)
     completions = generate(engine, [(PROMPTS[2], Sampling(max_tokens=2), seed) for seed in range(10)])
-    assert engine.stats.computed_tokens <= len(PROMPTS[2]) + 10
+    assert engine.stats.num_computed_tokens <= len(PROMPTS[2]) + 10
     assert all(len(c.tokens) == 2 for c in completions)
     core_now: Any = engine.core
-    assert not (core_now.stored if core == "slots" else core_now.cache.stored)
+    assert not (core_now.cached_prompts if core == "slots" else core_now.cache.cached_prompts)
 
 
 def test_a_stop_token_ends_a_sequence_and_is_part_of_it(core: str) -> None:
@@ -117,9 +117,9 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it(core: str) -> None:
     free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=30), 5)])[0]
     token = free.tokens[4]
     stopped = generate(engine, [(PROMPTS[0], Sampling(max_tokens=30, stop_tokens=frozenset([token])), 5)])[0]
-    assert stopped.finish is Finish.STOP_TOKEN
+    assert stopped.finish_reason is FinishReason.STOP_TOKEN
     assert stopped.tokens == free.tokens[: free.tokens.index(token) + 1]
-    assert free.finish is Finish.LENGTH
+    assert free.finish_reason is FinishReason.LENGTH
 
 
 def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it(core: str) -> None:
@@ -127,11 +127,11 @@ def test_a_stop_string_ends_a_sequence_at_the_token_that_completes_it(core: str)
     free = generate(engine, [(PROMPTS[1], Sampling(max_tokens=30), 6)])[0]
     text = engine.tokenizer.decode(free.tokens)
     stopped = generate(engine, [(PROMPTS[1], Sampling(max_tokens=30, stop=(text[3:5],)), 6)])[0]
-    assert stopped.finish is Finish.STOP_STRING
+    assert stopped.finish_reason is FinishReason.STOP_STRING
     assert engine.tokenizer.decode(stopped.tokens) == text[: text.index(text[3:5]) + 2]
 
 
-def test_truncated_sampling_draws_only_what_it_may_and_reports_untruncated_log_probs(core: str) -> None:
+def test_truncated_sampling_excludes_tokens_and_reports_untruncated_log_probs(core: str) -> None:
     engine = make_engine(core=core)
     only_best = Sampling(max_tokens=8, top_k=1)
     greedy, best = generate(
@@ -148,7 +148,7 @@ def test_every_token_carries_the_version_of_the_weights(core: str) -> None:
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=3), 0)])[0].versions == [7, 7, 7]
 
 
-def test_loaded_weights_are_the_ones_that_play(core: str) -> None:
+def test_loaded_weights_are_the_ones_that_generate(core: str) -> None:
     engine, other = make_engine(core=core), make_engine(core=core)
     with torch.no_grad():
         for parameter in other.model.parameters():
@@ -158,14 +158,14 @@ def test_loaded_weights_are_the_ones_that_play(core: str) -> None:
     assert generate(engine, [request])[0].logprobs == generate(other, [request])[0].logprobs
 
 
-def test_pausing_gives_the_cache_back_and_playing_takes_it_again() -> None:
+def test_a_released_cache_is_allocated_again_by_the_next_request() -> None:
     engine = make_engine()
     assert isinstance(engine.core, SlotCore)
     before = generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0]
-    engine.pause()
+    engine.release_cache()
     assert engine.core.cache.capacity == 0
     assert engine.core.cache.keys[0] is None
-    engine.resume()
+    engine.acquire_cache()
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0].tokens == before.tokens
 
 
@@ -218,13 +218,13 @@ async def two_turns(
 ) -> tuple[list[int], Completion]:
     """A turn of up to 6 tokens, 3 tokens from elsewhere, and another turn."""
     sampling = Sampling(max_tokens=6)
-    first = await engine.generate(prompt, sampling, seed, keep=keep)
+    first = await engine.generate(prompt, sampling, seed, keep_prefix=keep)
     whole = [*prompt, *first.tokens, 20, 21, 22]
-    return whole, await engine.generate(whole, sampling, seed + 1, memory=first.memory)
+    return whole, await engine.generate(whole, sampling, seed + 1, prefix=first.prefix)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str, core: str) -> None:
+def test_the_next_turn_of_a_conversation_prefills_only_what_is_new(family: str, core: str) -> None:
     async def conversations(engine: NativeEngine, keep: bool) -> list[tuple[list[int], Completion]]:
         return await asyncio.gather(*(two_turns(engine, p, 10 * i, keep=keep) for i, p in enumerate(PROMPTS * 3)))
 
@@ -237,33 +237,35 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(family: str, cor
         assert completion.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
         expected = reference_logprobs(remembering, whole, completion.tokens, 1.0)
         assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
-    assert remembering.stats.computed_tokens < forgetting.stats.computed_tokens
+    assert remembering.stats.num_computed_tokens < forgetting.stats.num_computed_tokens
     core_now: Any = remembering.core
-    assert not (core_now if core == "slots" else core_now.cache).histories  # nobody can come back with one any more
+    assert not (
+        core_now if core == "slots" else core_now.cache
+    ).cached_prefixes  # nobody can come back with one any more
 
 
-def test_a_history_of_other_weights_is_not_gone_on_from(core: str) -> None:
+def test_a_cached_prefix_of_other_weights_is_not_used(core: str) -> None:
     engine = make_engine(core=core)
 
     async def with_an_update() -> tuple[list[int], Completion]:
-        first = await engine.generate(PROMPTS[0], Sampling(max_tokens=4), 1, keep=True)
+        first = await engine.generate(PROMPTS[0], Sampling(max_tokens=4), 1, keep_prefix=True)
         engine.load([(name, weight * 0.5) for name, weight in engine.model.named_parameters()], 1)
         whole = [*PROMPTS[0], *first.tokens, 20]
-        return whole, await engine.generate(whole, Sampling(max_tokens=4), 2, memory=first.memory)
+        return whole, await engine.generate(whole, Sampling(max_tokens=4), 2, prefix=first.prefix)
 
     whole, completion = asyncio.run(with_an_update())
     expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
     assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_histories_have_no_more_tokens_than_the_cache() -> None:
+def test_cached_prefixes_have_no_more_tokens_than_the_cache() -> None:
     engine = make_engine(max_sequences=2)
 
     async def many() -> list[Completion]:
         prompts = [list(range(3, 3 + 60 + i)) for i in range(12)]
         sampling = Sampling(max_tokens=2)
-        return await asyncio.gather(*(engine.generate(prompt, sampling, 1, keep=True) for prompt in prompts))
+        return await asyncio.gather(*(engine.generate(prompt, sampling, 1, keep_prefix=True) for prompt in prompts))
 
-    kept = [completion.memory for completion in asyncio.run(many())]
+    kept = [completion.prefix for completion in asyncio.run(many())]
     assert 0 < sum(memory is not None for memory in kept) < 12
     assert sum(memory.length for memory in kept if memory is not None) <= 2 * 256  # type: ignore[attr-defined]

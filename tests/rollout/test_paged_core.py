@@ -10,14 +10,14 @@ from tiny import DEVICE
 
 from corral.kernels.paged import PAGE
 from corral.model.fused import fuse
-from corral.rollout.engine import Completion, Finish, Sampling
-from corral.rollout.native import NativeEngine
-from corral.rollout.paged import core as paged_core
-from corral.rollout.paged.core import PagedCore
-from corral.rollout.paged.decoder import batch_size
-from corral.rollout.paged.openings import Opening
-from corral.rollout.paged.pool import CacheShape, PagePool
-from corral.rollout.request import Request
+from corral.rollout import paged_core
+from corral.rollout.engine import Completion, FinishReason, Sampling
+from corral.rollout.engine_core import GenerationRequest
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.paged_core import PagedCore
+from corral.rollout.paged_decoder import batch_size
+from corral.rollout.paged_kv_cache import CacheShape, PagePool
+from corral.rollout.prefill_scheduler import PrefillGroup
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels need heads of 32 and more")
 LONG_PROMPT = [3 + i % 60 for i in range(150)]
@@ -26,7 +26,7 @@ LONG_PROMPT = [3 + i % 60 for i in range(150)]
 def paged_engine(num_pages: int | None = None, **options: int) -> NativeEngine:
     engine = make_engine(core="paged", **options)  # type: ignore[arg-type]
     if num_pages is not None:
-        core_of(engine).cache.num_pages = lambda: num_pages  # type: ignore[method-assign]
+        core_of(engine).cache._num_pages = lambda: num_pages  # type: ignore[method-assign]
     return engine
 
 
@@ -38,16 +38,16 @@ def core_of(engine: NativeEngine) -> PagedCore:
 def assert_nothing_is_held(engine: NativeEngine) -> None:
     core = core_of(engine)
     gc.collect()
-    core.acquire()
+    core.acquire_cache()
     pool = core.cache.pool
-    assert sorted(pool.free) == list(range(1, pool.num_pages + 1))
-    assert not pool.users.any()
+    assert sorted(pool.free_pages) == list(range(1, pool.num_pages + 1))
+    assert not pool.ref_counts.any()
     assert sorted(core.free_slots) == list(range(core.max_sequences))
-    assert not core.table.any()
+    assert not core.page_table.any()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_fused_model_plays_as_it_does_module_by_module(family: str) -> None:
+def test_a_fused_model_generates_as_it_does_module_by_module(family: str) -> None:
     requests = [(prompt, Sampling(max_tokens=12), 7 * i) for i, prompt in enumerate(PROMPTS * 2)]
     plain, fused = paged_engine(family=family), paged_engine(family=family)  # type: ignore[arg-type]
     assert fuse(fused.model)
@@ -71,23 +71,23 @@ def test_samples_share_the_pages_of_their_prompt_and_write_into_none_of_them(len
     for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
-    assert engine.stats.computed_tokens - length < 6 * (20 + paged_core.WINDOW)
+    assert engine.stats.num_computed_tokens - length < 6 * (20 + paged_core.WINDOW)
     assert_nothing_is_held(engine)
 
 
-def test_a_prompt_that_is_longer_than_a_pass_is_read_in_parts_between_which_others_go_on() -> None:
+def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_which_others_are_decoded() -> None:
     engine = paged_engine(max_prefill_tokens=32)
     requests = [(PROMPTS[0], Sampling(max_tokens=60), 1), (LONG_PROMPT, Sampling(max_tokens=10), 2)]
     requests += [(PROMPTS[1], Sampling(max_tokens=10), 3)]
     passes: list[int] = []
-    read = core_of(engine).openings.read
+    compute = core_of(engine).prefill.compute
 
-    def counted(openings: list[Opening]) -> None:
-        before = engine.stats.computed_tokens
-        read(openings)
-        passes.append(engine.stats.computed_tokens - before)
+    def counted(groups: list[PrefillGroup]) -> None:
+        before = engine.stats.num_computed_tokens
+        compute(groups)
+        passes.append(engine.stats.num_computed_tokens - before)
 
-    core_of(engine).openings.read = counted  # type: ignore[method-assign]
+    core_of(engine).prefill.compute = counted  # type: ignore[method-assign]
     for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
@@ -95,21 +95,21 @@ def test_a_prompt_that_is_longer_than_a_pass_is_read_in_parts_between_which_othe
     assert_nothing_is_held(engine)
 
 
-def test_sequences_are_set_aside_when_pages_run_out_and_go_on_later_as_if_nothing_had_happened() -> None:
+def test_sequences_are_preempted_when_pages_run_out_and_continue_later_as_if_nothing_had_happened() -> None:
     engine = paged_engine(num_pages=5)
-    set_aside: list[int] = []
-    put_back = core_of(engine)._set_aside
+    preempted: list[int] = []
+    put_back = core_of(engine)._preempt
 
-    def noted(waiting: list[Request]) -> None:
+    def noted(waiting: list[GenerationRequest]) -> None:
         put_back(waiting)
-        set_aside.append(len(waiting[0].tokens))
+        preempted.append(len(waiting[0].tokens))
 
-    core_of(engine)._set_aside = noted  # type: ignore[method-assign]
+    core_of(engine)._preempt = noted  # type: ignore[method-assign]
     requests = [(PROMPTS[i % 4], Sampling(max_tokens=100), i) for i in range(6)]
     for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
-    assert set_aside
+    assert preempted
     assert_nothing_is_held(engine)
 
 
@@ -122,7 +122,7 @@ def test_a_sequence_may_be_as_long_as_all_pages() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_prompts_that_wait_for_samples_give_way_to_what_runs() -> None:
+def test_cached_prompts_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=6, max_sequences=4)
     prompts = [LONG_PROMPT[: 100 + i] for i in range(4)]
     requests = [(prompt, Sampling(max_tokens=100), seed) for prompt in prompts for seed in range(5)]
@@ -132,7 +132,7 @@ def test_prompts_that_wait_for_samples_give_way_to_what_runs() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_what_is_decoded_behind_a_stop_token_is_seen_by_nobody() -> None:
+def test_what_is_decoded_behind_a_stop_token_is_cut_off() -> None:
     engine = paged_engine(max_sequences=2)
     free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=40), 5)])[0]
     sampling = Sampling(max_tokens=40, stop_tokens=frozenset(free.tokens[9:10]))
@@ -141,27 +141,27 @@ def test_what_is_decoded_behind_a_stop_token_is_seen_by_nobody() -> None:
     stopped, *others = generate(engine, requests)
     assert stopped.tokens == free.tokens[: first + 1]
     assert stopped.logprobs == pytest.approx(free.logprobs[: first + 1], abs=TOLERANCE)
-    assert stopped.finish is Finish.STOP_TOKEN
+    assert stopped.finish_reason is FinishReason.STOP_TOKEN
     for ours, theirs in zip(others, generate(make_engine(), requests[1:]), strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
     assert_nothing_is_held(engine)
 
 
-def test_histories_give_way_to_what_runs() -> None:
+def test_cached_prefixes_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=4)
 
-    async def play() -> tuple[list[Completion], Completion, Completion]:
+    async def run() -> tuple[list[Completion], Completion, Completion]:
         first = await asyncio.gather(
-            *(engine.generate(prompt, Sampling(max_tokens=4), 1, keep=True) for prompt in PROMPTS)
+            *(engine.generate(prompt, Sampling(max_tokens=4), 1, keep_prefix=True) for prompt in PROMPTS)
         )
         long = await engine.generate(LONG_PROMPT, Sampling(max_tokens=60), 2)
         again = [*PROMPTS[0], *first[0].tokens, 20]
-        return first, long, await engine.generate(again, Sampling(max_tokens=4), 3, memory=first[0].memory)
+        return first, long, await engine.generate(again, Sampling(max_tokens=4), 3, prefix=first[0].prefix)
 
-    first, long, again = asyncio.run(play())
-    assert all(completion.memory is not None for completion in first)
-    assert not any(completion.memory.pages for completion in first)  # type: ignore[union-attr]
+    first, long, again = asyncio.run(run())
+    assert all(completion.prefix is not None for completion in first)
+    assert not any(completion.prefix.pages for completion in first)  # type: ignore[union-attr]
     expected = reference_logprobs(engine, LONG_PROMPT, long.tokens, 1.0)
     assert torch.tensor(long.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     expected = reference_logprobs(engine, [*PROMPTS[0], *first[0].tokens, 20], again.tokens, 1.0)
@@ -170,37 +170,37 @@ def test_histories_give_way_to_what_runs() -> None:
     assert_nothing_is_held(engine)
 
 
-def test_several_may_go_on_from_one_history() -> None:
+def test_several_requests_may_continue_one_cached_prefix() -> None:
     engine = paged_engine()
 
-    async def play() -> list[tuple[list[int], Completion]]:
-        first = await engine.generate(LONG_PROMPT[:70], Sampling(max_tokens=6), 1, keep=True)
+    async def run() -> list[tuple[list[int], Completion]]:
+        first = await engine.generate(LONG_PROMPT[:70], Sampling(max_tokens=6), 1, keep_prefix=True)
         wholes = [[*LONG_PROMPT[:70], *first.tokens, *range(20, 23 + i)] for i in range(4)]
         completions = await asyncio.gather(
-            *(engine.generate(whole, Sampling(max_tokens=10), 5, memory=first.memory) for whole in wholes)
+            *(engine.generate(whole, Sampling(max_tokens=10), 5, prefix=first.prefix) for whole in wholes)
         )
         return list(zip(wholes, completions, strict=True))
 
-    before = engine.stats.computed_tokens
-    for whole, completion in asyncio.run(play()):
+    before = engine.stats.num_computed_tokens
+    for whole, completion in asyncio.run(run()):
         expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
         assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
-    assert engine.stats.computed_tokens - before < 2 * 70
+    assert engine.stats.num_computed_tokens - before < 2 * 70
     assert_nothing_is_held(engine)
 
 
-def test_pausing_gives_the_pages_back_and_a_history_from_before_is_read_again() -> None:
+def test_a_cached_prefix_from_before_the_cache_was_released_is_prefilled_again() -> None:
     engine = paged_engine()
 
-    async def play() -> tuple[list[int], Completion]:
-        first = await engine.generate(PROMPTS[2], Sampling(max_tokens=6), 1, keep=True)
-        engine.pause()
+    async def run() -> tuple[list[int], Completion]:
+        first = await engine.generate(PROMPTS[2], Sampling(max_tokens=6), 1, keep_prefix=True)
+        engine.release_cache()
         assert core_of(engine).cache.pool.layers is None
-        engine.resume()
+        engine.acquire_cache()
         whole = [*PROMPTS[2], *first.tokens, 20]
-        return whole, await engine.generate(whole, Sampling(max_tokens=6), 2, memory=first.memory)
+        return whole, await engine.generate(whole, Sampling(max_tokens=6), 2, prefix=first.prefix)
 
-    whole, completion = asyncio.run(play())
+    whole, completion = asyncio.run(run())
     expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
     assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     assert_nothing_is_held(engine)
@@ -210,40 +210,40 @@ def test_where_the_memory_is_not_to_be_had_again_the_cache_gets_smaller() -> Non
     engine = paged_engine()
     cache = core_of(engine).cache
     before = generate(engine, [(PROMPTS[2], Sampling(max_tokens=20), 1)])[0]
-    engine.pause()
+    engine.release_cache()
     larger = cache.pool
 
     def others_have_it() -> None:
         raise torch.OutOfMemoryError("others have come to stay")
 
     larger.acquire = others_have_it  # type: ignore[method-assign]
-    cache.num_pages = lambda: 10  # type: ignore[method-assign]
+    cache._num_pages = lambda: 10  # type: ignore[method-assign]
     assert generate(engine, [(PROMPTS[2], Sampling(max_tokens=20), 1)])[0].tokens == before.tokens
     assert cache.pool.num_pages == 10
     assert_nothing_is_held(engine)
 
 
-def test_an_update_while_a_long_prompt_is_half_read_reads_it_again() -> None:
+def test_an_update_between_two_chunks_of_a_prompt_prefills_it_again() -> None:
     engine = paged_engine(max_prefill_tokens=32, max_sequences=2)
     weights = [(name, weight.detach() * 0.9) for name, weight in engine.model.named_parameters()]
 
-    async def play() -> Completion:
+    async def run() -> Completion:
         other = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=60), 1))
         request = asyncio.ensure_future(engine.generate(LONG_PROMPT, Sampling(max_tokens=10), 2))
-        while not core_of(engine).openings.unfinished:
+        while not core_of(engine).prefill.chunked:
             await asyncio.sleep(0)
         await engine.update(weights, version=1)
         await other
         return await request
 
-    completion = asyncio.run(play())
+    completion = asyncio.run(run())
     assert completion.versions == [1] * 10
     expected = reference_logprobs(engine, LONG_PROMPT, completion.tokens, 1.0)
     assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
     assert_nothing_is_held(engine)
 
 
-def test_graphs_come_in_few_sizes_and_decode_little_for_nobody() -> None:
+def test_graphs_come_in_few_sizes_and_decode_little_padding() -> None:
     sizes = {batch_size(count, 1000) for count in range(1, 1001)}
     assert len(sizes) < 20
     assert all(batch_size(count, 1000) >= count for count in range(1, 1001))
@@ -257,14 +257,14 @@ def pool() -> PagePool:
     return pool
 
 
-def test_a_page_is_free_again_when_its_last_user_has_left(pool: PagePool) -> None:
-    pages = pool.take(3)
-    pool.share(pages[:1])
-    pool.leave(pages)
-    assert set(pool.free) == {1, 2, 3, 4, 5, 6} - {pages[0]}
-    pool.leave(pages[:1])
-    assert set(pool.free) == {1, 2, 3, 4, 5, 6}
-    assert 0 not in pool.free
+def test_a_page_is_free_when_its_last_reference_is_dropped(pool: PagePool) -> None:
+    pages = pool.allocate(3)
+    pool.add_reference(pages[:1])
+    pool.free(pages)
+    assert set(pool.free_pages) == {1, 2, 3, 4, 5, 6} - {pages[0]}
+    pool.free(pages[:1])
+    assert set(pool.free_pages) == {1, 2, 3, 4, 5, 6}
+    assert 0 not in pool.free_pages
 
 
 def test_a_copied_page_has_the_same_keys_and_values_in_all_layers(pool: PagePool) -> None:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from corral.model.attention import register
 from corral.model.fused import fuse
 from corral.rollout.engine import Completion, Sampling
-from corral.rollout.native import NativeEngine
-from corral.rollout.paged.core import PagedCore
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.paged_core import PagedCore
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 LONG_PROMPT = [3 + i % 60 for i in range(150)]
@@ -83,7 +83,7 @@ def test_log_probs_are_as_near_to_the_truth_as_the_reference_s(family: str, dtyp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_played_is_what_the_reference_plays(family: str) -> None:
+def test_completions_are_those_of_the_reference_core(family: str) -> None:
     paged, reference = engines(family, torch.float32)
     requests = [(LONG_PROMPT[: 20 + 30 * (i % 5)], Sampling(max_tokens=40 + i), i) for i in range(20)]
     requests += [(prompt, Sampling(max_tokens=30, top_p=0.9, temperature=0.7), 9) for prompt in PROMPTS]
@@ -91,18 +91,18 @@ def test_what_is_played_is_what_the_reference_plays(family: str) -> None:
     compare(generate(paged, requests), generate(reference, requests))
 
 
-def test_few_slots_are_refilled_and_a_long_prompt_is_read_in_parts() -> None:
+def test_few_slots_are_refilled_and_a_long_prompt_is_prefilled_in_chunks() -> None:
     paged, reference = engines("llama", torch.float32, max_sequences=3, max_prefill_tokens=32)
     requests = [(LONG_PROMPT[: 10 + 20 * (i % 7)], Sampling(max_tokens=5 + 7 * (i % 6)), i) for i in range(30)]
     compare(generate(paged, requests), generate(reference, requests))
 
 
-def test_graphs_go_on_to_hold_after_a_pause_and_with_other_weights() -> None:
+def test_graphs_hold_after_the_cache_was_released_and_with_other_weights() -> None:
     paged, reference = engines("llama", torch.float32)
     requests = [(prompt, Sampling(max_tokens=30), 3) for prompt in PROMPTS]
     generate(paged, requests)
     before = torch.cuda.mem_get_info()[0]
-    paged.pause()
+    paged.release_cache()
     core = paged.core
     assert isinstance(core, PagedCore)
     assert torch.cuda.mem_get_info()[0] - before >= core.cache.pool.num_bytes
@@ -123,14 +123,14 @@ def test_weights_that_were_moved_are_captured_again() -> None:
     compare(generate(paged, requests), generate(reference, requests))
 
 
-def test_conversations_go_on_from_their_pages() -> None:
+def test_conversations_continue_from_their_pages() -> None:
     paged, reference = engines("qwen3", torch.float32)
 
     async def turns(engine: NativeEngine, seed: int) -> list[Completion]:
-        tokens, memory, answers = LONG_PROMPT[: 60 + seed], None, []
+        tokens, prefix, answers = LONG_PROMPT[: 60 + seed], None, []
         for turn in range(4):
-            answer = await engine.generate(tokens, Sampling(max_tokens=9), seed + turn, memory=memory, keep=True)
-            tokens, memory = [*tokens, *answer.tokens, 20, 21, 22], answer.memory
+            answer = await engine.generate(tokens, Sampling(max_tokens=9), seed + turn, prefix=prefix, keep_prefix=True)
+            tokens, prefix = [*tokens, *answer.tokens, 20, 21, 22], answer.prefix
             answers.append(answer)
         return answers
 
@@ -139,4 +139,4 @@ def test_conversations_go_on_from_their_pages() -> None:
         return [answer for conversation in answers for answer in conversation]
 
     compare(asyncio.run(all_of(paged)), asyncio.run(all_of(reference)))
-    assert paged.stats.computed_tokens < 2 * reference.stats.computed_tokens
+    assert paged.stats.num_computed_tokens < 2 * reference.stats.num_computed_tokens

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from corral.rollout.engine import Finish, Sampling
-from corral.rollout.request import Request
+from corral.rollout.engine import FinishReason, Sampling
+from corral.rollout.engine_core import GenerationRequest
 
 TOKENIZER = tiny_tokenizer()
 A, B, C = TOKENIZER.convert_tokens_to_ids(["a", "b", "c"])
@@ -18,8 +18,8 @@ samplings = st.builds(
 )
 
 
-def new_request(sampling: Sampling) -> Request:
-    return Request(np.array([A]), sampling, 0, None)  # type: ignore[arg-type]
+def new_request(sampling: Sampling) -> GenerationRequest:
+    return GenerationRequest(np.array([A]), sampling, 0, None)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.sampled_from([A, B, C]), min_size=12, max_size=12), st.lists(st.integers(1, 8)), samplings)
@@ -28,15 +28,15 @@ def test_tokens_that_are_taken_together_end_it_where_they_would_one_by_one(
 ) -> None:
     one_by_one, together = new_request(sampling), new_request(sampling)
     for number, token in enumerate(tokens):
-        if one_by_one.finish is None:
+        if one_by_one.finish_reason is None:
             one_by_one.extend([token], [-float(number)], number, TOKENIZER)
     start = 0
     for size in [*sizes, len(tokens)]:
-        if together.finish is None:
+        if together.finish_reason is None:
             numbers = range(start, min(start + size, len(tokens)))
             together.extend(tokens[start : start + size], [-float(i) for i in numbers], size, TOKENIZER)
             start += size
-    assert together.finish is one_by_one.finish is not None
+    assert together.finish_reason is one_by_one.finish_reason is not None
     assert together.tokens == one_by_one.tokens
     assert together.logprobs == one_by_one.logprobs
     assert len(together.versions) == len(together.tokens)
@@ -49,8 +49,8 @@ def test_it_ends_with_the_first_token_that_is_a_reason(tokens: list[int], sampli
     reasons = []
     for num in range(1, sampling.max_tokens + 1):
         if tokens[num - 1] in sampling.stop_tokens:
-            reasons.append((num, Finish.STOP_TOKEN))
+            reasons.append((num, FinishReason.STOP_TOKEN))
         if any(TOKENIZER.decode(tokens[:num]).endswith(stop) for stop in sampling.stop):
-            reasons.append((num, Finish.STOP_STRING))
-    num, finish = (*reasons, (sampling.max_tokens, Finish.LENGTH))[0]
-    assert (request.tokens, request.finish, request.versions) == (tokens[:num], finish, [3] * num)
+            reasons.append((num, FinishReason.STOP_STRING))
+    num, finish = (*reasons, (sampling.max_tokens, FinishReason.LENGTH))[0]
+    assert (request.tokens, request.finish_reason, request.versions) == (tokens[:num], finish, [3] * num)

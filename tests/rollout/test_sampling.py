@@ -21,7 +21,7 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
     assert torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1].abs() < 0.01
 
 
-def test_a_number_does_not_depend_on_what_else_is_asked_for() -> None:
+def test_a_random_number_does_not_depend_on_what_else_is_sampled() -> None:
     together = uniform(torch.tensor([3, 4, 5]), torch.tensor([7, 8, 9]))
     alone = uniform(torch.tensor([4]), torch.tensor([8]))
     assert together[1] == alone[0]
@@ -57,7 +57,7 @@ def test_truncation_keeps_what_the_slow_reference_keeps(row: list[int], top_k: i
     assert kept == slow_truncate(logits, top_k, top_p, min_p)
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf], [3.0, 0.0, 0.0, 0.0]])
     rows = torch.arange(40_000) % 2
     uniforms = uniform(torch.arange(40_000), torch.zeros(40_000, dtype=torch.long))

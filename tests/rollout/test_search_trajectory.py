@@ -17,9 +17,9 @@ from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
 from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.here import RewardsHere
-from corral.rollout.chat import Chat
-from corral.rollout.driver import Driver, Prompt
-from corral.rollout.engine import Completion, Finish, Memory, Sampling
+from corral.rollout.chat_rendering import ChatRenderer
+from corral.rollout.driver import Prompt, RolloutDriver
+from corral.rollout.engine import Completion, FinishReason, PrefixHandle, Sampling
 
 REPLIES = [
     "<think>who?</think><search>who wrote it</search>",
@@ -46,11 +46,17 @@ class Scripted:
         self.seen: list[list[int]] = []
 
     async def generate(
-        self, tokens: list[int], sampling: Sampling, seed: int, *, memory: Memory | None = None, keep: bool = False
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        prefix: PrefixHandle | None = None,
+        keep_prefix: bool = False,
     ) -> Completion:
         self.seen.append(list(tokens))
         said = self.tokenizer.encode(self.replies.pop(0), add_special_tokens=False)  # type: ignore[attr-defined]
-        return Completion(said, [-float(i + 1) for i in range(len(said))], Finish.STOP_STRING, [3] * len(said))
+        return Completion(said, [-float(i + 1) for i in range(len(said))], FinishReason.STOP_STRING, [3] * len(said))
 
 
 @pytest.fixture
@@ -61,11 +67,11 @@ def retriever() -> Iterator[StandInRetriever]:
 
 
 @pytest.fixture
-def played(retriever: StandInRetriever) -> Trajectory:
-    return play(retriever)
+def rolled_out(retriever: StandInRetriever) -> Trajectory:
+    return rollout(retriever)
 
 
-def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_tokens: int | None = None) -> Trajectory:
+def rollout(retriever: StandInRetriever, answer: str = "Ann", max_observation_tokens: int | None = None) -> Trajectory:
     tokenizer = tiny_tokenizer()
     environment = Environment(
         name="search",
@@ -79,12 +85,12 @@ def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_token
             "invalid_feedback": "\nSearch or answer.\n",
         },
     )
-    rollout = Rollout(max_turns=2, max_response_tokens=400)
-    envs = EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, rollout)
-    driver = Driver(
+    settings = Rollout(max_turns=2, max_response_tokens=400)
+    envs = EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, settings)
+    driver = RolloutDriver(
         engine=Scripted(tokenizer, REPLIES),  # type: ignore[arg-type]
         envs=envs,
-        chat=Chat(tokenizer, True),
+        chat=ChatRenderer(tokenizer, True),
         max_turns=2,
         max_prompt_tokens=100,
         max_response_tokens=400,
@@ -94,7 +100,7 @@ def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_token
     row = Row([Message(role="user", content="Who wrote it?")], answer, "", {})
     prompt = Prompt(0, 0, row, render_prompt(tokenizer, row, True))
     try:
-        [trajectory] = asyncio.run(driver.play([prompt], 1, Sampling(max_tokens=400)))
+        [trajectory] = asyncio.run(driver.roll_out([prompt], 1, Sampling(max_tokens=400)))
     finally:
         envs.close()
     return trajectory
@@ -109,34 +115,36 @@ def draw(trajectory: Trajectory) -> str:
     return "\n".join(f". {line}" for line in drawn.split("\n"))
 
 
-def test_a_search_in_three_turns_token_by_token(played: Trajectory) -> None:
-    assert played.error is None
-    assert draw(played) == DRAWN
+def test_a_search_in_three_turns_token_by_token(rolled_out: Trajectory) -> None:
+    assert rolled_out.error is None
+    assert draw(rolled_out) == DRAWN
     tokenizer = tiny_tokenizer()
     generated = [tokenizer.encode(reply, add_special_tokens=False) for reply in REPLIES]
-    assert played.tokens[played.generated].tolist() == [token for reply in generated for token in reply]
-    assert played.logprobs[~played.generated].tolist() == [0.0] * int((~played.generated).sum())
-    assert set(played.versions[~played.generated]) == {-1}
-    assert played.logprobs[played.generated].tolist() == [-float(i + 1) for r in generated for i in range(len(r))]
+    assert rolled_out.tokens[rolled_out.generated].tolist() == [token for reply in generated for token in reply]
+    assert rolled_out.logprobs[~rolled_out.generated].tolist() == [0.0] * int((~rolled_out.generated).sum())
+    assert set(rolled_out.versions[~rolled_out.generated]) == {-1}
+    assert rolled_out.logprobs[rolled_out.generated].tolist() == [
+        -float(i + 1) for r in generated for i in range(len(r))
+    ]
 
 
 def test_what_the_model_does_not_see_counts_as_not_found(retriever: StandInRetriever) -> None:
-    whole, cut = play(retriever, answer="it"), play(retriever, answer="it", max_observation_tokens=35)
+    whole, cut = rollout(retriever, answer="it"), rollout(retriever, answer="it", max_observation_tokens=35)
     assert "<information>All of</information>" in draw(cut)
     assert (whole.metrics["found"], cut.metrics["found"]) == (1.0, 0.0)
 
 
-def test_rewards_sit_on_the_last_token_of_each_turn(played: Trajectory) -> None:
-    ends = np.flatnonzero(played.generated & ~np.append(played.generated[1:], False))
-    assert played.turn_rewards == [(ends[0], 0.0), (ends[1], 0.0), (ends[2], 1.0)]
+def test_rewards_sit_on_the_last_token_of_each_turn(rolled_out: Trajectory) -> None:
+    ends = np.flatnonzero(rolled_out.generated & ~np.append(rolled_out.generated[1:], False))
+    assert rolled_out.turn_rewards == [(ends[0], 0.0), (ends[1], 0.0), (ends[2], 1.0)]
 
 
-def test_what_the_environment_said_is_in_no_loss_no_value_and_no_whitening(played: Trajectory) -> None:
+def test_observations_are_in_no_loss_no_value_and_no_whitening(rolled_out: Trajectory) -> None:
     """Numbers on tokens that were not generated can be anything: nothing changes."""
-    batch = Batch.of([played, played])
+    batch = Batch.of([rolled_out, rolled_out])
     pack = batch.pack(1000)[0]
     assert pack.generated[pack.targets].all()
-    assert len(pack.targets) == 2 * played.num_generated
+    assert len(pack.targets) == 2 * rolled_out.num_generated
     mask = torch.from_numpy(batch.generated)
     values = torch.linspace(0, 1, len(mask))
     tensors = {"mask": mask, "offsets": torch.from_numpy(batch.offsets), "groups": torch.from_numpy(batch.groups)}

@@ -18,25 +18,25 @@ from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, parse_placement
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
-from corral.runtime.ray import RayRuntime
-from corral.runtime.worker import WorkerContext
+from corral.runtime.ray_runtime import RayRuntime
+from corral.runtime.worker import Role, WorkerContext
 
 
-class Fake:
-    """A role."""
+class FakeRole(Role):
+    """A role that computes next to nothing."""
 
-    def __init__(self, role: str, site: WorkerContext) -> None:
-        self.role, self.site = role, site
+    def __init__(self, role: str, context: WorkerContext) -> None:
+        self.role, self.context = role, context
 
     def facts(self) -> dict[str, Any]:
         return {
             "role": self.role,
-            "rank": self.site.rank,
-            "size": self.site.size,
-            "address": self.site.address,
+            "rank": self.context.rank,
+            "size": self.context.size,
+            "address": self.context.address,
             "pid": os.getpid(),
             "cwd": os.getcwd(),
-            "beside": sorted(self.site.hosted),
+            "beside": sorted(self.context.roles),
         }
 
     def echo(self, value: Any) -> Any:
@@ -46,7 +46,7 @@ class Fake:
         return float(array.sum())
 
     def all_reduce(self) -> float:
-        value = torch.tensor([float(self.site.rank + 1)])
+        value = torch.tensor([float(self.context.rank + 1)])
         dist.all_reduce(value)
         return value.item()
 
@@ -64,12 +64,21 @@ class Fake:
         os.kill(os.getpid(), getattr(signal, how))
         time.sleep(60)
 
+    async def echo_later(self, value: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return value
+
     async def hang(self) -> None:
         await asyncio.sleep(600)
 
+    async def fail_or_hang(self, fails: bool) -> None:
+        if fails:
+            raise RunError("the reason")
+        await asyncio.sleep(600)
 
-def build_fake(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Fake:
-    return Fake(role, site)
+
+def build_fake(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> FakeRole:
+    return FakeRole(role, context)
 
 
 def recipe_with(**cluster: Any) -> Recipe:
@@ -81,14 +90,14 @@ def recipe_with(**cluster: Any) -> Recipe:
 
 @asynccontextmanager
 async def running(
-    logs: str, said: list[str] | None = None, without: list[str] | None = None, build: bool = True, **cluster: Any
+    logs: str, output: list[str] | None = None, without: list[str] | None = None, build: bool = True, **cluster: Any
 ) -> AsyncIterator[RayRuntime]:
     recipe = recipe_with(**cluster)
     runtime = await RayRuntime.start(
         recipe,
         placement_of(recipe),
         Path(logs),
-        say=(said if said is not None else []).append,
+        report=(output if output is not None else []).append,
         without_nodes=frozenset(without or []),
         builder="scenarios:build_fake",
     )
@@ -131,20 +140,20 @@ async def colocated(logs: str) -> dict[str, Any]:
             "keeps_signal_handler": signal.getsignal(signal.SIGTERM) is mine,
             "sets": [[one.roles, one.devices] for one in runtime.sets],
             "nodes": [[node.rank, node.hostname, node.address, node.devices] for node in runtime.nodes],
-            "actor": await actor.all("facts"),
-            "rollout": await rollout.all("facts"),
+            "actor": await actor.all(FakeRole.facts),
+            "rollout": await rollout.all(FakeRole.facts),
             "names": actor.names,
-            "one": await actor.one(2, "echo", "hello"),
-            "each": await actor.each("echo", [(rank,) for rank in range(actor.size)]),
-            "some": await actor.all("echo", "x", ranks=[1, 3]),
-            "shared": await actor.all("total", array),
-            "all_reduce": await actor.all("all_reduce"),
-            "interfaces": await actor.all("interface"),
-            "late": await message_of(actor.one(3, "hang", timeout_s=0.5)),
-            "late_user_error": await message_of(actor.one(1, "fail", "user")),
-            "late_run_error": await message_of(actor.one(1, "fail", "run")),
-            "late_other_error": await message_of(actor.one(1, "fail", "other")),
-            "still_works": await actor.all("echo", 1),
+            "one": await actor.one(2, FakeRole.echo, "hello"),
+            "each": await actor.each(FakeRole.echo, [(rank,) for rank in range(actor.size)]),
+            "some": await actor.all(FakeRole.echo, "x", ranks=[1, 3]),
+            "shared": await actor.all(FakeRole.total, array),
+            "all_reduce": await actor.all(FakeRole.all_reduce),
+            "interfaces": await actor.all(FakeRole.interface),
+            "late": await message_of(actor.one(3, FakeRole.hang, timeout_s=0.5)),
+            "late_user_error": await message_of(actor.one(1, FakeRole.fail, "user")),
+            "late_run_error": await message_of(actor.one(1, FakeRole.fail, "run")),
+            "late_other_error": await message_of(actor.one(1, FakeRole.fail, "other")),
+            "still_works": await actor.all(FakeRole.echo, 1),
         }
         began = time.monotonic()
     signal.signal(signal.SIGTERM, handler)
@@ -157,35 +166,35 @@ async def deaths(logs: str) -> dict[str, Any]:
     async with running(logs, nodes=2, devices_per_node=2, placement=placement) as runtime:
         rollout, pids = (
             runtime.groups["rollout"],
-            [facts["pid"] for facts in await runtime.groups["rollout"].all("facts")],
+            [facts["pid"] for facts in await runtime.groups["rollout"].all(FakeRole.facts)],
         )
         seen: dict[str, Any] = {
             "sets": [[one.roles, one.devices, one.is_world] for one in runtime.sets],
-            "actor": await runtime.groups["actor"].all("facts"),
-            "rollout": await rollout.all("facts"),
-            "all_reduce": await runtime.groups["actor"].all("all_reduce"),
+            "actor": await runtime.groups["actor"].all(FakeRole.facts),
+            "rollout": await rollout.all(FakeRole.facts),
+            "all_reduce": await runtime.groups["actor"].all(FakeRole.all_reduce),
         }
         began = time.monotonic()
-        seen["killed"] = await lost_of(rollout.one(1, "end", "SIGKILL"))
+        seen["killed"] = await lost_of(rollout.one(1, FakeRole.end, "SIGKILL"))
         seen["killed_s"] = time.monotonic() - began
-        seen["again"] = await lost_of(rollout.one(1, "echo", 1))
+        seen["again"] = await lost_of(rollout.one(1, FakeRole.echo, 1))
         await runtime.replace(3)
         await runtime.build("rollout", runtime.recipe, None, rank=1)
-        after = await rollout.all("facts")
+        after = await rollout.all(FakeRole.facts)
         seen["replaced"] = [new["pid"] == old for new, old in zip(after, pids, strict=True)]
-        seen["exited"] = await lost_of(rollout.all("end", "exit", ranks=[0]))
-        said: list[str] = []
+        seen["exited"] = await lost_of(rollout.all(FakeRole.end, "exit", ranks=[0]))
+        output: list[str] = []
         again = {"nodes": 2, "devices_per_node": 2}
-        seen["booked"] = await message_of(runtime_of(logs, said, start_timeout_s=2, **again))
-        seen["said"] = said
-        seen["actor_lives"] = await runtime.groups["actor"].all("all_reduce")
+        seen["booked"] = await message_of(runtime_of(logs, output, start_timeout_s=2, **again))
+        seen["output"] = output
+        seen["actor_lives"] = await runtime.groups["actor"].all(FakeRole.all_reduce)
     async with running(logs, build=False, nodes=2, devices_per_node=1) as runtime:
-        seen["freed"] = runtime.groups["worker"].size
+        seen["freed"] = len(runtime.devices)
     return seen
 
 
-async def runtime_of(logs: str, said: list[str], **cluster: Any) -> None:
-    async with running(logs, said, **cluster):
+async def runtime_of(logs: str, output: list[str], **cluster: Any) -> None:
+    async with running(logs, output, **cluster):
         pass
 
 
@@ -198,11 +207,11 @@ async def lost_of(work: Any) -> dict[str, Any]:
 
 
 async def refusals(logs: str) -> dict[str, Any]:
-    said: list[str] = []
+    output: list[str] = []
     small = {"devices_per_node": 2, "start_timeout_s": 3}
     return {
-        "three_nodes": await message_of(runtime_of(logs, said, nodes=3, **small)),
-        "said": said,
+        "three_nodes": await message_of(runtime_of(logs, output, nodes=3, **small)),
+        "output": output,
         "no_cluster": await message_of(runtime_of(logs, [], address="127.0.0.1:1", **small)),
     }
 
@@ -218,15 +227,15 @@ async def started_here(logs: str) -> dict[str, Any]:
         seen = {
             "two_nodes": two,
             "started_s": time.monotonic() - began,
-            "all_reduce": await runtime.groups["actor"].all("all_reduce"),
-            "interfaces": await runtime.groups["actor"].all("interface"),
+            "all_reduce": await runtime.groups["actor"].all(FakeRole.all_reduce),
+            "interfaces": await runtime.groups["actor"].all(FakeRole.interface),
             "listening": subprocess.check_output(["ss", "-ltnpH"], text=True).splitlines(),
         }
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.killpg(0, signal.SIGINT)
         await asyncio.sleep(1.0)
         signal.signal(signal.SIGINT, handler)
-        seen["after_ctrl_c"] = await runtime.groups["actor"].all("all_reduce")
+        seen["after_ctrl_c"] = await runtime.groups["actor"].all(FakeRole.all_reduce)
     return seen
 
 
@@ -241,7 +250,7 @@ async def node_cut(logs: str, ready: str) -> dict[str, Any]:
             "nodes": [[node.rank, node.hostname] for node in runtime.nodes],
             "accelerators": [device.process.accelerators for device in runtime.devices.values()],
         }
-        waiting = asyncio.ensure_future(lost_of(rollout.one(1, "hang")))
+        waiting = asyncio.ensure_future(lost_of(rollout.one(1, FakeRole.hang)))
         watching = asyncio.ensure_future(lost_of(runtime.watch()))
         Path(ready).touch()
         while not Path(f"{ready}.cut").exists():
@@ -250,10 +259,10 @@ async def node_cut(logs: str, ready: str) -> dict[str, Any]:
         seen["watch"] = await watching
         seen["noticed_s"] = time.monotonic() - began
         seen["call"] = await waiting
-        seen["others"] = await rollout.one(0, "echo", 1)
+        seen["others"] = await rollout.one(0, FakeRole.echo, 1)
         seen["num_nodes"] = runtime.num_nodes
         seen["replace"] = await lost_of(runtime.replace(2))
-        seen["error_elsewhere"] = await message_of(rollout.one(0, "fail", "other"))
+        seen["error_elsewhere"] = await message_of(rollout.one(0, FakeRole.fail, "other"))
         began = time.monotonic()
     return {**seen, "closed_s": time.monotonic() - began}
 
@@ -265,7 +274,7 @@ async def without_node(logs: str, address: str) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "roles": dict(runtime.placement.roles),
             "nodes": [[node.rank, node.hostname] for node in runtime.nodes],
-            "all_reduce": await runtime.groups["actor"].all("all_reduce"),
+            "all_reduce": await runtime.groups["actor"].all(FakeRole.all_reduce),
         }
     gone = runtime_of(logs, [], min_nodes=2, placement={"actor": "0-1", "rollout": "2"}, **common)
     seen["role_gone"] = await message_of(gone)
@@ -282,7 +291,7 @@ async def host_killed(logs: str, ready: str, address: str) -> dict[str, Any]:
 
         async def compute() -> None:
             while True:
-                await actor.all("all_reduce")
+                await actor.all(FakeRole.all_reduce)
 
         working = asyncio.ensure_future(lost_of(compute()))
         Path(ready).touch()

@@ -20,8 +20,8 @@ def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
 def run(folder: Path, program: str) -> int | None:
     """The exit code as it was written down."""
     process = begin(folder, f"import os, signal, sys; print(os.getpid(), flush=True); {program}")
-    said, _ = process.communicate(timeout=30)
-    return exits.read_exit(folder, int(said))
+    output, _ = process.communicate(timeout=30)
+    return exits.read_exit(folder, int(output))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from corral.recipe.errors import RunError
 from corral.recipe.placement import parse_placement
 from corral.runtime.network import interface_towards
-from corral.runtime.nodes import HEAD_RESOURCE, Node, arrange, restrict
+from corral.runtime.nodes import HEAD_RESOURCE, Node, number_nodes, restrict_placement
 
 
 def entry(address: str, *, head: bool = False, rank: int | None = None, alive: bool = True) -> dict[str, Any]:
@@ -29,33 +29,33 @@ def ranks(nodes: list[Node]) -> dict[str, int]:
 
 def test_the_head_is_first_and_the_others_follow_by_address() -> None:
     entries = [entry("10.0.0.10"), entry("10.0.0.9"), entry("10.0.0.30", head=True)]
-    assert ranks(arrange(entries, 3, frozenset())) == {"10.0.0.30": 0, "10.0.0.9": 1, "10.0.0.10": 2}
+    assert ranks(number_nodes(entries, 3, frozenset())) == {"10.0.0.30": 0, "10.0.0.9": 1, "10.0.0.10": 2}
 
 
 def test_labels_come_before_addresses() -> None:
     entries = [entry("10.0.0.1", head=True, rank=2), entry("10.0.0.2", rank=1), entry("10.0.0.3", rank=0)]
-    assert ranks(arrange(entries, 3, frozenset())) == {"10.0.0.3": 0, "10.0.0.2": 1, "10.0.0.1": 2}
+    assert ranks(number_nodes(entries, 3, frozenset())) == {"10.0.0.3": 0, "10.0.0.2": 1, "10.0.0.1": 2}
 
 
 def test_a_lost_node_keeps_its_place() -> None:
     entries = [entry("10.0.0.2", alive=False), entry("10.0.0.1", head=True), entry("10.0.0.3")]
-    assert ranks(arrange(entries, 3, frozenset({"10.0.0.2"}))) == {"10.0.0.1": 0, "10.0.0.3": 2}
+    assert ranks(number_nodes(entries, 3, frozenset({"10.0.0.2"}))) == {"10.0.0.1": 0, "10.0.0.3": 2}
 
 
 def test_a_lost_node_that_came_back_is_left_out() -> None:
     entries = [entry("10.0.0.2", alive=False), entry("10.0.0.1", head=True), entry("10.0.0.2"), entry("10.0.0.3")]
-    assert ranks(arrange(entries, 3, frozenset({"10.0.0.2"}))) == {"10.0.0.1": 0, "10.0.0.3": 2}
+    assert ranks(number_nodes(entries, 3, frozenset({"10.0.0.2"}))) == {"10.0.0.1": 0, "10.0.0.3": 2}
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     entries = [entry("10.0.0.1", head=True), entry("10.0.0.3"), entry("10.0.0.4")]
     lost = frozenset({"10.0.0.2"})
-    assert ranks(arrange(entries, 3, lost)) == {"10.0.0.1": 0, "10.0.0.4": 1, "10.0.0.3": 2}
+    assert ranks(number_nodes(entries, 3, lost)) == {"10.0.0.1": 0, "10.0.0.4": 1, "10.0.0.3": 2}
 
 
 def test_a_node_that_is_dead_and_not_missed_has_no_place() -> None:
     entries = [entry("10.0.0.2", alive=False), entry("10.0.0.1", head=True), entry("10.0.0.3")]
-    assert ranks(arrange(entries, 2, frozenset())) == {"10.0.0.1": 0, "10.0.0.3": 1}
+    assert ranks(number_nodes(entries, 2, frozenset())) == {"10.0.0.1": 0, "10.0.0.3": 1}
 
 
 def nodes_without(rank: int, num_nodes: int) -> list[Node]:
@@ -64,7 +64,7 @@ def nodes_without(rank: int, num_nodes: int) -> list[Node]:
 
 def test_roles_keep_the_devices_that_are_left() -> None:
     nodes = nodes_without(1, 3)
-    left = restrict(parse_placement({"actor": "0-1", "rollout": "2-5"}, 6), nodes, 2, frozenset({"10.0.0.1"}))
+    left = restrict_placement(parse_placement({"actor": "0-1", "rollout": "2-5"}, 6), nodes, 2, frozenset({"10.0.0.1"}))
     assert left.roles == {"actor": (0, 1), "rollout": (4, 5)}
     assert [node.devices for node in nodes] == [(0, 1), (4, 5)]
 
@@ -72,12 +72,12 @@ def test_roles_keep_the_devices_that_are_left() -> None:
 def test_a_role_without_devices_ends_the_run() -> None:
     placement = parse_placement({"actor": "0-1", "rollout": "2-3"}, 4)
     with pytest.raises(RunError, match=r"rollout has no device left: it was on 10\.0\.0\.1 only"):
-        restrict(placement, nodes_without(1, 2), 2, frozenset({"10.0.0.1"}))
+        restrict_placement(placement, nodes_without(1, 2), 2, frozenset({"10.0.0.1"}))
 
 
 def test_devices_that_nobody_uses_are_left_alone() -> None:
     nodes = nodes_without(-1, 2)
-    restrict(parse_placement({"actor": "1"}, 4), nodes, 2, frozenset())
+    restrict_placement(parse_placement({"actor": "1"}, 4), nodes, 2, frozenset())
     assert [node.devices for node in nodes] == [(1,), ()]
 
 

@@ -112,7 +112,7 @@ def test_a_worker_that_is_killed_is_named_with_how_and_its_last_words(deaths: An
     assert "was killed by signal 9" in deaths["again"]["message"]
 
 
-def test_an_exit_code_is_told(deaths: Any) -> None:
+def test_an_exit_code_is_reported(deaths: Any) -> None:
     assert "ended with exit code 3 while rollout.end" in deaths["exited"]["message"]
 
 
@@ -125,7 +125,7 @@ def test_devices_are_never_used_twice(deaths: Any, lab: Lab) -> None:
     table = f"h2 ({lab.hosts[1].address}) has 2 devices, 0 free"
     assert deaths["booked"].startswith("UserError: devices of the Ray cluster were not free within 2 s")
     assert table in deaths["booked"]
-    assert table in deaths["said"][0]
+    assert table in deaths["output"][0]
     assert deaths["freed"] == 2
 
 
@@ -135,7 +135,7 @@ def test_a_cluster_that_is_too_small_is_described(driver: Driver, logs: Path, la
     assert seen["three_nodes"].startswith("UserError: the Ray cluster is too small")
     assert lack in seen["three_nodes"]
     assert "needed: 3 nodes with 2 devices each" in seen["three_nodes"]
-    assert lack in seen["said"][0]
+    assert lack in seen["output"][0]
     assert "`cluster.address`: there is no Ray cluster at 127.0.0.1:1" in seen["no_cluster"]
 
 

@@ -16,16 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corral.recipe.errors import RunError
-from corral.runtime.transfer import (
-    Channel,
-    CollectiveChannel,
-    IpcChannel,
-    Layout,
-    ObjectChannel,
-    TransferHandle,
-    layout_of,
-)
-from corral.runtime.transfer.base import pack, reused
+from corral.rollout.engine import WeightLayout
+from corral.runtime.transfer_buckets import TransferHandle, pack, reused_memory
+from corral.runtime.transfer_channels import Channel, CollectiveChannel, IpcChannel, ObjectChannel
 
 CPU = torch.device("cpu")
 BUCKET = 10_000
@@ -51,12 +44,12 @@ def odd_weights(device: torch.device = CPU) -> Weights:
     ]
 
 
-def layout(weights: Weights) -> Layout:
+def layout(weights: Weights) -> WeightLayout:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in weights]
 
 
-def arrived(channel: Channel, parcel: TransferHandle, expected: Weights) -> Weights:
-    return [(name, tensor.clone()) for name, tensor in channel.receive(parcel, layout(expected))]
+def arrived(channel: Channel, handle: TransferHandle, expected: Weights) -> Weights:
+    return [(name, tensor.clone()) for name, tensor in channel.receive(handle, layout(expected))]
 
 
 def assert_same(received: Weights, sent: Weights) -> None:
@@ -70,7 +63,7 @@ def assert_same(received: Weights, sent: Weights) -> None:
 
 
 def test_a_bucket_is_no_larger_than_asked_unless_one_tensor_is() -> None:
-    buckets = [(places, len(content)) for places, content in pack(odd_weights(), BUCKET, reused(CPU))]
+    buckets = [(places, len(content)) for places, content in pack(odd_weights(), BUCKET, reused_memory(CPU))]
     assert [[place.name for place in places] for places, _ in buckets] == [
         ["three", "number"],
         ["large"],
@@ -79,24 +72,19 @@ def test_a_bucket_is_no_larger_than_asked_unless_one_tensor_is() -> None:
     assert [size <= BUCKET for _, size in buckets] == [True, False, True]
 
 
-def test_a_layout_is_that_of_the_model() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    assert layout_of(model) == layout([(name, p) for name, p in model.named_parameters()])
-
-
 # --- through memory of the node
 
 
 def test_an_unrelated_process_maps_what_the_sender_keeps(tmp_path: Path) -> None:
     weights = [*tiny_weights(device=DEVICE), *odd_weights(device=DEVICE)]
     channel = IpcChannel(DEVICE, bucket_bytes=BUCKET)
-    parcel = channel.send(iter(weights))
-    (tmp_path / "parcel").write_bytes(pickle.dumps((parcel, layout(weights))))
+    handle = channel.send(iter(weights))
+    (tmp_path / "handle").write_bytes(pickle.dumps((handle, layout(weights))))
     code = f"""
 import pickle, torch
-from corral.runtime.transfer import IpcChannel
-parcel, layout = pickle.load(open("{tmp_path}/parcel", "rb"))
-weights = IpcChannel(torch.device("{DEVICE}")).receive(parcel, layout)
+from corral.runtime.transfer_channels import IpcChannel
+handle, layout = pickle.load(open("{tmp_path}/handle", "rb"))
+weights = IpcChannel(torch.device("{DEVICE}")).receive(handle, layout)
 torch.save([(name, tensor.cpu().clone()) for name, tensor in weights], "{tmp_path}/received")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -113,32 +101,32 @@ def test_memory_is_used_again_and_gone_when_the_channel_closes() -> None:
     channel = IpcChannel(CPU, bucket_bytes=BUCKET)
     for seed in range(3):
         weights = tiny_weights(seed=seed)
-        parcel = channel.send(weights)
-        assert_same(arrived(channel, parcel, weights), weights)
+        handle = channel.send(weights)
+        assert_same(arrived(channel, handle, weights), weights)
         channel.release()
-    assert parcel is not None
-    assert len(memory_files()) == len(parcel)
+    assert handle is not None
+    assert len(memory_files()) == len(handle)
     channel.close()
     assert not memory_files()
 
 
-def test_a_receiver_that_comes_too_late_is_told() -> None:
+def test_a_receiver_that_comes_too_late_gets_an_error() -> None:
     weights = tiny_weights()
     first, second = IpcChannel(CPU, bucket_bytes=BUCKET), IpcChannel(CPU, bucket_bytes=BUCKET)
-    parcel = first.send(weights)
+    handle = first.send(weights)
     first.close()
     with pytest.raises(RunError, match="their sender died, or closed it"):
-        arrived(first, parcel, weights)
+        arrived(first, handle, weights)
     second.send(weights)  # in files of the same numbers
     with pytest.raises(RunError, match="their sender closed it before it was read"):
-        arrived(first, parcel, weights)
+        arrived(first, handle, weights)
     second.close()
 
 
 def test_another_model_is_refused_by_the_name_of_what_differs() -> None:
     weights = tiny_weights()
     channel = IpcChannel(CPU)
-    parcel = channel.send(weights)
+    handle = channel.send(weights)
     for others, message in [
         (weights[:-1], r"sends model.norm.weight \[32\] in float32 where the engine's model has nothing more"),
         (
@@ -148,7 +136,7 @@ def test_another_model_is_refused_by_the_name_of_what_differs() -> None:
         ([(name, tensor.bfloat16()) for name, tensor in weights], "in float32 where .* in bfloat16"),
     ]:
         with pytest.raises(RunError, match=message):
-            arrived(channel, parcel, others)
+            arrived(channel, handle, others)
     channel.close()
 
 
@@ -159,9 +147,9 @@ def joined(num_receivers: int, timeout_s: float = 20.0) -> list[CollectiveChanne
     """The sender first; all of them in this process."""
     size = num_receivers + 1
     ends = [CollectiveChannel("127.0.0.1", CPU, timeout_s=timeout_s, bucket_bytes=BUCKET) for _ in range(size)]
-    meeting = ends[0].open()
+    rendezvous = ends[0].open()
     with ThreadPoolExecutor(size) as threads:
-        list(threads.map(lambda rank: ends[rank].join(meeting, rank, size), range(size)))
+        list(threads.map(lambda rank: ends[rank].join(rendezvous, rank, size), range(size)))
     return ends
 
 
@@ -214,17 +202,17 @@ def test_a_broadcast_ends_at_once_when_a_receiver_refuses() -> None:
 
 def test_a_receiver_that_dies_ends_the_broadcast_with_a_reason() -> None:
     sender = CollectiveChannel("127.0.0.1", CPU, timeout_s=30.0, bucket_bytes=BUCKET)
-    meeting, first = sender.open(), tiny_weights()[0]
+    rendezvous, first = sender.open(), tiny_weights()[0]
     code = f"""
 import os, torch
-from corral.runtime.transfer import CollectiveChannel
+from corral.runtime.transfer_channels import CollectiveChannel
 channel = CollectiveChannel("127.0.0.1", torch.device("cpu"), timeout_s=30.0)
-channel.join("{meeting}", 1, 2)
+channel.join("{rendezvous}", 1, 2)
 next(channel.receive(None, [({first[0]!r}, torch.Size({list(first[1].shape)}), torch.float32)]))
 os._exit(1)
 """
     process = subprocess.Popen([sys.executable, "-c", code])
-    sender.join(meeting, 0, 2)
+    sender.join(rendezvous, 0, 2)
     started = time.monotonic()
     with pytest.raises(RunError, match="did not reach all receivers within 30 s; a process of the transfer died"):
         sender.send(tiny_weights())
@@ -249,13 +237,13 @@ def test_weights_go_through_the_object_store() -> None:
     try:
         weights = odd_weights()
         channel = ObjectChannel(CPU, timeout_s=20.0, bucket_bytes=BUCKET)
-        parcel = channel.send(iter(weights))
+        handle = channel.send(iter(weights))
 
         @ray.remote
-        def receive(parcel: TransferHandle, expected: Layout) -> Weights:
-            return [(name, t.clone()) for name, t in ObjectChannel(CPU, timeout_s=20.0).receive(parcel, expected)]
+        def receive(handle: TransferHandle, expected: WeightLayout) -> Weights:
+            return [(name, t.clone()) for name, t in ObjectChannel(CPU, timeout_s=20.0).receive(handle, expected)]
 
-        assert_same(ray.get(receive.remote(parcel, layout(weights)), timeout=60), weights)
+        assert_same(ray.get(receive.remote(handle, layout(weights)), timeout=60), weights)
         channel.release()
         assert channel.sent == ()
     finally:

@@ -17,8 +17,8 @@ from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.mesh import Mesh
-from corral.train.native import NativePolicy
+from corral.train.native_trainer import NativePolicyTrainer
+from corral.train.process_mesh import ProcessMesh
 
 CPU = torch.device("cpu")
 PACK = 45
@@ -33,9 +33,9 @@ def shapes(size: int, with_experts: bool) -> list[MeshShape]:
 
 
 @cache
-def mesh_of(shape: MeshShape | None) -> Mesh | None:
+def mesh_of(shape: MeshShape | None) -> ProcessMesh | None:
     """Built once in each process: its groups have threads, which stay."""
-    return None if shape is None else Mesh.build(shape, CPU)
+    return None if shape is None else ProcessMesh.build(shape, CPU)
 
 
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -54,10 +54,10 @@ def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def policy_of(
-    model: Any, mesh: Mesh | None = None, gradient_checkpointing: bool = False, offload: Sequence[str] = ()
-) -> NativePolicy:
+    model: Any, mesh: ProcessMesh | None = None, gradient_checkpointing: bool = False, offload: Sequence[str] = ()
+) -> NativePolicyTrainer:
     recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2, max_gradient_norm=1.0)
-    return NativePolicy(
+    return NativePolicyTrainer(
         model,
         temperature=0.9,
         logits_chunk=16,
@@ -69,11 +69,11 @@ def policy_of(
     )
 
 
-def data_rank(mesh: Mesh) -> int:
+def data_rank(mesh: ProcessMesh) -> int:
     return mesh.shape.data_rank(mesh.rank)
 
 
-def own_packs(batch: Batch, mesh: Mesh | None) -> list[Pack | None]:
+def own_packs(batch: Batch, mesh: ProcessMesh | None) -> list[Pack | None]:
     """Uneven: the first share has most, the others one trajectory each, and the last of four none at all."""
     if mesh is None:
         return list(batch.pack(PACK))
@@ -87,7 +87,7 @@ def own_packs(batch: Batch, mesh: Mesh | None) -> list[Pack | None]:
     return packs + [None] * (mesh.max(len(packs)) - len(packs))
 
 
-def backward(policy: NativePolicy, packs: Sequence[Pack | None]) -> float:
+def backward(policy: NativePolicyTrainer, packs: Sequence[Pack | None]) -> float:
     """Returns this rank's shares of the loss."""
     shares = 0.0
     for pack in packs:
@@ -113,7 +113,7 @@ class Outcome:
     """Of the loss of the first update, this rank's."""
 
 
-def outcome(policy: NativePolicy, mesh: Mesh | None = None) -> Outcome:
+def outcome(policy: NativePolicyTrainer, mesh: ProcessMesh | None = None) -> Outcome:
     """Scores a pack, and makes two updates."""
     optimizer = policy.optimizer
     assert optimizer is not None
@@ -121,15 +121,15 @@ def outcome(policy: NativePolicy, mesh: Mesh | None = None) -> Outcome:
     packs = own_packs(batch, mesh)
     result.logprobs = torch.zeros(len(batch.tokens))
     scored = packs if mesh is None else packs[:1]
-    for pack, (logprobs, entropy) in zip(scored, policy.logprobs(scored), strict=True):
-        assert len(logprobs) == len(entropy) == (0 if pack is None else len(pack.flat))
+    for pack, logprobs in zip(scored, policy.compute_logprobs(scored), strict=True):
+        assert len(logprobs) == (0 if pack is None else len(pack.flat))
         if pack is not None:
             result.logprobs[pack.flat] = logprobs.float()
 
     def keep_gradients(*_: Any) -> None:
-        for slot in optimizer.slots:
-            if slot.gradient is not None:
-                result.gradients.setdefault(slot.name, policy.layout.whole(slot.name, slot.gradient).clone())
+        for master in optimizer.masters:
+            if master.gradient is not None:
+                result.gradients.setdefault(master.name, policy.layout.gather(master.name, master.gradient).clone())
 
     optimizer.adamw.register_step_pre_hook(keep_gradients)
     for scale in (1.0, 0.5):
@@ -140,7 +140,7 @@ def outcome(policy: NativePolicy, mesh: Mesh | None = None) -> Outcome:
     return result
 
 
-def weights_of(policy: NativePolicy) -> dict[str, Tensor]:
+def weights_of(policy: NativePolicyTrainer) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in policy.weights()}
 
 

@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.recipe.errors import UserError
 from corral.train.checkpoint import (
+    export_model,
     find_checkpoint,
     list_checkpoints,
     problem_with,
     prune,
     read_state,
-    set_aside_after,
+    retire_later_checkpoints,
     step_folder,
     writing_checkpoint,
 )
-from corral.train.export import export_model
-from corral.train.tensors import load_tensors, save_tensors
+from corral.train.tensor_files import load_tensors, save_tensors
 
 TOKENS = torch.arange(5, 25)[None]
 
@@ -140,17 +140,17 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 3]
 
 
-def test_later_ones_are_set_aside_not_deleted(tmp_path: Path) -> None:
+def test_later_checkpoints_are_renamed_not_deleted(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3)
     (step_folder(tmp_path, 3) / "config.json").unlink()
-    assert set_aside_after(tmp_path, 1) == [
+    assert retire_later_checkpoints(tmp_path, 1) == [
         (step_folder(tmp_path, 2), None),
         (step_folder(tmp_path, 3), "config.json is missing"),
     ]
     assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1)
     assert (tmp_path / "step_000002.unused" / "actor" / "weights").exists()
     make(tmp_path, 2)
-    set_aside_after(tmp_path, 1)
+    retire_later_checkpoints(tmp_path, 1)
     assert {"step_000002.unused", "step_000002.unused2"} <= set(os.listdir(tmp_path))
 
 

@@ -12,8 +12,7 @@ from tiny import DEVICE
 from corral.model.fused import fuse, fused_layers
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.optimizer import MasterOptimizer
-from corral.train.slots import total_norm
+from corral.train.optimizer import MasterOptimizer, total_norm
 
 
 def fused_outcome(shape: MeshShape | None, gradient_checkpointing: bool = False) -> Outcome:
@@ -23,7 +22,7 @@ def fused_outcome(shape: MeshShape | None, gradient_checkpointing: bool = False)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_fused_model_learns_the_same(gradient_checkpointing: bool) -> None:
+def test_a_fused_model_trains_the_same(gradient_checkpointing: bool) -> None:
     found, expected = fused_outcome(None, gradient_checkpointing), alone("llama")
     assert deviation(found.gradients, expected.gradients) < 5e-6
     assert deviation(found.weights, expected.weights) < 5e-6
@@ -31,7 +30,7 @@ def test_a_fused_model_learns_the_same(gradient_checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)])
-def test_a_fused_model_learns_the_same_on_a_mesh(team: Callable[[int], Team], shape: MeshShape) -> None:
+def test_a_fused_model_trains_the_same_on_a_mesh(team: Callable[[int], Team], shape: MeshShape) -> None:
     """Sharded weights are not next to each other when they are gathered; cut layers compute module by module."""
     expected = alone("llama")
     for found in team(2).run(fused_outcome, shape):
@@ -58,14 +57,14 @@ def test_a_step_that_does_not_wait_for_the_norm_is_the_same_step(dtype: torch.dt
         optimizer = optimizer_of(parameter)
         for scale in (1.0, 0.5):
             optimizer.backward((parameter * (torch.arange(5) / 4).to(DEVICE, dtype)).sum())
-            norm = total_norm(optimizer.slots, None)
+            norm = total_norm(optimizer.masters, None)
             if waits:
                 size = optimizer._step_on_host(float(norm), scale, 0.1)
             else:
                 size = optimizer._step_on_gpu(norm, scale, 0.1)
             assert size == pytest.approx(math.sqrt(30) / 4 * scale)
-            optimizer.zero_gradients()
-        weights.append(optimizer.slots[0].current)
+            optimizer.zero_grad()
+        weights.append(optimizer.masters[0].current)
     torch.testing.assert_close(*weights)
 
 
@@ -73,11 +72,11 @@ def test_a_step_that_does_not_wait_for_the_norm_skips_what_is_not_finite() -> No
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16, device=DEVICE))
     optimizer = optimizer_of(parameter)
     for gradient in (1.0, math.inf, math.nan, 1.0):
-        optimizer.slots[0].total = torch.full((3,), gradient, device=DEVICE)
-        before = optimizer.slots[0].current.clone()
-        size = optimizer._step_on_gpu(total_norm(optimizer.slots, None), 1.0, 0.1)
+        optimizer.masters[0].accumulated = torch.full((3,), gradient, device=DEVICE)
+        before = optimizer.masters[0].current.clone()
+        size = optimizer._step_on_gpu(total_norm(optimizer.masters, None), 1.0, 0.1)
         assert math.isfinite(size) == math.isfinite(gradient)
-        assert torch.equal(before, optimizer.slots[0].current) == (not math.isfinite(gradient))
-    assert optimizer.tensors(optimizer.slots[0])["step"].item() == 2
+        assert torch.equal(before, optimizer.masters[0].current) == (not math.isfinite(gradient))
+    assert optimizer.state_of(optimizer.masters[0])["step"].item() == 2
     # To the last bit or the one before: the interpreter cuts where a GPU rounds.
-    torch.testing.assert_close(parameter.float(), optimizer.slots[0].current, rtol=2**-7, atol=0)
+    torch.testing.assert_close(parameter.float(), optimizer.masters[0].current, rtol=2**-7, atol=0)

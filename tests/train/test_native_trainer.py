@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM
 from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.schema import Optimizer
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
 
 def tiny_policy(
     dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False, **optimizer: object
-) -> NativePolicy:
+) -> NativePolicyTrainer:
     register()
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE, dtype)
     recipe = Optimizer(**{"learning_rate": 1e-2, "max_gradient_norm": 1e9, **optimizer})
-    return NativePolicy(
+    return NativePolicyTrainer(
         model,
         temperature=0.9,
         logits_chunk=16,
@@ -37,7 +37,7 @@ def token_weights(batch: Batch) -> Tensor:
     return torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
 
-def gradients(policy: NativePolicy, packs: list[Pack]) -> dict[str, Tensor]:
+def gradients(policy: NativePolicyTrainer, packs: list[Pack]) -> dict[str, Tensor]:
     for pack in packs:
         weight = token_weights(pack.batch)[pack.flat]
         policy.forward_backward(pack, lambda lp, entropy, w=weight: (w * lp).sum() + 0.1 * (w * entropy).sum())
@@ -82,7 +82,7 @@ def test_sharing_prompts_changes_nothing_but_the_work() -> None:
         torch.testing.assert_close(shared[name], separate[name], atol=2e-5, rtol=1e-4)
 
 
-def test_recomputed_activations_give_the_same_gradient() -> None:
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     batch = small_batch()
     plain = gradients(tiny_policy(), batch.pack(1000))
     recomputed = gradients(tiny_policy(gradient_checkpointing=True), batch.pack(1000))
@@ -90,15 +90,24 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
         torch.testing.assert_close(plain[name], recomputed[name])
 
 
-def test_scoring_twice_gives_the_same_bits() -> None:
+def test_computing_log_probs_twice_gives_the_same_bits() -> None:
     policy, packs = tiny_policy(), small_batch().pack(40)
-    for (first, _), (second, _) in zip(policy.logprobs(packs), policy.logprobs(packs), strict=True):
+    for first, second in zip(policy.compute_logprobs(packs), policy.compute_logprobs(packs), strict=True):
         assert torch.equal(first, second)
 
 
 def test_log_probs_are_zero_where_nothing_was_generated() -> None:
     (pack,) = small_batch().pack(1000)
-    ((logprobs, entropy),) = tiny_policy().logprobs([pack])
+    policy, outputs = tiny_policy(), list[Tensor]()
+
+    def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
+        outputs.extend([logprobs.detach(), entropy.detach()])
+        return logprobs.sum()
+
+    policy.forward_backward(pack, loss)
+    logprobs, entropy = outputs
+    (computed,) = policy.compute_logprobs([pack])
+    torch.testing.assert_close(computed, logprobs)
     generated = torch.from_numpy(pack.generated).to(DEVICE)
     assert (logprobs[generated] < 0).all()
     assert (entropy[generated] > 0).all()
@@ -106,12 +115,12 @@ def test_log_probs_are_zero_where_nothing_was_generated() -> None:
     assert not entropy[~generated].any()
 
 
-def learn_to_prefer(policy: NativePolicy, steps: int) -> tuple[float, float]:
+def train_to_prefer(policy: NativePolicyTrainer, steps: int) -> tuple[float, float]:
     """Mean log-prob of a batch before and after training to raise it."""
     packs = small_batch().pack(1000)
 
     def mean() -> float:
-        return float(sum(lp.sum() for lp, _ in policy.logprobs(packs))) / small_batch().num_generated
+        return float(sum(lp.sum() for lp in policy.compute_logprobs(packs))) / small_batch().num_generated
 
     before = mean()
     for _ in range(steps):
@@ -122,8 +131,8 @@ def learn_to_prefer(policy: NativePolicy, steps: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_training_raises_what_it_is_told_to_raise(dtype: torch.dtype) -> None:
-    before, after = learn_to_prefer(tiny_policy(dtype), steps=8)
+def test_training_raises_what_the_loss_rewards(dtype: torch.dtype) -> None:
+    before, after = train_to_prefer(tiny_policy(dtype), steps=8)
     assert after > before + 0.5
 
 
@@ -131,10 +140,10 @@ def test_small_updates_are_not_lost_in_bfloat16() -> None:
     """Each update is far below bfloat16's resolution; the float32 master adds them up."""
     policy = tiny_policy(torch.bfloat16, learning_rate=1e-5)
     assert policy.optimizer is not None
-    slots = policy.optimizer.slots
-    masters = [slot.master.detach().clone() for slot in slots]
-    learn_to_prefer(policy, steps=3)
-    moved = [float((slot.master.detach() - old).abs().max()) for slot, old in zip(slots, masters, strict=True)]
+    masters = policy.optimizer.masters
+    before = [master.weight.detach().clone() for master in masters]
+    train_to_prefer(policy, steps=3)
+    moved = [float((master.weight.detach() - old).abs().max()) for master, old in zip(masters, before, strict=True)]
     assert max(moved) == pytest.approx(3e-5, rel=0.1)
 
 
@@ -162,24 +171,24 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights() -> None:
 def test_the_frozen_reference_cannot_be_trained() -> None:
     register()
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
-    reference = NativePolicy(model, temperature=1.0, logits_chunk=8)
+    reference = NativePolicyTrainer(model, temperature=1.0, logits_chunk=8)
     with pytest.raises(AssertionError, match="frozen"):
         reference.step()
 
 
-def test_a_critic_starts_at_zero_and_learns_returns() -> None:
+def test_a_critic_starts_at_zero_and_fits_returns() -> None:
     register()
     torch.manual_seed(6)
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
-    critic = NativeCritic(ValueModel(model), Optimizer(learning_rate=5e-3), total_updates=60)
+    critic = NativeValueTrainer(ValueModel(model), Optimizer(learning_rate=5e-3), total_updates=60)
     batch = small_batch()
     (pack,) = batch.pack(1000)
     returns = torch.from_numpy((batch.groups == 1)[np.repeat(np.arange(len(batch)), np.diff(batch.offsets))][pack.flat])
     mask, returns = torch.from_numpy(pack.generated).to(DEVICE), returns.to(DEVICE)
-    (start,) = critic.values([pack])
+    (start,) = critic.compute_values([pack])
     assert not start.any()
     for _ in range(60):
         critic.forward_backward(pack, lambda values: (values - returns.float())[mask].square().mean())
         critic.step()
-    (values,) = critic.values([pack])
+    (values,) = critic.compute_values([pack])
     assert (values - returns.float())[mask].abs().max() < 0.2

@@ -18,16 +18,16 @@ from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train import tensors as tensor_files
-from corral.train.mesh import Mesh
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
-from corral.train.tensors import StoredTensors, write_tensors
+from corral.train import tensor_files
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.train.process_mesh import ProcessMesh
+from corral.train.tensor_files import TensorFiles, write_tensors
 
 Teams = Callable[[int], Team]
 Weights = dict[str, torch.Tensor]
 
 
-def advance(policy: NativePolicy, mesh: Mesh | None, updates: int) -> None:
+def advance(policy: NativePolicyTrainer, mesh: ProcessMesh | None, updates: int) -> None:
     for _ in range(updates):
         backward(policy, own_packs(small_batch(), mesh))
         assert not policy.step().skipped
@@ -43,7 +43,7 @@ def train_and_save(shape: MeshShape | None, family: str, dtype: torch.dtype, fol
     return weights_of(policy)
 
 
-def loaded(shape: MeshShape | None, dtype: torch.dtype, folder: Path) -> tuple[NativePolicy, Mesh | None]:
+def loaded(shape: MeshShape | None, dtype: torch.dtype, folder: Path) -> tuple[NativePolicyTrainer, ProcessMesh | None]:
     mesh = mesh_of(shape)
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="corral").eval()
@@ -170,23 +170,23 @@ def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:
     mesh = mesh_of(shape)
     assert mesh is not None
     policy = policy_of(build_model("llama"), mesh)
-    put = tensor_files.put
+    write_at = tensor_files.write_at
 
     def full(descriptor: int, tensor: torch.Tensor, offset: int) -> None:
         raise OSError("no space left")
 
-    tensor_files.put = full if mesh.rank == 1 else put
+    tensor_files.write_at = full if mesh.rank == 1 else write_at
     try:
         with pytest.raises(OSError) as error:
             policy.save(folder)
     finally:
-        tensor_files.put = put
+        tensor_files.write_at = write_at
     policy.save(folder)
     return str(error.value)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(replicate=2)])
-def test_a_rank_that_cannot_write_is_heard_by_all(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
+def test_a_rank_that_cannot_write_raises_on_all(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
     first, second = team(2).run(save_on_a_full_disk, shape, tmp_path)
     assert (first, second) == ("another rank could not write its part", "no space left")
 
@@ -194,12 +194,12 @@ def test_a_rank_that_cannot_write_is_heard_by_all(team: Teams, tmp_path: Path, s
 # --- the critic
 
 
-def critic_of(mesh: Mesh | None, dtype: torch.dtype) -> NativeCritic:
+def critic_of(mesh: ProcessMesh | None, dtype: torch.dtype) -> NativeValueTrainer:
     recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
-    return NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
+    return NativeValueTrainer(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
 
 
-def train_critic(critic: NativeCritic, mesh: Mesh | None) -> Weights:
+def train_critic(critic: NativeValueTrainer, mesh: ProcessMesh | None) -> Weights:
     for pack in own_packs(small_batch(), mesh):
         critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
     critic.step()
@@ -239,10 +239,10 @@ def test_bytes_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
         "äöü": torch.randn(0, 3),
     }
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    write_tensors(tmp_path, "ours", kinds, tensors.items(), Mesh.build(MeshShape(), CPU))
+    write_tensors(tmp_path, "ours", kinds, tensors.items(), ProcessMesh.build(MeshShape(), CPU))
     save_file(tensors, tmp_path / "theirs.safetensors", {"format": "pt"})
     assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
-    stored = StoredTensors(tmp_path, "ours")
+    stored = TensorFiles(tmp_path, "ours")
     assert stored.names == set(tensors)
     assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
 

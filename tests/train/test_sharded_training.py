@@ -24,7 +24,7 @@ from trajectories import small_batch
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.native import NativeCritic, NativePolicy, ValueModel
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
 Teams = Callable[[int], Team]
 
@@ -158,8 +158,8 @@ def test_ranks_agree_on_float16s_loss_scale(team: Teams, shape: MeshShape) -> No
 
 def reference_logprobs(shape: MeshShape | None) -> torch.Tensor:
     mesh = mesh_of(shape)
-    policy = NativePolicy(build_model("llama").requires_grad_(False), temperature=1.0, logits_chunk=8, mesh=mesh)
-    scored = [logprobs for logprobs, _ in policy.logprobs(small_batch().pack(1000))]
+    policy = NativePolicyTrainer(build_model("llama").requires_grad_(False), temperature=1.0, logits_chunk=8, mesh=mesh)
+    scored = list(policy.compute_logprobs(small_batch().pack(1000)))
     return scored[0]
 
 
@@ -170,24 +170,24 @@ def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
 
 
 @cache
-def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def values_after_training(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mesh = mesh_of(shape)
     recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
-    critic = NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
+    critic = NativeValueTrainer(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
     for _ in range(3):
         for pack in own_packs(small_batch(), mesh):
             critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
         assert not critic.step().skipped
-    (values,) = critic.values(small_batch().pack(1000))
+    (values,) = critic.compute_values(small_batch().pack(1000))
     return values, weights_of(critic)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)], ids=name)
-def test_a_critic_learns_the_same_values(team: Teams, shape: MeshShape) -> None:
+def test_a_critic_trains_the_same_values(team: Teams, shape: MeshShape) -> None:
     dtype = torch.bfloat16 if shape.shard > 1 else torch.float32
-    expected, weights = values_learnt(None, dtype)
+    expected, weights = values_after_training(None, dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    for values, weights_there in team(2).run(values_learnt, shape, dtype):
+    for values, weights_there in team(2).run(values_after_training, shape, dtype):
         torch.testing.assert_close(values, expected, atol=tolerance, rtol=tolerance)
         assert [w.dtype for w in weights_there.values()] == [w.dtype for w in weights.values()]
 

@@ -1,4 +1,4 @@
-"""Whether the recipe's tokenizer and chat template take its prompts, and several turns (see `rollout/prefix.py`)."""
+"""Whether the tokenizer and chat template render the prompts, and several turns (`rollout/chat_rendering.py`)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,8 +9,7 @@ from corral.data.rows import Message, Row
 from corral.data.sources import fit_prompts, render_prompt
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Recipe
-from corral.rollout.chat import Chat
-from corral.rollout.prefix import DROPS_THOUGHTS, FIX, THOUGHTS, TURNS, breaks
+from corral.rollout.chat_rendering import DROPS_THOUGHTS, FIX, THOUGHTS, TURNS, ChatRenderer, find_breaks
 
 
 def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
@@ -23,8 +22,8 @@ def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
     system = [Message(role="system", content=recipe.data.system)] if recipe.data.system else []
     several = recipe.rollout.max_turns > 1
     try:
-        found = next(breaks(tokenizer, [*system, *TURNS]), None)
-        thought = found or next(breaks(tokenizer, [*system, *THOUGHTS]), None)
+        found = next(find_breaks(tokenizer, [*system, *TURNS]), None)
+        thought = found or next(find_breaks(tokenizer, [*system, *THOUGHTS]), None)
     except Exception as error:  # templates raise their own
         what = f"the chat template refuses a plain conversation: {error_line(error)}"
         yield Finding("error" if several else "note", "chat template", what, FIX)
@@ -43,7 +42,7 @@ def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
 def check_continuation(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
     """As the rollout does it."""
     try:
-        Chat(tokenizer, recipe.data.chat).continuation([Message(role="user", content="And now?")], ended=True)
+        ChatRenderer(tokenizer, recipe.data.chat).continuation([Message(role="user", content="And now?")], ended=True)
     except UserError as error:
         yield Finding("error", "chat template", str(error), FIX)
 

@@ -78,7 +78,7 @@ class Cluster:
         """`entries`: as `ray.nodes()` has them."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from corral.runtime.cluster import remote_class
+        from corral.runtime.nodes import remote_class
 
         members = {}
         for place, entry in entries.items():

@@ -78,7 +78,7 @@ def check_cluster(order: Order, address: str) -> Diagnosis:
     """All nodes of the cluster that this process has joined, whose head is at `address`."""
     import ray
 
-    from corral.runtime.nodes import place as order_of
+    from corral.runtime.nodes import node_order as order_of
 
     plan, findings = plan_of(order)
     known = sorted(ray.nodes(), key=order_of)

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Self
 
 from corral.cluster.jobs.dashboard import JobApi
-from corral.observe.lines import duration
+from corral.observe.console_lines import duration
 from corral.recipe.errors import UserError
 
 FOLDER_KEY = "corral_run_folder"

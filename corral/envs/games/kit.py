@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from corral.data.boards import part_of
+from corral.data.generated import part_of
 from corral.data.plugins import did_you_mean
 from corral.data.rows import Message, Row
 from corral.envs.base import StepResult

@@ -1,0 +1,287 @@
+"""What the trainers do in a step: log-probs and values of its batch, then gradients and optimizer steps."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from corral.algorithms.aggregate import GlobalCounts
+from corral.algorithms.regularizers import num_preserved
+from corral.data.batch import Batch
+from corral.loop.advantages_step import advantages
+from corral.loop.components import RunComponents
+from corral.loop.rollout_step import RolloutResult
+from corral.loop.trainer_group import TrainerGroup
+from corral.recipe.errors import RunError
+from corral.recipe.warnings import why_training_waits
+from corral.runtime.group import gather_calls
+from corral.runtime.loss_functions import LossStats, UpdateTerms
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
+from corral.train.optimizer import UpdateResult
+
+
+def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:
+    """Returns the trajectories of each update of one epoch: groups in the order of their prompts, cut into parts that
+    differ by one at most."""
+    order = np.argsort(batch.groups, kind="stable")
+    return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
+
+
+async def compute_logprobs_and_values(parts: RunComponents, batch: Batch, updates: list[list[int]]) -> None:
+    """Adds the columns `old_logprobs`, and where they are used `reference_logprobs` and `values`.
+
+    Consumes a batch of trajectories; waits for actor, reference and critic: at the same time where they have devices of
+    their own, else one after the other, in the same order on all of these devices. The actor's are computed in the very
+    packs that will be trained on, so that a recomputed log-prob is the same number, bit for bit, as the one of the
+    first update's forward pass.
+    """
+    columns: dict[str, tuple[TrainerGroup[Any], Callable[..., Any]]] = {}
+    if parts.algorithm.old_logprobs == "recompute":
+        columns["old_logprobs"] = parts.actor, ActorWorker.compute_logprobs
+    if parts.reference is not None:
+        columns["reference_logprobs"] = parts.reference, PolicyWorker.compute_logprobs
+    if parts.critic is not None:
+        columns["values"] = parts.critic, CriticWorker.compute_values
+    by_devices: dict[tuple[str, ...], list[str]] = {}
+    for column, (trainers, _) in columns.items():
+        by_devices.setdefault(tuple(trainers.group.names), []).append(column)
+
+    async def compute_in_turn(names: list[str]) -> None:
+        for name in names:
+            trainers, method = columns[name]
+            batch.columns[name] = await trainers.compute_column(method, batch, updates)
+
+    batch.columns["old_logprobs"] = batch.logprobs
+    await gather_calls(*map(compute_in_turn, by_devices.values()))
+
+
+class StepTraining:
+    """Advantages, gradients and optimizer steps of one step, which comes in pieces: in one, unless it is pipelined.
+
+    Pipelined is still on-policy: the engine keeps the step's weights until all of it is rolled out. Where advantages
+    follow from a prompt's own samples, gradients of the pieces are summed as they come (`streams`), and divided at the
+    end by counts of the whole, so the update is that of the synchronous loop, to rounding. Where something looks at the
+    whole batch (whitening, several updates or epochs, dynamic sampling), only the log-probs and values are computed
+    piece by piece, and training waits for the last one, as it does when there is only one.
+    """
+
+    def __init__(self, parts: RunComponents, step: int) -> None:
+        self.components, self.step, self.recipe = parts, step, parts.recipe
+        self.streams = self.recipe.schedule.pipelined and not why_training_waits(self.recipe, parts.algorithm)
+        self.rollouts: list[RolloutResult] = []
+        self.batches: list[Batch] = []
+        self.metric_sums: dict[str, float] = {}
+        """Metrics of the advantages, summed over trajectories."""
+        self.stats = LossStats()
+        self.result = TrainResult()
+        self.is_broken = False
+
+    def updates_of(self, batch: Batch) -> list[list[int]]:
+        """Returns in which parts log-probs of a piece are computed: those of the updates, where the piece is all."""
+        return [list(range(len(batch)))] if self.recipe.schedule.pipelined else plan_updates(self.components, batch)
+
+    async def add(self, rollout: RolloutResult, batch: Batch) -> None:
+        """Adds a piece of the step with its log-probs and values; with it the gradient, where that needs no other
+        piece."""
+        self.batches.append(batch)
+        if not self.streams:
+            return
+        parts = self.components
+        for name, value in advantages(parts, batch, rollout).items():
+            self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * len(batch)
+        self.is_broken = self.is_broken or is_broken(batch, self.result)
+        trainable = [] if self.is_broken else trainable_rows(parts, batch, range(len(batch)))
+        if trainable:
+            terms = UpdateTerms(self.expected_counts, 0, kl_coefficient(parts))
+            self.stats.merge(await parts.actor.accumulate(batch, trainable, terms))
+
+    async def finish(self) -> tuple[RolloutResult, Batch, dict[str, float], "TrainResult"]:
+        """Makes the optimizer steps, once all pieces are there. Returns the whole step, its batch, the metrics of its
+        advantages, and the result of its training. Waits for critic and actor; a trainer that is lost ends the
+        wait."""
+        parts, rollout = self.components, RolloutResult.join(self.rollouts)
+        if not self.batches:
+            raise RunError(nothing_to_train_on(parts, self.step, rollout))
+        batch = Batch.join(self.batches)
+        if self.streams:
+            await self._step(batch)
+            return rollout, batch, {name: total / len(batch) for name, total in self.metric_sums.items()}, self.result
+        metrics = advantages(parts, batch, rollout)
+        self.result = await train(parts, batch, plan_updates(parts, batch), self.step)
+        return rollout, batch, metrics, self.result
+
+    async def _step(self, batch: Batch) -> None:
+        """Makes the one update of the gradients that were summed piece by piece."""
+        parts, result = self.components, self.result
+        if self.is_broken:
+            await parts.actor.group.all(ActorWorker.zero_grad)
+        elif self.stats.num_tokens:
+            await step_policy(parts, self.stats, result, self._scale(GlobalCounts(batch.num_generated, len(batch))))
+            result.finite.append(not result.skipped)
+        else:
+            result.num_empty += 1
+
+    @property
+    def expected_counts(self) -> GlobalCounts:
+        """What losses are divided by before the counts are known; near enough to keep float16 gradients in range."""
+        num_sequences = self.recipe.batch.prompts_per_step * self.recipe.batch.samples_per_prompt
+        return GlobalCounts(num_sequences * self.recipe.rollout.max_response_tokens, num_sequences)
+
+    def _scale(self, counts: GlobalCounts) -> float:
+        """Returns the factor from a loss divided by the expected counts to one divided by the true ones."""
+        match self.components.algorithm.aggregation:
+            case "token_mean":
+                return self.expected_counts.num_tokens / max(counts.num_tokens, 1)
+            case "token_sum":
+                return 1.0
+        return self.expected_counts.num_sequences / max(counts.num_sequences, 1)
+
+
+async def train(parts: RunComponents, batch: Batch, updates: list[list[int]], step: int) -> "TrainResult":
+    """Goes `ppo_epochs` times over the batch, with one optimizer step for each update.
+
+    Consumes a batch with advantages, produces new weights in the trainers. Waits for critic and actor, one after the
+    other; a trainer that is lost ends the wait.
+    """
+    result = TrainResult()
+    if is_broken(batch, result):
+        return result
+    only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
+    for _ in range(parts.recipe.batch.ppo_epochs):
+        for rows in updates:
+            num_skipped = len(result.skipped)
+            if parts.critic is not None:
+                stats = await parts.critic.accumulate(batch, rows, terms_of(parts, batch, rows))
+                result.add_value(stats.loss, await parts.critic.step())
+            if not only_critic:
+                await update_policy(parts, batch, rows, result)
+            result.finite.append(len(result.skipped) == num_skipped)
+    return result
+
+
+async def update_policy(parts: RunComponents, batch: Batch, rows: Sequence[int], result: "TrainResult") -> None:
+    trainable = trainable_rows(parts, batch, rows)
+    if not trainable:
+        result.num_empty += 1
+        return
+    stats = await parts.actor.accumulate(batch, trainable, terms_of(parts, batch, rows))
+    await step_policy(parts, stats, result)
+
+
+async def step_policy(parts: RunComponents, stats: LossStats, result: "TrainResult", scale: float = 1.0) -> None:
+    """Makes one update with the gradients times `scale`, unless the policy is too far from the one that sampled."""
+    limit = parts.algorithm.max_mean_ratio
+    if limit is not None and stats.mean_ratio > limit:
+        await parts.actor.group.all(ActorWorker.zero_grad)
+        result.add_too_far(stats.loss * scale, stats, limit)
+    else:
+        result.add_policy(stats.loss * scale, stats, await parts.actor.step(scale))
+
+
+def terms_of(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> UpdateTerms:
+    """Returns what losses are divided by: counts of the whole update, whatever is left out or split off."""
+    flat = batch.positions_of(rows)
+    offsets = np.cumsum([0, *(batch.offsets[row + 1] - batch.offsets[row] for row in rows)])
+    mask = torch.from_numpy(batch.generated[flat])
+    preserved = num_preserved(torch.from_numpy(batch.columns["advantages"][flat]), mask, torch.from_numpy(offsets))
+    return UpdateTerms(GlobalCounts(int(mask.sum()), len(rows)), preserved, kl_coefficient(parts))
+
+
+def kl_coefficient(parts: RunComponents) -> float:
+    return 0.0 if parts.kl is None else parts.kl.coefficient
+
+
+def trainable_rows(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> list[int]:
+    """Returns the trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not
+    computed, unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as
+    they are."""
+    algorithm = parts.algorithm
+    others = algorithm.kl_where == "loss" or algorithm.entropy_coefficient or algorithm.llds_coefficient
+    if others or algorithm.loss == "dro" or algorithm.old_logprobs == "recompute":
+        return list(rows)
+    moves = batch.columns["advantages"] != 0
+    return [row for row in rows if moves[batch.offsets[row] : batch.offsets[row + 1]].any()]
+
+
+def is_broken(batch: Batch, result: "TrainResult") -> bool:
+    """Whether the model that sampled computes numbers that are not finite. Looked at here, because samples of a broken
+    model may well have equal rewards, and then no loss is computed that would show it."""
+    if np.isfinite(batch.logprobs).all():
+        return False
+    result.skipped.append("the log-probs of the rollouts")
+    result.finite.append(False)
+    return True
+
+
+def nothing_to_train_on(parts: RunComponents, step: int, rollout: RolloutResult) -> str:
+    if not rollout.zero_variance:
+        return (
+            f"step {step}: all {rollout.num_failed} trajectories failed in the environment, the last one with: "
+            f"{rollout.last_error}"
+        )
+    return (
+        f"step {step}: dynamic sampling found no group with different rewards in {parts.algorithm.max_rounds} rounds: "
+        "the task is too easy or too hard for the model, or raise algorithm.dynamic_sampling.max_rounds"
+    )
+
+
+class TrainResult:
+    """Sums over a step's updates, and what became of each update."""
+
+    def __init__(self) -> None:
+        self.stats = LossStats()
+        self.losses: list[float] = []
+        self.value_losses: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.learning_rate = 0.0
+        self.num_updates = 0
+        self.num_empty = 0
+        """Number of updates without any trajectory that could change the weights."""
+        self.skipped: list[str] = []
+        """One line for each update that was not made because something was not finite."""
+        self.too_far: list[str] = []
+        """One line for each update that was not made because the policy had moved too far (`max_mean_ratio`)."""
+        self.finite: list[bool] = []
+        """Whether each update was finite, in order, critic and policy together."""
+        self.num_overflows = 0
+
+    def add_policy(self, loss: float, stats: LossStats, update: UpdateResult) -> None:
+        self.stats.merge(stats)
+        self.losses.append(loss)
+        self.gradient_norms.append(update.gradient_norm)
+        self.learning_rate = update.learning_rate
+        self.num_updates += not update.skipped
+        if update.overflow:
+            self.num_overflows += 1
+        elif update.skipped:
+            self.skipped.append(f"policy loss {loss:g}, gradient norm {update.gradient_norm:g}")
+
+    def add_too_far(self, loss: float, stats: LossStats, limit: float) -> None:
+        self.stats.merge(stats)
+        self.losses.append(loss)
+        self.too_far.append(f"mean ratio {stats.mean_ratio:.4g}, above algorithm.max_mean_ratio: {limit:g}")
+
+    def add_value(self, loss: float, update: UpdateResult) -> None:
+        self.value_losses.append(loss)
+        if update.skipped and not update.overflow:
+            self.skipped.append(f"value loss {loss:g}, gradient norm {update.gradient_norm:g}")
+
+    def metrics(self) -> dict[str, float]:
+        mean = {name: value / max(self.stats.num_tokens, 1) for name, value in self.stats.sums.items()}
+        finite = [norm for norm in self.gradient_norms if np.isfinite(norm)]
+        metrics = {
+            **mean,
+            **self.stats.maxima,
+            "policy/loss": float(np.mean(self.losses)) if self.losses else 0.0,
+            "policy/gradient_norm": float(np.mean(finite)) if finite else 0.0,
+            "policy/learning_rate": self.learning_rate,
+            "updates/made": float(self.num_updates),
+            "updates/skipped": float(len(self.skipped) + len(self.too_far)),
+            "updates/empty": float(self.num_empty),
+        }
+        if self.num_overflows:
+            metrics["updates/overflowed"] = float(self.num_overflows)
+        if self.value_losses:
+            metrics["value/loss"] = float(np.mean(self.value_losses))
+        return metrics

@@ -1,0 +1,165 @@
+"""The files that a run appends to: `metrics.jsonl`, and one gzipped JSON-lines file of trajectories for each step.
+
+A kill at any moment leaves the old content or the new, never half of it. A replaced file is written beside its target,
+flushed to disk (fsync), and renamed over it, which is atomic; without the fsync a power failure could leave the new
+name with no content. An appended line is written by one call, and a torn last line is dropped when the file is read.
+
+`metrics.jsonl` is the record that everything else is drawn from: trackers and pictures can be made again from it. A
+number that is not finite is written as null, since JSON has neither NaN nor infinity.
+"""
+
+import errno
+import gzip
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from corral.recipe.errors import UserError
+
+
+def write_atomically(path: Path, content: str) -> None:
+    with replacing(path) as file:
+        file.write(content.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block succeeds, and is deleted when it raises.
+
+    The temporary name is always the same, so that what a kill leaves behind is overwritten by the next attempt.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """The record as one line of UTF-8 JSON. JSON has no NaN and no infinity: both are written as null.
+
+    Numbers and arrays of numpy and torch are written as plain ones.
+    """
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:
+        text = json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8; its backslash form happens to be JSON's own escape for it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    return _without_nan(_plain(value))
+
+
+class MetricsFile:
+    """Appends to the file; every line is complete on disk when `log` returns."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = path.read_bytes() if path.exists() else b""
+        if (complete := content.rfind(b"\n") + 1) < len(content):
+            os.truncate(path, complete)  # a last line that a kill cut short
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = json_line({"step": step, **dict(sorted(metrics.items()))})
+        with self.path.open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            except OSError:
+                file.truncate(size)  # no half line for the next one to be appended to
+                raise
+
+    def truncate_after(self, step: int) -> None:
+        """Deletes the steps after `step`: a run that resumes from that checkpoint makes them again."""
+        rows = read_metrics(self.path) if self.path.exists() else []
+        if any(row["step"] > step for row in rows):
+            with replacing(self.path) as file:
+                file.writelines(json_line(row) for row in rows if row["step"] <= step)
+
+    def close(self) -> None:
+        """Nothing to do: the file is not held open between two lines."""
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows in the order they were logged. A last line cut short by a kill is left out; null stays None."""
+    *lines, _torn = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{path}, line {number} is not a JSON object with a `step`. Was it edited? Repair or delete that line."
+            ) from error
+        rows.append(row)
+    return rows
+
+
+class TrajectoryWriter:
+    """Writes the trajectories of whole steps, one file for each; writing a step again replaces it.
+
+    `zcat step_000012.jsonl.gz | head` reads one, and so does every data-frame library. Records are plain mappings that
+    the caller prepared.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, step: int, records: Iterable[Mapping[str, Any]], part: str | None = None) -> Path:
+        """`part` separates records of the same step, such as those of a validation."""
+        suffix = f".{part}" if part else ""
+        path = self.folder / f"step_{step:06d}{suffix}.jsonl.gz"
+        # No time and no name in the header: equal trajectories are equal files.
+        with (
+            replacing(path) as file,
+            gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
+        ):
+            for record in records:
+                zipped.write(json_line(record))
+        return path
+
+    def truncate_after(self, step: int) -> None:
+        """Deletes the steps after `step`: a run that resumes from that checkpoint generates them again."""
+        for path in self.folder.glob("step_*.jsonl.gz"):
+            if int(path.name.split(".")[0].removeprefix("step_")) > step:
+                path.unlink()
+
+
+def read_trajectories(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)

@@ -1,0 +1,254 @@
+"""A worker as a Ray actor, from both sides: the process on its device, and the calls of the controller to it.
+
+Whoever dies is named, with how and with its last output. Others that talked to it fail too, perhaps sooner, so before
+an error is believed every node is asked whether it is still there.
+"""
+
+import asyncio
+import faulthandler
+import logging
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from corral.recipe.errors import RunError, UserError, first_line
+from corral.recipe.placement import format_devices
+from corral.runtime.exits import describe_exit
+from corral.runtime.group import Group, RoleT, WorkerLost
+from corral.runtime.nodes import EXIT_WAIT_S, HEARTBEAT_S, Node
+from corral.runtime.presence import announce
+from corral.runtime.remote_debugger import WorkerDebugger
+from corral.runtime.worker import Worker
+
+SMALL_TYPES = (str, bytes, int, float, bool, type(None), Path)
+"""Types of arguments that are sent along, and not put where all workers fetch them."""
+
+
+# --- in the worker's process
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a process must know to be a worker."""
+
+    device: int
+    roles: tuple[str, ...]
+    run: str
+    """Name of the run."""
+    rank: int
+    """Rank among the workers of its set of devices."""
+    size: int
+    address: str
+    timeout_s: float
+    threads: int | None
+    log: Path
+    folder: Path | None
+    """Folder in which the controller was started; files that the recipe names are relative to it. None: Ray has put a
+    copy of it on every node, and the process is in its own."""
+    environment: dict[str, str]
+    """Variables that are set where the node's own environment does not."""
+    chosen: dict[str, str] = field(repr=False)
+    """Variables that are set whatever the node's own environment has (`cluster.environment`). Here, and not in Ray's
+    `runtime_env`, which Ray shows to whoever asks: they may be secrets."""
+    debugger: WorkerDebugger
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """What a role raised, returned as a value: so it arrives as it was, and not wrapped in an error of Ray's."""
+
+    expected: Exception | None
+    """The error itself, where it is meant for the user as it is."""
+    line: str
+    """Last line of its traceback; all of it is in the worker's log."""
+
+
+class DeviceProcess:
+    """The actor. It becomes a worker in two steps, because only a process that runs knows which GPU Ray gave it, and so
+    which device of the recipe it is. All methods are async, so that many calls are under way at once and one that
+    computes blocks none."""
+
+    worker: Worker
+    debugger: WorkerDebugger
+
+    async def start(self) -> tuple[int, list[str]]:
+        """Returns its process id and the accelerators that it got."""
+        return os.getpid(), [str(number) for number in ray.get_gpu_ids()]
+
+    async def set_up(self, setup: WorkerSetup) -> None:
+        write_output_to(setup.log)
+        if setup.folder is not None and setup.folder.is_dir():
+            os.chdir(setup.folder)
+        for name, value in setup.environment.items():
+            os.environ.setdefault(name, value)
+        os.environ.update(setup.chosen)
+        announce("worker", setup.run, setup.device, setup.roles)
+        self.debugger = setup.debugger
+        self.debugger.install()
+        self.worker = Worker(setup.rank, setup.size, setup.address, timeout_s=setup.timeout_s, threads=setup.threads)
+
+    async def call(self, role: str, method: str, *arguments: Any) -> Any:
+        """Calls a role's method. Arguments come one by one: Ray fetches those that are in its object store."""
+        try:
+            return await self.worker.call(role, method, arguments)
+        except Exception as error:
+            traceback.print_exc()
+            if self.debugger.post_mortem and not isinstance(error, UserError):
+                await asyncio.to_thread(self.debugger.open_at, error)
+            expected = error if isinstance(error, UserError | RunError | OSError) else None
+            return RemoteError(expected, traceback.format_exception_only(error)[-1].strip())
+
+
+def write_output_to(log: Path) -> None:
+    """Redirects all output of this process, below Python too. It goes straight to the file, unbuffered, so that the
+    last lines of a process that is killed are there."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(file, number)
+    os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    print(f"process {os.getpid()}")  # the file may have the output of one that died before it
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+# --- at the controller
+
+
+@dataclass
+class ActorProcess:
+    """The process of a worker, as the controller knows it."""
+
+    actor: Any
+    bundle: int
+    """Bundle of the placement group."""
+    pid: int
+    accelerators: list[str]
+
+
+@dataclass
+class DeviceSlot:
+    """A device of the recipe, and the process that is on it now."""
+
+    number: int
+    node: Node
+    process: ActorProcess
+    log: Path
+    is_dead: bool = False
+
+    def __str__(self) -> str:
+        return f"device {self.number} on {self.node}"
+
+
+class RayGroup(Group[RoleT]):
+    """Workers on a Ray cluster. `nodes`: all of the run, not only those of this group."""
+
+    def __init__(
+        self, role: str, devices: Sequence[DeviceSlot], nodes: Sequence[Node], timeout_s: float, node_timeout_s: float
+    ) -> None:
+        super().__init__(role, [str(device) for device in devices], timeout_s)
+        self.devices, self.nodes, self.node_timeout_s = list(devices), nodes, node_timeout_s
+
+    def prepare(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Puts an object that goes to several workers into Ray's store once, to be fetched once by each node."""
+        uses = Counter(id(one) for own in arguments for one in own if not isinstance(one, SMALL_TYPES))
+        common = {id(one): one for own in arguments for one in own if uses[id(one)] > 1}
+        references = {identity: ray.put(one) for identity, one in common.items()}
+        return [tuple(references.get(id(one), one) for one in own) for own in arguments]
+
+    async def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        device, call = self.devices[rank], f"{self.role}.{method}"
+        present = [node for node in self.nodes if not node.lost.done()]
+        try:
+            answer = await wait_for_reply(device.process.actor.call.remote(self.role, method, *arguments), device.node)
+        except NodeGone:
+            raise node_lost(device.node, device.number, call) from None
+        except RayActorError:
+            raise await self._describe_death(device, call) from None
+        except RayError as error:
+            raise RunError(f"{call} on {device}: {first_line(error)}") from error
+        if isinstance(answer, RemoteError):
+            raise await self._explain(answer, device, call, present)
+        return answer
+
+    async def _explain(self, error: RemoteError, device: DeviceSlot, call: str, present: Sequence[Node]) -> Exception:
+        """Finds what an error is to be reported as. `present`: the nodes that were there when the call was made; the
+        loss of one of them, which breaks the connections of the others, is the true cause."""
+        if isinstance(error.expected, UserError):
+            return error.expected
+        if (lost := await self._find_lost(present)) is not None:
+            return node_lost(lost, lost.devices[0], call)
+        if error.expected is not None:
+            return error.expected
+        return RunError(f"{call} on {device}: {error.line} (the traceback is in {device.log})")
+
+    async def _describe_death(self, device: DeviceSlot, call: str) -> WorkerLost:
+        """Describes how a process ended that Ray found dead. Its node may be dead too, which takes longer to know."""
+        device.is_dead = True
+        node, pid = device.node, device.process.pid
+        code, lines = None, list[str]()
+        try:
+            report = node.agent.exit_report.remote(pid, device.log)
+            code, lines = await wait_for_reply(report, node, EXIT_WAIT_S + HEARTBEAT_S)
+        except (NodeGone, TimeoutError, RayError):
+            if await self._find_lost([node]) is node:
+                return node_lost(node, device.number, call)
+        output = f"; its last lines, of {device.log}:\n  " + "\n  ".join(lines) if lines else ""
+        message = f"{device}: its process (pid {pid}) {describe_exit(code)} while {call}{output}"
+        return WorkerLost(message, device=device.number)
+
+    async def _find_lost(self, nodes: Sequence[Node]) -> Node | None:
+        """Returns the first node that is lost, once each has answered or is found to be lost."""
+        deadline = asyncio.get_running_loop().time() + self.node_timeout_s + 3 * HEARTBEAT_S
+        await asyncio.gather(*(wait_until_known(node, deadline) for node in nodes))
+        return next((node for node in nodes if node.lost.done()), None)
+
+
+class NodeGone(Exception):
+    """The node from which an answer was awaited is lost."""
+
+
+async def wait_for_reply(reference: Any, node: Node, timeout_s: float | None = None) -> Any:
+    """Returns what the reference refers to, unless its node is lost first. When the caller is cancelled, so is the
+    call."""
+    answer = reference.as_future()
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains of late ones
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.wait({answer, node.gone}, return_when=asyncio.FIRST_COMPLETED)
+    except (asyncio.CancelledError, TimeoutError):
+        ray.cancel(reference)
+        raise
+    if not answer.done():
+        raise NodeGone
+    return answer.result()
+
+
+async def wait_until_known(node: Node, deadline: float) -> None:
+    """Waits until the node answers, is lost, or the deadline has passed."""
+    loop = asyncio.get_running_loop()
+    while not node.gone.done() and (left_s := deadline - loop.time()) > 0:
+        try:
+            await wait_for_reply(node.agent.ping.remote(), node, left_s)
+            return
+        except RayError:
+            await asyncio.wait({node.gone}, timeout=HEARTBEAT_S)
+        except (NodeGone, TimeoutError):
+            return
+
+
+def node_lost(node: Node, device: int | None, call: str | None = None) -> WorkerLost:
+    during = f" while {call}" if call else ""
+    devices = f"device{'s' * (len(node.devices) > 1)} {format_devices(node.devices)}"
+    message = f"node {node.rank}, {node}, with {devices}, was lost{during}: {node.lost.result()}"
+    return WorkerLost(message, device=device, node=node.address)

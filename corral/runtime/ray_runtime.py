@@ -1,0 +1,361 @@
+"""Workers on the devices of a Ray cluster: one process per device, all reserved in one placement group, so that nothing
+runs on a device twice."""
+
+import asyncio
+import atexit
+import faulthandler
+import os
+import shlex
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.recipe.errors import RunError, UserError
+from corral.recipe.placement import MESH_ROLES, Placement
+from corral.recipe.schema import Recipe
+from corral.runtime.group import CallTimeout, Group
+from corral.runtime.worker import BUILDER, Worker
+
+try:
+    import ray
+except ImportError as error:
+    raise UserError("`cluster.runtime: ray` needs Ray: pip install 'corral[cluster]'") from error
+
+from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from corral.runtime.connection import connect
+from corral.runtime.network import INTERFACE_VARIABLES, answers
+from corral.runtime.nodes import (
+    HEAD_RESOURCE,
+    WORKER_SLOT,
+    Heartbeats,
+    Node,
+    NodeAgent,
+    ShowMessage,
+    copied_by_ray,
+    find_nodes,
+    remote_class,
+    reserve_devices,
+    restrict_placement,
+)
+from corral.runtime.ray_group import (
+    ActorProcess,
+    DeviceProcess,
+    DeviceSlot,
+    NodeGone,
+    RayGroup,
+    WorkerSetup,
+    node_lost,
+    wait_for_reply,
+)
+from corral.runtime.remote_debugger import LOOPBACK, DebuggerOptions, DebuggerWatch, WorkerDebugger, check_debugger
+from corral.runtime.services import END_WITHIN_S
+
+BUILT_WITH = {"rewards": "rollout"}
+"""Roles that the placement does not name, and the role on whose devices they are."""
+CONCURRENT_CALLS = 1000
+"""Calls that may be under way on one worker."""
+AGENT_THREADS = 16
+"""More than a node has workers that die at once: the agent does not answer for longer than an exit report takes."""
+CLOSE_ROLES_S = 3.0
+CLOSE_S = 15.0
+
+
+@dataclass(frozen=True)
+class DeviceSet:
+    """Devices with the same roles."""
+
+    roles: tuple[str, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def is_world(self) -> bool:
+        """Whether its workers are one world of torch.distributed. Rollout workers know nothing of each other, so that
+        the run can do without any of them."""
+        return len(self.devices) > 1 and any(role in MESH_ROLES for role in self.roles)
+
+
+class RayRuntime:
+    """Workers on the devices of a Ray cluster."""
+
+    placement: Placement
+    groups: dict[str, Group[Any]]
+    """Groups by role. Ranks follow the order of devices."""
+    sets: list[DeviceSet]
+    nodes: list[Node]
+    """Nodes with devices that are used, in the order of their ranks."""
+
+    def __init__(self, recipe: Recipe, logs: Path, builder: str, debugger: DebuggerOptions) -> None:
+        self.recipe, self.cluster, self.builder, self.debugger = recipe, recipe.cluster, builder, debugger
+        self.logs = logs.resolve()
+        self.token, self.gcs_address = uuid.uuid4().hex[:12], ""
+        self.nodes, self.sets, self.groups = [], [], {}
+        self.devices: dict[int, DeviceSlot] = {}
+        self.heartbeats: Heartbeats | None = None
+        self.debugger_watch: DebuggerWatch | None = None
+        self.reservation: Any = None
+        self.actors: list[Any] = []
+        self.reported: set[str] = set()
+        """Addresses of lost nodes that `watch` has raised."""
+        self.owns_connection = False
+
+    @classmethod
+    async def start(
+        cls,
+        recipe: Recipe,
+        placement: Placement,
+        logs: Path,
+        *,
+        report: ShowMessage,
+        without_nodes: frozenset[str] = frozenset(),
+        builder: str = BUILDER,
+        debugger: DebuggerOptions = DebuggerOptions(),
+    ) -> "RayRuntime":
+        """`without_nodes`: addresses of those that were lost. Their devices are missing from the placement then."""
+        runtime = cls(recipe, logs, builder, debugger)
+        try:
+            await runtime._start(placement, report, without_nodes)
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    async def _start(self, placement: Placement, report: ShowMessage, without: frozenset[str]) -> None:
+        self.owns_connection = not ray.is_initialized()
+        connect(self.cluster)
+        self.gcs_address = ray.get_runtime_context().gcs_address
+        self.resource, nodes = await find_nodes(self.cluster, without, report)
+        self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
+        self.nodes = [node for node in nodes if node.devices]
+        self.reservation, bundles = await reserve_devices(self.cluster, self.resource, self.nodes, report)
+        await self._start_agents()
+        check_debugger(self.debugger, self.nodes)
+        await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
+        await asyncio.gather(*(self._wait_for_services(node) for node in self.nodes))
+        self.sets = [DeviceSet(roles, devices) for roles, devices in self.placement.groups().items()]
+        self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
+        names = {number: str(device) for number, device in self.devices.items()}
+        self.debugger_watch = DebuggerWatch(self.token, names, self.debugger.warn)
+        await asyncio.gather(*(self._set_up(device) for device in self.devices.values()))
+        await asyncio.gather(*(self._join_world(one) for one in self.sets if one.is_world))
+
+    # --- while it runs
+
+    async def build(
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+    ) -> list[dict[str, Any]]:
+        devices = self.placement.roles[BUILT_WITH.get(role, role)]
+        ranks = None if rank is None else [rank]
+        workers: RayGroup[Worker] = self._group("worker", devices)
+        facts = await workers.all(Worker.build, self.builder, role, recipe, resume_from, ranks=ranks)
+        self.groups.setdefault(role, self._group(role, devices))
+        return facts
+
+    async def watch(self) -> None:
+        """Runs until a node is lost, and raises that; each once."""
+        watched = [node for node in self.nodes if node.address not in self.reported]
+        for_ever = asyncio.get_running_loop().create_future()
+        await asyncio.wait({for_ever, *(node.gone for node in watched)}, return_when=asyncio.FIRST_COMPLETED)
+        lost = next(node for node in watched if node.lost.done())
+        self.reported.add(lost.address)
+        raise node_lost(lost, None)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that were not lost."""
+        return sum(not node.lost.done() for node in self.nodes)
+
+    def devices_of(self, address: str) -> tuple[int, ...]:
+        return next(node.devices for node in self.nodes if node.address == address)
+
+    async def replace(self, device: int) -> None:
+        """Starts a worker's process again on its device, without roles. Not one that has made a world with others:
+        a world of torch.distributed cannot get a new member, so those must all begin again."""
+        own = self.devices[device]
+        assert not self._set_of(device).is_world, "the other workers of its world would wait for it for ever"
+        if own.node.lost.done():
+            raise node_lost(own.node, device)
+        with suppress(RayError):
+            ray.kill(own.process.actor)
+        own.process = await self._start_process(own.node, own.process.bundle)
+        await self._set_up(own)
+        own.is_dead = False
+
+    def close(self) -> None:
+        """Ends what was started, in bounded time even if the cluster does not answer. Where its head is gone, Ray ends
+        the rest by itself."""
+        if not ray.is_initialized():
+            return
+        for watcher in (self.heartbeats, self.debugger_watch):
+            if watcher is not None:
+                watcher.close()
+        thread = threading.Thread(target=self._close, daemon=True)
+        if answers(self.gcs_address):
+            thread.start()
+            thread.join(CLOSE_S)
+        else:
+            # Ray's own exit handler would wait for its head for minutes.
+            atexit.register(exit_within, CLOSE_S)
+
+    def _close(self) -> None:
+        alive = [device for device in self.devices.values() if not device.is_dead and not device.node.lost.done()]
+        closing = [device.process.actor.call.remote("worker", Worker.close.__name__) for device in alive]
+        closing += [node.agent.close.remote() for node in self.nodes if node.agent and not node.lost.done()]
+        if closing:
+            timeout_s = CLOSE_ROLES_S + (2 * END_WITHIN_S if self.cluster.services else 0)
+            ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.reservation is not None:
+            remove_placement_group(self.reservation)
+        if self.owns_connection:
+            ray.shutdown()
+
+    # --- starting
+
+    async def _start_agents(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        marker = self.logs / f".seen-{self.token}"
+        marker.touch()
+        entries = [entry for entry in ray.nodes() if entry["Alive"]]
+        head = next((entry for entry in entries if HEAD_RESOURCE in entry["Resources"]), entries[0])
+        for node in self.nodes:
+            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            options = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS)
+            node.agent = options.remote(
+                head["NodeManagerAddress"], marker, self.token, self.cluster.services, own_folder()
+            )
+            node.gone = asyncio.wrap_future(node.lost)
+            self.actors.append(node.agent)
+        facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in self.nodes)
+        try:
+            for node, known in zip(self.nodes, await asyncio.gather(*facts), strict=True):
+                node.facts = known
+        finally:
+            marker.unlink(missing_ok=True)
+        self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s, self.gcs_address)
+
+    async def _wait_for_services(self, node: Node) -> None:
+        if self.cluster.services:
+            limit_s = CLOSE_ROLES_S + max(service.start_timeout_s for service in self.cluster.services.values())
+            ready = node.agent.wait_for_services.remote()
+            problems = await self._in_time(ready, node, "what `cluster.services` names", limit_s)
+            if problems:
+                raise RunError(f"{node}: {problems[0]}")
+
+    async def _start_node(self, node: Node, bundles: dict[int, int]) -> None:
+        """Starts the processes of a node. Which accelerator each got is known afterwards: devices are numbered by
+        these."""
+        started = await asyncio.gather(*(self._start_process(node, bundles[number]) for number in node.devices))
+        folder = self.logs if node.facts.sees_logs else node.facts.folder
+        for number, process in zip(node.devices, sorted(started, key=accelerator_order), strict=True):
+            self.devices[number] = DeviceSlot(number, node, process, folder / f"worker-{number}.log")
+
+    async def _start_process(self, node: Node, bundle: int) -> ActorProcess:
+        facts = node.facts
+        shim = [facts.python, "-I", "-S", facts.exits, str(facts.folder), facts.python]
+        actor = remote_class(
+            DeviceProcess,
+            PlacementGroupSchedulingStrategy(self.reservation, bundle),
+            py_executable=shlex.join(shim),
+            max_concurrency=CONCURRENT_CALLS,
+            **({"num_gpus": 1} if self.resource == "GPU" else {"resources": {self.resource: 1}}),
+        ).remote()
+        self.actors.append(actor)
+        pid, accelerators = await self._in_time(actor.start.remote(), node, "a worker")
+        return ActorProcess(actor, bundle, pid, accelerators)
+
+    async def _set_up(self, device: DeviceSlot) -> None:
+        own, facts = self._set_of(device.number), device.node.facts
+        threads = self.recipe.train.threads
+        if threads is None and self.resource == WORKER_SLOT:
+            threads = max(1, facts.num_cores // len(device.node.devices))
+        interfaces = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
+        setup = WorkerSetup(
+            device=device.number,
+            roles=own.roles,
+            run=self.recipe.name,
+            rank=own.devices.index(device.number),
+            size=len(own.devices),
+            address=device.node.address,
+            timeout_s=self.cluster.call_timeout_s,
+            threads=threads,
+            log=device.log,
+            folder=own_folder(),
+            environment={name: value for name, value in interfaces.items() if value is not None},
+            chosen={name: os.environ[name] for name in self.cluster.environment if name in os.environ},
+            debugger=WorkerDebugger(
+                self.token,
+                device.number,
+                facts.debugger,
+                self.debugger.post_mortem,
+                device.node.address if self.debugger.insecure else LOOPBACK,
+            ),
+        )
+        await self._in_time(device.process.actor.set_up.remote(setup), device.node, f"device {device.number}")
+
+    async def _in_time(self, reference: Any, node: Node, what: str, limit_s: float | None = None) -> Any:
+        limit = limit_s or self.cluster.start_timeout_s
+        try:
+            return await wait_for_reply(reference, node, limit)
+        except NodeGone:
+            raise node_lost(node, None, f"{what} started") from None
+        except TimeoutError:
+            raise CallTimeout(
+                f"{what} on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)"
+            ) from None
+        except RayError as error:
+            raise RunError(f"{what} on {node} could not start; is Corral installed there? {error}") from error
+
+    async def _join_world(self, one: DeviceSet) -> None:
+        """Makes the world of torch.distributed of a set."""
+        group: RayGroup[Worker] = self._group("worker", one.devices)
+        limit_s = self.cluster.start_timeout_s
+        rendezvous = await group.one(0, Worker.open_rendezvous, timeout_s=limit_s)
+        calls = [asyncio.ensure_future(group.one(rank, Worker.join_world, rendezvous)) for rank in range(group.size)]
+        done, late = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        for call in late:
+            call.cancel()
+        for call in done:
+            call.result()
+        if late:
+            names = ", ".join(name for name, call in zip(group.names, calls, strict=True) if call in late)
+            raise CallTimeout(
+                f"the workers of {', '.join(one.roles)} did not all connect to {rendezvous} and to each other within "
+                f"{limit_s:g} s (`cluster.start_timeout_s`): {names}. A firewall between the nodes, or the wrong "
+                f"network ({' and '.join(INTERFACE_VARIABLES)} choose another)"
+            )
+
+    def _set_of(self, device: int) -> DeviceSet:
+        return next(one for one in self.sets if device in one.devices)
+
+    def _group(self, role: str, devices: Sequence[int]) -> RayGroup[Any]:
+        own = [self.devices[number] for number in devices]
+        return RayGroup(role, own, self.nodes, self.cluster.call_timeout_s, self.cluster.node_timeout_s)
+
+
+def own_folder() -> Path | None:
+    """Returns the folder in which the controller works, and so the workers. None: Ray has put a copy of it on every
+    node."""
+    return None if copied_by_ray(Path.cwd()) else Path.cwd()
+
+
+def accelerator_order(process: ActorProcess) -> tuple[int, str]:
+    """Sorts by number; names of other kinds (parts of a GPU) by name. Without accelerators all are alike."""
+    name = process.accelerators[0] if process.accelerators else ""
+    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+
+
+def exit_within(limit_s: float) -> None:
+    """Ends this process with an error, should Ray still wait for its head then. Called at exit, before Ray's own
+    handler."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=os.open(os.devnull, os.O_WRONLY))

@@ -1,0 +1,382 @@
+"""The native trainer: packed token trees, log-probs from hidden states in chunks, AdamW, on one process or on many.
+
+Every pack is computed as a `TokenTree`: tokens with the same prefix once, forward and backward. The gradient is that of
+the separate sequences, to rounding, and does not depend on how they were packed, nor on how the model and the packs are
+sharded over processes.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from corral.data.batch import Batch, Pack
+from corral.data.trajectory import Trajectory
+from corral.kernels.device import on_device
+from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
+from corral.model.collectives import summed
+from corral.model.context_parallel import SlicedTreeAttention, padded_tree, slice_of
+from corral.model.fused import unfuse
+from corral.model.logprobs import head_logprobs
+from corral.recipe.errors import UserError
+from corral.recipe.mesh import MeshShape
+from corral.recipe.schema import LOGITS_CHUNK, Optimizer
+from corral.train.optimizer import MasterOptimizer, UpdateResult
+from corral.train.process_mesh import ProcessMesh
+from corral.train.sharding import ShardedModel, check_offload, local_tensor
+from corral.train.tensor_files import TensorFiles, run_on_all_ranks, write_pretrained, write_tensors
+from corral.train.trainer import PolicyLoss, ValueLoss
+
+OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "master")
+"""What a checkpoint may hold of a parameter besides its weights."""
+
+
+class _NativeTrainer:
+    """What policy and critic have in common: a model on its mesh, its optimizer, the guard against losses that are not
+    finite, and the optimizer's files."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        causal: Any,
+        optimizer: Optimizer | None,
+        total_updates: int,
+        *,
+        gradient_checkpointing: bool,
+        mesh: ProcessMesh | None,
+        offload: Sequence[str],
+        in_float32: Sequence[nn.Module] = (),
+    ) -> None:
+        """`causal`: the transformers model in `model`; modules beside it compute `in_float32`. Without an `optimizer`
+        the model is frozen."""
+        self.model: Any = model
+        self.causal = causal
+        self.mesh = mesh or ProcessMesh.build(MeshShape(), next(model.parameters()).device)
+        check_offload(self.mesh, offload)
+        if self.mesh.groups.keys() & {"tensor", "expert"}:
+            unfuse(causal)  # these replace modules within the layers, which fused layers do not call
+        self.sharded = ShardedModel(
+            model,
+            causal,
+            self.mesh,
+            trained=optimizer is not None,
+            offload="parameters" in offload,
+            in_float32=in_float32,
+        )
+        self.layout = self.sharded.layout
+        self.optimizer: MasterOptimizer | None = None
+        if optimizer is not None:
+            self.optimizer = MasterOptimizer(
+                model.named_parameters(), optimizer, total_updates, layout=self.layout, on_host="optimizer" in offload
+            )
+        self.gradient_checkpointing = gradient_checkpointing
+        self.has_bad_loss = False
+        """Whether a loss since the last update was not finite."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        # Not that of the parameters: sharded ones that are trained are float32 whatever the model computes in.
+        return self.layout.dtype
+
+    @property
+    def whole_model(self) -> Any | None:
+        return None if self.mesh.is_sharded else self.model
+
+    def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
+        """What the loss is a function of, [tokens of the pack] each."""
+        raise NotImplementedError
+
+    def _forward(self, pack: Pack | None) -> tuple[Tensor, ...]:
+        """The outputs for a pack; all ranks that hold a part of one copy of the model compute at the same time."""
+        prediction = PackPrediction(pack or placeholder_pack(), self.mesh)
+        if self.sharded.exchange is not None:
+            self.sharded.exchange.most_tokens = self.mesh.max(prediction.num_nodes, "expert")
+        return self.sharded(lambda: self._outputs(prediction))
+
+    def _compute(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
+        """The first output of each pack, without gradient; empty for None."""
+        for pack in packs:
+            result = torch.empty(0, device=self.mesh.device)
+            if pack is not None or self.mesh.is_sharded:
+                with torch.no_grad():
+                    computed, *_ = self._forward(pack)
+                result = computed if pack is not None else result
+            yield result
+
+    def _forward_backward(self, pack: Pack | None, loss: Callable[..., Tensor] | None) -> float:
+        if pack is None and not self.mesh.is_sharded:
+            return 0.0
+        with gradient_checkpointing(self.causal, self.gradient_checkpointing):
+            outputs = self._forward(pack)
+            if pack is None:
+                return self._backward(0.0 * sum(outputs[1:], outputs[0]).sum())
+            assert loss is not None, "a pack has a loss"
+            return self._backward(loss(*outputs))
+
+    def _backward(self, loss: Tensor) -> float:
+        """A loss that is not finite spoils the update. Its backward pass is computed all the same where other ranks
+        wait for the gradients; and on a GPU, which would have to wait until the host knows the loss."""
+        assert self.optimizer is not None, "a frozen model is not trained"
+        copy = HostCopy(loss.detach())
+        if loss.is_cuda or self.mesh.is_sharded or math.isfinite(copy.value):
+            self.optimizer.backward(loss)
+        self.has_bad_loss |= not math.isfinite(copy.value)
+        return copy.value
+
+    def step(self, scale: float = 1.0) -> UpdateResult:
+        assert self.optimizer is not None, "a frozen model is not trained"
+        if self.mesh.any(self.has_bad_loss):
+            self.zero_grad()
+            return UpdateResult(math.nan, self.optimizer.learning_rate(self.optimizer.updates), skipped=True)
+        return self.optimizer.step(scale)
+
+    def zero_grad(self) -> None:
+        assert self.optimizer is not None, "a frozen model is not trained"
+        self.has_bad_loss = False
+        self.optimizer.zero_grad()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, self.layout.gather_weight(name, parameter)
+
+    def _save_optimizer(self, folder: Path, writers: Sequence[int] | None) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        kinds = {
+            f"{master.name}.{key}": (torch.float32, torch.Size() if key == "step" else self.layout[master.name].shape)
+            for master in optimizer.masters
+            for key in optimizer.state_of(master)
+        }
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for master in optimizer.masters:
+                for key, local in optimizer.state_of(master).items():
+                    yield f"{master.name}.{key}", local if key == "step" else self.layout.gather(master.name, local)
+
+        write_tensors(folder, "optimizer", kinds, tensors(), self.mesh, writers)
+        is_first = self.mesh.rank == (0 if writers is None else writers[0])
+        text = json.dumps(optimizer.counters())
+
+        def write() -> None:
+            if is_first:
+                (folder / "optimizer.json").write_text(text)
+
+        run_on_all_ranks(self.mesh, write)
+
+    def _load_optimizer(self, folder: Path) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        files = TensorFiles(folder, "optimizer")
+        unknown = files.names - {f"{master.name}.{key}" for master in optimizer.masters for key in OPTIMIZER_KEYS}
+        if unknown:
+            raise UserError(f"{folder} is the optimizer of another model: this one has no {min(unknown)}")
+        for master in optimizer.masters:
+            found = {key: files[name] for key in OPTIMIZER_KEYS if (name := f"{master.name}.{key}") in files.names}
+            parts = {key: t if key == "step" else self.layout.shard(master.name, t) for key, t in found.items()}
+            optimizer.load_state(master, parts)
+        optimizer.load_counters(json.loads((folder / "optimizer.json").read_text()))
+
+
+class NativePolicyTrainer(_NativeTrainer):
+    """The actor, or with `optimizer=None` the frozen reference."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        logits_chunk: int | None = None,
+        optimizer: Optimizer | None = None,
+        total_updates: int = 0,
+        gradient_checkpointing: bool = False,
+        mesh: ProcessMesh | None = None,
+        offload: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            model,
+            model,
+            optimizer,
+            total_updates,
+            gradient_checkpointing=gradient_checkpointing,
+            mesh=mesh,
+            offload=offload,
+        )
+        self.temperature = temperature
+        self.logits_chunk = logits_chunk or LOGITS_CHUNK[self.mesh.device.type]
+
+    def compute_logprobs(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
+        return self._compute(packs)
+
+    def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
+        return self._forward_backward(pack, loss)
+
+    def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
+        """(log-probs, entropy)"""
+        head = self.model.get_output_embeddings()
+        logprobs, entropy = head_logprobs(
+            prediction.hidden(self.model),
+            head.weight,
+            getattr(head, "bias", None),
+            prediction.row_of_target,
+            prediction.targets,
+            temperature=self.temperature,
+            chunk=self.logits_chunk,
+        )
+        return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
+
+    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+        """Writes the model in Hugging Face layout, and the optimizer into `actor/`."""
+        write_pretrained(self.model, self.layout, folder, writers)
+        self._save_optimizer(folder / "actor", writers)
+
+    def load(self, folder: Path) -> None:
+        self._load_optimizer(folder / "actor")
+
+
+class NativeValueTrainer(_NativeTrainer):
+    """The critic: a model with one number for each state, the reward that is expected from there on."""
+
+    def __init__(
+        self,
+        model: "ValueModel",
+        optimizer: Optimizer,
+        total_updates: int,
+        gradient_checkpointing: bool = False,
+        mesh: ProcessMesh | None = None,
+        offload: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            model,
+            model.trunk,
+            optimizer,
+            total_updates,
+            gradient_checkpointing=gradient_checkpointing,
+            mesh=mesh,
+            offload=offload,
+            in_float32=[model.head],
+        )
+
+    def compute_values(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
+        return self._compute(packs)
+
+    def forward_backward(self, pack: Pack | None, loss: ValueLoss | None) -> float:
+        return self._forward_backward(pack, loss)
+
+    def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
+        values = self.model.head(prediction.hidden(self.causal).float())[:, 0]
+        return (prediction.to_tokens(values[prediction.row_of_target]),)
+
+    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+        """Writes model and optimizer into `critic/`."""
+        write_tensors(folder / "critic", "model", self.layout.kinds, self.weights(), self.mesh, writers)
+        self._save_optimizer(folder / "critic", writers)
+
+    def load(self, folder: Path) -> None:
+        files = TensorFiles(folder / "critic", "model")
+        for name, parameter in self.model.named_parameters():
+            local_tensor(parameter).copy_(self.layout.shard(name, files[name]))
+        self._load_optimizer(folder / "critic")
+
+
+class ValueModel(nn.Module):
+    """A causal model's trunk with a value head that starts at zero: the first values are 0, not noise."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.trunk = model
+        width = model.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device=next(model.parameters()).device, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        if not model.config.tie_word_embeddings:
+            model.get_output_embeddings().requires_grad_(False)
+
+
+class PackPrediction:
+    """What a rank computes of a pack: its nodes of the token tree, and the generated tokens predicted from them."""
+
+    def __init__(self, pack: Pack, mesh: ProcessMesh) -> None:
+        self.device, self.group = mesh.device, mesh.groups.get("context")
+        self.num_tokens = len(pack.flat)
+        self.tree, self.nodes = pack.tree, slice(0, pack.tree.num_nodes)
+        sources, targets = pack.sources, pack.targets
+        if self.group is not None:
+            self.tree = padded_tree(pack.tree, self.group.size())
+            self.nodes = slice_of(self.tree, self.group)
+            own = (sources >= self.nodes.start) & (sources < self.nodes.stop)
+            sources, targets = sources[own] - self.nodes.start, targets[own]
+        rows, row_of_target = np.unique(sources, return_inverse=True)
+        if self.group is not None and not len(rows):
+            rows = np.zeros(1, np.int64)  # there is nothing to predict here, but every rank takes part in the backward
+        order = np.argsort(row_of_target, kind="stable")
+        self.rows = on_device(rows, self.device)
+        """Nodes whose next token is predicted."""
+        self.row_of_target = on_device(row_of_target[order], self.device)
+        self.token_of_target = on_device(targets[order], self.device)
+        self.targets = on_device(pack.batch.tokens[pack.flat[targets[order]]], self.device)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that this rank computes."""
+        return self.nodes.stop - self.nodes.start
+
+    def hidden(self, causal: Any) -> Tensor:
+        """[rows, width], the last hidden states of a transformers model."""
+        tokens = on_device(self.tree.tokens[self.nodes], self.device)
+        positions = on_device(self.tree.positions[self.nodes], self.device)
+        attention: AttentionContext
+        if self.group is None:
+            attention = TreeAttention(self.tree, self.device)
+        else:
+            attention = SlicedTreeAttention(self.tree, self.device, self.group)
+        return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
+
+    def to_tokens(self, per_target: Tensor) -> Tensor:
+        """[targets] -> [tokens of the pack], 0 where nothing was generated; equal on all ranks of a context group."""
+        tokens = per_target.new_zeros(self.num_tokens).index_put((self.token_of_target,), per_target)
+        return tokens if self.group is None else summed(tokens, self.group)
+
+
+@cache
+def placeholder_pack() -> Pack:
+    """The smallest pack, for a rank that has none: others need it to gather parameters and to sum gradients."""
+    return Pack(Batch.of([Trajectory.from_tokens([0, 0])]), (0,))
+
+
+class HostCopy:
+    """A number on its way from the device. Its own event is waited for, so that kernels launched after the copy (the
+    backward pass) do not delay it."""
+
+    def __init__(self, number: Tensor) -> None:
+        self.number = number
+        self.copied: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self.number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+            self.copied = torch.cuda.current_stream(number.device).record_event()
+
+    @property
+    def value(self) -> float:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.number.item()
+
+
+@contextmanager
+def gradient_checkpointing(model: Any, enabled: bool) -> Iterator[None]:
+    """Activations are recomputed in the backward pass. (transformers does it in training mode only.)"""
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    try:
+        yield
+    finally:
+        if enabled:
+            model.gradient_checkpointing_disable()
+            model.eval()

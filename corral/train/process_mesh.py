@@ -1,0 +1,134 @@
+"""The processes that train one model together, and their process groups.
+
+A mesh of one process has no groups and never touches `torch.distributed`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from corral.recipe.mesh import MeshShape
+
+DIMENSIONS = ("replicate", "shard", "expert", "context", "tensor")
+BUCKET = 2**25
+"""Number of elements that are reduced in one collective call: few large ones are faster than many small ones."""
+
+
+class ProcessMesh:
+    """This process' position in the mesh. `torch.distributed` is initialized by the caller, with `shape.size`
+    processes."""
+
+    def __init__(self, shape: MeshShape, device: torch.device, rank: int) -> None:
+        self.shape, self.device, self.rank = shape, device, rank
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        """Groups by dimension, of those with more than one rank. Besides, where the model is sharded, `sharded`: ranks
+        that hold the parts of one copy; and with experts `expert_sharded`: those that hold the parts of the same
+        experts."""
+        self.dense: Any = None
+        """DeviceMesh over which a parameter is sharded; two-dimensional if there are replicas."""
+        self.by_expert: Any = None
+        """The same for the parameters of experts, which are distributed over the expert group already."""
+
+    @classmethod
+    def build(cls, shape: MeshShape, device: torch.device, timeout_s: float | None = None) -> "ProcessMesh":
+        """`timeout_s`: limit of its collectives; None: torch's own."""
+        mesh = cls(shape, device, dist.get_rank() if shape.size > 1 else 0)
+        if shape.size > 1:
+            assert dist.get_world_size() == shape.size, "one process for each position in the mesh"
+            mesh._connect(None if timeout_s is None else timedelta(seconds=timeout_s))
+        return mesh
+
+    def _connect(self, timeout: timedelta | None) -> None:
+        """Creates the groups, in the same order on all ranks, as `torch.distributed` demands."""
+        for name in DIMENSIONS:
+            if getattr(self.shape, name) > 1:
+                self.groups[name] = self._group([name], timeout)
+        if self.is_sharded:
+            self.groups["sharded"] = self._group(["shard", "expert", "context"], timeout)
+            self.dense = self._device_mesh("sharded", ["shard", "expert", "context"])
+        if "expert" in self.groups:
+            self.groups["expert_sharded"] = self._group(["shard", "context"], timeout)
+            self.by_expert = self._device_mesh("expert_sharded", ["shard", "context"])
+
+    def _ranks(self, dimensions: Sequence[str]) -> Tensor:
+        """[all else, these dimensions]"""
+        ranks = torch.arange(self.shape.size).reshape([getattr(self.shape, name) for name in DIMENSIONS])
+        moved = ranks.movedim([DIMENSIONS.index(name) for name in dimensions], list(range(-len(dimensions), 0)))
+        return moved.reshape(-1, math.prod(getattr(self.shape, name) for name in dimensions))
+
+    def _group(self, dimensions: Sequence[str], timeout: timedelta | None) -> dist.ProcessGroup:
+        """The group of this rank and those that differ from it in these dimensions only."""
+        ranks = self._ranks(dimensions)
+        if len(ranks) == 1 and dist.group.WORLD is not None:
+            return dist.group.WORLD
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0]
+        return group
+
+    def _device_mesh(self, group: str, dimensions: Sequence[str]) -> Any:
+        """A DeviceMesh for FSDP over groups that exist: one made anew would open more connections."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        kind = self.device.type
+        if "replicate" not in self.groups:
+            return DeviceMesh.from_group(self.groups[group], kind, mesh_dim_names=(group,))
+        both = self._ranks(["replicate", *dimensions])
+        own = both[(both == self.rank).any(dim=1)].reshape(self.shape.replicate, -1)
+        groups = [self.groups["replicate"], self.groups[group]]
+        return DeviceMesh.from_group(groups, kind, mesh=own, mesh_dim_names=("replicate", group))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a device holds less than all parameters, so that a forward pass needs the other ranks."""
+        return not self.shape.is_whole
+
+    def size_of(self, dimension: str) -> int:
+        return self.groups[dimension].size() if dimension in self.groups else 1
+
+    def rank_in(self, dimension: str) -> int:
+        return self.groups[dimension].rank() if dimension in self.groups else 0
+
+    def max(self, number: int, dimension: str | None = None) -> int:
+        """The largest over all ranks, or over those that differ in one dimension only."""
+        if self.shape.size == 1 or (dimension is not None and dimension not in self.groups):
+            return number
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=None if dimension is None else self.groups[dimension])
+        return int(largest)
+
+    def any(self, happened: bool) -> bool:
+        return bool(self.max(int(happened)))
+
+    def sum_squares(self, numbers: Tensor, dimension: str) -> Tensor:
+        """[numbers] in float64, summed over the ranks of a dimension."""
+        if dimension in self.groups:
+            numbers = numbers.to(self.device)
+            dist.all_reduce(numbers, group=self.groups[dimension])
+        return numbers.cpu()
+
+    def sum_(self, tensors: Iterable[Tensor], dimension: str) -> None:
+        """Each tensor becomes its sum over the ranks of a dimension."""
+        self._in_buckets(tensors, dimension, lambda flat, group: dist.all_reduce(flat, group=group))
+
+    def copy_first_(self, tensors: Iterable[Tensor], dimension: str) -> None:
+        """Each tensor becomes that of the dimension's first rank."""
+        self._in_buckets(tensors, dimension, lambda flat, group: dist.broadcast(flat, group=group, group_src=0))
+
+    def _in_buckets(
+        self, tensors: Iterable[Tensor], dimension: str, collective: Callable[[Tensor, dist.ProcessGroup], Any]
+    ) -> None:
+        """Runs a collective on many small tensors, joined into few large ones on the mesh's device, in place."""
+        remaining = deque(tensors if dimension in self.groups else ())
+        while remaining:
+            bucket = [remaining.popleft()]
+            while remaining and sum(tensor.numel() for tensor in bucket) < BUCKET:
+                bucket.append(remaining.popleft())
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
+            collective(flat, self.groups[dimension])
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))

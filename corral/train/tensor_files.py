@@ -1,0 +1,244 @@
+"""Named tensors to and from safetensors files, and a model's files in Hugging Face layout.
+
+Files are written by several processes at once: the format begins with a header that says where each tensor is, so the
+first process creates the file and all write their tensors to their offsets. The bytes are those that the safetensors
+library writes, however many processes write them. All files are flushed to disk (fsync) before they count.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from corral.train.process_mesh import ProcessMesh
+from corral.train.sharding import ShardingLayout
+
+MAX_FILE = 5 * 10**9
+"""Bytes of one file; more go into another one, as transformers does it."""
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "U8", "I8", "BOOL")
+"""Order in which the safetensors library lays tensors out, before their names."""
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    loaded: dict[str, Tensor] = load_file(path)
+    return loaded
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    file: str
+    offset: int
+    num_bytes: int
+    writer: int
+    """Index of the process that writes it."""
+
+
+def write_tensors(
+    folder: Path,
+    stem: str,
+    kinds: dict[str, tuple[torch.dtype, torch.Size]],
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: ProcessMesh,
+    writers: Sequence[int] | None = None,
+) -> None:
+    """Writes `stem`.safetensors, or several files and their index. Called by all ranks, which all iterate over the same
+    whole tensors; `kinds` says beforehand which there will be. `writers`: ranks that see the folder; None: all.
+    OSError on all ranks if one of them fails."""
+    ranks = list(range(mesh.shape.size)) if writers is None else list(writers)
+    own = ranks.index(mesh.rank) if mesh.rank in ranks else None
+    locations, headers = lay_out(stem, kinds, len(ranks))
+    run_on_all_ranks(mesh, lambda: create_files(folder, stem, headers, locations) if own == 0 else None)
+
+    def write() -> None:
+        with ExitStack() as stack:
+            descriptors: dict[str, int] = {}
+            for file in headers if own is not None else ():
+                descriptors[file] = os.open(folder / file, os.O_WRONLY)  # unlike mode "wb", this does not truncate
+                stack.callback(os.close, descriptors[file])
+            for name, tensor in remaining:
+                if (location := locations[name]).writer == own:
+                    write_at(descriptors[location.file], tensor, location.offset)
+            for descriptor in descriptors.values():
+                os.fsync(descriptor)
+
+    remaining = iter(tensors)
+    run_on_all_ranks(mesh, write, remaining)
+
+
+def run_on_all_ranks(mesh: ProcessMesh, work: Callable[[], None], remaining: Iterable[object] = ()) -> None:
+    """Runs work that may fail on one rank, and raises on all ranks if it does. Iterating over whole tensors is a
+    collective, so a rank that failed half-way goes through the `remaining` ones, or the others would hang."""
+    error: OSError | None = None
+    try:
+        work()
+    except OSError as caught:
+        error = caught
+        for _ in remaining:
+            pass
+    if mesh.any(error is not None):
+        raise error or OSError("another rank could not write its part")
+
+
+def lay_out(
+    stem: str, kinds: dict[str, tuple[torch.dtype, torch.Size]], num_writers: int
+) -> tuple[dict[str, TensorLocation], dict[str, bytes]]:
+    """(location of each tensor, header of each file). Consecutive tensors go to the same writer, about as many bytes to
+    each."""
+    sizes = {name: dtype.itemsize * shape.numel() for name, (dtype, shape) in kinds.items()}
+    parts: list[list[str]] = [[]]
+    for name in kinds:
+        if parts[-1] and sum(sizes[other] for other in parts[-1]) + sizes[name] > MAX_FILE:
+            parts.append([])
+        parts[-1].append(name)
+    total, before = max(1, sum(sizes.values())), 0
+    locations, headers = {}, {}
+    for i, names in enumerate(parts, 1):
+        file = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors"
+        ordered = sorted(names, key=lambda name: (ORDER.index(CODES[kinds[name][0]]), name))
+        headers[file] = header([(name, *kinds[name]) for name in ordered])
+        offset = len(headers[file])
+        for name in ordered:
+            locations[name] = TensorLocation(file, offset, sizes[name], before * num_writers // total)
+            offset, before = offset + sizes[name], before + sizes[name]
+    return locations, headers
+
+
+def header(tensors: list[tuple[str, torch.dtype, torch.Size]]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + dtype.itemsize * shape.numel()
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def create_files(folder: Path, stem: str, headers: dict[str, bytes], locations: dict[str, TensorLocation]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, start in headers.items():
+        with (folder / file).open("wb") as stream:
+            stream.write(start)
+            ends = [at.offset + at.num_bytes for at in locations.values() if at.file == file]
+            stream.truncate(max([len(start), *ends]))
+    if len(headers) > 1:
+        index = {
+            "metadata": {"total_size": sum(location.num_bytes for location in locations.values())},
+            "weight_map": {name: location.file for name, location in sorted(locations.items())},
+        }
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+class TensorFiles:
+    """What `write_tensors` wrote, read one tensor at a time."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        index = folder / f"{stem}.safetensors.index.json"
+        names = [f"{stem}.safetensors"]
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files: list[Any] = [safe_open(folder / name, "pt") for name in names]
+        self.file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self.names = set(self.file_of)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.file_of[name].get_tensor(name)
+        return tensor
+
+
+def fsync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_pretrained(model: Any, layout: ShardingLayout, folder: Path, writers: Sequence[int] | None) -> None:
+    """Writes configuration, generation defaults and weights as `save_pretrained` does, from parameters that may be
+    sharded. Called by all ranks."""
+    mesh = layout.mesh
+    first = mesh.rank == (0 if writers is None else writers[0])
+    run_on_all_ranks(mesh, lambda: write_configuration(model, layout.dtype, folder) if first else None)
+    buffers = persistent_buffers(model)
+    empty = {
+        **{name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in layout.kinds.items()},
+        **{name: buffer.to("meta") for name, buffer in buffers.items()},
+    }
+    stored = as_stored(model, empty)
+    parts = [[name] for name in empty]
+    if {name for part in parts for name in as_stored(model, {n: empty[n] for n in part})} != set(stored):
+        parts = [list(empty)]  # a tensor on disk is made of several in memory
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(model.named_parameters())
+        for part in parts:
+            whole = {n: buffers[n] if n in buffers else layout.gather_weight(n, parameters[n]) for n in part}
+            yield from as_stored(model, whole).items()
+
+    write_tensors(folder, "model", {n: (t.dtype, t.shape) for n, t in stored.items()}, tensors(), mesh, writers)
+
+
+def persistent_buffers(model: Any) -> dict[str, Tensor]:
+    """Buffers that are saved. They are the same on all ranks."""
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return {name: buffer for name, buffer in buffers.items() if name not in ignored}
+
+
+def as_stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names and in the shapes of the model's files: transformers has the experts of a mixture as one
+    tensor in memory, and as one for each expert on disk."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return stored
+
+
+def write_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,111 @@
+"""Schedules, clipping, state, and float16's loss scale."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from corral.recipe.schema import Optimizer
+from corral.train.optimizer import LossScaler, MasterOptimizer
+
+
+def make(
+    total_updates: int = 10, dtype: torch.dtype = torch.float32, **recipe: object
+) -> tuple[MasterOptimizer, nn.Parameter]:
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=dtype))
+    return MasterOptimizer([("weight", parameter)], Optimizer(**recipe), total_updates), parameter
+
+
+def rates(optimizer: MasterOptimizer, updates: int) -> list[float]:
+    return [optimizer.learning_rate(update) for update in range(updates)]
+
+
+def test_warm_up_rises_in_a_line_to_the_learning_rate() -> None:
+    optimizer, _ = make(learning_rate=1.0, warmup_steps=4)
+    assert rates(optimizer, 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_warm_up_may_be_a_fraction_of_all_updates() -> None:
+    share, _ = make(13, learning_rate=1.0, schedule="cosine", warmup_ratio=0.25)
+    number, _ = make(13, learning_rate=1.0, schedule="cosine", warmup_steps=3)
+    assert rates(share, 15) == rates(number, 15)
+    assert rates(make(13, learning_rate=1.0, warmup_ratio=0.0)[0], 2) == [1.0, 1.0]
+
+
+def test_linear_decay_ends_at_its_floor() -> None:
+    optimizer, _ = make(10, learning_rate=1.0, schedule="linear", min_learning_rate_ratio=0.2)
+    assert optimizer.learning_rate(0) == 1.0
+    assert optimizer.learning_rate(5) == pytest.approx(0.6)
+    assert optimizer.learning_rate(10) == optimizer.learning_rate(99) == pytest.approx(0.2)
+
+
+def test_cosine_decay_is_halfway_at_half_time() -> None:
+    optimizer, _ = make(12, learning_rate=1.0, schedule="cosine", warmup_steps=2)
+    assert optimizer.learning_rate(7) == pytest.approx(0.5)
+    assert optimizer.learning_rate(12) == pytest.approx(0.0)
+
+
+def test_updates_equal_torchs_adamw() -> None:
+    optimizer, parameter = make(learning_rate=0.1, weight_decay=0.01, betas=[0.8, 0.9], max_gradient_norm=9.0)
+    theirs = nn.Parameter(parameter.detach().clone())
+    adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.01, betas=(0.8, 0.9))
+    for step in range(5):
+        for target, finish in ((parameter, optimizer.step), (theirs, adamw.step)):
+            loss = (target * torch.tensor([0.1, 0.2, -0.1]) * (step + 1)).sum()
+            loss.backward()
+            finish()
+        adamw.zero_grad()
+    torch.testing.assert_close(parameter, theirs)
+
+
+def test_a_long_gradient_is_clipped_and_its_true_norm_reported() -> None:
+    optimizer, parameter = make(learning_rate=1.0, max_gradient_norm=0.5)
+    seen = []
+    optimizer.adamw.register_step_pre_hook(lambda *_: seen.append(parameter.grad.norm().item()))
+    optimizer.backward((parameter * 4).sum())
+    result = optimizer.step()
+    assert result.gradient_norm == pytest.approx(math.sqrt(48))
+    assert seen == [pytest.approx(0.5, rel=1e-4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_state_continues_exactly(dtype: torch.dtype) -> None:
+    def advance(optimizer: MasterOptimizer, parameter: nn.Parameter, steps: range) -> None:
+        for step in steps:
+            optimizer.backward((parameter.float() * torch.tensor([1.0, 2.0, 3.0]) * (step + 1)).sum())
+            optimizer.step()
+
+    whole, parameter = make(dtype=dtype, learning_rate=0.1, schedule="linear")
+    advance(whole, parameter, range(3))
+    tensors = {name: tensor.clone() for name, tensor in whole.state_of(whole.masters[0]).items()}
+    numbers = whole.counters()
+    resumed, other = make(dtype=dtype, learning_rate=0.1, schedule="linear")
+    other.data.copy_(parameter)
+    resumed.load_state(resumed.masters[0], tensors)
+    resumed.load_counters(numbers)
+    advance(whole, parameter, range(3, 6))
+    advance(resumed, other, range(3, 6))
+    assert torch.equal(parameter, other)
+    assert torch.equal(whole.masters[0].weight, resumed.masters[0].weight)
+
+
+def test_float16_halves_its_loss_scale_after_an_overflow_and_goes_on() -> None:
+    optimizer, parameter = make(dtype=torch.float16, learning_rate=0.1)
+    assert optimizer.scaler.scale == 2.0**15
+    optimizer.backward((parameter * 10).sum())
+    result = optimizer.step()
+    assert result.skipped
+    assert result.overflow
+    assert optimizer.scaler.scale == 2.0**14
+    while result.skipped:
+        optimizer.backward((parameter * 10).sum())
+        result = optimizer.step()
+    assert result.gradient_norm == pytest.approx(math.sqrt(300), rel=1e-2)
+
+
+def test_the_loss_scale_doubles_after_many_good_updates() -> None:
+    scaler = LossScaler(enabled=True)
+    for _ in range(200):
+        scaler.update(finite=True)
+    assert scaler.scale == 2.0**16

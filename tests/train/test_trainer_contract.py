@@ -1,0 +1,52 @@
+"""Every trainer against its contract. A new one is one more line of `POLICIES` or `CRITICS`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import DEVICE, tiny_config
+from trainer_contract import POLICY_CONTRACT, VALUE_CONTRACT, MakePolicy, MakeValue
+from transformers import AutoModelForCausalLM
+
+from corral.model.attention import register
+from corral.recipe.schema import Optimizer
+from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.train.trainer import PolicyTrainer, ValueTrainer
+
+
+def load_model(folder: Path | None) -> Any:
+    register()
+    torch.manual_seed(3)
+    if folder is not None:
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="corral").eval().to(DEVICE)
+    return AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
+
+
+def native_policy(folder: Path | None) -> PolicyTrainer:
+    return NativePolicyTrainer(
+        load_model(folder), temperature=0.9, optimizer=Optimizer(learning_rate=1e-3), total_updates=10
+    )
+
+
+def native_critic() -> ValueTrainer:
+    return NativeValueTrainer(ValueModel(load_model(None)), Optimizer(learning_rate=1e-3), total_updates=10)
+
+
+POLICIES: dict[str, MakePolicy] = {"native": native_policy}
+CRITICS: dict[str, MakeValue] = {"native": native_critic}
+
+
+@pytest.mark.parametrize("check", POLICY_CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_trainer_keeps_its_contract(
+    name: str, check: Callable[[MakePolicy, Path], None], tmp_path: Path
+) -> None:
+    check(POLICIES[name], tmp_path)
+
+
+@pytest.mark.parametrize("check", VALUE_CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", CRITICS)
+def test_value_trainer_keeps_its_contract(name: str, check: Callable[[MakeValue, Path], None], tmp_path: Path) -> None:
+    check(CRITICS[name], tmp_path)
