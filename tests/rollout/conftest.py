@@ -1,6 +1,8 @@
 import pytest
 from tiny import DEVICE
 
+pytest.register_assert_rewrite("engine_contract")
+
 
 @pytest.fixture(params=["slots", "paged"])
 def core(request: pytest.FixtureRequest) -> str:

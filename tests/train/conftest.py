@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from team import Team
 
+pytest.register_assert_rewrite("trainer_contract")
+
 
 @pytest.fixture(scope="session")
 def team() -> Iterator[Callable[[int], Team]]:
