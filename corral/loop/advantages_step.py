@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.algorithms.advantages import ADVANTAGES, RewardedBatch, Turns
+from corral.algorithms.advantages import RewardedBatch, Turns, compute_advantages
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.ragged import segment_mean, whiten
@@ -17,7 +17,6 @@ from corral.data.trajectory import IntArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
 from corral.loop.trainer_group import TrainerGroup
-from corral.recipe.presets import BY_TURN
 from corral.runtime.group import together
 
 
@@ -71,22 +70,22 @@ def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dic
     if algorithm.reward_clip is not None:
         rewards = clipped_rewards(rewards, mask, offsets, algorithm.reward_clip)
         baselines = baselines.double().clamp(-algorithm.reward_clip, algorithm.reward_clip)
-    if parts.kl is not None:
+    if parts.kl is not None and algorithm.kl is not None:
         reference = torch.from_numpy(batch.columns["reference_logprobs"])
-        penalty = kl_penalty(old, reference, algorithm.kl_estimator)
+        penalty = kl_penalty(algorithm.kl.estimator, old, reference)
         kl = float(segment_mean(penalty, mask, offsets).mean())
         metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
-        if algorithm.kl_where == "reward":
+        if algorithm.kl.where == "reward":
             rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
-    if algorithm.correction_name != "none":
-        correction = correction_weights(
-            old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
-            algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_level,
-        )  # fmt: skip
+    if algorithm.correction.name != "none":
+        engine = torch.from_numpy(batch.logprobs)
+        correction = correction_weights(algorithm.correction, old, engine, mask, offsets)
         batch.columns["correction"] = correction.weights.numpy()
         metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
     values = batch.columns.get("values")
-    result = ADVANTAGES[algorithm.advantage](
+    needs = algorithm.advantage.declaration.needs
+    result = compute_advantages(
+        algorithm.advantage,
         RewardedBatch(
             token_rewards=rewards,
             mask=mask,
@@ -94,9 +93,8 @@ def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dic
             groups=torch.from_numpy(batch.groups),
             values=None if values is None else torch.from_numpy(values),
             baselines=baselines,
-            turns=turns_of(played.trajectories, batch.offsets) if algorithm.advantage in BY_TURN else None,
+            turns=turns_of(played.trajectories, batch.offsets) if needs.turns else None,
         ),
-        **algorithm.advantage_options,
     )
     found, bound = result.advantages, algorithm.advantage_clip
     if algorithm.whiten:

@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from corral.algorithms.aggregate import GlobalCounts
+from corral.algorithms.aggregate import GlobalCounts, divisor
 from corral.data.batch import Batch
 from corral.loop.advantages_step import advantages, plan_updates, score
 from corral.loop.components import RunComponents
 from corral.loop.interrupt import Interrupt
 from corral.loop.rollout_step import PendingRollout, RolloutResult
 from corral.loop.update import TrainResult, is_broken, kl_coefficient, learn, step_policy, trainable_rows
-from corral.recipe.warnings import why_training_waits
+from corral.recipe.recipe_warnings import why_training_waits
 from corral.runtime.loss_functions import LossStats, UpdateTerms
 
 
@@ -103,9 +103,5 @@ def expected_counts(parts: RunComponents) -> GlobalCounts:
 
 def scale_to(parts: RunComponents, guess: GlobalCounts, counts: GlobalCounts) -> float:
     """From a loss that was divided by the guess to one that is divided by the counts."""
-    match parts.algorithm.aggregation:
-        case "token_mean":
-            return guess.num_tokens / max(counts.num_tokens, 1)
-        case "token_sum":
-            return 1.0
-    return guess.num_sequences / max(counts.num_sequences, 1)
+    aggregation = parts.algorithm.aggregation
+    return divisor(aggregation, guess) / divisor(aggregation, counts)

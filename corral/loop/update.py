@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from corral.algorithms.aggregate import GlobalCounts
-from corral.algorithms.regularizers import num_preserved
+from corral.algorithms.losses import num_preserved
 from corral.data.batch import Batch
 from corral.loop.components import RunComponents
 from corral.runtime.loss_functions import LossStats, UpdateTerms
@@ -146,9 +146,7 @@ def trainable_rows(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> l
     """Trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not computed,
     unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as they are.
     """
-    algorithm = parts.algorithm
-    others = algorithm.kl_where == "loss" or algorithm.entropy_coefficient or algorithm.llds_coefficient
-    if others or algorithm.loss == "dro" or algorithm.old_logprobs == "recompute":
+    if not parts.algorithm.skips_zero_advantage or parts.algorithm.old_logprobs == "recompute":
         return list(rows)
     moves = batch.columns["advantages"] != 0
     return [row for row in rows if moves[batch.offsets[row] : batch.offsets[row + 1]].any()]
