@@ -220,7 +220,8 @@ def _option_keys(path: KeyPath) -> Iterator[Key]:
     """Options of all the parts that can be chosen; a name that several have means the same in each."""
     options: dict[str, Any] = {}
     for declaration in KINDS[path].declared.values():
-        options = get_type_hints(declaration.options, include_extras=True) | options
+        for name, annotation in get_type_hints(declaration.options, include_extras=True).items():
+            options.setdefault(name, annotation)
     for name, annotation in options.items():
         yield Key((*path, name), annotation, None, FieldInfo(annotation=annotation, default=None))
 

@@ -1,9 +1,10 @@
 """What a recipe will hold in memory, per device and phase. Estimates, to find out on paper what would not fit.
 
 P is the number of parameters, b the bytes of one weight, S the devices that hold one copy of a model together
-(`train.parallel` without replicate). A rollout device that does not hold the whole actor has its own copy of the weights. What stays
-between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the host, only where the
-device computes with it. Layers that sharding gathers for a moment, and buffers in which weights travel, are left out.
+(`train.parallel` without replicate). A rollout device that does not hold the whole actor has its own copy of the
+weights. What stays between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the
+host, only where the device computes with it. Layers that sharding gathers for a moment, and buffers in which weights
+travel, are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,9 +147,9 @@ class _Estimate:
         return "cuda" if self.on_gpu else "cpu"
 
     def activations(self, roles: tuple[str, ...]) -> dict[Phase, int]:
-        """Without gradients one layer's at a time; with them every layer's, or with gradient checkpointing every layer's
-        input and one layer's inside. Devices of a context split the tokens of a micro-batch, and those of a tensor group roughly
-        the width of a layer."""
+        """Without gradients one layer's at a time; with them every layer's, or with gradient checkpointing every
+        layer's input and one layer's inside. Devices of a context split the tokens of a micro-batch, and those of a
+        tensor group roughly the width of a layer."""
         shape, layer = self.shape, self.layer_activations()
         micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
         train = layer * shape.num_layers
