@@ -9,7 +9,7 @@ A user's own loss or advantage is declared with the same decorators, without a n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -48,6 +48,10 @@ class Declaration:
     """One sentence for plans and reference pages."""
     function: Callable[..., Any]
     options: type[Any] = NoOptions
+
+    def __post_init__(self) -> None:
+        if not is_dataclass(self.options):
+            raise TypeError(f"options must be a dataclass, and {self.options!r} is not")
 
     @property
     def option_names(self) -> list[str]:

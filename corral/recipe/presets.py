@@ -250,11 +250,11 @@ def read_options(path: KeyPath, declaration: Declaration, given: Mapping[str, An
         except (ValidationError, ValueError):
             expected = describe(hints[option])
             problems.append(((*path, option), f"`{dotted((*path, option))}: {show(value)}` should be {expected}"))
-    for option in dataclasses.fields(declaration.options):
-        is_required = option.default is option.default_factory is dataclasses.MISSING
-        if is_required and option.name not in given:
-            of = f"the {declaration.kind} {declaration.name} has no default for it"
-            problems.append((path, f"`{dotted((*path, option.name))}` is missing: {of}"))
+    for field in dataclasses.fields(declaration.options):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in given:
+            why = f"the {declaration.kind} {declaration.name} has no default for it"
+            problems.append((path, f"`{dotted((*path, field.name))}` is missing: {why}"))
     if problems:
         return None, problems
     try:

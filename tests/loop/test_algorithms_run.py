@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from runs import steps_here, steps_of, train_here
@@ -11,7 +11,7 @@ from runs import steps_here, steps_of, train_here
 from corral.observe.ledger import Ledger
 from corral.observe.trajectories import read_trajectories
 from corral.recipe.errors import RunError
-from corral.recipe.schema import AlgorithmName
+from corral.recipe.parts import PRESETS
 from corral.runtime.loss_functions import LossStats
 
 RARE = ("environment.reward.name=regex", "environment.reward.options.pattern=a|e|i|o|u", "batch.samples_per_prompt=2")
@@ -34,7 +34,7 @@ def played_in(folder: Path) -> list[dict[str, Any]]:
     return list(read_trajectories(file))
 
 
-@pytest.mark.parametrize("name", get_args(AlgorithmName))
+@pytest.mark.parametrize("name", PRESETS)
 def test_algorithm_trains(tmp_path: Path, tiny_model: Path, name: str) -> None:
     steps = steps_here(tmp_path, tiny_model, f"algorithm.name={name}")
     assert [row["updates/made"] for row in steps] == [1, 1]
@@ -83,8 +83,8 @@ def test_remax_compares_with_the_greedy_answer(tmp_path: Path, tiny_model: Path)
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_adaptive_kl_moves_its_coefficient(tmp_path: Path, tiny_model: Path, where: str) -> None:
-    kl = (f"algorithm.kl.where={where}", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=20")
-    target = ("algorithm.kl.target=1e-6", "algorithm.kl.estimator=k3")
+    kl = (f"algorithm.kl.where={where}", "algorithm.kl.controller=adaptive", "algorithm.kl.controller.horizon=20")
+    target = ("algorithm.kl.controller.target=1e-6", "algorithm.kl.estimator=k3")
     steps = steps_here(tmp_path, tiny_model, *kl, *target, "schedule.steps=4")
     coefficients = [row["kl/coefficient"] for row in steps]
     assert coefficients[0] == 0.001
