@@ -6,7 +6,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 import pytest
-from runs import steps_here, steps_of, train_here
+from runs import steps_here, steps_in_mode, steps_of, train_here
 
 from corral.observe.ledger import Ledger
 from corral.observe.trajectories import read_trajectories
@@ -19,13 +19,6 @@ RARE = ("environment.reward.name=regex", "environment.reward.options.pattern=a|e
 NEVER = ("environment.reward.name=regex", "environment.reward.options.pattern=nothing like it")
 ALWAYS = ("environment.reward.name=regex", "environment.reward.options.pattern=^")
 IN_TWO_MODES = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
-
-
-def steps_in_mode(folder: Path, model: Path, pipelined: bool, *overrides: str) -> list[dict[str, Any]]:
-    """For a pipeline the rules want devices of its own for rollout; a CPU can do without."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runs.check", lambda recipe: [])
-        return steps_here(folder, model, f"schedule.pipelined={str(pipelined).lower()}", *overrides)
 
 
 def played_in(folder: Path) -> list[dict[str, Any]]:
