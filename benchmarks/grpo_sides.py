@@ -62,7 +62,7 @@ def corral_steps(options: argparse.Namespace) -> Measured:
 
 async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
-    from corral.loop.advantages_step import advantages, plan_updates, score
+    from corral.loop.advantages_step import add_advantages, compute_logprobs, plan_updates
     from corral.loop.components import open_components
     from corral.loop.rollout_step import PendingRollout
     from corral.loop.update import learn
@@ -80,8 +80,8 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
                 played_at = time.perf_counter()
                 batch = Batch.of(played.trajectories)
                 updates = plan_updates(parts, batch)
-                await score(parts, batch, updates)
-                metrics = advantages(parts, batch, played)
+                await compute_logprobs(parts, batch, updates)
+                metrics = add_advantages(parts, batch, played)
                 metrics |= (await learn(parts, batch, updates, step + 1)).metrics()
                 await parts.publisher.publish(step + 1, parts.scheduler.lanes)
                 ended = time.perf_counter()

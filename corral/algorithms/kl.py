@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 
 from corral.algorithms.declarations import KL_CONTROLLERS as KL_CONTROLLERS
 from corral.algorithms.declarations import KL_ESTIMATORS as KL_ESTIMATORS
-from corral.algorithms.declarations import AlgorithmPart, Declaration, NoOptions, kl_controller, kl_estimator
+from corral.algorithms.declarations import AlgorithmPart, Declaration, kl_controller, kl_estimator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,30 +66,16 @@ def _only_gradient(values: Tensor) -> Tensor:
 # --- the coefficient
 
 
-class KLController(Protocol):
-    @property
-    def coefficient(self) -> float: ...
-
-    def update(self, kl: float, num_sequences: int) -> None: ...
-
-    def state(self) -> dict[str, float]: ...
-
-    def load_state(self, state: dict[str, float]) -> None: ...
-
-
 @kl_controller("fixed", "the coefficient stays as it is")
-class FixedKL:
+class KLController:
     """The coefficient of the recipe, always; it has no state, so a resumed run follows its recipe."""
 
-    def __init__(self, coefficient: float, options: NoOptions) -> None:
-        self._coefficient = coefficient
-
-    @property
-    def coefficient(self) -> float:
-        return self._coefficient
+    def __init__(self, coefficient: float, options: Any) -> None:
+        self.coefficient = coefficient
+        self.options = options
 
     def update(self, kl: float, num_sequences: int) -> None:
-        pass
+        """Chooses the next coefficient, from the KL of a step."""
 
     def state(self) -> dict[str, float]:
         return {}
@@ -111,7 +97,7 @@ class AdaptiveKLOptions:
     "the coefficient grows while the KL is above `target` and shrinks while it is below",
     options=AdaptiveKLOptions,
 )
-class AdaptiveKL:
+class AdaptiveKL(KLController):
     """Steers the KL towards a target (Ziegler et al., 2019, arXiv 1909.08593).
 
     `coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon`, where `kl` is the mean over
@@ -119,22 +105,16 @@ class AdaptiveKL:
     the horizon counts as the horizon: beyond five times that, the coefficient would change its sign.
     """
 
-    def __init__(self, coefficient: float, options: AdaptiveKLOptions) -> None:
-        self._coefficient = coefficient
-        self.options = options
-
-    @property
-    def coefficient(self) -> float:
-        return self._coefficient
+    options: AdaptiveKLOptions
 
     def update(self, kl: float, num_sequences: int) -> None:
         if not math.isfinite(kl):
             raise ValueError(f"the KL divergence to the reference is {kl}; the coefficient cannot follow it")
         error = min(max(kl / self.options.target - 1, -0.2), 0.2)
-        self._coefficient *= 1 + error * min(num_sequences / self.options.horizon, 1.0)
+        self.coefficient *= 1 + error * min(num_sequences / self.options.horizon, 1.0)
 
     def state(self) -> dict[str, float]:
-        return {"coefficient": self._coefficient}
+        return {"coefficient": self.coefficient}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self._coefficient = state["coefficient"]
+        self.coefficient = state["coefficient"]

@@ -25,8 +25,8 @@ def clipped_rewards(token_rewards: Tensor, mask: Tensor, offsets: Tensor, bound:
     """
     totals = ragged.segment_sum(token_rewards.double(), mask, offsets)
     is_beyond = ragged.expand(totals.abs() > bound, offsets)
-    shares = token_rewards.double() / ragged.expand(totals.abs(), offsets)
-    return torch.where(is_beyond, shares * bound, token_rewards.double())
+    fractions = token_rewards.double() / ragged.expand(totals.abs(), offsets)
+    return torch.where(is_beyond, fractions * bound, token_rewards.double())
 
 
 def informative_groups(rewards: Tensor, groups: Tensor) -> Tensor:

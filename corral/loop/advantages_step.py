@@ -1,4 +1,4 @@
-"""The second stage of a step: what was played is scored, and rewards become advantages."""
+"""The second stage of a step: log-probs and values are computed, and rewards become advantages."""
 
 import math
 from collections.abc import Sequence
@@ -21,17 +21,18 @@ from corral.runtime.group import together
 
 
 def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:
-    """Trajectories of each update of one pass: groups in the order drawn, cut into parts that differ by one at most."""
+    """Trajectories of each update of one epoch: groups in the order of their prompts, cut into parts whose sizes
+    differ by one at most."""
     order = np.argsort(batch.groups, kind="stable")
     return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
 
 
-async def score(parts: RunComponents, batch: Batch, updates: list[list[int]]) -> None:
+async def compute_logprobs(parts: RunComponents, batch: Batch, updates: list[list[int]]) -> None:
     """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
 
-    Consumes what was played; waits for actor, reference and critic: at the same time where they have devices of their
-    own, else one after the other, in the same order on all of these devices. The actor's are computed in the very
-    packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit, as the one of the
+    Consumes the batch of a rollout; waits for actor, reference and critic: at the same time where they have devices of
+    their own, else one after the other, in the same order on all of these devices. The actor's are computed in the very
+    packs that will be trained on, so that a recomputed log-prob is the same number, bit for bit, as the one of the
     first update's forward pass.
     """
     wanted: dict[str, tuple[TrainerGroup, str]] = {}
@@ -42,31 +43,31 @@ async def score(parts: RunComponents, batch: Batch, updates: list[list[int]]) ->
     if parts.critic is not None:
         wanted["values"] = (parts.critic, "values")
     by_devices: dict[tuple[str, ...], list[str]] = {}
-    for column, (learners, _) in wanted.items():
-        by_devices.setdefault(tuple(learners.group.names), []).append(column)
+    for column, (trainers, _) in wanted.items():
+        by_devices.setdefault(tuple(trainers.group.names), []).append(column)
 
     async def one_after_the_other(columns: list[str]) -> None:
         for column in columns:
-            learners, method = wanted[column]
-            batch.columns[column] = await learners.column(method, batch, updates)
+            trainers, method = wanted[column]
+            batch.columns[column] = await trainers.column(method, batch, updates)
 
     batch.columns["old_logprobs"] = batch.logprobs
     await together(*map(one_after_the_other, by_devices.values()))
 
 
-def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dict[str, float]:
-    """Adds `advantages`, `returns` and, where asked for, `correction`; shapes the rewards first."""
+def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -> dict[str, float]:
+    """Adds `advantages`, `returns` and, where the recipe has one, `correction`; shapes the rewards first."""
     algorithm, metrics = parts.algorithm, dict[str, float]()
     mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
     rewards = torch.from_numpy(batch.token_rewards.copy())
     old = torch.from_numpy(batch.columns["old_logprobs"])
     if algorithm.overlong_buffer is not None:
-        lengths = torch.tensor([trajectory.num_generated for trajectory in played.trajectories])
+        lengths = torch.tensor([trajectory.num_generated for trajectory in rollout.trajectories])
         limit = parts.recipe.rollout.max_response_tokens
         penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
         rewards[last_generated(batch)] += penalties
         metrics["reward/overlong_penalty"] = float(penalties.mean())
-    baselines = torch.tensor([played.baselines.get(int(group), 0.0) for group in batch.groups])
+    baselines = torch.tensor([rollout.baselines.get(int(group), 0.0) for group in batch.groups])
     if algorithm.reward_clip is not None:
         rewards = clipped_rewards(rewards, mask, offsets, algorithm.reward_clip)
         baselines = baselines.double().clamp(-algorithm.reward_clip, algorithm.reward_clip)
@@ -93,7 +94,7 @@ def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dic
             groups=torch.from_numpy(batch.groups),
             values=None if values is None else torch.from_numpy(values),
             baselines=baselines,
-            turns=turns_of(played.trajectories, batch.offsets) if needs.turns else None,
+            turns=turns_of(rollout.trajectories, batch.offsets) if needs.turns else None,
         ),
     )
     found, bound = result.advantages, algorithm.advantage_clip
@@ -105,7 +106,7 @@ def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dic
 
 
 def turns_of(trajectories: Sequence[Trajectory], offsets: IntArray) -> Turns:
-    """`offsets` of the batch that has these trajectories."""
+    """The turns of a batch of these trajectories, which begin at `offsets`."""
     turns = [
         (int(start) + last, row, state)
         for row, (start, trajectory) in enumerate(zip(offsets, trajectories, strict=False))
@@ -124,7 +125,7 @@ def last_generated(batch: Batch) -> Tensor:
     return torch.tensor(ends)
 
 
-def steer_kl(parts: RunComponents, metrics: dict[str, float], num_trajectories: int) -> None:
-    """The controller's next coefficient, from the step's KL."""
+def update_kl_coefficient(parts: RunComponents, metrics: dict[str, float], num_trajectories: int) -> None:
+    """Lets the KL controller choose its next coefficient, from the step's KL."""
     if parts.kl is not None and math.isfinite(metrics["kl/mean"]):  # else the update was skipped
         parts.kl.update(metrics["kl/mean"], num_trajectories)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from corral.algorithms.aggregate import GlobalCounts, divisor
 from corral.data.batch import Batch
-from corral.loop.advantages_step import advantages, plan_updates, score
+from corral.loop.advantages_step import add_advantages, compute_logprobs, plan_updates
 from corral.loop.components import RunComponents
 from corral.loop.interrupt import Interrupt
 from corral.loop.rollout_step import PendingRollout, RolloutResult
@@ -52,7 +52,7 @@ async def train_while_rolling_out(
         batch = Batch.of(played.trajectories)
         so_far.batches.append(batch)
         async with trainers:
-            await score(parts, batch, [list(range(len(batch)))])
+            await compute_logprobs(parts, batch, [list(range(len(batch)))])
             if streams:
                 await add_gradient(parts, played, batch, so_far)
     whole = RolloutResult.join(so_far.played)
@@ -61,7 +61,7 @@ async def train_while_rolling_out(
     batch = so_far.batch
     async with trainers:
         if not streams:
-            metrics = advantages(parts, batch, whole)
+            metrics = add_advantages(parts, batch, whole)
             return whole, batch, metrics, await learn(parts, batch, plan_updates(parts, batch), step)
         await make_update(parts, batch, so_far)
     metrics = {name: value / len(batch) for name, value in so_far.metrics.items()}
@@ -73,7 +73,7 @@ async def following(pieces: AsyncIterator[RolloutResult]) -> RolloutResult | Non
 
 
 async def add_gradient(parts: RunComponents, played: RolloutResult, batch: Batch, so_far: PipelinedStep) -> None:
-    for name, value in advantages(parts, batch, played).items():
+    for name, value in add_advantages(parts, batch, played).items():
         so_far.metrics[name] = so_far.metrics.get(name, 0.0) + value * len(batch)
     so_far.is_broken = so_far.is_broken or is_broken(batch, so_far.learnt)
     trainable = [] if so_far.is_broken else trainable_rows(parts, batch, range(len(batch)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
-from corral.loop.advantages_step import advantages, plan_updates, score, steer_kl
+from corral.loop.advantages_step import add_advantages, compute_logprobs, plan_updates, update_kl_coefficient
 from corral.loop.components import RunComponents
 from corral.loop.interrupt import Interrupt
 from corral.loop.pipelined import train_while_rolling_out
@@ -83,11 +83,11 @@ async def steps(run: Run) -> None:
                 updates = plan_updates(parts, batch)
                 async with trainers:
                     with run.timed("logprobs"):
-                        await score(parts, batch, updates)
-                        metrics = advantages(parts, batch, played)
+                        await compute_logprobs(parts, batch, updates)
+                        metrics = add_advantages(parts, batch, played)
                     with run.timed("train"):
                         learnt = await learn(parts, batch, updates, run.step + 1)
-            steer_kl(parts, metrics, len(batch))
+            update_kl_coefficient(parts, metrics, len(batch))
             run.step = run.mender.version = run.step + 1
             async with trainers:
                 metrics |= await run.mender.publish()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ragged_lists import quick
 
 from corral.algorithms.declarations import NoOptions, with_options
-from corral.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, AdaptiveKLOptions, FixedKL, kl_penalty
+from corral.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, AdaptiveKLOptions, KLController, kl_penalty
 
 
 def slow(x: float, estimator: str) -> tuple[float, float]:
@@ -49,9 +49,9 @@ def test_equal_policies_have_a_kl_of_exactly_zero(estimator: str) -> None:
 
 
 def test_the_fixed_coefficient_never_moves() -> None:
-    controller = FixedKL(0.1, NoOptions())
+    controller = KLController(0.1, NoOptions())
     controller.update(kl=100.0, num_sequences=1000)
-    controller.load_state(FixedKL(0.7, NoOptions()).state())
+    controller.load_state(KLController(0.7, NoOptions()).state())
     assert controller.coefficient == 0.1
 
 
