@@ -62,7 +62,7 @@ def corral_steps(options: argparse.Namespace) -> Measured:
 
 async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
-    from corral.loop.advantages_step import advantages
+    from corral.loop.advantages_step import add_advantages
     from corral.loop.components import open_components, open_runtime
     from corral.loop.rollout_step import PendingRollout, RolloutResult
     from corral.loop.train_step import compute_logprobs_and_values, plan_updates, train
@@ -83,7 +83,7 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
                 batch = Batch.of(rollout.trajectories)
                 updates = plan_updates(parts, batch)
                 await compute_logprobs_and_values(parts, batch, updates)
-                metrics = advantages(parts, batch, rollout)
+                metrics = add_advantages(parts, batch, rollout)
                 metrics |= (await train(parts, batch, updates, step + 1)).metrics()
                 await parts.publisher.publish(step + 1)
                 ended = time.perf_counter()

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from corral.loop.interrupt import Interrupt
 from corral.loop.train import running, train
 from corral.loop.training_loop import run_steps
@@ -83,6 +85,13 @@ def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any
     ):
         asyncio.run(run_here(run_folder, interrupt))
     return steps_of(run_folder.path)
+
+
+def steps_in_mode(folder: Path, model: Path, pipelined: bool, *overrides: str) -> list[dict[str, Any]]:
+    """For a pipeline the rules want devices of its own for rollout; a CPU can do without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runs.check", lambda recipe: [])
+        return steps_here(folder, model, f"schedule.pipelined={str(pipelined).lower()}", *overrides)
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

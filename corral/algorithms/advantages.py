@@ -1,7 +1,6 @@
 """Advantage estimators: from rewards on tokens to how much better than expected each generated token was.
 
-All take the whole batch of a step, since baselines and whitening are statistics over it, and compute in float64
-whatever came in. What they agree on:
+They compute in float64 whatever came in. What they agree on:
 
 - Advantages and returns are 0 on tokens that the model did not generate, and rewards and values there are not read.
   Discounting counts generated tokens only: an observation between two turns, however long, costs nothing.
@@ -11,16 +10,24 @@ whatever came in. What they agree on:
   which trains a lone failure not at all and a lone success at full strength.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt, Le
 
 from corral.algorithms import ragged
+from corral.algorithms.declarations import ADVANTAGES as ADVANTAGES
+from corral.algorithms.declarations import AdvantageDeclaration, AlgorithmPart, Needs, NoOptions, advantage
+from corral.algorithms.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON = 1e-6
 """Added to a group's standard deviation, as in verl and TRL."""
+BY_GROUP = Needs(groups=True, whole_batch=False)
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Turns:
 
 @dataclass(frozen=True)
 class RewardedBatch:
+    """What an estimator sees: what it declared that it needs (`Needs`), and nothing else."""
+
     token_rewards: Tensor
     """[T] A turn's reward sits on the turn's last generated token. A KL penalty, where used, is already subtracted."""
     mask: Tensor
@@ -44,13 +53,72 @@ class RewardedBatch:
     offsets: Tensor
     """[N + 1]"""
     groups: Tensor
-    """[N] int, the samples of one prompt share a number."""
+    """[N] int, the samples of one prompt have the same number."""
     values: Tensor | None = None
-    """[T] The critic's, for `gae`."""
+    """[T] The critic's. None unless the estimator needs a critic."""
     baselines: Tensor | None = None
-    """[N] Reward of the prompt's greedy answer, for `remax`."""
+    """[N] Reward of the prompt's greedy answer. None unless the estimator needs it."""
     turns: Turns | None = None
-    """For `turn_grpo` and `gigpo`. None: every trajectory is one turn."""
+    """None unless the estimator needs turns; then None means that every trajectory is one turn."""
+    is_whole: bool = True
+    """Whether statistics over all of it may be taken: it is the whole batch of a step."""
+
+    @property
+    def rewards(self) -> Tensor:
+        """[N] float64: each trajectory's reward."""
+        return ragged.segment_sum(self.token_rewards.double(), self.mask, self.offsets)
+
+    @property
+    def has_tokens(self) -> Tensor:
+        """[N] bool: which trajectories have a generated token."""
+        return ragged.segment_count(self.mask, self.offsets) > 0
+
+    @property
+    def centered_rewards(self) -> Tensor:
+        """[N]: rewards minus their group's mean."""
+        return self.rewards - ragged.group_mean(self.rewards, self.has_tokens, self.groups)
+
+    @property
+    def reward_std(self) -> Tensor:
+        """[N]: the standard deviation of the rewards of each trajectory's group."""
+        return ragged.group_std(self.rewards, self.has_tokens, self.groups)
+
+    @property
+    def whole(self) -> RewardedBatch:
+        """This batch, for statistics over all of it."""
+        if not self.is_whole:
+            raise ValueError(
+                "this advantage takes a statistic over the whole batch, but is declared with "
+                "Needs(whole_batch=False); declare it with Needs(whole_batch=True)"
+            )
+        return self
+
+    def whiten(self, values: Tensor) -> Tensor:
+        """[T]: `values` with mean 0 and deviation 1 over the generated tokens of the whole batch."""
+        return ragged.whiten(values, self.whole.mask)
+
+    def rows_of(self, group: Tensor) -> RewardedBatch:
+        """The samples of one group alone."""
+        rows = (self.groups == group).nonzero().squeeze(1)
+        tokens = torch.cat([torch.arange(int(self.offsets[row]), int(self.offsets[row + 1])) for row in rows])
+        turns = self.turns
+        if turns is not None:
+            kept = torch.isin(turns.rows, rows)
+            ends, places = (
+                torch.searchsorted(*pair) for pair in ((tokens, turns.ends[kept]), (rows, turns.rows[kept]))
+            )
+            turns = Turns(ends, places, turns.states[kept])
+        lengths = self.offsets.diff()[rows]
+        return RewardedBatch(
+            self.token_rewards[tokens],
+            self.mask[tokens],
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            self.groups[rows],
+            None if self.values is None else self.values[tokens],
+            None if self.baselines is None else self.baselines[rows],
+            turns,
+            self.is_whole,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,68 +129,154 @@ class Advantages:
     """[T] What a critic should have predicted. Only `gae` has one; for the others it is for the record."""
 
 
-def gae(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
-    """Generalised advantage estimation (Schulman et al., 2015, arXiv 1506.02438), whitened over the batch.
+def compute_advantages(part: AlgorithmPart[AdvantageDeclaration], batch: RewardedBatch) -> Advantages:
+    """An estimator is handed what it declared, so that a wrong declaration cannot make a pipelined run differ.
+
+    One that is not built in and does not need the whole batch is handed one group at a time. (Those that are built in
+    compute all groups in one go; tests compare that with group after group.)
+    """
+    needs = part.declaration.needs
+    batch = replace(
+        batch,
+        values=batch.values if needs.critic else None,
+        baselines=batch.baselines if needs.greedy_baseline else None,
+        turns=batch.turns if needs.turns else None,
+        is_whole=needs.whole_batch,
+    )
+    if needs.whole_batch or part.name in ADVANTAGES:
+        return _advantages_of(part, batch)
+    advantages, returns = torch.zeros_like(batch.token_rewards), torch.zeros_like(batch.token_rewards)
+    for group in batch.groups.unique():
+        found = _advantages_of(part, batch.rows_of(group))
+        tokens = ragged.expand(batch.groups == group, batch.offsets)
+        advantages[tokens], returns[tokens] = found.advantages, found.returns
+    return Advantages(advantages, returns)
+
+
+def _advantages_of(part: AlgorithmPart[AdvantageDeclaration], batch: RewardedBatch) -> Advantages:
+    """A function of a user may return the advantages alone, per token or per trajectory."""
+    found = part.declaration.function(batch, part.options)
+    if isinstance(found, Advantages):
+        return found
+    if len(found) == len(batch.groups) != len(batch.mask):
+        return _per_sequence(batch, found)
+    return _result(batch, found, found)
+
+
+@dataclass(frozen=True)
+class DiscountOptions:
+    gamma: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Discount of a reward for every generated token that it comes later."""
+
+
+@dataclass(frozen=True)
+class GaeOptions(DiscountOptions):
+    gae_lambda: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Lambda of generalized advantage estimation: 1 trusts the rewards, smaller values trust the critic more."""
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    turn_gamma: Annotated[float, Gt(0), Le(1)] = 0.95
+    """Discount of a reward for every turn that it comes later."""
+
+
+@dataclass(frozen=True)
+class GigpoOptions(TurnOptions):
+    turn_weight: Annotated[float, Gt(0)] = 1.0
+    """Weight of the comparison of single turns, beside the comparison of whole trajectories."""
+
+
+@advantage(
+    "gae",
+    "generalized advantage estimation with a critic's values, whitened",
+    options=GaeOptions,
+    needs=Needs(critic=True),
+    whitened=True,
+)
+def gae(batch: RewardedBatch, options: GaeOptions) -> Advantages:
+    """Generalized advantage estimation (Schulman et al., 2015, arXiv 1506.02438), whitened over the batch.
 
     `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * gae_lambda * A_next`, where next is the next
-    *generated* token of the trajectory, and 0 after the last: a truncated trajectory counts as finished. `returns = A + V`, with
-    A before whitening.
+    *generated* token of the trajectory, and 0 after the last: a truncated trajectory counts as finished.
+    `returns = A + V`, with A before whitening.
     """
     if batch.values is None:
         raise ValueError("gae needs a critic's values, and this batch has none")
     index, offsets = ragged.compact(batch.mask, batch.offsets)
     rewards, values = batch.token_rewards[index].double(), batch.values[index].double()
-    deltas = rewards + gamma * ragged.shift_left(values, offsets) - values
-    advantages = ragged.discounted_suffix_sums(deltas, offsets, gamma * gae_lambda)
+    deltas = rewards + options.gamma * ragged.shift_left(values, offsets) - values
+    advantages = ragged.discounted_suffix_sums(deltas, offsets, options.gamma * options.gae_lambda)
     raw = _scatter(advantages, index, batch)
-    return _result(batch, ragged.whiten(raw, batch.mask), _scatter(advantages + values, index, batch))
+    return _result(batch, batch.whiten(raw), _scatter(advantages + values, index, batch))
 
 
-def grpo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage("grpo", "reward minus the mean of the prompt's samples, divided by their standard deviation", needs=BY_GROUP)
+def grpo(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """GRPO (DeepSeekMath, Shao et al., 2024, arXiv 2402.03300): `(R - mean_g) / (std_g + 1e-6)`, std with n - 1."""
-    return _per_sequence(batch, _centred(batch) / (_spread(batch) + EPSILON))
+    return _per_sequence(batch, batch.centered_rewards / (batch.reward_std + EPSILON))
 
 
-def dr_grpo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage("dr_grpo", "reward minus the mean of the prompt's samples", needs=BY_GROUP)
+def dr_grpo(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): `R - mean_g`.
 
     Without the division, easy and hard prompts are not weighted up. The paper aggregates with a constant as well:
     `seq_mean_token_sum_norm`.
     """
-    return _per_sequence(batch, _centred(batch))
+    return _per_sequence(batch, batch.centered_rewards)
 
 
-def rloo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage("rloo", "reward minus the mean of the prompt's other samples", needs=BY_GROUP)
+def rloo(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """REINFORCE leave-one-out (Ahmadian et al., 2024, arXiv 2402.14740): R minus the mean of the *other* samples.
 
     That is `n / (n - 1) * (R - mean_g)`; a group of one gets 0.
     """
-    count = ragged.group_count(_played(batch), batch.groups)
-    return _per_sequence(batch, count / (count - 1).clamp(min=1) * _centred(batch))
+    count = ragged.group_count(batch.has_tokens, batch.groups)
+    return _per_sequence(batch, count / (count - 1).clamp(min=1) * batch.centered_rewards)
 
 
-def reinforce(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage("reinforce", "the sum of the rewards from here on", options=DiscountOptions, needs=Needs(whole_batch=False))
+def reinforce(batch: RewardedBatch, options: DiscountOptions) -> Advantages:
     """REINFORCE (Williams, 1992): the discounted sum of the rewards from here on. No baseline, no whitening."""
-    returns = _returns(batch, gamma)
+    returns = _returns(batch, options.gamma)
     return _result(batch, returns, returns)
 
 
-def reinforce_plus_plus(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage(
+    "reinforce_plus_plus",
+    "the sum of the rewards from here on, whitened over the batch",
+    options=DiscountOptions,
+    whitened=True,
+)
+def reinforce_plus_plus(batch: RewardedBatch, options: DiscountOptions) -> Advantages:
     """REINFORCE++ (Hu, 2025, arXiv 2501.03262): discounted returns, whitened over all generated tokens of the batch."""
-    returns = _returns(batch, gamma)
-    return _result(batch, ragged.whiten(returns, batch.mask), returns)
+    returns = _returns(batch, options.gamma)
+    return _result(batch, batch.whiten(returns), returns)
 
 
-def reinforce_plus_plus_baseline(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage(
+    "reinforce_plus_plus_baseline",
+    "reward minus the mean of the prompt's samples, whitened over the batch",
+    needs=Needs(groups=True),
+    whitened=True,
+)
+def reinforce_plus_plus_baseline(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """REINFORCE++ with a group baseline (Hu, 2025, arXiv 2501.03262): `R - mean_g`, whitened over the batch's tokens.
 
     The whitening counts tokens, so long trajectories weigh more in its statistics.
     """
-    advantages = ragged.whiten(ragged.expand(_centred(batch), batch.offsets), batch.mask)
+    advantages = batch.whiten(ragged.expand(batch.centered_rewards, batch.offsets))
     return _result(batch, advantages, advantages)
 
 
-def remax(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage(
+    "remax",
+    "reward minus that of a greedy answer to the same prompt",
+    needs=Needs(greedy_baseline=True, whole_batch=False),
+)
+def remax(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """ReMax (Li et al., 2023, arXiv 2310.10505): rewards from here on, undiscounted, minus the greedy answer's."""
     if batch.baselines is None:
         raise ValueError("remax needs the rewards of greedy answers (baselines), and this batch has none")
@@ -130,123 +284,95 @@ def remax(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) 
     return _result(batch, returns - ragged.expand(batch.baselines.double(), batch.offsets), returns)
 
 
-def opo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage("opo", "reward minus the length-weighted mean of the prompt's samples", needs=BY_GROUP)
+def opo(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """OPO (Hao et al., 2025, arXiv 2505.23585): R minus the group's mean reward weighted by length.
 
     Lengths are in generated tokens: the variance-optimal baseline when a gradient's norm grows with its length.
     """
-    lengths, played = ragged.segment_count(batch.mask, batch.offsets), _played(batch)
-    weighted = ragged.group_sum(lengths * _totals(batch), played, batch.groups)
+    lengths, present = ragged.segment_count(batch.mask, batch.offsets), batch.has_tokens
+    weighted = ragged.group_sum(lengths * batch.rewards, present, batch.groups)
     return _per_sequence(
-        batch, _totals(batch) - weighted / ragged.group_sum(lengths, played, batch.groups).clamp(min=1)
+        batch, batch.rewards - weighted / ragged.group_sum(lengths, present, batch.groups).clamp(min=1)
     )
 
 
-def gpg(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage(
+    "gpg",
+    "reward minus the mean of the prompt's samples, scaled up to make up for zero-variance groups",
+    needs=Needs(groups=True),
+)
+def gpg(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """GPG (Chu et al., 2025, arXiv 2504.02546): `alpha * (R - mean_g)`, with F_norm = 1.
 
     alpha = samples / samples in groups whose rewards differ: the batch's mean is diluted by groups that have no
     gradient, and alpha undoes that. (verl counts samples with a reward other than 0 instead, which is not the paper's
     and depends on where rewards have their zero.)
     """
-    played = _played(batch)
-    informative = played & (ragged.group_range(_totals(batch), played, batch.groups) > 0)
-    alpha = played.sum() / informative.sum().clamp(min=1)
-    return _per_sequence(batch, alpha * _centred(batch))
+    present = batch.whole.has_tokens
+    informative = present & (ragged.group_range(batch.rewards, present, batch.groups) > 0)
+    alpha = present.sum() / informative.sum().clamp(min=1)
+    return _per_sequence(batch, alpha * batch.centered_rewards)
 
 
-def grpo_passk(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
+@advantage("grpo_passk", "only the prompt's best sample counts, by its lead over the second best", needs=BY_GROUP)
+def grpo_passk(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """GRPO for pass@k: the group's best sample gets `(R_best - R_second) / (std_g + 1e-6)`, all others 0.
 
     Only what raises the best of k is reinforced, as in verl's `grpo_passk` (after Tang et al., 2025, arXiv 2503.19595).
     Two equally good best samples: 0 for both.
     """
-    totals, played = _totals(batch), _played(batch)
-    ranked = totals.masked_fill(~played, -torch.inf).argsort(descending=True, stable=True)
+    totals, present = batch.rewards, batch.has_tokens
+    ranked = totals.masked_fill(~present, -torch.inf).argsort(descending=True, stable=True)
     ranked = ranked[batch.groups[ranked].argsort(stable=True)]  # Group after group, each from best to worst.
     groups = batch.groups[ranked]
     is_best = torch.ones_like(groups, dtype=torch.bool)
     is_best[1:] = groups[1:] != groups[:-1]
     has_second = torch.zeros_like(is_best)
-    has_second[:-1] = ~is_best[1:] & played[ranked[1:]]
+    has_second[:-1] = ~is_best[1:] & present[ranked[1:]]
     best = (is_best & has_second).nonzero().squeeze(1)
     margins = torch.zeros_like(totals)
     margins[ranked[best]] = totals[ranked[best]] - totals[ranked[best + 1]]
-    return _per_sequence(batch, margins / (_spread(batch) + EPSILON))
+    return _per_sequence(batch, margins / (batch.reward_std + EPSILON))
 
 
-def turn_grpo(batch: RewardedBatch, *, turn_gamma: float = 1.0) -> Advantages:
-    """GRPO turn by turn: what is still to come from a turn on, against the same turn of the prompt's other samples.
+@advantage(
+    "turn_grpo",
+    "reward from a turn on, minus the mean of the same turn of the prompt's samples, over their deviation",
+    options=TurnOptions,
+    needs=Needs(groups=True, turns=True, whole_batch=False),
+)
+def turn_grpo(batch: RewardedBatch, options: TurnOptions) -> Advantages:
+    """GRPO turn by turn: the return from a turn on, against the same turn of the prompt's other samples.
 
     `G_t = r_t + turn_gamma * G_(t+1)`; the advantage of every token of turn t is `(G_t - mean) / (std + 1e-6)`, with
     the mean and the deviation (n - 1) over the t-th turns of the group's samples. Credit goes to the turn that earned
     it, and with a discount the shorter of two ways is the better one.
     """
     turns = _turns(batch)
-    returns = _turn_returns(batch, turns, turn_gamma)
+    returns = _turn_returns(batch, turns, options.turn_gamma)
     first = torch.searchsorted(turns.rows, turns.rows)  # of the same trajectory
     place = torch.arange(len(turns.rows), device=turns.rows.device) - first
     return _per_turn(batch, turns, _against(returns, batch.groups[turns.rows], place), returns)
 
 
-def gigpo(batch: RewardedBatch, *, turn_gamma: float = 0.95, turn_weight: float = 1.0) -> Advantages:
+@advantage(
+    "gigpo",
+    "GRPO's, plus the same for turns that the prompt's samples took in the same state",
+    options=GigpoOptions,
+    needs=Needs(groups=True, turns=True, whole_batch=False),
+)
+def gigpo(batch: RewardedBatch, options: GigpoOptions) -> Advantages:
     """GiGPO (Feng et al., 2025, arXiv 2505.10978): trajectories against each other, and turns taken in the same state.
 
     `A = A_trajectory + turn_weight * A_turn`. The first is GRPO's. The second compares `G_t` (as in `turn_grpo`) with
     those of all turns of the group's samples that were taken in the same state; a state met once says nothing (0).
     """
     turns = _turns(batch)
-    returns = _turn_returns(batch, turns, turn_gamma)
+    returns = _turn_returns(batch, turns, options.turn_gamma)
     by_state = _against(returns, batch.groups[turns.rows], turns.states)
-    whole = _centred(batch) / (_spread(batch) + EPSILON)
-    return _per_turn(batch, turns, whole[turns.rows] + turn_weight * by_state, returns)
-
-
-ADVANTAGES: dict[str, Callable[..., Advantages]] = {
-    "gae": gae,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce": reinforce,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "gpg": gpg,
-    "grpo_passk": grpo_passk,
-    "turn_grpo": turn_grpo,
-    "gigpo": gigpo,
-}
-
-NEEDS_GROUPS = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "turn_grpo", "gigpo"}
-)
-"""Those that learn nothing from one sample per prompt."""
-
-NEEDS_CRITIC = frozenset({"gae"})
-
-NEEDS_GREEDY_BASELINE = frozenset({"remax"})
-
-
-def _totals(batch: RewardedBatch) -> Tensor:
-    """[N]: each trajectory's reward."""
-    return ragged.segment_sum(batch.token_rewards.double(), batch.mask, batch.offsets)
-
-
-def _played(batch: RewardedBatch) -> Tensor:
-    """[N]: which trajectories have a generated token."""
-    return ragged.segment_count(batch.mask, batch.offsets) > 0
-
-
-def _centred(batch: RewardedBatch) -> Tensor:
-    """[N]: rewards minus their group's mean."""
-    totals = _totals(batch)
-    return totals - ragged.group_mean(totals, _played(batch), batch.groups)
-
-
-def _spread(batch: RewardedBatch) -> Tensor:
-    """[N]: the standard deviation of each trajectory's group."""
-    return ragged.group_std(_totals(batch), _played(batch), batch.groups)
+    whole = batch.centered_rewards / (batch.reward_std + EPSILON)
+    return _per_turn(batch, turns, whole[turns.rows] + options.turn_weight * by_state, returns)
 
 
 def _turns(batch: RewardedBatch) -> Turns:
@@ -278,11 +404,11 @@ def _turn_returns(batch: RewardedBatch, turns: Turns, gamma: float) -> Tensor:
 
 
 def _against(returns: Tensor, groups: Tensor, keys: Tensor) -> Tensor:
-    """Each turn's minus the mean of those with the same group and key, over their deviation; 0 for who is alone."""
+    """Each turn's return minus the mean of those with the same group and key, over their deviation; 0 if alone."""
     _, peers = torch.unique(torch.stack([groups, keys]), dim=1, return_inverse=True)
     everyone = torch.ones_like(peers, dtype=torch.bool)
-    centred = returns - ragged.group_mean(returns, everyone, peers)
-    return centred / (ragged.group_std(returns, everyone, peers) + EPSILON)
+    centered = returns - ragged.group_mean(returns, everyone, peers)
+    return centered / (ragged.group_std(returns, everyone, peers) + EPSILON)
 
 
 def _per_turn(batch: RewardedBatch, turns: Turns, advantages: Tensor, returns: Tensor) -> Advantages:

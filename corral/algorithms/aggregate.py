@@ -1,4 +1,4 @@
-"""From a loss per token to one number, normalised by counts of the whole update.
+"""From a loss per token to one number, normalized by counts of the whole update.
 
 An update is split over micro-batches and trainers. Each part is divided by the counts of the *whole*, so the parts
 add up to what one big batch would give, and so do their gradients. (Averaging per micro-batch and then over
@@ -6,25 +6,31 @@ micro-batches, as early verl and Search-R1 did, makes the gradient depend on the
 averages gradients over its peers has to multiply by their number; that is its business.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt
 
 from corral.algorithms import ragged
+from corral.algorithms.declarations import AGGREGATIONS as AGGREGATIONS
+from corral.algorithms.declarations import AggregationDeclaration, AlgorithmPart, NoOptions, aggregation, default_from
 
-AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Of the whole update: all micro-batches, all trainers."""
+    """Counts of the whole update: all micro-batches, all trainers."""
 
     num_tokens: int
-    """Generated ones."""
+    """Generated tokens."""
     num_sequences: int
-    """With at least one generated token."""
+    """Sequences with at least one generated token."""
 
-    def __add__(self, other: "GlobalCounts") -> "GlobalCounts":
+    def __add__(self, other: GlobalCounts) -> GlobalCounts:
         return GlobalCounts(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
 
 
@@ -34,30 +40,51 @@ def count(mask: Tensor, offsets: Tensor) -> GlobalCounts:
     return GlobalCounts(int(num_tokens.sum()), int((num_tokens > 0).sum()))
 
 
-def aggregate(
-    token_loss: Tensor, mask: Tensor, offsets: Tensor, mode: str, counts: GlobalCounts, norm: float | None = None
-) -> Tensor:
-    """One part's share of the loss. Parts consist of whole sequences.
+def divisor(part: AlgorithmPart[AggregationDeclaration], counts: GlobalCounts) -> int:
+    """The count of the whole update that the aggregation divides a sum by."""
+    by = {"tokens": counts.num_tokens, "sequences": counts.num_sequences, None: 1}
+    return max(by[part.declaration.divided_by], 1)
 
-    - `token_mean`: mean over the update's tokens (DAPO, Yu et al., 2025, arXiv 2503.14476).
-    - `token_sum`: plain sum.
-    - `seq_mean_token_sum`: sum over a sequence's tokens, mean over sequences.
-    - `seq_mean_token_mean`: mean over a sequence's tokens, mean over sequences (GRPO's paper).
-    - `seq_mean_token_sum_norm`: as `seq_mean_token_sum`, divided by the constant `norm` (Dr. GRPO, arXiv 2503.20783).
-    """
-    num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
-    total = ragged.only(token_loss, mask).sum()
-    match mode:
-        case "token_mean":
-            return total / num_tokens
-        case "token_sum":
-            return total
-        case "seq_mean_token_sum":
-            return total / num_sequences
-        case "seq_mean_token_mean":
-            return ragged.segment_mean(token_loss, mask, offsets).sum() / num_sequences
-        case "seq_mean_token_sum_norm":
-            if norm is None:
-                raise ValueError("seq_mean_token_sum_norm needs its constant, norm (Dr. GRPO: the response budget)")
-            return total / (num_sequences * norm)
-    raise ValueError(f"`{mode}` is not an aggregation; choose one of {', '.join(AGGREGATIONS)}")
+
+def aggregate(
+    token_loss: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    part: AlgorithmPart[AggregationDeclaration],
+    counts: GlobalCounts,
+) -> Tensor:
+    """The contribution of some of an update's sequences, each of them whole, to the loss of the update."""
+    loss: Tensor = part.declaration.function(token_loss, mask, offsets, divisor(part, counts), part.options)
+    return loss
+
+
+@aggregation("seq_mean_token_sum", "sum over a trajectory's tokens, mean over trajectories", divided_by="sequences")
+@aggregation("token_sum", "sum over all tokens of an update", divided_by=None)
+@aggregation("token_mean", "mean over all tokens of an update", divided_by="tokens")
+def token_sum(token_loss: Tensor, mask: Tensor, offsets: Tensor, divisor: int, options: NoOptions) -> Tensor:
+    return ragged.only(token_loss, mask).sum() / divisor
+
+
+@aggregation("seq_mean_token_mean", "mean over a trajectory's tokens, mean over trajectories", divided_by="sequences")
+def seq_mean_token_mean(token_loss: Tensor, mask: Tensor, offsets: Tensor, divisor: int, options: NoOptions) -> Tensor:
+    return ragged.segment_mean(token_loss, mask, offsets).sum() / divisor
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    norm: Annotated[float, Gt(0)] | None = default_from("rollout.max_response_tokens")
+    """The constant by which the sum over a trajectory's tokens is divided."""
+
+
+@aggregation(
+    "seq_mean_token_sum_norm",
+    "sum over a trajectory's tokens divided by a constant, mean over trajectories",
+    options=NormOptions,
+    divided_by="sequences",
+)
+def seq_mean_token_sum_norm(
+    token_loss: Tensor, mask: Tensor, offsets: Tensor, divisor: int, options: NormOptions
+) -> Tensor:
+    if options.norm is None:
+        raise ValueError("seq_mean_token_sum_norm needs its constant, norm (Dr. GRPO: the response budget)")
+    return ragged.only(token_loss, mask).sum() / (divisor * options.norm)

@@ -2,24 +2,24 @@
 
 The other policy is an engine with its own kernels and precision, or older weights. With x = log pi_train - log
 pi_engine of a token (clamped to [-20, 20]), every bound here is on `pi_train / pi_engine = exp(x)`, never on its
-inverse. A sequence's ratio is the product of its tokens', `exp(sum x)`.
+inverse. A sequence's ratio is the product of its tokens', `exp(sum x)`. Dropped tokens have a loss of 0 and still count
+in the aggregation, as in the papers.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Gt
 
 from corral.algorithms import ragged
+from corral.algorithms.declarations import CORRECTIONS as CORRECTIONS
+from corral.algorithms.declarations import AlgorithmPart, Declaration, NoOptions, correction
+from corral.algorithms.lazy_torch import torch
 
-DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {
-    "none": (0.0, torch.inf),
-    "token_tis": (0.0, 2.0),
-    "sequence_tis": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    "rejection": (0.5, 2.0),
-}
-"""Floor and cap where none are given; TIS has no floor."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,57 +33,108 @@ class Correction:
     effective sample size of the weights as a fraction of the tokens: `(sum w)^2 / (n sum w^2)`."""
 
 
+@dataclass(frozen=True)
+class EngineRatios:
+    """Ratios of the trainer's to the engine's probability, without gradient."""
+
+    log_ratio: Tensor
+    """[T] x, 0 on tokens that were not generated."""
+    mask: Tensor
+    offsets: Tensor
+
+    @property
+    def token(self) -> Tensor:
+        return self.log_ratio.exp()
+
+    @property
+    def sequence(self) -> Tensor:
+        """[T]: the ratio of the token's whole sequence."""
+        sums = ragged.segment_sum(self.log_ratio, self.mask, self.offsets)
+        return ragged.expand(sums.clamp(-20, 20).exp(), self.offsets)
+
+
 def correction_weights(
-    train_logprobs: Tensor,
-    engine_logprobs: Tensor,
-    mask: Tensor,
-    offsets: Tensor,
-    name: str,
-    cap: float | None = None,
-    floor: float | None = None,
-    level: str | None = None,
+    part: AlgorithmPart[Declaration], train_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, offsets: Tensor
 ) -> Correction:
-    """Weights for a batch, by name; None for a bound takes `DEFAULT_BOUNDS`.
-
-    - `none`: weight 1, for the metrics alone.
-    - `token_tis`: `min(ratio, cap)` per token; `sequence_tis`: the same with the sequence's ratio on all its tokens
-      (truncated importance sampling, Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-      Training").
-    - `icepop`: the token's ratio where `floor <= ratio <= cap`, else dropped (Ling Team, 2025, arXiv 2510.18855).
-    - `rejection`: weight 1 where `floor <= ratio <= cap`, else dropped; `level` says whose ratio, the `token`'s (the
-      default) or the `sequence`'s, which drops whole sequences.
-
-    Dropped tokens have a loss of 0 and still count in the aggregation, as in the papers.
-    """
-    if name not in DEFAULT_BOUNDS:
-        raise ValueError(f"`{name}` is not a correction; choose one of {', '.join(DEFAULT_BOUNDS)}")
-    if level not in (None, "token", "sequence"):
-        raise ValueError(f"`{level}` is not a level of rejection; choose token or sequence")
-    default_floor, default_cap = DEFAULT_BOUNDS[name]
-    floor, cap = default_floor if floor is None else floor, default_cap if cap is None else cap
-
     log_ratio = ragged.only((train_logprobs - engine_logprobs).detach(), mask).clamp(-20, 20)
-    ratio = log_ratio.exp()
-    keep = mask
-    match name:
-        case "none":
-            weights = torch.ones_like(ratio)
-        case "token_tis":
-            weights = ratio.clamp(max=cap)
-        case "sequence_tis":
-            weights = _sequence_ratio(log_ratio, mask, offsets).clamp(max=cap)
-        case "icepop":
-            weights, keep = ratio, mask & (ratio >= floor) & (ratio <= cap)
-        case "rejection":
-            judged = _sequence_ratio(log_ratio, mask, offsets) if level == "sequence" else ratio
-            weights, keep = torch.ones_like(ratio), mask & (judged >= floor) & (judged <= cap)
+    weights, keep = part.declaration.function(EngineRatios(log_ratio, mask, offsets), part.options)
     weights = ragged.only(weights, keep)
     return Correction(weights, keep, _metrics(log_ratio, weights, keep, mask))
 
 
-def _sequence_ratio(log_ratio: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """[T]: the ratio of the token's whole sequence."""
-    return ragged.expand(ragged.segment_sum(log_ratio, mask, offsets).clamp(-20, 20).exp(), offsets)
+@dataclass(frozen=True)
+class CapOptions:
+    cap: Annotated[float, Gt(0)] = 2.0
+    """Upper bound of the weight."""
+
+
+@dataclass(frozen=True)
+class IcepopOptions:
+    floor: Annotated[float, Gt(0)] = 0.5
+    """Ratios of the trainer's to the engine's probability below this are dropped."""
+    cap: Annotated[float, Gt(0)] = 5.0
+    """Ratios of the trainer's to the engine's probability above this are dropped."""
+
+    def __post_init__(self) -> None:
+        if self.floor >= self.cap:
+            raise ValueError(
+                f"the floor {self.floor:g} is not below the cap {self.cap:g}: every token would be dropped"
+            )
+
+
+@dataclass(frozen=True)
+class RejectionOptions(IcepopOptions):
+    cap: Annotated[float, Gt(0)] = 2.0
+    level: Literal["token", "sequence"] = "token"
+    """Whether single tokens are dropped for their ratio, or whole sequences for theirs."""
+
+
+@correction("none", "no correction")
+def none(ratios: EngineRatios, options: NoOptions) -> tuple[Tensor, Tensor]:
+    """Weight 1, for the metrics alone."""
+    return torch.ones_like(ratios.log_ratio), ratios.mask
+
+
+@correction(
+    "token_tis", "each token weighs its ratio of trainer's to engine's probability, at most `cap`", options=CapOptions
+)
+def token_tis(ratios: EngineRatios, options: CapOptions) -> tuple[Tensor, Tensor]:
+    """Truncated importance sampling (Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training")."""
+    return ratios.token.clamp(max=options.cap), ratios.mask
+
+
+@correction(
+    "sequence_tis",
+    "each trajectory weighs its ratio of trainer's to engine's probability, at most `cap`",
+    options=CapOptions,
+)
+def sequence_tis(ratios: EngineRatios, options: CapOptions) -> tuple[Tensor, Tensor]:
+    return ratios.sequence.clamp(max=options.cap), ratios.mask
+
+
+@correction(
+    "icepop",
+    "each token weighs its ratio of trainer's to engine's probability, and is dropped outside [`floor`, `cap`]",
+    options=IcepopOptions,
+)
+def icepop(ratios: EngineRatios, options: IcepopOptions) -> tuple[Tensor, Tensor]:
+    """IcePop (Ling Team, 2025, arXiv 2510.18855)."""
+    return ratios.token, _within(ratios.token, ratios.mask, options)
+
+
+@correction(
+    "rejection",
+    "what has a ratio of trainer's to engine's probability outside [`floor`, `cap`] is dropped",
+    options=RejectionOptions,
+)
+def rejection(ratios: EngineRatios, options: RejectionOptions) -> tuple[Tensor, Tensor]:
+    judged = ratios.sequence if options.level == "sequence" else ratios.token
+    return torch.ones_like(judged), _within(judged, ratios.mask, options)
+
+
+def _within(judged: Tensor, mask: Tensor, options: IcepopOptions) -> Tensor:
+    return mask & (judged >= options.floor) & (judged <= options.cap)
 
 
 def _metrics(log_ratio: Tensor, weights: Tensor, keep: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -1,51 +1,61 @@
-"""KL divergence to a reference policy, estimated on sampled tokens, and the coefficient it is weighted with."""
+"""KL divergence to a reference policy, estimated on sampled tokens, and the coefficient it is weighted with.
+
+Estimators (Schulman, 2020, joschu.net/blog/kl-approx.html) are functions of x = log pi - log ref of a token. Tokens
+that were not generated are the aggregation's business, as with every per-token loss.
+"""
+
+from __future__ import annotations
 
 import math
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torch import Tensor
+from annotated_types import Ge, Gt
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+from corral.algorithms.declarations import KL_CONTROLLERS as KL_CONTROLLERS
+from corral.algorithms.declarations import KL_ESTIMATORS as KL_ESTIMATORS
+from corral.algorithms.declarations import AlgorithmPart, Declaration, kl_controller, kl_estimator
 
-
-def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) (Schulman, 2020, joschu.net/blog/kl-approx.html).
-
-    With x = log pi - log ref:
-
-    - `k1`: x. Unbiased, high variance, negative half of the time.
-    - `k2`: x^2 / 2. Biased a little, and its gradient is that of the KL.
-    - `k3`: exp(-x) + x - 1. Unbiased, never negative. x is clamped to [-20, 20] and the result to at most 10.
-    - `abs`: |x|.
-    - `k1+`, `k3+`: the value of k1 or k3 with the gradient of k2. (In expectation, k1's own gradient is 0, and k3's is
-      that of the KL in the other direction.)
-
-    Tokens that were not generated are the aggregation's business, as with every per-token loss.
-    """
-    x = logprobs - reference_logprobs
-    match estimator:
-        case "k1":
-            return x
-        case "k2":
-            return _k2(x)
-        case "k3":
-            return _k3(x)
-        case "abs":
-            return x.abs()
-        case "k1+":
-            return x.detach() + _only_gradient(_k2(x))
-        case "k3+":
-            return _k3(x).detach() + _only_gradient(_k2(x))
-    raise ValueError(f"`{estimator}` is not a KL estimator; choose one of {', '.join(KL_ESTIMATORS)}")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def _k2(x: Tensor) -> Tensor:
+def kl_penalty(part: AlgorithmPart[Declaration], logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Per-token estimate of KL(policy || reference)."""
+    penalty: Tensor = part.declaration.function(logprobs - reference_logprobs)
+    return penalty
+
+
+@kl_estimator("k1", "x: unbiased, high variance, negative half of the time; its own gradient is 0 on average")
+def k1(x: Tensor) -> Tensor:
+    return x
+
+
+@kl_estimator("k2", "x^2 / 2: biased a little; its gradient is that of the KL")
+def k2(x: Tensor) -> Tensor:
     return x.square() / 2
 
 
-def _k3(x: Tensor) -> Tensor:
+@kl_estimator("k3", "exp(-x) + x - 1: unbiased, never negative; its gradient is that of the KL in the other direction")
+def k3(x: Tensor) -> Tensor:
+    """x is clamped to [-20, 20] and the result to at most 10."""
     x = x.clamp(-20, 20)
     return ((-x).exp() + x - 1).clamp(max=10)
+
+
+@kl_estimator("abs", "|x|")
+def absolute(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+@kl_estimator("k1+", "the value of k1 with the gradient of k2")
+def k1_plus(x: Tensor) -> Tensor:
+    return x.detach() + _only_gradient(k2(x))
+
+
+@kl_estimator("k3+", "the value of k3 with the gradient of k2")
+def k3_plus(x: Tensor) -> Tensor:
+    return k3(x).detach() + _only_gradient(k2(x))
 
 
 def _only_gradient(values: Tensor) -> Tensor:
@@ -53,29 +63,19 @@ def _only_gradient(values: Tensor) -> Tensor:
     return values - values.detach()
 
 
-class KLController(Protocol):
-    @property
-    def coefficient(self) -> float: ...
-
-    def update(self, kl: float, num_sequences: int) -> None: ...
-
-    def state(self) -> dict[str, float]: ...
-
-    def load_state(self, state: dict[str, float]) -> None: ...
+# --- the coefficient
 
 
-class FixedKL:
+@kl_controller("fixed", "the coefficient stays as it is")
+class KLController:
     """The coefficient of the recipe, always; it has no state, so a resumed run follows its recipe."""
 
-    def __init__(self, coefficient: float) -> None:
-        self._coefficient = coefficient
-
-    @property
-    def coefficient(self) -> float:
-        return self._coefficient
+    def __init__(self, coefficient: float, options: Any) -> None:
+        self.coefficient = coefficient
+        self.options = options
 
     def update(self, kl: float, num_sequences: int) -> None:
-        pass
+        """Chooses the next coefficient, from the KL of a step."""
 
     def state(self) -> dict[str, float]:
         return {}
@@ -84,7 +84,20 @@ class FixedKL:
         pass
 
 
-class AdaptiveKL:
+@dataclass(frozen=True)
+class AdaptiveKLOptions:
+    target: Annotated[float, Gt(0)] = 0.1
+    """KL towards which the coefficient steers."""
+    horizon: Annotated[int, Ge(1)] = 10_000
+    """Trajectories over which the coefficient follows; fewer steer faster."""
+
+
+@kl_controller(
+    "adaptive",
+    "the coefficient grows while the KL is above `target` and shrinks while it is below",
+    options=AdaptiveKLOptions,
+)
+class AdaptiveKL(KLController):
     """Steers the KL towards a target (Ziegler et al., 2019, arXiv 1909.08593).
 
     `coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon`, where `kl` is the mean over
@@ -92,23 +105,16 @@ class AdaptiveKL:
     the horizon counts as the horizon: beyond five times that, the coefficient would change its sign.
     """
 
-    def __init__(self, coefficient: float, target: float, horizon: int) -> None:
-        self._coefficient = coefficient
-        self.target = target
-        self.horizon = horizon
-
-    @property
-    def coefficient(self) -> float:
-        return self._coefficient
+    options: AdaptiveKLOptions
 
     def update(self, kl: float, num_sequences: int) -> None:
         if not math.isfinite(kl):
             raise ValueError(f"the KL divergence to the reference is {kl}; the coefficient cannot follow it")
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self._coefficient *= 1 + error * min(num_sequences / self.horizon, 1.0)
+        error = min(max(kl / self.options.target - 1, -0.2), 0.2)
+        self.coefficient *= 1 + error * min(num_sequences / self.options.horizon, 1.0)
 
     def state(self) -> dict[str, float]:
-        return {"coefficient": self._coefficient}
+        return {"coefficient": self.coefficient}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self._coefficient = state["coefficient"]
+        self.coefficient = state["coefficient"]

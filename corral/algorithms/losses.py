@@ -1,21 +1,30 @@
-"""Policy losses, per token and to be minimised; `aggregate` makes one number of them.
+"""Losses per token, to be minimized: the policy's, regularizers, the critic's. `aggregate` makes one number of them.
 
-With x = log pi - log pi_old of a token (clamped to [-20, 20]), rho = exp(x), and sg[] for "no gradient through this".
-Losses of whole sequences (gspo, gmpo) are written per token such that `seq_mean_token_mean` gives the paper's loss and
-gradient; `FORCED_AGGREGATION` says which losses insist on an aggregation.
+In policy losses x = log pi - log pi_old of a token (clamped to [-20, 20]), rho = exp(x), and sg[] is "no gradient
+through this". Losses of whole sequences (gspo, gmpo) are written per token such that `seq_mean_token_mean` gives the
+paper's loss and gradient, and declare that they need this aggregation.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt
 
 from corral.algorithms import ragged
+from corral.algorithms.declarations import LOSSES as LOSSES
+from corral.algorithms.declarations import AlgorithmPart, LossDeclaration, NoOptions, policy_loss
+from corral.algorithms.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
+    """What a policy loss is computed of. All of it is 0 on tokens that were not generated."""
+
     logprobs: Tensor
     """[T] Of the policy being trained, with gradient."""
     old_logprobs: Tensor
@@ -27,22 +36,14 @@ class PolicyTerms:
     offsets: Tensor
     """[N + 1]"""
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """[T] x: how much more likely a token is than it was under the old policy."""
+        return (self.logprobs - self.old_logprobs).clamp(-20, 20)
 
-@dataclass(frozen=True)
-class LossOptions:
-    clip_low: float = 0.2
-    """How far the ratio may fall below 1 (ppo, gspo, cispo); in gmpo, the log-ratio below 0."""
-    clip_high: float = 0.2
-    """How far it may rise above."""
-    dual_clip: float | None = 3.0
-    """ppo: bound of the ratio where the advantage is negative. None: no bound."""
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    dro_beta: float = 0.05
-    dppo_threshold: float | None = None
-    """Divergence at which a token is dropped. None: the paper's, 0.15 for dppo_tv and 0.05 for dppo_kl."""
-    dppo_cap: float = 20.0
-    """Upper bound of the importance weight in dppo."""
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[T] -> [T]: every token gets the mean over its sequence's generated tokens."""
+        return ragged.expand(ragged.segment_mean(values, self.mask, self.offsets), self.offsets)
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,97 @@ class TokenLoss:
     """`ratio_deviation`: |ratio - 1|."""
 
 
-def ppo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+def policy_token_loss(part: AlgorithmPart[LossDeclaration], terms: PolicyTerms) -> TokenLoss:
+    """The loss that a recipe chose. One that returns a tensor alone is reported with the plain ratio."""
+    terms = replace(
+        terms,
+        logprobs=ragged.only(terms.logprobs, terms.mask),
+        old_logprobs=ragged.only(terms.old_logprobs, terms.mask),
+        advantages=ragged.only(terms.advantages, terms.mask),
+    )
+    found = part.declaration.function(terms, part.options)
+    if isinstance(found, TokenLoss):
+        return found
+    return _report(ragged.only(found, terms.mask), terms.log_ratio.exp(), torch.zeros_like(terms.mask), terms)
+
+
+@dataclass(frozen=True)
+class ClipOptions:
+    clip_low: Annotated[float, Ge(0)] = 0.2
+    """How far below 1 the ratio of new to old probability counts."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """How far above 1 the ratio of new to old probability counts. More than `clip_low` is DAPO's clip-higher."""
+
+
+@dataclass(frozen=True)
+class PpoOptions(ClipOptions):
+    dual_clip: Annotated[float, Gt(1)] | None = None
+    """Upper bound of the ratio where the advantage is negative. None: no bound."""
+
+
+@dataclass(frozen=True)
+class GspoOptions(ClipOptions):
+    """A ratio of whole sequences moves far less than one of tokens."""
+
+    clip_low: Annotated[float, Ge(0)] = 3e-4
+    clip_high: Annotated[float, Ge(0)] = 4e-4
+
+
+@dataclass(frozen=True)
+class CispoOptions(ClipOptions):
+    """The paper leaves the lower side open: 1 - 1 = 0."""
+
+    clip_low: Annotated[float, Ge(0)] = 1.0
+
+
+@dataclass(frozen=True)
+class GmpoOptions:
+    clip_low: Annotated[float, Ge(0)] = 0.4
+    """How far below 0 the logarithm of the ratio counts where the advantage is negative."""
+    clip_high: Annotated[float, Ge(0)] = 0.4
+    """How far above 0 the logarithm of the ratio counts where the advantage is positive."""
+
+
+@dataclass(frozen=True)
+class SapoOptions:
+    tau_positive: Annotated[float, Gt(0)] = 1.0
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: Annotated[float, Gt(0)] = 1.05
+    """Steepness of the gate where the advantage is not positive."""
+
+
+@dataclass(frozen=True)
+class DroOptions:
+    beta: Annotated[float, Gt(0)] = 0.05
+    """Weight of the quadratic penalty on leaving the old policy."""
+
+
+@dataclass(frozen=True)
+class DppoTvOptions:
+    threshold: Annotated[float, Gt(0)] = 0.15
+    """Divergence beyond which a token is dropped."""
+    cap: Annotated[float, Gt(0)] = 20.0
+    """Upper bound of the ratio that weighs a token."""
+
+
+@dataclass(frozen=True)
+class DppoKlOptions(DppoTvOptions):
+    threshold: Annotated[float, Gt(0)] = 0.05
+
+
+@policy_loss(
+    "ppo",
+    "clipped ratio of the new to the old probability, token by token",
+    options=PpoOptions,
+    skips_zero_advantage=True,
+)
+def ppo(terms: PolicyTerms, options: PpoOptions) -> TokenLoss:
     """PPO (Schulman et al., 2017, arXiv 1707.06347) with a dual clip (Ye et al., 2019, arXiv 1912.09729).
 
     `max(-A rho, -A clip(rho, 1 - low, 1 + high))`, and at most `-A * dual_clip` where A is negative, since there the
     first term has no bound. Different bounds on the two sides: DAPO's clip-higher (arXiv 2503.14476).
     """
-    terms = _generated(terms)
-    ratio = _log_ratio(terms).exp()
+    ratio = terms.log_ratio.exp()
     loss, clipped = _clipped_objective(ratio, terms.advantages, options)
     if options.dual_clip is not None:
         bound = -terms.advantages * options.dual_clip
@@ -77,138 +161,137 @@ def ppo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
     return _report(loss, ratio, clipped, terms)
 
 
-def gspo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "gspo",
+    "clipped ratio of the new to the old probability, of whole sequences",
+    options=GspoOptions,
+    aggregation="seq_mean_token_mean",
+    skips_zero_advantage=True,
+)
+def gspo(terms: PolicyTerms, options: GspoOptions) -> TokenLoss:
     """GSPO (Zheng et al., 2025, arXiv 2507.18071): PPO with the sequence's ratio, `s = exp(mean x)`.
 
     Per token it is `sg[s] * pi / sg[pi]` (the paper's GSPO-token): the same value on all tokens of a sequence, the
     same gradient in their mean. Bounds are of a different size than PPO's; the paper has 3e-4 and 4e-4.
     """
-    terms = _generated(terms)
-    sequence = _per_token_mean(_log_ratio(terms).detach(), terms)
+    sequence = terms.sequence_mean(terms.log_ratio.detach())
     ratio = (sequence + (terms.logprobs - terms.logprobs.detach())).clamp(max=10).exp()
     loss, clipped = _clipped_objective(ratio, terms.advantages, options)
     return _report(loss, ratio, clipped, terms)
 
 
-def cispo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "cispo",
+    "log-probability weighted with the clipped ratio; no token loses its gradient",
+    options=CispoOptions,
+    skips_zero_advantage=True,
+)
+def cispo(terms: PolicyTerms, options: CispoOptions) -> TokenLoss:
     """CISPO (MiniMax-M1, 2025, arXiv 2506.13585): `-sg[clip(rho, 1 - low, 1 + high)] A log pi`.
 
     The weight is clipped, so no token loses its gradient. The paper leaves the lower side open: `clip_low = 1`.
     """
-    terms = _generated(terms)
-    ratio = _log_ratio(terms).detach().exp()
+    ratio = terms.log_ratio.detach().exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return _report(-weight * terms.advantages * terms.logprobs, ratio, weight != ratio, terms)
 
 
-def sapo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "sapo",
+    "a soft gate on the ratio in place of a clip",
+    options=SapoOptions,
+    aggregation="seq_mean_token_mean",
+    skips_zero_advantage=True,
+)
+def sapo(terms: PolicyTerms, options: SapoOptions) -> TokenLoss:
     """SAPO (Gao et al., 2025, arXiv 2511.20347): `-(4 / tau) sigmoid(tau (rho - 1)) A`.
 
     A soft gate in place of a clip; tau is larger (the gate closes sooner) where the advantage is not positive.
     """
-    terms = _generated(terms)
-    ratio = _log_ratio(terms).exp()
-    tau = torch.full_like(ratio, options.sapo_tau_negative)
-    tau = tau.masked_fill(terms.advantages > 0, options.sapo_tau_positive)
+    ratio = terms.log_ratio.exp()
+    tau = torch.full_like(ratio, options.tau_negative)
+    tau = tau.masked_fill(terms.advantages > 0, options.tau_positive)
     gate = (tau * (ratio - 1)).sigmoid() * 4 / tau
     return _report(-gate * terms.advantages, ratio, torch.zeros_like(terms.mask), terms)
 
 
-def gmpo(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "gmpo",
+    "geometric mean of a sequence's clipped ratios",
+    options=GmpoOptions,
+    aggregation="seq_mean_token_mean",
+    skips_zero_advantage=True,
+)
+def gmpo(terms: PolicyTerms, options: GmpoOptions) -> TokenLoss:
     """GMPO (Zhao et al., 2025, arXiv 2507.20673): `-A s` per sequence, s the geometric mean of one-sidedly clipped rho.
 
     Log-ratios are clipped to at most `clip_high` where A is positive and to at least `-clip_low` where it is negative.
     A is the sequence's mean advantage. Per token it is `sg[s] * r / sg[r]`, r being the clipped ratio, which
-    `seq_mean_token_mean` normalises over the whole update (others average within the micro-batch).
+    `seq_mean_token_mean` normalizes over the whole update (others average within the micro-batch).
     """
-    terms = _generated(terms)
-    log_ratio = _log_ratio(terms)
-    advantages = _per_token_mean(terms.advantages, terms)
+    log_ratio = terms.log_ratio
+    advantages = terms.sequence_mean(terms.advantages)
     bounded = torch.where(
         advantages < 0, log_ratio.clamp(min=-options.clip_low), log_ratio.clamp(max=options.clip_high)
     )
-    sequence = _per_token_mean(bounded.detach(), terms)
+    sequence = terms.sequence_mean(bounded.detach())
     ratio = (sequence + (bounded - bounded.detach())).exp()
     return _report(ragged.only(-advantages * ratio, terms.mask), ratio, bounded != log_ratio, terms)
 
 
-def gpg(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "gpg", "log-probability weighted with the advantage; no ratio", uses_old_policy=False, skips_zero_advantage=True
+)
+def gpg(terms: PolicyTerms, options: NoOptions) -> Tensor:
     """GPG (Chu et al., 2025, arXiv 2504.02546), and plain REINFORCE: `-A log pi`."""
-    terms = _generated(terms)
-    loss = -terms.advantages * terms.logprobs
-    return _report(loss, _log_ratio(terms).exp(), torch.zeros_like(terms.mask), terms)
+    return -terms.advantages * terms.logprobs
 
 
-def dro(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "dro",
+    "log-probability weighted with the advantage, and a quadratic penalty on leaving the old policy",
+    options=DroOptions,
+)
+def dro(terms: PolicyTerms, options: DroOptions) -> Tensor:
     """DRO (Richemond et al., 2024, arXiv 2405.19107): `-(A log pi - beta / 2 x^2)`.
 
     Here x is not clamped: the further away, the harder it should pull.
     """
-    terms = _generated(terms)
     distance = (terms.logprobs - terms.old_logprobs).square()
-    loss = options.dro_beta / 2 * distance - terms.advantages * terms.logprobs
-    return _report(loss, _log_ratio(terms).exp(), torch.zeros_like(terms.mask), terms)
+    return options.beta / 2 * distance - terms.advantages * terms.logprobs
 
 
-def dppo_tv(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "dppo_tv",
+    "ratio, dropping tokens whose probability moved too far (total variation)",
+    options=DppoTvOptions,
+    skips_zero_advantage=True,
+)
+def dppo_tv(terms: PolicyTerms, options: DppoTvOptions) -> TokenLoss:
     """DPPO (Qi et al., 2026, arXiv 2602.04879) with total variation of "this token or another": `|p - p_old|`.
 
     `-A sg[min(rho, cap)] log pi`, dropped where the advantage pushes a token further away whose divergence exceeds the
     threshold. A ratio overstates what happens to rare tokens and understates it for frequent ones.
     """
-    terms = _generated(terms)
     divergence = (terms.logprobs.detach().exp() - terms.old_logprobs.exp()).abs()
-    return _dppo(terms, options, divergence, default_threshold=0.15)
+    return _dppo(terms, options, divergence)
 
 
-def dppo_kl(terms: PolicyTerms, options: LossOptions) -> TokenLoss:
+@policy_loss(
+    "dppo_kl",
+    "ratio, dropping tokens whose probability moved too far (KL)",
+    options=DppoKlOptions,
+    skips_zero_advantage=True,
+)
+def dppo_kl(terms: PolicyTerms, options: DppoKlOptions) -> TokenLoss:
     """DPPO (as `dppo_tv`) with the KL divergence, old to new, of "this token or another"."""
-    terms = _generated(terms)
     new, old = terms.logprobs.detach(), terms.old_logprobs
     rest_new, rest_old = ((-torch.expm1(logprob)).clamp(min=1e-8) for logprob in (new, old))
     divergence = old.exp() * (old - new) + rest_old * (rest_old / rest_new).log()
-    return _dppo(terms, options, divergence, default_threshold=0.05)
+    return _dppo(terms, options, divergence)
 
 
-LOSSES: dict[str, Callable[[PolicyTerms, LossOptions], TokenLoss]] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "gpg": gpg,
-    "dro": dro,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-}
-
-FORCED_AGGREGATION: dict[str, str] = {
-    "gspo": "seq_mean_token_mean",
-    "sapo": "seq_mean_token_mean",
-    "gmpo": "seq_mean_token_mean",
-}
-
-
-def _generated(terms: PolicyTerms) -> PolicyTerms:
-    """The terms with 0 on all other tokens: their loss is 0, their ratio 1, their gradient 0."""
-    return replace(
-        terms,
-        logprobs=ragged.only(terms.logprobs, terms.mask),
-        old_logprobs=ragged.only(terms.old_logprobs, terms.mask),
-        advantages=ragged.only(terms.advantages, terms.mask),
-    )
-
-
-def _log_ratio(terms: PolicyTerms) -> Tensor:
-    return (terms.logprobs - terms.old_logprobs).clamp(-20, 20)
-
-
-def _per_token_mean(values: Tensor, terms: PolicyTerms) -> Tensor:
-    """[T] -> [T]: every token gets the mean of its sequence."""
-    return ragged.expand(ragged.segment_mean(values, terms.mask, terms.offsets), terms.offsets)
-
-
-def _clipped_objective(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+def _clipped_objective(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic choice, and where it chose the clipped side."""
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
@@ -216,18 +299,17 @@ def _clipped_objective(ratio: Tensor, advantages: Tensor, options: LossOptions) 
     return torch.where(clipped, bounded, free), clipped
 
 
-def _dppo(terms: PolicyTerms, options: LossOptions, divergence: Tensor, default_threshold: float) -> TokenLoss:
-    threshold = default_threshold if options.dppo_threshold is None else options.dppo_threshold
-    log_ratio = _log_ratio(terms).detach()
+def _dppo(terms: PolicyTerms, options: DppoTvOptions, divergence: Tensor) -> TokenLoss:
+    log_ratio = terms.log_ratio.detach()
     outward = terms.advantages * log_ratio > 0
-    dropped = outward & (divergence > threshold)
+    dropped = outward & (divergence > options.threshold)
     ratio = log_ratio.exp()
-    weight = ratio.clamp(max=options.dppo_cap).masked_fill(dropped, 0)
+    weight = ratio.clamp(max=options.cap).masked_fill(dropped, 0)
     return _report(-terms.advantages * weight * terms.logprobs, ratio, weight != ratio, terms)
 
 
 def _report(loss: Tensor, ratio: Tensor, clipped: Tensor, terms: PolicyTerms) -> TokenLoss:
-    log_ratio, ratio = _log_ratio(terms).detach(), ragged.only(ratio.detach(), terms.mask)
+    log_ratio, ratio = terms.log_ratio.detach(), ragged.only(ratio.detach(), terms.mask)
     approx_kl = log_ratio.exp() - 1 - log_ratio
     deviation = ragged.only((ratio - 1).abs(), terms.mask)
     return TokenLoss(
@@ -239,3 +321,65 @@ def _report(loss: Tensor, ratio: Tensor, clipped: Tensor, terms: PolicyTerms) ->
         },
         maxima={"ratio_deviation": deviation.max() if len(deviation) else ratio.sum()},
     )
+
+
+# --- regularizers
+
+
+def llds(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """[T]: penalty on good trajectories becoming less likely (lazy likelihood displacement suppression).
+
+    Deng et al., 2025, "On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral", arXiv 2512.04220.
+    For trajectories with an advantage of at least 0, turn by turn: if the turn as a whole became less likely than it
+    was under the old policy, `max(0, log pi_old - log pi)` on each of its tokens, else nothing. On the first update
+    after sampling nothing has moved yet, and it is 0. The paper weights it with 0.2.
+
+    To normalize as the paper does (by the trajectory's tokens and the number of trajectories with an advantage of at
+    least 0), aggregate with `seq_mean_token_mean` and let `num_sequences` be `num_preserved`'s sum over the update.
+    """
+    fall = ragged.only(old_logprobs, mask) - ragged.only(logprobs, mask)
+    turns = ragged.turn_ids(mask, offsets)[mask]
+    turn_falls = fall.new_zeros(len(mask)).index_add(0, turns, fall.detach()[mask])
+    fell = mask.clone()
+    fell[mask] = turn_falls[turns] > 0
+    preserved = ragged.expand(_preserved(advantages, mask, offsets), offsets)
+    return ragged.only(fall.clamp(min=0), fell & preserved)
+
+
+def num_preserved(advantages: Tensor, mask: Tensor, offsets: Tensor) -> int:
+    """How many trajectories `llds` looks after."""
+    return int(_preserved(advantages, mask, offsets).sum())
+
+
+def _preserved(advantages: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """[N]: generated something, with a mean advantage of at least 0."""
+    has_tokens = ragged.segment_count(mask, offsets) > 0
+    return has_tokens & (ragged.segment_sum(advantages, mask, offsets) >= 0)
+
+
+# --- the critic
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = 0.5
+) -> TokenLoss:
+    """Clipped squared error per token (from OpenAI's baselines; see Engstrom et al., 2020, arXiv 2005.12729).
+
+    `max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2`: a value that moved further than `clip` since the
+    batch was sampled gets no gradient for moving further in that direction. None: no clipping.
+
+    `sums`: `value`, `squared_error` and `clipped` (tokens where the clipped side was the larger). No `maxima`.
+    """
+    values, old_values, returns = (ragged.only(x, mask) for x in (values, old_values, returns))
+    error = (values - returns).square()
+    loss, clipped = error, torch.zeros_like(mask)
+    if clip is not None:
+        bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+        clipped = bounded > error
+        loss = torch.where(clipped, bounded, error)
+    sums = {
+        "value": values.detach().sum(),
+        "squared_error": error.detach().sum(),
+        "clipped": clipped.sum().to(error.dtype),
+    }
+    return TokenLoss(loss / 2, sums, maxima={})

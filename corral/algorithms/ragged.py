@@ -4,8 +4,14 @@ Everything that takes a mask reads masked-out entries as absent: they are not mu
 but replaced, and get no gradient. A sum over nothing is 0, and so is a mean over nothing.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from corral.algorithms.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def only(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What happens to rewards before they become advantages, and to groups that have nothing to teach."""
+"""What happens to rewards before they become advantages, and to groups whose rewards have no variance."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from corral.algorithms import ragged
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """[N]: soft punishment for length, to be added to rewards (DAPO, Yu et al., 2025, arXiv 2503.14476).
+    """[N]: soft penalty on length, to be added to rewards (DAPO, Yu et al., 2025, arXiv 2503.14476).
 
     0 up to `max_tokens - buffer_tokens` generated tokens, from there falling linearly to `-penalty` at `max_tokens`.
     """
@@ -25,12 +25,12 @@ def clipped_rewards(token_rewards: Tensor, mask: Tensor, offsets: Tensor, bound:
     """
     totals = ragged.segment_sum(token_rewards.double(), mask, offsets)
     is_beyond = ragged.expand(totals.abs() > bound, offsets)
-    shares = token_rewards.double() / ragged.expand(totals.abs(), offsets)
-    return torch.where(is_beyond, shares * bound, token_rewards.double())
+    fractions = token_rewards.double() / ragged.expand(totals.abs(), offsets)
+    return torch.where(is_beyond, fractions * bound, token_rewards.double())
 
 
 def informative_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """[N] bool: whether the rewards in the trajectory's group differ. If not, every baseline leaves nothing to learn.
+    """[N] bool: whether the rewards in the trajectory's group differ. If not, every advantage is 0.
 
     DAPO's dynamic sampling (arXiv 2503.14476) drops the others; a group of one is among them.
     """

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.algorithms.advantages import ADVANTAGES, RewardedBatch, Turns
+from corral.algorithms.advantages import RewardedBatch, Turns, compute_advantages
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.ragged import segment_mean, whiten
@@ -16,41 +16,40 @@ from corral.data.batch import Batch
 from corral.data.trajectory import IntArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
-from corral.recipe.presets import BY_TURN
 
 
-def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dict[str, float]:
-    """Adds `advantages`, `returns` and, where asked for, `correction`; shapes the rewards first."""
+def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -> dict[str, float]:
+    """Adds `advantages`, `returns` and, where the recipe has one, `correction`; shapes the rewards first."""
     algorithm, metrics = parts.algorithm, dict[str, float]()
     mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
     rewards = torch.from_numpy(batch.token_rewards.copy())
     old = torch.from_numpy(batch.columns["old_logprobs"])
     if algorithm.overlong_buffer is not None:
-        lengths = torch.tensor([trajectory.num_generated for trajectory in played.trajectories])
+        lengths = torch.tensor([trajectory.num_generated for trajectory in rollout.trajectories])
         limit = parts.recipe.rollout.max_response_tokens
         penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
         rewards[last_generated(batch)] += penalties
         metrics["reward/overlong_penalty"] = float(penalties.mean())
-    baselines = torch.tensor([played.baselines.get(int(group), 0.0) for group in batch.groups])
+    baselines = torch.tensor([rollout.baselines.get(int(group), 0.0) for group in batch.groups])
     if algorithm.reward_clip is not None:
         rewards = clipped_rewards(rewards, mask, offsets, algorithm.reward_clip)
         baselines = baselines.double().clamp(-algorithm.reward_clip, algorithm.reward_clip)
-    if parts.kl is not None:
+    if parts.kl is not None and algorithm.kl is not None:
         reference = torch.from_numpy(batch.columns["reference_logprobs"])
-        penalty = kl_penalty(old, reference, algorithm.kl_estimator)
+        penalty = kl_penalty(algorithm.kl.estimator, old, reference)
         kl = float(segment_mean(penalty, mask, offsets).mean())
         metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
-        if algorithm.kl_where == "reward":
+        if algorithm.kl.where == "reward":
             rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
-    if algorithm.correction_name != "none":
-        correction = correction_weights(
-            old, torch.from_numpy(batch.logprobs), mask, offsets, algorithm.correction_name,
-            algorithm.correction_cap, algorithm.correction_floor, algorithm.correction_level,
-        )  # fmt: skip
+    if algorithm.correction.name != "none":
+        engine = torch.from_numpy(batch.logprobs)
+        correction = correction_weights(algorithm.correction, old, engine, mask, offsets)
         batch.columns["correction"] = correction.weights.numpy()
         metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
     values = batch.columns.get("values")
-    result = ADVANTAGES[algorithm.advantage](
+    needs = algorithm.advantage.declaration.needs
+    result = compute_advantages(
+        algorithm.advantage,
         RewardedBatch(
             token_rewards=rewards,
             mask=mask,
@@ -58,9 +57,8 @@ def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dic
             groups=torch.from_numpy(batch.groups),
             values=None if values is None else torch.from_numpy(values),
             baselines=baselines,
-            turns=turns_of(played.trajectories, batch.offsets) if algorithm.advantage in BY_TURN else None,
+            turns=turns_of(rollout.trajectories, batch.offsets) if needs.turns else None,
         ),
-        **algorithm.advantage_options,
     )
     found, bound = result.advantages, algorithm.advantage_clip
     if algorithm.whiten:
@@ -71,7 +69,7 @@ def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dic
 
 
 def turns_of(trajectories: Sequence[Trajectory], offsets: IntArray) -> Turns:
-    """`offsets` of the batch that has these trajectories."""
+    """The turns of a batch of these trajectories, which begin at `offsets`."""
     turns = [
         (int(start) + last, row, state)
         for row, (start, trajectory) in enumerate(zip(offsets, trajectories, strict=False))
@@ -90,7 +88,7 @@ def last_generated(batch: Batch) -> Tensor:
     return torch.tensor(ends)
 
 
-def steer_kl(parts: RunComponents, metrics: dict[str, float], num_trajectories: int) -> None:
-    """The controller's next coefficient, from the step's KL."""
+def update_kl_coefficient(parts: RunComponents, metrics: dict[str, float], num_trajectories: int) -> None:
+    """Lets the KL controller choose its next coefficient, from the step's KL."""
     if parts.kl is not None and math.isfinite(metrics["kl/mean"]):  # else the update was skipped
         parts.kl.update(metrics["kl/mean"], num_trajectories)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from corral.algorithms.kl import KLController
 from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
@@ -254,8 +254,9 @@ def with_steps(recipe: Recipe, num_rows: int) -> Recipe:
 
 
 def kl_controller(algorithm: ResolvedAlgorithm) -> KLController | None:
-    if algorithm.kl_where is None:
+    if algorithm.kl is None:
         return None
-    if algorithm.kl_controller == "adaptive":
-        return AdaptiveKL(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
-    return FixedKL(algorithm.kl_coefficient)
+    controller: KLController = algorithm.kl.controller.declaration.function(
+        algorithm.kl.coefficient, algorithm.kl.controller.options
+    )
+    return controller

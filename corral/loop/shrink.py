@@ -89,7 +89,7 @@ def small_batch(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shrink_algorithm(algorithm: dict[str, Any]) -> None:
-    algorithm.pop("aggregation_norm", None)
+    algorithm.get("aggregation", {}).pop("norm", None)
     if "max_rounds" in algorithm.get("dynamic_sampling", {}):
         algorithm["dynamic_sampling"]["max_rounds"] = 1
     if algorithm.get("overlong", {}).get("buffer_tokens"):

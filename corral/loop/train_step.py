@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from corral.algorithms.aggregate import GlobalCounts
-from corral.algorithms.regularizers import num_preserved
+from corral.algorithms.aggregate import GlobalCounts, divisor
+from corral.algorithms.losses import num_preserved
 from corral.data.batch import Batch
-from corral.loop.advantages_step import advantages
+from corral.loop.advantages_step import add_advantages
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
 from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.errors import RunError
-from corral.recipe.warnings import why_training_waits
+from corral.recipe.recipe_warnings import why_training_waits
 from corral.runtime.group import gather_calls
 from corral.runtime.loss_functions import LossStats, UpdateTerms
 from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
@@ -88,7 +88,7 @@ class StepTraining:
         if not self.streams:
             return
         parts = self.components
-        for name, value in advantages(parts, batch, rollout).items():
+        for name, value in add_advantages(parts, batch, rollout).items():
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * len(batch)
         self.is_broken = self.is_broken or is_broken(batch, self.result)
         trainable = [] if self.is_broken else trainable_rows(parts, batch, range(len(batch)))
@@ -107,7 +107,7 @@ class StepTraining:
         if self.streams:
             await self._step(batch)
             return rollout, batch, {name: total / len(batch) for name, total in self.metric_sums.items()}, self.result
-        metrics = advantages(parts, batch, rollout)
+        metrics = add_advantages(parts, batch, rollout)
         self.result = await train(parts, batch, plan_updates(parts, batch), self.step)
         return rollout, batch, metrics, self.result
 
@@ -130,12 +130,8 @@ class StepTraining:
 
     def _scale(self, counts: GlobalCounts) -> float:
         """Returns the factor from a loss divided by the expected counts to one divided by the true ones."""
-        match self.components.algorithm.aggregation:
-            case "token_mean":
-                return self.expected_counts.num_tokens / max(counts.num_tokens, 1)
-            case "token_sum":
-                return 1.0
-        return self.expected_counts.num_sequences / max(counts.num_sequences, 1)
+        aggregation = self.components.algorithm.aggregation
+        return divisor(aggregation, self.expected_counts) / divisor(aggregation, counts)
 
 
 async def train(parts: RunComponents, batch: Batch, updates: list[list[int]], step: int) -> "TrainResult":
@@ -196,9 +192,7 @@ def trainable_rows(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> l
     """Returns the trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not
     computed, unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as
     they are."""
-    algorithm = parts.algorithm
-    others = algorithm.kl_where == "loss" or algorithm.entropy_coefficient or algorithm.llds_coefficient
-    if others or algorithm.loss == "dro" or algorithm.old_logprobs == "recompute":
+    if not parts.algorithm.skips_zero_advantage or parts.algorithm.old_logprobs == "recompute":
         return list(rows)
     moves = batch.columns["advantages"] != 0
     return [row for row in rows if moves[batch.offsets[row] : batch.offsets[row + 1]].any()]

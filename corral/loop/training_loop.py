@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from corral.data.batch import Batch
-from corral.loop.advantages_step import steer_kl
+from corral.loop.advantages_step import update_kl_coefficient
 from corral.loop.components import RunComponents
 from corral.loop.interrupt import Interrupt
 from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult
@@ -97,7 +97,7 @@ async def run_steps(run: Run) -> None:
                     rollout, batch, metrics, result = await training.finish()  # the others, and the optimizer steps
                 run.step += 1
                 metrics |= await parts.publisher.publish(version=run.step)
-        steer_kl(parts, metrics, len(batch))
+        update_kl_coefficient(parts, metrics, len(batch))
         record_step(run, rollout, batch, result, metrics)
         if parts.recipe.schedule.max_staleness:
             rollouts.start(version=run.step)

@@ -1,9 +1,10 @@
-"""A recipe file as written: nested values, and for every key the place where it was written.
+"""A recipe file as written, with overrides: nested values, and for every key the place where it was written.
 
 Reads YAML 1.2's core types, so `1e-6` is a number, `no` is a word and `2024-01-01` is not a date. Dotted keys stand for
 nested ones. What the keys mean, and whether they exist, is not decided here.
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from corral.recipe.errors import RecipeError
-from corral.recipe.keys import KeyPath, dotted, expand, in_free_form, nearest
+from corral.recipe.keys import PLACEMENT, KeyPath, dotted, expand, find_key, in_free_form, nearest
 
 NULLS = {"", "~", "null", "Null", "NULL"}
 BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -65,6 +66,9 @@ class Document:
         elif isinstance(node, yaml.MappingNode):
             if self.put_section(path, where):
                 self.add_keys(path, node, where)
+        elif is_part(path):  # `loss: sapo` is `loss: {name: sapo}`
+            if self.put_section(path, where):
+                self.add((*path, "name"), node, where)
         else:
             self.put(path, plain(node), where)
 
@@ -118,7 +122,7 @@ class Document:
         return False
 
     def remove(self, path: KeyPath) -> bool:
-        """Forget a key and all below it. False when it is not there."""
+        """Removes a key and all below it. False when it is not there."""
         parent: Any = self.values
         for name in path[:-1]:
             parent = parent.get(name) if isinstance(parent, dict) else None
@@ -127,6 +131,17 @@ class Document:
         del parent[path[-1]]
         self.origins = {known: where for known, where in self.origins.items() if known[: len(path)] != path}
         return True
+
+    def remove_from_file(self, path: KeyPath) -> None:
+        """Removes what the file says below a key; what overrides say stays."""
+        for known, where in list(self.origins.items()):
+            if known[:-1] == path and where.line != OVERRIDE:
+                self.remove(known)
+
+
+def is_part(path: KeyPath) -> bool:
+    key = find_key(path)
+    return key is not None and key.is_part
 
 
 def read_document(path: Path) -> Document:
@@ -240,3 +255,61 @@ def plain_scalar(text: str) -> Any:
     if match := NOT_FINITE.fullmatch(text):
         return float(f"{match[1]}inf") if match[2] else float("nan")
     return text
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in YAML, on one line."""
+    text = value if isinstance(value, str) and plain_scalar(value) == value else json.dumps(value, ensure_ascii=False)
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+# --- overrides
+
+
+def apply_override(document: Document, text: str) -> None:
+    """A change from the command line: `a.b=c` sets (as does Hydra's `+a.b=c`), `~a.b` deletes."""
+    where = Where(OVERRIDE, f"override {text}")
+    if text.startswith("~"):
+        path = expand((), text[1:].strip())
+        if not document.remove(path):
+            document.report(where, f"`{dotted(path)}` is not set in {document.file}, so it cannot be deleted")
+        return
+    key, equals, value = text.lstrip("+").partition("=")
+    if not equals or not key.strip():
+        document.report(where, "is not an override; write `key=value`, or `~key` to delete")
+        return
+    path = expand((), key.strip())
+    try:
+        node = read_value(path, value)
+    except RecipeError:
+        document.report(where, "the value is not valid YAML; put it in quotes if it is text")
+        document.broken.add(path)
+        return
+    if is_part(path) and not isinstance(node, yaml.MappingNode):
+        document.remove_from_file(path)  # options of another part; those of overrides are meant for this one
+        path = (*path, "name")
+    document.remove(path)
+    document.add(path, node, where)
+
+
+def read_value(path: KeyPath, text: str) -> yaml.Node:
+    """As YAML; but a key that takes text only takes it as it stands, unless it is in quotes or null."""
+    key = find_key(path)
+    if key is not None and key.text_only and not text.startswith(("'", '"')) and text.strip() not in NULLS:
+        return as_text(text)
+    try:
+        node = compose(text, "override")
+    except RecipeError:
+        if path[:-1] == PLACEMENT or (key is not None and key.takes_text):
+            return as_text(text)
+        raise
+    if node is None:
+        return yaml.ScalarNode("tag:yaml.org,2002:str", "")
+    if isinstance(node, yaml.MappingNode) and not text.lstrip().startswith("{"):
+        return as_text(text)  # `key: value` after an equals sign is a sentence with a colon
+    return node
+
+
+def as_text(text: str) -> yaml.Node:
+    return yaml.ScalarNode("tag:yaml.org,2002:str", text, style="'")

@@ -10,13 +10,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic.fields import FieldInfo
 
-from corral.recipe.schema import Recipe, Section
+from corral.recipe.parts import KINDS
+from corral.recipe.schema import PartChoice, Recipe, Section
 
 KeyPath = tuple[str, ...]
 
 PLACEMENT: KeyPath = ("cluster", "placement")
 ANY = "*"
 """In a path, a name of the user's choice: `environments.*.weight`."""
+
+COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 HABITS = {
     "lr": "optimizer.learning_rate",
@@ -29,7 +32,7 @@ HABITS = {
     "max_new_tokens": "rollout.max_response_tokens",
     "beta": "algorithm.kl.coefficient",
     "kl_coef": "algorithm.kl.coefficient",
-    "clip_ratio": "algorithm.clip_low",
+    "clip_ratio": "algorithm.loss.clip_low",
     "grad_clip": "optimizer.max_gradient_norm",
     "total_steps": "schedule.steps",
     "total_epochs": "schedule.epochs",
@@ -85,6 +88,11 @@ class Key:
     @property
     def text_only(self) -> bool:
         return set(_alternatives(self.annotation)) <= {str, type(None)}
+
+    @property
+    def is_part(self) -> bool:
+        """A declared part of the algorithm: its name, or a section with its name and options."""
+        return self.section is PartChoice
 
 
 @cache
@@ -166,10 +174,10 @@ def choices_of(annotation: Any) -> list[str]:
 
 
 def describe(annotation: Any) -> str:
-    """What a key expects, in words that follow `should be`."""
+    """What a key expects, to follow `should be`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _describe_limited(parts[0], parts[1])
+        return _describe_limited(parts[0], parts[1:])
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (Union, types.UnionType):
@@ -178,24 +186,19 @@ def describe(annotation: Any) -> str:
         return f"a list (each item {describe(parts[0])})"
     if origin is tuple:
         return f"a list of {len(parts)} (each {describe(parts[0])})"
-    if origin is dict or issubclass(annotation, Section):
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
         return "a section, with its keys indented below it"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[
-        annotation
-    ]
+    texts = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return texts.get(annotation, str(annotation))
 
 
-def _describe_limited(kind: Any, field: FieldInfo) -> str:
-    limits = {name: value for limit in field.metadata for name, value in _limits_of(limit).items()}
+def _describe_limited(kind: Any, metadata: Iterable[Any]) -> str:
+    """`metadata`: limits such as annotated_types.Ge(1), or pydantic's fields that have them."""
+    all_limits = [one for entry in metadata for one in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
+    limits = {name: getattr(one, name) for one in all_limits for name in COMPARISONS if hasattr(one, name)}
     if limits.get("ge") is not None and limits.get("ge") == limits.get("le"):
         return f"{limits['ge']}"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    return f"{describe(kind)}, {' and '.join(f'{words[name]} {value}' for name, value in limits.items())}"
-
-
-def _limits_of(limit: Any) -> dict[str, Any]:
-    """{"ge": 1} of an annotated_types.Ge(1)"""
-    return {name: getattr(limit, name) for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
+    return f"{describe(kind)}, {' and '.join(f'{COMPARISONS[name]} {value}' for name, value in limits.items())}"
 
 
 def _keys_of(section: type[Section], prefix: KeyPath) -> Iterator[Key]:
@@ -209,6 +212,18 @@ def _keys_of(section: type[Section], prefix: KeyPath) -> Iterator[Key]:
             yield Key(path, below, below, field)
         if below is not None:
             yield from _keys_of(below, path)
+        if below is PartChoice:
+            yield from _option_keys(path)
+
+
+def _option_keys(path: KeyPath) -> Iterator[Key]:
+    """Options of all the parts that can be chosen; a name that several have means the same in each."""
+    options: dict[str, Any] = {}
+    for declaration in KINDS[path].declared.values():
+        for name, annotation in get_type_hints(declaration.options, include_extras=True).items():
+            options.setdefault(name, annotation)
+    for name, annotation in options.items():
+        yield Key((*path, name), annotation, None, FieldInfo(annotation=annotation, default=None))
 
 
 def _named_like(path: KeyPath, known: KeyPath) -> KeyPath:

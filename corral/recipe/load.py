@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from corral.recipe.document import Document, plain_scalar, read_document
+from corral.recipe.document import Document, apply_override, plain_scalar, read_document, show
 from corral.recipe.keys import (
     ANY,
     Key,
@@ -22,8 +22,9 @@ from corral.recipe.keys import (
     nearest_key,
     required_below,
 )
-from corral.recipe.overrides import apply_override
+from corral.recipe.presets import Problem, choose_parts
 from corral.recipe.references import escape_references, resolve_references
+from corral.recipe.renamed_keys import renamed_key
 from corral.recipe.schema import Recipe
 
 UNUSUAL_LINE_BREAKS = set("\r\x85\u2028\u2029")
@@ -75,6 +76,8 @@ def validate(document: Document) -> Recipe:
         for path, message in problems_of(error, document.values):
             if not any(path[:end] in document.broken for end in range(len(path) + 1)):
                 document.report(document.where(path), message)
+    for path, message in problems_of_parts(document.values):
+        document.report(document.where(path), message)
     document.raise_problems()
     assert recipe is not None
     return recipe
@@ -94,12 +97,19 @@ def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
             drop_empty_sections(values[name], (*path, name))
 
 
-def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """pydantic's errors, in the words of the recipe. (A key with alternatives gives one error for each: told once.)"""
-    told = set()
+def problems_of_parts(values: dict[str, Any]) -> list[Problem]:
+    algorithm, schedule = values.get("algorithm", {}), values.get("schedule", {})
+    if not isinstance(algorithm, dict) or not isinstance(schedule, dict):
+        return []  # which is reported
+    return choose_parts(algorithm, is_stale=bool(schedule.get("max_staleness")))[1]
+
+
+def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[Problem]:
+    """pydantic's errors, as problems with keys. A key with alternatives gives one for each: the first is reported."""
+    reported = set()
     for detail in error.errors(include_url=False):
         location = tuple(map(str, detail["loc"]))
-        problems: list[tuple[KeyPath, str]]
+        problems: list[Problem]
         if not location:
             problems = [((), "holds text that is not valid Unicode")]
         elif detail["type"] == "extra_forbidden":
@@ -109,12 +119,14 @@ def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[tupl
         else:
             problems = [wrong_value(location, detail["input"], values)]
         for path, message in problems:
-            if path not in told:
-                told.add(path)
+            if path not in reported:
+                reported.add(path)
                 yield path, message
 
 
-def unknown_key(path: KeyPath) -> tuple[KeyPath, str]:
+def unknown_key(path: KeyPath) -> Problem:
+    if renamed := renamed_key(path):
+        return path, f"`{dotted(path)}` is now {renamed}"
     return path, f"`{dotted(path)}` is not a key{did_you_mean(nearest_key(path))}"
 
 
@@ -125,7 +137,7 @@ def leaves(path: KeyPath, value: Any) -> list[KeyPath]:
     return [leaf for name, item in value.items() for leaf in leaves((*path, name), item)]
 
 
-def wrong_value(location: KeyPath, given: Any, values: dict[str, Any]) -> tuple[KeyPath, str]:
+def wrong_value(location: KeyPath, given: Any, values: dict[str, Any]) -> Problem:
     key, path = key_at(location)
     choices = choices_of(key.annotation)
     if choices and isinstance(given, str):
@@ -145,10 +157,3 @@ def key_at(location: KeyPath) -> tuple[Key, KeyPath]:
     key = find_key(location[:end])
     assert key is not None
     return key, location[: end + 1] if key.free_form else location[:end]
-
-
-def show(value: Any) -> str:
-    """A value as one would write it in YAML, on one line."""
-    text = value if isinstance(value, str) and plain_scalar(value) == value else json.dumps(value, ensure_ascii=False)
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else line[:57] + "..."

@@ -1,9 +1,10 @@
 """What a recipe will hold in memory, per device and phase. Estimates, to find out on paper what would not fit.
 
-P is the number of parameters, b the bytes of one weight, S the devices that share one copy of a model (`train.parallel`
-without replicate). A rollout device that does not hold the whole actor has its own copy of the weights. What stays
-between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the host, only where the
-device computes with it. Layers that sharding gathers for a moment, and buffers in which weights travel, are left out.
+P is the number of parameters, b the bytes of one weight, S the devices that hold one copy of a model together
+(`train.parallel` without replicate). A rollout device that does not hold the whole actor has its own copy of the
+weights. What stays between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the
+host, only where the device computes with it. Layers that sharding gathers for a moment, and buffers in which weights
+travel, are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,19 +14,19 @@ from typing import Literal
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
+from corral.recipe.recipe_warnings import needs_logprobs
 from corral.recipe.rules import max_trajectory_tokens
 from corral.recipe.schema import LOGITS_CHUNK, MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.recipe.shape import ModelShape
-from corral.recipe.warnings import is_scored
 
-Phase = Literal["playing", "scoring", "learning"]
-PHASES: tuple[Phase, ...] = ("playing", "scoring", "learning")
+Phase = Literal["rollout", "logprobs", "train"]
+PHASES: tuple[Phase, ...] = ("rollout", "logprobs", "train")
 FLOAT32 = 4
 
 
 def phases_of(algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
-    """Nothing is scored where all that learning needs is known from playing."""
-    return PHASES if is_scored(algorithm) else ("playing", "learning")
+    """Log-probs are a phase of their own only where training needs some that sampling does not leave behind."""
+    return PHASES if needs_logprobs(algorithm) else ("rollout", "train")
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,15 @@ class _Estimate:
             yield MemoryItem("rollout weights", self.always(self.shape.num_parameters * self.weight_bytes))
         for role in ("actor", "critic"):
             if role in roles:
-                yield MemoryItem(f"{role} optimizer", self.held("optimizer", self.optimizer(role), ["learning"]))
+                yield MemoryItem(f"{role} optimizer", self.held("optimizer", self.optimizer(role), ["train"]))
         if "rollout" in roles:
-            yield MemoryItem("KV cache", {"playing": self.kv_cache()})
+            yield MemoryItem("KV cache", {"rollout": self.kv_cache()})
             if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
-                yield MemoryItem("KV of turns before, at most", {"playing": self.kv_cache()})
-            yield MemoryItem("logits of a decode step", {"playing": self.decode_logits()})
+                yield MemoryItem("KV of turns before, at most", {"rollout": self.kv_cache()})
+            yield MemoryItem("logits of a decode step", {"rollout": self.decode_logits()})
         if "actor" in roles or "critic" in roles:
             trained = [role for role in ("actor", "critic") if role in roles]  # one after the other
-            yield MemoryItem("gradients", {"learning": max(map(self.gradients, trained))})
+            yield MemoryItem("gradients", {"train": max(map(self.gradients, trained))})
         yield MemoryItem("activations", self.activations(roles))
         if "actor" in roles or "reference" in roles:
             yield MemoryItem("logits chunk", self.logits_chunk(roles))
@@ -104,30 +105,30 @@ class _Estimate:
 
     def computes(self, role: str) -> list[Phase]:
         """Phases in which a role's own weights are used. Offloaded ones are shards, with which no engine decodes."""
-        scores = role != "actor" or self.algorithm.old_logprobs == "recompute"
-        phases: dict[Phase, bool] = {"playing": False, "scoring": scores, "learning": role != "reference"}
+        computes_logprobs = role != "actor" or self.algorithm.old_logprobs == "recompute"
+        phases: dict[Phase, bool] = {"rollout": False, "logprobs": computes_logprobs, "train": role != "reference"}
         return [phase for phase, used in phases.items() if used]
 
-    def sharing(self, role: str) -> int:
-        """S: devices that hold one copy together."""
+    def copy_size(self, role: str) -> int:
+        """S: the number of devices that hold one copy together."""
         return self.meshes[role].size // self.meshes[role].replicate
 
     def weights(self, role: str) -> int:
         """P b / S"""
-        return self.shape.num_parameters * self.weight_bytes // self.sharing(role)
+        return self.shape.num_parameters * self.weight_bytes // self.copy_size(role)
 
     def optimizer(self, role: str) -> int:
         """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
         copies = 2 if self.weight_bytes >= FLOAT32 else 3
-        return self.shape.num_parameters * FLOAT32 * copies // self.sharing(role)
+        return self.shape.num_parameters * FLOAT32 * copies // self.copy_size(role)
 
     def gradients(self, role: str) -> int:
         """4 P / S: summed over micro-batches in float32, whatever the weights are."""
-        return self.shape.num_parameters * FLOAT32 // self.sharing(role)
+        return self.shape.num_parameters * FLOAT32 // self.copy_size(role)
 
     def kv_cache(self) -> int:
         """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: on a CPU it grows as
-        needed; on a GPU it is taken at once, or as much of it as fits, and given back for learning."""
+        needed; on a GPU it is taken at once, or as much of it as fits, and given back for training."""
         shape = self.shape
         per_token = shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * self.weight_bytes
         return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token
@@ -146,19 +147,19 @@ class _Estimate:
         return "cuda" if self.on_gpu else "cpu"
 
     def activations(self, roles: tuple[str, ...]) -> dict[Phase, int]:
-        """Without gradients one layer's at a time; with them every layer's, or with recompute every layer's input and
-        one layer's inside. Devices of a context share the tokens of a micro-batch, and those of a tensor group roughly
-        the width of a layer."""
+        """Without gradients one layer's at a time; with them every layer's, or with gradient checkpointing every
+        layer's input and one layer's inside. Devices of a context split the tokens of a micro-batch, and those of a
+        tensor group roughly the width of a layer."""
         shape, layer = self.shape, self.layer_activations()
         micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
-        learning = layer * shape.num_layers
+        train = layer * shape.num_layers
         if self.recipe.train.gradient_checkpointing:
-            learning = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
+            train = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
         prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {
-            "playing": prefill * layer * ("rollout" in roles),
-            "scoring": int(micro_batch * layer) * self.scores(roles),
-            "learning": int(micro_batch * learning) * ("actor" in roles or "critic" in roles),
+            "rollout": prefill * layer * ("rollout" in roles),
+            "logprobs": int(micro_batch * layer) * self.computes_logprobs(roles),
+            "train": int(micro_batch * train) * ("actor" in roles or "critic" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
 
@@ -175,20 +176,20 @@ class _Estimate:
         return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * self.weight_bytes
 
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
-        """chunk x vocabulary. On a CPU in float32: logits and probabilities, and learning also their gradients. On a
-        GPU once, in the weights' type. Learning, too, the head's own gradient in float32."""
+        """chunk x vocabulary. On a CPU in float32: logits and probabilities, and in training also their gradients. On a
+        GPU once, in the weights' type. In training also the head's own gradient in float32."""
         vocabulary, most = self.shape.vocab_size, self.recipe.batch.max_tokens_per_micro_batch
         chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK[self.device])
-        scoring, learning = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
+        logprobs, train = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
         head = self.shape.hidden_size * vocabulary * FLOAT32
         of_policy = "reference" in roles or ("actor" in roles and self.algorithm.old_logprobs == "recompute")
         sizes: dict[Phase, int] = {
-            "scoring": chunk * vocabulary * scoring * of_policy,
-            "learning": (chunk * vocabulary * learning + head) * ("actor" in roles),
+            "logprobs": chunk * vocabulary * logprobs * of_policy,
+            "train": (chunk * vocabulary * train + head) * ("actor" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
 
-    def scores(self, roles: tuple[str, ...]) -> bool:
+    def computes_logprobs(self, roles: tuple[str, ...]) -> bool:
         recomputes = "actor" in roles and self.algorithm.old_logprobs == "recompute"
         return recomputes or "reference" in roles or "critic" in roles
 

@@ -23,7 +23,7 @@ class MeshShape:
 
     @property
     def num_data(self) -> int:
-        """Shares into which a batch is dealt. Ranks that differ in context and tensor only work on the same one."""
+        """Number of shards of a batch. Ranks that differ only in context and tensor work on the same one."""
         return self.replicate * self.shard * self.expert
 
     def data_rank(self, rank: int) -> int:

@@ -8,19 +8,32 @@ from corral.recipe.memory import DeviceMemory, estimate_memory, human_bytes, hum
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import (
     Placement,
+    TransferKind,
     format_devices,
     resolve_meshes,
     resolve_placement,
     runs_on_ray,
     transfer_kind,
 )
-from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
+from corral.recipe.presets import ResolvedAlgorithm, ResolvedKL, resolve_algorithm
+from corral.recipe.recipe_warnings import why_training_waits
 from corral.recipe.rules import check, max_trajectory_tokens
 from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
-from corral.recipe.warnings import why_training_waits
-from corral.recipe.words import describe_algorithm, describe_mesh, describe_transfer
 
+TRANSFERS: dict[TransferKind, str] = {
+    "shared": "shared: gathered from the shards within each process",
+    "collective": "collective: broadcast to the engines",
+    "object": "object: through Ray's object store",
+    "ipc": "ipc: through memory of the node that trainers and engines map",
+}
+MESH_DIMENSIONS = {
+    "replicate": "replicas",
+    "shard": "shards",
+    "expert": "expert",
+    "context": "context",
+    "tensor": "tensor",
+}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -42,13 +55,13 @@ class Plan:
 
     def text(self) -> str:
         cluster = self.recipe.cluster
-        words = describe_algorithm(self.algorithm)
-        widest = max(map(len, words))
+        algorithm = describe_algorithm(self.algorithm)
+        widest = max(map(len, algorithm))
         sections = {
             f"{self.recipe.name}: {self.recipe.algorithm.name} on {self.recipe.model.path}": [],
             "batch": describe_batch(self),
             "schedule": describe_schedule(self),
-            "algorithm": [f"{name:<{widest}}  {line}" for name, line in words.items()],
+            "algorithm": [f"{name:<{widest}}  {line}" for name, line in algorithm.items()],
             "placement": [
                 *self.placement.picture(cluster.nodes, cluster.devices_per_node).splitlines(),
                 *describe_cluster(self),
@@ -61,7 +74,7 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: the numbers behind the words."""
+        """The plan for programs: numbers and names."""
         batch = self.recipe.batch
         return {
             "name": self.recipe.name,
@@ -87,7 +100,7 @@ class Plan:
                 "max_staleness": self.recipe.schedule.max_staleness,
                 "pipelined": self.recipe.schedule.pipelined,
             },
-            "algorithm": {"name": self.recipe.algorithm.name, **asdict(self.algorithm)},
+            "algorithm": {"name": self.recipe.algorithm.name, **self.algorithm.as_dict()},
             "placement": {
                 **{role: list(devices) for role, devices in self.placement.roles.items()},
                 "idle": list(self.placement.idle),
@@ -193,13 +206,13 @@ def describe_batch(plan: Plan) -> list[str]:
 
 def describe_updates(sizes: list[int]) -> str:
     """`4 updates of 128`, or `3 updates of 171, 171 and 170`, or with many `12 updates: 8 of 43 and 4 of 42`"""
-    words = count(len(sizes), "update")
+    text = count(len(sizes), "update")
     if sizes[0] == sizes[-1]:
-        return f"{words} of {sizes[0]}"
+        return f"{text} of {sizes[0]}"
     if len(sizes) <= 4:
-        return f"{words} of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
+        return f"{text} of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
     larger = sizes.count(sizes[0])
-    return f"{words} ({larger} of {sizes[0]} and {len(sizes) - larger} of {sizes[-1]})"
+    return f"{text} ({larger} of {sizes[0]} and {len(sizes) - larger} of {sizes[-1]})"
 
 
 def describe_schedule(plan: Plan) -> list[str]:
@@ -220,25 +233,25 @@ def describe_schedule(plan: Plan) -> list[str]:
     return [line, describe_mode(plan)]
 
 
-def mode_of(recipe: Recipe) -> Literal["synchronous", "pipelined", "ahead"]:
+def mode_of(recipe: Recipe) -> Literal["synchronous", "pipelined", "async"]:
     if recipe.schedule.max_staleness:
-        return "ahead"
+        return "async"
     return "pipelined" if recipe.schedule.pipelined else "synchronous"
 
 
 def describe_mode(plan: Plan) -> str:
-    schedule, correction = plan.recipe.schedule, plan.algorithm.correction_name
-    streams = "scored and learnt from as it comes in"
+    schedule, correction = plan.recipe.schedule, plan.algorithm.correction.name
+    streams = "trained on as they come in"
     if why_training_waits(plan.recipe, plan.algorithm):
-        streams = "scored as it comes in and learnt from when the step is complete"
+        streams = "trained on when the step is complete; log-probs are computed as they come in"
     match mode_of(plan.recipe):
         case "synchronous":
-            return "synchronous: a step is played, then learnt from, then the next one is played"
+            return "synchronous: rollout of a step, then training on it, then rollout of the next one"
         case "pipelined":
-            return f"pipelined: what has been played is {streams}; the next step waits for the new weights"
+            return f"pipelined: finished samples are {streams}; the next step waits for the new weights"
     corrected = "without a correction" if correction == "none" else f"corrected with {correction}"
-    words = f"playing up to {count(schedule.max_staleness, 'version')} ahead of training, {corrected}"
-    return f"{words}; {streams}" if schedule.pipelined else words
+    text = f"async: rollout up to {count(schedule.max_staleness, 'version')} ahead of training, {corrected}"
+    return f"{text}; finished samples are {streams}" if schedule.pipelined else text
 
 
 def describe_cluster(plan: Plan) -> list[str]:
@@ -248,6 +261,62 @@ def describe_cluster(plan: Plan) -> list[str]:
         known = "the cluster that runs on this machine, else one that is started for the run"
         runtime = f"Ray, {known if address == 'auto' else f'at {address}'}"
     return [f"weights  {weights}", f"runtime  {runtime}"]
+
+
+def describe_mesh(mesh: MeshShape) -> str:
+    """`2 shards x 2 tensor`; empty for one device."""
+    sizes = {noun: getattr(mesh, name) for name, noun in MESH_DIMENSIONS.items()}
+    return " x ".join(f"{size} {noun}" for noun, size in sizes.items() if size > 1)
+
+
+def describe_transfer(kind: TransferKind, actor: MeshShape) -> str:
+    if kind == "shared" and actor.is_whole:
+        return "shared: nothing travels, the engine decodes with the trainer's own tensors"
+    return TRANSFERS[kind]
+
+
+def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
+    """A title and a text for each line. What is off and rarely used is left out."""
+    advantage, bound = algorithm.advantage.describe(), algorithm.advantage_clip
+    lines = {
+        "advantage": advantage
+        + ("; whitened over the batch" if algorithm.whiten else "")
+        + ("" if bound is None else f"; within [{-bound:g}, {bound:g}]"),
+        "loss": algorithm.loss.describe(),
+        "aggregation": algorithm.aggregation.describe(),
+        "KL": describe_kl(algorithm.kl),
+        "old log-probs": "those the engine sampled with"
+        if algorithm.old_logprobs == "engine"
+        else "recomputed by the trainer before the first update",
+        "correction": algorithm.correction.describe(),
+    }
+    if algorithm.max_mean_ratio is not None:
+        lines["mean ratio"] = (
+            f"an update with a mean ratio of new to old probability above {algorithm.max_mean_ratio:g} is not made"
+        )
+    if algorithm.reward_clip is not None:
+        lines["rewards"] = f"of a trajectory, within [{-algorithm.reward_clip:g}, {algorithm.reward_clip:g}]"
+    if algorithm.entropy_coefficient:
+        lines["entropy"] = f"bonus with coefficient {algorithm.entropy_coefficient:g}"
+    if algorithm.llds_coefficient:
+        lines["LLDS"] = f"penalty with coefficient {algorithm.llds_coefficient:g} on good samples becoming less likely"
+    if algorithm.dynamic_sampling:
+        lines["dynamic sampling"] = (
+            f"zero-variance groups are replaced by other prompts, in up to {algorithm.max_rounds} rounds"
+        )
+    if algorithm.overlong_buffer is not None:
+        lines["overlong"] = (
+            f"up to {algorithm.overlong_penalty:g} off the reward in the last {algorithm.overlong_buffer} tokens "
+            "before the limit"
+        )
+    return lines
+
+
+def describe_kl(kl: ResolvedKL | None) -> str:
+    if kl is None:
+        return "none, so no reference model"
+    text = f"in the {kl.where}, estimator {kl.estimator.name}, coefficient {kl.coefficient:g}"
+    return text if kl.controller.name == "fixed" else f"{text} to begin with; {kl.controller.describe()}"
 
 
 def memory_title(plan: Plan) -> str:

@@ -1,198 +1,137 @@
-"""What an algorithm's name stands for, and every value decided: the user's, else the preset's, else the loss's own.
+"""The algorithm of a recipe with every value decided: the user's, else the preset's, else the part's own.
 
-The formulas behind the names are in `corral/algorithms`; the numbers are those of the papers, or where a paper gives
-none, those in common use.
+`loss: sapo` and `loss: {name: sapo, tau_positive: 2}` choose a part; `loss: {clip_high: 0.3}` means the preset's. A
+loss or an advantage may be a user's own: `my_losses.py:my_loss`, or `module:function`. Options are checked against the
+declaration of their part, whoever declared it.
 """
 
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_type_hints
 
-from corral.recipe.schema import (
-    AdvantageName,
-    AggregationName,
-    AlgorithmName,
-    KLEstimator,
-    LossName,
-    Recipe,
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from corral.algorithms.declarations import (
+    DECLARED,
+    AdvantageDeclaration,
+    AggregationDeclaration,
+    AlgorithmPart,
+    Declaration,
+    LossDeclaration,
+    NoOptions,
 )
+from corral.recipe.document import show
+from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.keys import KeyPath, describe, did_you_mean, dotted, nearest
+from corral.recipe.parts import KINDS, PRESETS, KLPlace, PartKind
+from corral.recipe.schema import Recipe
 
 Value = TypeVar("Value")
-Place = Literal["loss", "reward"]
-
-GROUP_BASELINES: frozenset[AdvantageName] = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "turn_grpo", "gigpo"}
-)
-"""Advantages that compare the samples of one prompt with each other."""
-DISCOUNTED: frozenset[AdvantageName] = frozenset({"gae", "reinforce", "reinforce_plus_plus"})
-"""Advantages in which gamma occurs."""
-WHITENED: frozenset[AdvantageName] = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Advantages whose formula whitens them over the batch."""
-BY_TURN: frozenset[AdvantageName] = frozenset({"turn_grpo", "gigpo"})
-"""Advantages in which turn_gamma occurs."""
-
-FORCED_AGGREGATION: dict[LossName, AggregationName] = {
-    "gspo": "seq_mean_token_mean",
-    "sapo": "seq_mean_token_mean",
-    "gmpo": "seq_mean_token_mean",
-}
-"""Losses that are means over sequences by definition."""
-
-CLIPS: dict[LossName, tuple[float, float]] = {
-    "ppo": (0.2, 0.2),  # Schulman et al. 2017
-    "gspo": (3e-4, 4e-4),  # arXiv:2507.18071; a ratio of whole sequences moves far less than one of tokens
-    "cispo": (1.0, 0.2),  # arXiv:2506.13585 leaves the lower side open: 1 - 1 = 0
-    "gmpo": (0.4, 0.4),  # arXiv:2507.20673; of the logarithm of the ratio
-}
-"""Losses that clip, and how far below and above a ratio of 1 (GMPO: of the log-ratio 0) they let it go."""
-
-DPPO_THRESHOLDS: dict[LossName, float] = {"dppo_tv": 0.15, "dppo_kl": 0.05}  # arXiv:2602.04879
+AnyPart = AlgorithmPart[Declaration]
+Problem = tuple[KeyPath, str]
+"""The key, and what is wrong with it."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
-class Preset:
-    advantage: AdvantageName = "grpo"
-    loss: LossName = "ppo"
-    aggregation: AggregationName = "token_mean"
-    clip_high: float | None = None
-    """Where it differs from the loss's own."""
-    kl_where: Place | None = None
-    dynamic_sampling: bool = False
-
-
-PRESETS: dict[AlgorithmName, Preset] = {
-    "ppo": Preset(advantage="gae", kl_where="reward"),
-    "grpo": Preset(),
-    "dr_grpo": Preset(advantage="dr_grpo", aggregation="seq_mean_token_sum_norm"),
-    "dapo": Preset(clip_high=0.28, dynamic_sampling=True),
-    "gspo": Preset(loss="gspo"),
-    "rloo": Preset(advantage="rloo"),
-    "reinforce": Preset(advantage="reinforce"),
-    "reinforce_plus_plus": Preset(advantage="reinforce_plus_plus"),
-    "reinforce_plus_plus_baseline": Preset(advantage="reinforce_plus_plus_baseline"),
-    "remax": Preset(advantage="remax"),
-    "opo": Preset(advantage="opo"),
-    "gpg": Preset(advantage="gpg", loss="gpg"),
-    "grpo_passk": Preset(advantage="grpo_passk"),
-    "turn_grpo": Preset(advantage="turn_grpo"),
-    "gigpo": Preset(advantage="gigpo"),
-    "cispo": Preset(loss="cispo"),
-    "sapo": Preset(loss="sapo"),
-    "gmpo": Preset(loss="gmpo"),
-    "dro": Preset(loss="dro"),
-    "dppo_tv": Preset(loss="dppo_tv"),
-    "dppo_kl": Preset(loss="dppo_kl"),
-}
+class ResolvedKL:
+    where: KLPlace
+    estimator: AnyPart
+    coefficient: float
+    """With an adaptive controller, the first one."""
+    controller: AnyPart
 
 
 @dataclass(frozen=True)
 class ResolvedAlgorithm:
-    """Every value of the algorithm. Those that its loss and advantage do not use hold a default."""
+    """Every value of the algorithm."""
 
-    advantage: AdvantageName
-    loss: LossName
-    aggregation: AggregationName
-    aggregation_norm: float
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
+    advantage: AlgorithmPart[AdvantageDeclaration]
+    loss: AlgorithmPart[LossDeclaration]
+    aggregation: AlgorithmPart[AggregationDeclaration]
+    correction: AnyPart
+    kl: ResolvedKL | None
     max_mean_ratio: float | None
     reward_clip: float | None
     whiten: bool
     advantage_clip: float | None
-    gamma: float
-    gae_lambda: float
-    turn_gamma: float
-    turn_weight: float
-    sapo_tau_positive: float
-    sapo_tau_negative: float
-    dro_beta: float
-    dppo_threshold: float
     entropy_coefficient: float
     llds_coefficient: float
     old_logprobs: Literal["engine", "recompute"]
-    kl_where: Place | None
-    kl_estimator: KLEstimator
-    kl_coefficient: float
-    kl_controller: Literal["fixed", "adaptive"]
-    kl_target: float
-    kl_horizon: int
-    correction_name: Literal["none", "token_tis", "sequence_tis", "icepop", "rejection"]
-    correction_cap: float
-    correction_floor: float
-    correction_level: Literal["token", "sequence"]
     dynamic_sampling: bool
     max_rounds: int
     overlong_buffer: int | None
     overlong_penalty: float
 
     @property
-    def advantage_options(self) -> dict[str, float]:
-        """What the advantage's function is called with."""
-        if self.advantage == "gigpo":
-            return {"turn_gamma": self.turn_gamma, "turn_weight": self.turn_weight}
-        if self.advantage == "turn_grpo":
-            return {"turn_gamma": self.turn_gamma}
-        return {"gamma": self.gamma, "gae_lambda": self.gae_lambda}
-
-    @property
     def needs_critic(self) -> bool:
-        return self.advantage == "gae"
+        return self.advantage.declaration.needs.critic
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_where is not None
+        return self.kl is not None
 
     @property
     def needs_greedy_baseline(self) -> bool:
-        return self.advantage == "remax"
+        return self.advantage.declaration.needs.greedy_baseline
+
+    @property
+    def kl_where(self) -> KLPlace | None:
+        return None if self.kl is None else self.kl.where
+
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """Whether a trajectory whose advantages are all zero moves no weights, through no term of the loss."""
+        others = self.kl_where == "loss" or self.entropy_coefficient or self.llds_coefficient
+        return self.loss.declaration.skips_zero_advantage and not others
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: numbers and names."""
+        return {field.name: plain_value(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def plain_value(value: Any) -> Any:
+    if isinstance(value, AlgorithmPart):
+        return {"name": value.name, **dataclasses.asdict(value.options)}
+    if isinstance(value, ResolvedKL):
+        return {field.name: plain_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
 
 
 def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
+    """Raises a RecipeError where a part does not exist or an option does not belong to its part."""
     written, preset = recipe.algorithm, PRESETS[recipe.algorithm.name]
-    loss = either(written.loss, preset.loss)
-    clip_low, clip_high = CLIPS.get(loss, CLIPS["ppo"])
-    if loss == preset.loss and preset.clip_high is not None:
-        clip_high = preset.clip_high
+    is_stale = recipe.schedule.max_staleness > 0
+    chosen, problems = choose_parts(written.model_dump(exclude_unset=True), is_stale)
+    if problems:
+        raise RecipeError(message for _, message in problems)
+    parts = {path[-1]: with_recipe_defaults(part, recipe) for path, part in chosen.items()}
+    loss = cast(AlgorithmPart[LossDeclaration], parts["loss"])
+    aggregation = parts["aggregation"]
+    if loss.declaration.aggregation is not None:
+        aggregation = AlgorithmPart(
+            KINDS["algorithm", "aggregation"].declared[loss.declaration.aggregation], NoOptions()
+        )
     kl_where = written.kl.where if "where" in written.kl.model_fields_set else preset.kl_where
-    correction, sampling = written.correction, written.dynamic_sampling
-    stale = recipe.schedule.max_staleness > 0
-    usual: Literal["none", "token_tis"] = "token_tis" if stale else "none"
-    correction_name = either(correction.name, usual)
+    coefficient = either(written.kl.coefficient, 0.001)
     return ResolvedAlgorithm(
-        advantage=either(written.advantage, preset.advantage),
+        advantage=cast(AlgorithmPart[AdvantageDeclaration], parts["advantage"]),
         loss=loss,
-        aggregation=FORCED_AGGREGATION.get(loss, either(written.aggregation, preset.aggregation)),
-        aggregation_norm=either(written.aggregation_norm, float(recipe.rollout.max_response_tokens)),
-        clip_low=either(written.clip_low, clip_low),
-        clip_high=either(written.clip_high, clip_high),
-        dual_clip=written.dual_clip,
+        aggregation=cast(AlgorithmPart[AggregationDeclaration], aggregation),
+        correction=parts["correction"],
+        kl=None if kl_where is None else ResolvedKL(kl_where, parts["estimator"], coefficient, parts["controller"]),
         max_mean_ratio=written.max_mean_ratio,
         reward_clip=written.reward_clip,
         whiten=written.whiten,
         advantage_clip=written.advantage_clip,
-        gamma=either(written.gamma, 1.0),
-        gae_lambda=either(written.gae_lambda, 1.0),
-        turn_gamma=either(written.turn_gamma, 0.95),  # arXiv:2505.10978
-        turn_weight=either(written.turn_weight, 1.0),
-        sapo_tau_positive=either(written.sapo_tau_positive, 1.0),  # arXiv:2511.20347
-        sapo_tau_negative=either(written.sapo_tau_negative, 1.05),
-        dro_beta=either(written.dro_beta, 0.05),
-        dppo_threshold=either(written.dppo_threshold, DPPO_THRESHOLDS.get(loss, DPPO_THRESHOLDS["dppo_tv"])),
         entropy_coefficient=written.entropy_coefficient,
         llds_coefficient=written.llds_coefficient,
-        old_logprobs=either(written.old_logprobs, "recompute" if stale else "engine"),
-        kl_where=kl_where,
-        kl_estimator=either(written.kl.estimator, "k1" if kl_where == "reward" else "k3"),
-        kl_coefficient=either(written.kl.coefficient, 0.001),
-        kl_controller=either(written.kl.controller, "fixed"),
-        kl_target=either(written.kl.target, 0.1),
-        kl_horizon=either(written.kl.horizon, 10_000),
-        correction_name=correction_name,
-        correction_cap=either(correction.cap, 5.0 if correction_name == "icepop" else 2.0),
-        correction_floor=either(correction.floor, 0.5),
-        correction_level=either(correction.level, "token"),
-        dynamic_sampling=either(sampling.enabled, preset.dynamic_sampling),
-        max_rounds=either(sampling.max_rounds, 10),
+        old_logprobs=either(written.old_logprobs, "recompute" if is_stale else "engine"),
+        dynamic_sampling=either(written.dynamic_sampling.enabled, preset.dynamic_sampling),
+        max_rounds=either(written.dynamic_sampling.max_rounds, 10),
         overlong_buffer=written.overlong.buffer_tokens,
         overlong_penalty=either(written.overlong.penalty, 1.0),
     )
@@ -200,3 +139,139 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
 
 def either(written: Value | None, otherwise: Value) -> Value:
     return otherwise if written is None else written
+
+
+def with_recipe_defaults(part: AnyPart, recipe: Recipe) -> AnyPart:
+    """Options that are None and are declared with `default_from` have the value of the key that this names."""
+    values: dict[str, Any] = {}
+    for option in dataclasses.fields(part.options):
+        if "recipe_key" in option.metadata and getattr(part.options, option.name) is None:
+            found: Any = recipe
+            for key in option.metadata["recipe_key"].split("."):
+                found = getattr(found, key)
+            values[option.name] = float(found)
+    return AlgorithmPart(part.declaration, dataclasses.replace(part.options, **values))
+
+
+# --- which parts, and with which options
+
+
+def default_parts(algorithm: Mapping[str, Any], is_stale: bool) -> dict[KeyPath, tuple[str, Mapping[str, Any]]]:
+    """The name of each part, and options that differ from its own defaults, where the recipe names none."""
+    preset = PRESETS.get(str(algorithm.get("name")), PRESETS["grpo"])
+    written = algorithm.get("kl")
+    kl_where = written.get("where", preset.kl_where) if isinstance(written, dict) else preset.kl_where
+    return {
+        ("algorithm", "advantage"): (preset.advantage, {}),
+        ("algorithm", "loss"): (preset.loss, preset.loss_options),
+        ("algorithm", "aggregation"): (preset.aggregation, {}),
+        ("algorithm", "correction"): ("token_tis" if is_stale else "none", {}),
+        ("algorithm", "kl", "estimator"): ("k1" if kl_where == "reward" else "k3", {}),
+        ("algorithm", "kl", "controller"): ("fixed", {}),
+    }
+
+
+def choose_parts(
+    algorithm: Mapping[str, Any], is_stale: bool
+) -> tuple[dict[KeyPath, AlgorithmPart[Declaration]], list[Problem]]:
+    """The parts that `algorithm`, a section as it was written, stands for, as far as they can be read; and what is
+    wrong with the others."""
+    chosen: dict[KeyPath, AlgorithmPart[Declaration]] = {}
+    problems: list[Problem] = []
+    for path, (default, preset_options) in default_parts(algorithm, is_stale).items():
+        written: Any = {"algorithm": algorithm}
+        for key in path:
+            written = written.get(key) if isinstance(written, Mapping) else None
+        given = dict(written) if isinstance(written, Mapping) else {}
+        name = given.pop("name", None) or default
+        if not isinstance(name, str):
+            continue  # which the schema reports
+        options = {**preset_options, **given} if name == default else given
+        try:
+            declaration = find_declaration(path, name)
+        except UserError as error:
+            problems.append(((*path, "name"), str(error)))
+            continue
+        found, wrong = read_options(path, declaration, options)
+        problems += wrong
+        if not wrong:
+            chosen[path] = AlgorithmPart(declaration, found)
+    return chosen, problems
+
+
+def find_declaration(path: KeyPath, name: str) -> Declaration:
+    """Raises a UserError that says which names there are."""
+    kind, key = KINDS[path], dotted(path)
+    if name in kind.declared:
+        return kind.declared[name]
+    if ":" in name and kind.of_a_user is not None:
+        return user_declaration(kind, key, name)
+    known = f"`{key}: {name}` is not one of {', '.join(kind.declared)}"
+    own = "; your own is `file.py:function` or `module:function`" if kind.of_a_user is not None else ""
+    raise UserError(f"{known}{did_you_mean(nearest(name, kind.declared)) or own}")
+
+
+def user_declaration(kind: PartKind, key: str, name: str) -> Declaration:
+    from corral.data.plugins import load_object  # it knows recipes' errors, and is above this floor for its other users
+
+    function = load_object(name, key)
+    assert kind.of_a_user is not None
+    declared = DECLARED.get(function) if inspect.isfunction(function) else None
+    if declared is not None and declared.kind != kind.noun:
+        raise UserError(
+            f"{key}: `{name}` is declared as {with_article(declared.kind)}, not as {with_article(kind.noun)}"
+        )
+    if declared is not None:
+        return dataclasses.replace(declared, name=name)
+    if not callable(function):
+        raise UserError(f"{key}: `{name}` is not a function")
+    summary = "a function that declares neither options nor needs"
+    return kind.of_a_user(kind.noun, name, summary, with_options_ignored(function), NoOptions)
+
+
+def with_options_ignored(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For a function that was not declared, which has one argument."""
+    return lambda argument, options: function(argument)
+
+
+def read_options(path: KeyPath, declaration: Declaration, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    """The options as their dataclass has them, or what is wrong with them."""
+    hints = get_type_hints(declaration.options, include_extras=True)
+    problems, values = [], {}
+    for option, value in given.items():
+        if option not in declaration.option_names:
+            problems.append(((*path, option), describe_unknown_option(path, declaration, option)))
+            continue
+        if value is None and type(None) not in getattr(hints[option], "__args__", ()):
+            continue  # as if it were not written
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(hints[option], config=STRICT)
+            values[option] = adapter.validate_json(json.dumps(value))
+        except (ValidationError, ValueError):
+            expected = describe(hints[option])
+            problems.append(((*path, option), f"`{dotted((*path, option))}: {show(value)}` should be {expected}"))
+    for field in dataclasses.fields(declaration.options):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in given:
+            why = f"the {declaration.kind} {declaration.name} has no default for it"
+            problems.append((path, f"`{dotted((*path, field.name))}` is missing: {why}"))
+    if problems:
+        return None, problems
+    try:
+        return declaration.options(**values), []
+    except (ValueError, TypeError) as error:
+        return None, [(path, f"`{dotted(path)}`: {error}")]
+
+
+def describe_unknown_option(path: KeyPath, declaration: Declaration, option: str) -> str:
+    names = declaration.option_names
+    has = f"whose options are {', '.join(names)}" if names else "which has no options"
+    message = f"`{dotted((*path, option))}` is not an option of the {declaration.kind} {declaration.name}, {has}"
+    owners = [name for name, other in KINDS[path].declared.items() if option in other.option_names]
+    if owners:
+        return f"{message}; it is an option of {', '.join(owners)}"
+    return message + did_you_mean(nearest(option, names))
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

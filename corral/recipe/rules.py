@@ -1,4 +1,4 @@
-"""Rules across keys: what a recipe may not say. (What it should think twice about is in `recipe_warnings.py`.)
+"""Rules across keys: what a recipe may not say. (What is allowed but doubtful is in `recipe_warnings.py`.)
 
 A key that was written but would have no effect is a problem: the user believes in something that will not happen. What
 counts as written is what pydantic saw in the file or the overrides; presets and defaults never offend.
@@ -11,18 +11,9 @@ from contextlib import suppress
 from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
-from corral.recipe.presets import (
-    BY_TURN,
-    CLIPS,
-    DISCOUNTED,
-    FORCED_AGGREGATION,
-    GROUP_BASELINES,
-    WHITENED,
-    ResolvedAlgorithm,
-    resolve_algorithm,
-)
+from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
+from corral.recipe.recipe_warnings import recipe_warnings
 from corral.recipe.schema import Optimizer, Part, Recipe, Section, Source
-from corral.recipe.warnings import recipe_warnings
 
 Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
@@ -38,7 +29,7 @@ TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
 
 
 def check(recipe: Recipe) -> list[str]:
-    """Warnings. Raises a RecipeError with all problems."""
+    """Warnings about the recipe. Raises a RecipeError with all problems."""
     algorithm = resolve_algorithm(recipe)
     problems = [problem for rule in RULES for problem in rule(recipe, algorithm)]
     try:
@@ -188,10 +179,10 @@ def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
             f"`batch.max_tokens_per_micro_batch: {batch.max_tokens_per_micro_batch}` cannot hold a whole trajectory: "
             f"`data.max_prompt_tokens` + `rollout.max_response_tokens` = {max_trajectory_tokens(recipe)}"
         )
-    if batch.samples_per_prompt == 1 and algorithm.advantage in GROUP_BASELINES:
+    if batch.samples_per_prompt == 1 and algorithm.advantage.declaration.needs.groups:
         yield (
-            f"`batch.samples_per_prompt: 1` with the advantage {algorithm.advantage}, which compares the samples of a "
-            "prompt: all advantages would be zero"
+            f"`batch.samples_per_prompt: 1` with the advantage {algorithm.advantage.name}, which compares the samples "
+            "of a prompt: all advantages would be zero"
         )
     if batch.samples_per_prompt == 1 and algorithm.dynamic_sampling:
         yield (
@@ -202,85 +193,48 @@ def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
 
 def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     written, loss = recipe.algorithm, algorithm.loss
-    by_loss = f"the loss {loss} does not use it"
-    if loss not in CLIPS:
-        yield from unused(written, "algorithm", ["clip_low", "clip_high"], f"the loss {loss} does not clip")
-    if loss != "ppo":
-        yield from unused(written, "algorithm", ["dual_clip"], by_loss)
-    if loss != "sapo":
-        yield from unused(written, "algorithm", ["sapo_tau_positive", "sapo_tau_negative"], by_loss)
-    if loss != "dro":
-        yield from unused(written, "algorithm", ["dro_beta"], by_loss)
-    if loss not in ("dppo_tv", "dppo_kl"):
-        yield from unused(written, "algorithm", ["dppo_threshold"], by_loss)
     if recipe.batch.updates_per_step * recipe.batch.ppo_epochs == 1 and algorithm.old_logprobs == "recompute":
         reason = "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1"
         yield from unused(written, "algorithm", ["max_mean_ratio"], reason)
-    forced = FORCED_AGGREGATION.get(loss)
-    if forced is not None and written.aggregation not in (None, forced):
-        yield f"`algorithm.aggregation: {written.aggregation}` has no effect: the loss {loss} is always {forced}"
-    if algorithm.aggregation != "seq_mean_token_sum_norm":
-        reason = f"it belongs to `aggregation: seq_mean_token_sum_norm`, and this is {algorithm.aggregation}"
-        yield from unused(written, "algorithm", ["aggregation_norm"], reason)
+    forced = loss.declaration.aggregation
+    if forced is not None and (written.aggregation.model_extra or written.aggregation.name not in (None, forced)):
+        of = written.aggregation.name or "its options"
+        yield f"`algorithm.aggregation: {of}` has no effect: the loss {loss.name} is always {forced}"
 
 
 def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    by_advantage = f"the advantage {algorithm.advantage} does not use it"
-    if algorithm.advantage not in DISCOUNTED:
-        yield from unused(recipe.algorithm, "algorithm", ["gamma"], by_advantage)
-    if algorithm.whiten and algorithm.advantage in WHITENED:
-        yield f"`algorithm.whiten` has no effect: the advantage {algorithm.advantage} is whitened by itself"
-    if algorithm.advantage not in BY_TURN:
-        yield from unused(recipe.algorithm, "algorithm", ["turn_gamma"], by_advantage)
-    if algorithm.advantage != "gigpo":
-        yield from unused(recipe.algorithm, "algorithm", ["turn_weight"], by_advantage)
+    advantage = algorithm.advantage
+    if algorithm.whiten and advantage.declaration.whitened:
+        yield f"`algorithm.whiten` has no effect: the advantage {advantage.name} is whitened by itself"
     if not algorithm.needs_critic:
-        yield from unused(recipe.algorithm, "algorithm", ["gae_lambda"], by_advantage)
-        reason = f"only the advantage gae has a critic, and this is {algorithm.advantage}"
+        reason = f"the advantage {advantage.name} needs no critic"
         yield from unused(recipe.critic, "critic", ["path", "value_clip", "warmup_steps"], reason)
         yield from unused(recipe.critic.optimizer, "critic.optimizer", Optimizer.model_fields, reason)
 
 
 def kl_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    kl = recipe.algorithm.kl
-    if algorithm.kl_where is None:
+    if algorithm.kl is None:
         reason = "there is no KL in this recipe; `algorithm.kl.where` (loss or reward) puts it there"
-        yield from unused(kl, "algorithm.kl", ["estimator", "coefficient", "controller", "target", "horizon"], reason)
+        yield from unused(recipe.algorithm.kl, "algorithm.kl", ["estimator", "coefficient", "controller"], reason)
         yield from unused(recipe.reference, "reference", ["path"], reason)
-    elif algorithm.kl_controller == "fixed":
-        reason = "it belongs to `algorithm.kl.controller: adaptive`, and this is fixed"
-        yield from unused(kl, "algorithm.kl", ["target", "horizon"], reason)
 
 
 def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    correction, name = recipe.algorithm.correction, algorithm.correction_name
-    prefix = "algorithm.correction"
-    if name == "none":
-        reason = "there is no correction; `algorithm.correction.name` chooses one"
-        yield from unused(correction, prefix, ["cap", "floor", "level"], reason)
+    name = algorithm.correction.name
+    if name == "none" or algorithm.old_logprobs == "recompute":
         return
-    if algorithm.old_logprobs == "engine":
-        why = "it weighs the trainer's log-probs against the engine's, and these are the engine's own"
-        if correction.name is not None:
-            yield (
-                f"`{prefix}.name: {name}` has no effect with `algorithm.old_logprobs: engine`: {why}; "
-                "set `algorithm.old_logprobs: recompute`"
-            )
-        else:
-            yield (
-                f"`algorithm.old_logprobs: engine` leaves the correction without effect that "
-                f"`schedule.max_staleness: {recipe.schedule.max_staleness}` brings with it ({name}): {why}; leave out "
-                f"`algorithm.old_logprobs`, or set `{prefix}.name: none`"
-            )
-    if name not in ("icepop", "rejection"):
-        yield from unused(correction, prefix, ["floor"], f"{name} has no lower bound")
-    elif algorithm.correction_floor >= algorithm.correction_cap:
+    why = "it weighs the trainer's log-probs against the engine's, and these are the engine's own"
+    if recipe.algorithm.correction.name is not None:
         yield (
-            f"`{prefix}`: the floor {algorithm.correction_floor:g} is not below the cap {algorithm.correction_cap:g}, "
-            "so every token would be dropped"
+            f"`algorithm.correction.name: {name}` has no effect with `algorithm.old_logprobs: engine`: {why}; "
+            "set `algorithm.old_logprobs: recompute`"
         )
-    if name != "rejection":
-        yield from unused(correction, prefix, ["level"], f"it belongs to rejection, and this is {name}")
+    else:
+        yield (
+            f"`algorithm.old_logprobs: engine` leaves the correction without effect that "
+            f"`schedule.max_staleness: {recipe.schedule.max_staleness}` brings with it ({name}): {why}; leave out "
+            "`algorithm.old_logprobs`, or set `algorithm.correction.name: none`"
+        )
 
 
 def shaping_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -397,8 +351,8 @@ def running_ahead(recipe: Recipe, placement: Placement) -> Findings:
         )
     if schedule.pipelined:
         yield (
-            "`schedule.pipelined` has no effect: actor and rollout share their devices, and these cannot play and "
-            "learn at once; give rollout devices of its own in `cluster.placement`"
+            "`schedule.pipelined` has no effect: actor and rollout share their devices, which cannot generate and "
+            "train at once; give rollout devices of its own in `cluster.placement`"
         )
 
 

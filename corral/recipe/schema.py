@@ -1,13 +1,16 @@
 """The recipe: every key a user may write, with its type, default and meaning.
 
-Strict: a key that is not here is an error. This module only describes; reading YAML and overrides is
-`load.py`, checks across keys are `rules.py`, and what follows from a recipe is `plan.py`.
-A field left at None means "decided elsewhere": by the algorithm's preset, by the model, or not used at all.
+Strict: a key that is not here is an error. This module only describes; reading YAML and overrides is `load.py`, checks
+across keys are `rules.py`, and what follows from a recipe is `plan.py`. The text under a field is its entry in the
+reference (`docs/recipe.md`). A field left at None means "decided elsewhere": by the algorithm's preset, by the model,
+or not used at all.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from corral.recipe.parts import PRESETS, KLPlace
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
@@ -16,50 +19,11 @@ NaturalFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-AdvantageName = Literal[
-    "gae",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "turn_grpo",
-    "gigpo",
-]
-LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "gpg", "dro", "dppo_tv", "dppo_kl"]
-AlgorithmName = Literal[
-    "grpo",
-    "ppo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "rloo",
-    "reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "turn_grpo",
-    "gigpo",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "dro",
-    "dppo_tv",
-    "dppo_kl",
-]
-AggregationName = Literal[
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
-]
 Part = Literal["train", "validation"]
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[tuple(PRESETS)]
 
 
 class Section(BaseModel):
@@ -69,18 +33,21 @@ class Section(BaseModel):
 
 
 class Model(Section):
+    """The model that is trained."""
+
     path: str
-    """A folder in Hugging Face layout, a hub name, or a built-in one: `smollm2-135m-instruct`, or `blank-1m`, which
-    reads bytes and has learnt nothing yet."""
+    """A folder in Hugging Face layout, a hub name, or a built-in model: `smollm2-135m-instruct`, or `blank-1m`, which
+    reads bytes and is not trained yet."""
     dtype: DtypeName = "auto"
-    """Of weights and computation; the optimizer keeps float32 copies of smaller ones, and float16 scales the loss.
+    """Type of weights and computation; the optimizer keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""
     exact: bool = False
-    """Attention in float64, so that the engine's log-probs are the trainer's to the last bit. float32 only, and only
-    where the matrix library sums in a fixed order, as OpenBLAS does. Attention costs twice as much."""
+    """Compute attention in float64, so that the engine's log-probs are the trainer's to the last bit. For float32 only,
+    and only where the matrix library sums in a fixed order, as OpenBLAS does. Attention costs twice as much."""
     chat_template: str | None = None
     """A Jinja template, or the path of a file with one, instead of the tokenizer's own."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. It can do anything your account can."""
 
 
 class Source(Section):
@@ -90,20 +57,22 @@ class Source(Section):
     """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`,
     `module:function`, or `boards`: numbers from which a game's environment makes its boards."""
     split: str | None = None
-    """Of a hub data set."""
+    """Split of a hub data set."""
     subset: str | None = None
-    """Of a hub data set (its configuration name)."""
+    """Configuration name of a hub data set."""
     options: dict[str, Any] = {}
     """Arguments of a generated task or of the function."""
     size: PositiveInt | None = None
-    """Rows to generate (generated tasks and boards only)."""
+    """Number of rows to generate (generated tasks and boards only)."""
     seed: NaturalInt = 0
-    """Of a generated task, or of boards: other seeds give other boards."""
+    """Seed of a generated task, or of boards: other seeds give other boards."""
     max_rows: PositiveInt | None = None
     """Use at most so many rows of the source, from its beginning."""
 
 
 class Data(Section):
+    """The prompts, and what is known about them."""
+
     train: Source
     validation: Source | None = None
     prompt_key: str = "prompt"
@@ -115,47 +84,55 @@ class Data(Section):
     template: str | None = None
     """Text with `{prompt}` in it, put around the last user message."""
     chat: bool = True
-    """Render with the chat template. False: the prompt's text is tokenised as it is."""
+    """Render prompts with the chat template. False: the prompt's text is tokenized as it is."""
     max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt in tokens, after the chat template."""
     overlong: Literal["error", "filter", "truncate_left", "truncate_right"] = "error"
-    """What happens to a prompt with more tokens than that. Counted and reported, whichever."""
+    """What happens to a prompt with more tokens than `max_prompt_tokens`. Such prompts are counted and reported."""
     shuffle: bool = True
+    """Order rows differently in every epoch; the order follows from `seed` and the epoch's number."""
 
 
 class Reward(Section):
+    """The function that scores answers."""
+
     name: str = "exact"
     """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, by_source (one of them, by the row's
     `data_source`), or `module:function` / `file.py:function`."""
     options: dict[str, Any] = {}
-    """Keyword arguments for the function."""
+    """Keyword arguments for the reward function."""
     timeout_s: PositiveFloat = 10.0
-    """A call that takes longer is killed and the sample gets `on_error`."""
+    """Seconds after which a call of the reward function is killed and the sample gets `on_error`."""
     workers: PositiveInt = 2
-    """Processes that run the function."""
+    """Processes that run the reward function."""
     on_error: float = 0.0
     """Reward of a sample whose reward function raised or hung."""
 
 
 class Environment(Section):
+    """What answers the model, and how its answers are rewarded."""
+
     name: str = "question"
     """question, frozen_lake, sokoban, search, tools, agent, gymnasium, reasoning_gym, or `module:Class`."""
     options: dict[str, Any] = {}
-    """Arguments of its class."""
+    """Arguments of the environment's class."""
     reward: Reward = Reward()
     timeout_s: PositiveFloat = 60.0
-    """For one reset or step."""
+    """Seconds that one reset or step may take."""
     concurrency: PositiveInt | None = None
-    """Trajectories that are played at the same time on a worker. None: all of them."""
+    """Trajectories in progress at the same time on a worker. None: all of them."""
     processes: PositiveInt = 8
-    """For an environment whose methods block: so many are played at a time, each in a process of its own."""
+    """For an environment whose methods block: trajectories in progress at the same time, each in its own process."""
 
 
 class TaggedEnvironment(Environment):
+    """One of several environments; `*` is its tag. It has the keys of `environment`, and:"""
+
     weight: NaturalFloat = 1.0
-    """Mixing weight of its boards, relative to those of the others (`path: boards`; rows of other
+    """Mixing weight of the environment's boards, relative to those of the others (`path: boards`; rows of other
     sources name their environment in a column `environment`). 0: none."""
     validation_weight: NaturalFloat | None = None
-    """Of the boards to validate on. None: as `weight`."""
+    """Mixing weight of the environment's boards in validation. None: as `weight`."""
 
 
 MAX_SEQUENCES = {"cpu": 64, "cuda": 512}
@@ -164,91 +141,115 @@ MAX_PREFILL_TOKENS = {"cpu": 4096, "cuda": 8192}
 
 
 class Rollout(Section):
+    """How answers are sampled."""
+
     engine: Literal["native"] = "native"
+    """The engine that generates."""
     temperature: PositiveFloat = 1.0
+    """Logits are divided by it, in sampling and in training alike."""
     top_p: Fraction = 1.0
+    """Sample from the likeliest tokens that have this probability together. 1: all tokens."""
     top_k: NaturalInt = 0
-    """0: all tokens."""
+    """Sample from the so many likeliest tokens. 0: all tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Leave out tokens whose probability is below this fraction of the likeliest one's. 0: all tokens."""
     max_response_tokens: PositiveInt = 256
-    """Of a trajectory: everything behind the prompt, what the environment says between the turns included."""
+    """Most tokens of a trajectory behind its prompt, those that the environment says between the turns included."""
     max_turn_tokens: PositiveInt | None = None
-    """Generated in one turn. None: as many as are left."""
+    """Most tokens generated in one turn. None: as many as are left."""
     max_observation_tokens: PositiveInt | None = None
-    """Of what the environment says between two turns; the rest is cut, but for its closing tag. None: as it is."""
+    """Most tokens of what the environment says between two turns; the rest is cut, but for its closing tag. None: no
+    limit."""
     max_turns: PositiveInt = 1
+    """Most replies of the model in one trajectory."""
     stop: list[str] = []
     """Strings that end a turn when generated."""
     stop_token_ids: list[NaturalInt] = []
-    """Besides the model's own end-of-turn tokens."""
+    """Tokens that end a turn, besides the model's own end-of-turn tokens."""
     max_sequences: PositiveInt | None = None
     """Sequences decoded at the same time; bounds the KV cache. None: 64 on a CPU, 512 on a GPU."""
     max_prefill_tokens: PositiveInt | None = None
-    """Prompt tokens computed in one pass, between which others go on. None: 4096 on a CPU, 8192 on a GPU."""
+    """Prompt tokens computed in one forward pass, between which other sequences go on. None: 4096 on a CPU, 8192 on a
+    GPU."""
 
 
 class Batch(Section):
+    """How much is sampled and trained on in a step."""
+
     prompts_per_step: PositiveInt = 8
+    """Number of prompts in each step."""
     samples_per_prompt: PositiveInt = 8
+    """Answers sampled to each prompt: its group."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps per pass over a batch."""
     ppo_epochs: PositiveInt = 1
     """Passes over a batch (PPO's epochs)."""
     max_tokens_per_micro_batch: PositiveInt = 4096
-    """Hard cap; tokens with the same history count once."""
+    """Most tokens in one forward and backward pass; tokens with the same prefix count once."""
+
+
+class PartChoice(Section):
+    """A declared part of the algorithm, and options of it: `sapo`, or `{name: sapo, tau_positive: 2}`.
+
+    Which names and options there are is not known here but to `corral/algorithms`, and to the user's own files.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def from_name(cls, written: Any) -> Any:
+        return {"name": written} if isinstance(written, str) else written
 
 
 class KL(Section):
-    where: Literal["loss", "reward"] | None = None
-    """Not written: as the algorithm's preset has it. null: no KL."""
-    estimator: KLEstimator | None = None
+    """The divergence from the reference model that is penalized."""
+
+    where: KLPlace | None = None
+    """Whether the KL is a term of the loss or subtracted from the rewards. Not written: as the algorithm's preset has
+    it. null: there is no KL."""
+    estimator: PartChoice = PartChoice()
+    """How the KL of a token is estimated; see [algorithms](algorithms.md#kl). Not written: k3 in the loss, k1 in the
+    reward."""
     coefficient: PositiveFloat | None = None
-    controller: Literal["fixed", "adaptive"] | None = None
-    target: PositiveFloat | None = None
-    """Adaptive controller only."""
-    horizon: PositiveInt | None = None
-    """Adaptive controller only."""
-
-
-class Correction(Section):
-    """For tokens played by another policy than the one that is trained (other engine, older weights)."""
-
-    name: Literal["none", "token_tis", "sequence_tis", "icepop", "rejection"] | None = None
-    """Not written: none on-policy, token_tis with `schedule.max_staleness` above 0."""
-    cap: PositiveFloat | None = None
-    """Upper bound of the weight (TIS), of the band (IcePop), or of the accepted ratio (rejection)."""
-    floor: PositiveFloat | None = None
-    """Lower bound of the band (IcePop, rejection)."""
-    level: Literal["token", "sequence"] | None = None
-    """Of rejection."""
+    """Weight of the KL; with an adaptive controller, the first one. Not written: 0.001."""
+    controller: PartChoice = PartChoice()
+    """Whether the coefficient stays (fixed), or follows the KL towards a target (adaptive). Not written: fixed."""
 
 
 class DynamicSampling(Section):
-    """Drop groups whose rewards are all equal, and play other prompts instead (DAPO)."""
+    """Drop groups whose rewards are all equal, and sample other prompts instead (DAPO)."""
 
     enabled: bool | None = None
+    """Whether groups are dropped. Not written: as the algorithm's preset has it."""
     max_rounds: PositiveInt | None = None
-    """Rounds of refilling in one step before it goes on with what it has."""
+    """Rounds of refilling in one step before it goes on with the groups it has. Not written: 10."""
 
 
 class Overlong(Section):
     """Soft penalty for responses that come close to the limit (DAPO)."""
 
     buffer_tokens: PositiveInt | None = None
+    """Tokens before the limit in which the penalty grows from 0. Not written: no penalty."""
     penalty: PositiveFloat | None = None
+    """Penalty at the limit. Not written: 1."""
 
 
 class Algorithm(Section):
+    """How rewards become updates."""
+
     name: AlgorithmName = "grpo"
-    """A preset: it decides advantage, loss, KL, clipping and aggregation where they are not given here."""
-    advantage: AdvantageName | None = None
-    loss: LossName | None = None
-    aggregation: AggregationName | None = None
-    aggregation_norm: PositiveFloat | None = None
-    """The constant of seq_mean_token_sum_norm. None: rollout.max_response_tokens."""
-    clip_low: NaturalFloat | None = None
-    clip_high: NaturalFloat | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """A preset: it decides advantage, loss, KL, aggregation and their options where they are not given here."""
+    advantage: PartChoice = PartChoice()
+    """How much better than expected a token was. One of the [advantages](algorithms.md#advantages), or a function of
+    yours, `file.py:function` or `module:function`. Not written: the preset's."""
+    loss: PartChoice = PartChoice()
+    """What is minimized, token by token. One of the [losses](algorithms.md#losses), or a function of yours,
+    `file.py:function` or `module:function`. Not written: the preset's."""
+    aggregation: PartChoice = PartChoice()
+    """How the losses of tokens become one number. Not written: the preset's."""
     max_mean_ratio: Annotated[float, Field(gt=1)] | None = None
     """An update is not made if the mean over its tokens of the ratio of new to old probability is above this."""
     reward_clip: PositiveFloat | None = None
@@ -258,58 +259,68 @@ class Algorithm(Section):
     reinforce_plus_plus ones are anyway."""
     advantage_clip: PositiveFloat | None = None
     """A token's advantage is at most this, and at least its negative; after whitening, where there is any."""
-    gamma: Fraction | None = None
-    gae_lambda: Fraction | None = None
-    """GAE's lambda."""
-    turn_gamma: Fraction | None = None
-    """Discount of a reward for every turn that it comes later (turn_grpo, gigpo)."""
-    turn_weight: PositiveFloat | None = None
-    """Of the comparison of single turns, beside that of whole trajectories (gigpo)."""
-    sapo_tau_positive: PositiveFloat | None = None
-    sapo_tau_negative: PositiveFloat | None = None
-    dro_beta: PositiveFloat | None = None
-    dppo_threshold: PositiveFloat | None = None
     entropy_coefficient: NaturalFloat = 0.0
+    """Weight of an entropy bonus."""
     llds_coefficient: NaturalFloat = 0.0
-    """Lazy likelihood displacement regularizer: penalises a falling likelihood of good samples."""
+    """Weight of a penalty on good samples that become less likely (lazy likelihood displacement)."""
     old_logprobs: Literal["engine", "recompute"] | None = None
-    """engine: those the samples were drawn with (one pass less). recompute: by the trainer, before the first update.
-    Not written: engine on-policy, recompute with `schedule.max_staleness` above 0."""
+    """The log-probs that ratios are taken against. engine: those the tokens were sampled with (one pass less).
+    recompute: the trainer's, before the first update. Not written: engine on-policy, recompute with
+    `schedule.max_staleness` above 0."""
     kl: KL = KL()
-    correction: Correction = Correction()
+    correction: PartChoice = PartChoice()
+    """How tokens are weighted that were sampled by another policy than the one that is trained (other engine, older
+    weights). Not written: none on-policy, token_tis with `schedule.max_staleness` above 0."""
     dynamic_sampling: DynamicSampling = DynamicSampling()
     overlong: Overlong = Overlong()
 
 
 class Optimizer(Section):
+    """AdamW for the model."""
+
     learning_rate: PositiveFloat = 1e-6
+    """Learning rate after warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
     epsilon: PositiveFloat = 1e-8
+    """AdamW's term in the denominator."""
     weight_decay: NaturalFloat = 0.0
+    """AdamW's weight decay."""
     max_gradient_norm: PositiveFloat = 1.0
+    """A gradient with a larger norm is scaled down to this."""
     warmup_steps: NaturalInt = 0
+    """Updates in which the learning rate rises linearly."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The share of all updates that are warm-up, instead of `warmup_steps`."""
+    """Fraction of all updates that are warm-up, instead of `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up, until the last update."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where linear and cosine end, as a fraction of the learning rate."""
 
 
 class CriticOptimizer(Optimizer):
+    """AdamW for the critic."""
+
     learning_rate: PositiveFloat = 1e-5
 
 
 class Critic(Section):
+    """The value model, where the advantage needs one (gae)."""
+
     path: str | None = None
-    """None: starts as a copy of the model, with a new value head."""
+    """The model that the critic starts from. None: a copy of the model, with a new value head."""
     optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: PositiveFloat | None = 0.5
+    """How far a value may move from the one it had before the first update. null: any distance."""
     warmup_steps: NaturalInt = 0
-    """Steps in which only the critic learns."""
+    """Steps in which only the critic is trained."""
 
 
 class Reference(Section):
+    """The frozen model that the KL is measured to. There is none without KL."""
+
     path: str | None = None
-    """None: the model as it was before training."""
+    """The reference model. None: the model as it was before training."""
 
 
 class Parallel(Section):
@@ -322,9 +333,9 @@ class Parallel(Section):
     """Devices over which one copy's parameters, gradients and optimizer are sharded (FSDP). None: all that are left.
     1: nothing is sharded, and an engine on the same device decodes with the trainer's own tensors."""
     expert: PositiveInt = 1
-    """Devices over which a mixture's experts are dealt; besides, they share the data and the other parameters."""
+    """Devices over which a mixture's experts are spread; data and the other parameters are spread over them as well."""
     context: PositiveInt = 1
-    """Devices over which the tokens of a micro-batch are dealt."""
+    """Devices over which the tokens of a micro-batch are spread."""
     tensor: PositiveInt = 1
     """Devices over which each layer's matrices are cut."""
 
@@ -334,6 +345,8 @@ LOGITS_CHUNK = {"cpu": 256, "cuda": 8192}
 
 
 class Train(Section):
+    """How gradients are computed."""
+
     parallel: Parallel = Parallel()
     offload: list[Literal["parameters", "gradients", "optimizer"]] = []
     """What lives in the host's memory while the device does not compute with it."""
@@ -342,49 +355,65 @@ class Train(Section):
     logits_chunk: PositiveInt | None = None
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None
-    """CPU threads. None: all cores."""
+    """CPU threads of the trainer. None: all cores."""
 
 
 class Schedule(Section):
+    """How long to train, and how rollouts and training overlap."""
+
     steps: PositiveInt | None = None
+    """Steps to train; either this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Passes over the data; either this or steps."""
+    """Passes over the data; either this or `steps`."""
     max_staleness: NaturalInt = 0
-    """Weight versions that playing may run ahead of training. 0: on-policy. Above: `rollout` has its own devices."""
+    """Weight versions by which rollouts may lag behind training. 0: on-policy. Above: `rollout` has its own devices."""
     pipelined: bool = False
-    """Score and learn from what has been played while the rest of the step is still being played. Still on-policy."""
+    """Train on the samples that are finished while others of the step are still generated. Still on-policy."""
 
 
 class Validation(Section):
+    """When and how the score on held-out prompts is measured."""
+
     before_training: bool = True
+    """Validate before the first step."""
     after_training: bool = True
+    """Validate after the last step."""
     every: NaturalInt = 0
     """Steps between validations. 0: none in between."""
     samples_per_prompt: PositiveInt = 1
-    """k of mean@k and pass@k."""
+    """Answers sampled to each prompt: k of mean@k and pass@k."""
     temperature: NaturalFloat = 0.0
-    """0: greedy."""
+    """Sampling temperature of validation. 0: greedy."""
     top_p: Fraction = 1.0
+    """Sample from the likeliest tokens that have this probability together. 1: all tokens."""
     max_prompts: PositiveInt | None = None
+    """Use only the first so many rows. None: all."""
     pass_threshold: float = 1.0
     """A reward of at least this counts as solved in pass@k."""
 
 
 class Checkpoint(Section):
+    """What is saved, and from where a run goes on."""
+
     every: NaturalInt = 0
     """Steps between checkpoints. 0: only at the end and on Ctrl-C."""
     keep: PositiveInt = 2
+    """Number of newest checkpoints that are kept."""
     at_end: bool = True
+    """Save a checkpoint after the last step."""
     resume: str = "auto"
     """auto: go on where this run stopped. never: start anew, in a folder of its own. Or a checkpoint's path."""
 
 
 class Logging(Section):
+    """What is recorded."""
+
     runs: str = "runs"
     """Folder in which the run's folder is made."""
     trackers: list[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["console"]
-    """metrics.jsonl is always written."""
+    """Where metrics go; metrics.jsonl is always written."""
     project: str = "corral"
+    """The project's name in trackers that have projects."""
     samples: NaturalInt = 2
     """Answers printed after each validation."""
     trajectories: bool = True
@@ -397,15 +426,15 @@ class Service(Section):
     retriever: str | None = None
     """An index made by `corral retriever build`, to be served as `corral retriever serve` does."""
     corpus: str | None = None
-    """Of which that index is to be made, for a plan that says how large it will be and how long that takes."""
+    """The corpus of that index, for a plan that says how large the index will be and how long it takes to build."""
     command: list[str] = []
-    """Or any other program, argument by argument."""
+    """Any other program to run, argument by argument."""
     port: PositiveInt
-    """On which it listens, on loopback."""
+    """Port on which the program listens, on loopback."""
     health: str = "/health"
-    """Path that answers 200 when it is ready."""
+    """Path that answers 200 when the program is ready."""
     start_timeout_s: PositiveFloat = 300.0
-    """For it to become ready."""
+    """Seconds in which the program has to become ready."""
 
 
 class Cluster(Section):
@@ -414,8 +443,10 @@ class Cluster(Section):
     runtime: Literal["auto", "local", "ray"] = "auto"
     """auto: ray where the recipe has a `cluster` section. local: in this process, on one device."""
     address: str = "auto"
-    """Of the Ray cluster, `10.0.0.1:6379`. auto: the one that runs on this machine, else one is started for the run."""
+    """Address of the Ray cluster, `10.0.0.1:6379`. auto: the one that runs on this machine, else one is started for the
+    run."""
     nodes: PositiveInt = 1
+    """Number of machines."""
     devices_per_node: PositiveInt = 1
     """GPUs of each node; on nodes without, worker slots."""
     placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic": "all"}
@@ -434,22 +465,23 @@ class Cluster(Section):
     max_restarts: NaturalInt = 3
     """Times in a row, without a new checkpoint, that workers which died are started again."""
     start_timeout_s: PositiveFloat = 300.0
-    """For devices to become free and workers to start."""
+    """Seconds in which devices have to become free and workers to start."""
     call_timeout_s: PositiveFloat = 3600.0
-    """For any one thing that a worker is asked to do."""
+    """Seconds that any one call of a worker may take."""
     node_timeout_s: PositiveFloat = 20.0
-    """A node that does not answer for so long is lost."""
+    """A node that does not answer for so many seconds is lost."""
 
 
 class Recipe(Section):
     name: str
-    """Of the run folder."""
+    """Name of the run, and of its folder."""
     seed: NaturalInt = 0
+    """Seed of the order of rows, of every sample, and of everything else that is random."""
     model: Model
     data: Data
     environment: Environment = Environment()
     environments: dict[str, TaggedEnvironment] = {}
-    """Several, by a tag of your choice, instead of `environment`. Metrics are told apart by it."""
+    """Several environments, by a tag of your choice, instead of `environment`. Metrics have the tag in their names."""
     rollout: Rollout = Rollout()
     batch: Batch = Batch()
     algorithm: Algorithm = Algorithm()
@@ -475,3 +507,15 @@ class Recipe(Section):
             own = {tag: environment.validation_weight for tag, environment in self.environments.items()}
             weights |= {tag: weight for tag, weight in own.items() if weight is not None}
         return weights or {"": 1.0}
+
+    @property
+    def code_names(self) -> dict[tuple[str, ...], str]:
+        """Names, by their keys, that may be `module:name` or `file.py:name` of the user's: what runs in the workers."""
+        names: dict[tuple[str, ...], str | None] = {
+            ("algorithm", "advantage", "name"): self.algorithm.advantage.name,
+            ("algorithm", "loss", "name"): self.algorithm.loss.name,
+        }
+        for tag, environment in self.tagged_environments.items():
+            where = ("environments", tag) if tag else ("environment",)
+            names |= {(*where, "name"): environment.name, (*where, "reward", "name"): environment.reward.name}
+        return {key: name for key, name in names.items() if name is not None and ":" in name}

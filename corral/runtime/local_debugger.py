@@ -82,7 +82,7 @@ class Debugging:
 def in_one_process(recipe: Recipe) -> Recipe:
     """Returns the recipe on one device, on-policy, with the same arithmetic, and in a run folder of its own."""
     algorithm, written = resolve_algorithm(recipe), recipe.algorithm
-    correction = written.correction.model_copy(update={"name": algorithm.correction_name})
+    correction = written.correction.model_copy(update={"name": algorithm.correction.name})
     changes = {
         "name": f"{recipe.name}-debug",
         "cluster": Cluster(runtime="local"),

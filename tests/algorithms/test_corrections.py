@@ -6,16 +6,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from ragged_lists import Ragged, assert_rows, logprobs, mean, quick, ragged
 
-from corral.algorithms.corrections import DEFAULT_BOUNDS, Correction, correction_weights
+from corral.algorithms.corrections import CORRECTIONS, Correction, correction_weights
+from corral.algorithms.declarations import AlgorithmPart, Declaration, with_options
 
 FLOOR, CAP = 0.6, 1.7
-CASES = [*((name, None) for name in DEFAULT_BOUNDS), ("rejection", "token"), ("rejection", "sequence")]
+CASES = [*((name, None) for name in CORRECTIONS), ("rejection", "token"), ("rejection", "sequence")]
 
 scored = ragged(logprobs, logprobs)
 
 
 def correct(batch: Ragged, columns: list[torch.Tensor], name: str, level: str | None) -> Correction:
-    return correction_weights(*columns, batch.mask, batch.offsets, name, cap=CAP, floor=FLOOR, level=level)
+    return correction_weights(part(name, cap=CAP, floor=FLOOR, level=level), *columns, batch.mask, batch.offsets)
+
+
+def part(name: str, **options: float | str | None) -> AlgorithmPart[Declaration]:
+    known = CORRECTIONS[name].option_names
+    return with_options(CORRECTIONS[name], **{k: v for k, v in options.items() if k in known and v is not None})
 
 
 def slow(x: list[float], t: int, name: str, level: str | None) -> tuple[float, bool]:
@@ -58,9 +64,8 @@ def test_weights_and_metrics_match_lists(name: str, level: str | None, batch: Ra
 
 
 def test_truncation_of_a_known_ratio() -> None:
-    result = correction_weights(
-        torch.tensor([0.0]), torch.tensor([-1.0]), torch.tensor([True]), torch.tensor([0, 1]), "token_tis", cap=2.0
-    )
+    columns = torch.tensor([0.0]), torch.tensor([-1.0])
+    result = correction_weights(part("token_tis", cap=2.0), *columns, torch.tensor([True]), torch.tensor([0, 1]))
     assert result.weights.tolist() == [2.0]
 
 
@@ -70,27 +75,22 @@ def test_bounds_are_on_train_over_engine(ratio: float) -> None:
     """With a band that is not symmetric, the inverse ratio would be judged differently."""
     assume(min(abs(ratio - 0.9), abs(ratio - 3.0)) > 1e-9)
     result = correction_weights(
+        part("rejection", cap=3.0, floor=0.9, level="token"),
         torch.tensor([math.log(ratio)], dtype=torch.float64),
         torch.zeros(1, dtype=torch.float64),
         torch.tensor([True]),
         torch.tensor([0, 1]),
-        "rejection",
-        cap=3.0,
-        floor=0.9,
-        level="token",
     )
     assert bool(result.keep) == (0.9 <= ratio <= 3.0)
 
 
 def test_rejecting_a_sequence_leaves_the_others_alone() -> None:
     result = correction_weights(
+        part("rejection", cap=5.0, level="sequence"),
         torch.tensor([1.0, 1.0, 0.1]),
         torch.zeros(3),
         torch.ones(3, dtype=torch.bool),
         torch.tensor([0, 2, 3]),
-        "rejection",
-        cap=5.0,
-        level="sequence",
     )
     assert result.keep.tolist() == [False, False, True]
 
@@ -98,7 +98,9 @@ def test_rejecting_a_sequence_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_policies_that_agree_need_no_correction(name: str, level: str | None) -> None:
     same = torch.tensor([-1.0, -2.0, -3.0])
-    result = correction_weights(same, same, torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3]), name, level=level)
+    result = correction_weights(
+        part(name, level=level), same, same, torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3])
+    )
     assert result.weights.tolist() == [1.0, 1.0, 1.0]
     assert result.keep.all()
     assert result.metrics["ess"] == 1
@@ -106,14 +108,12 @@ def test_policies_that_agree_need_no_correction(name: str, level: str | None) ->
 
 def test_weights_carry_no_gradient() -> None:
     train = torch.tensor([-1.0], requires_grad=True)
-    result = correction_weights(train, torch.zeros(1), torch.tensor([True]), torch.tensor([0, 1]), "token_tis")
+    result = correction_weights(part("token_tis"), train, torch.zeros(1), torch.tensor([True]), torch.tensor([0, 1]))
     assert not result.weights.requires_grad
     assert not any(value.requires_grad for value in result.metrics.values())
 
 
-def test_unknown_names_and_levels_are_errors() -> None:
-    arguments = torch.zeros(1), torch.zeros(1), torch.tensor([True]), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="not a correction"):
-        correction_weights(*arguments, "tis")
-    with pytest.raises(ValueError, match="not a level"):
-        correction_weights(*arguments, "rejection", level="batch")
+@pytest.mark.parametrize("name", ["icepop", "rejection"])
+def test_a_band_that_is_empty_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match="the floor 6 is not below the cap 3"):
+        part(name, floor=6.0, cap=3.0)

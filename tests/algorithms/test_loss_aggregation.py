@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 from ragged_lists import Ragged, Rows, mean, numbers, quick, ragged
 
 from corral.algorithms.aggregate import AGGREGATIONS, GlobalCounts, aggregate, count
+from corral.algorithms.declarations import AggregationDeclaration, AlgorithmPart, with_options
 
 NORM = 16.0
+PARTS: dict[str, AlgorithmPart[AggregationDeclaration]] = {
+    name: with_options(declared, **({"norm": NORM} if "norm" in declared.option_names else {}))
+    for name, declared in AGGREGATIONS.items()
+}
 
 
 def slow(rows: Rows, mode: str, counts: GlobalCounts) -> float:
@@ -35,7 +40,7 @@ def parts(batch: Ragged, cuts: list[int]) -> list[Ragged]:
 @given(batch=ragged(numbers))
 def test_each_mode_matches_lists(mode: str, batch: Ragged) -> None:
     counts = count(batch.mask, batch.offsets)
-    result = aggregate(batch.poisoned()[0], batch.mask, batch.offsets, mode, counts, NORM)
+    result = aggregate(batch.poisoned()[0], batch.mask, batch.offsets, PARTS[mode], counts)
     assert float(result) == pytest.approx(slow(batch.generated(batch.columns[0]), mode, counts), abs=1e-12)
 
 
@@ -47,14 +52,14 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
 ) -> None:
     counts = count(batch.mask, batch.offsets)
     whole = batch.tensors()[0].requires_grad_()
-    whole_loss = aggregate(whole, batch.mask, batch.offsets, mode, counts, NORM)
+    whole_loss = aggregate(whole, batch.mask, batch.offsets, PARTS[mode], counts)
     whole_loss.backward()
 
     micro_batches = parts(batch, cuts)
     tokens = [part.tensors()[0].requires_grad_() for part in micro_batches]
     loss = torch.zeros((), dtype=torch.float64)
     for part, part_tokens in zip(micro_batches, tokens, strict=True):
-        loss = loss + aggregate(part_tokens, part.mask, part.offsets, mode, counts, NORM)
+        loss = loss + aggregate(part_tokens, part.mask, part.offsets, PARTS[mode], counts)
     loss.backward()
 
     torch.testing.assert_close(loss, whole_loss, atol=1e-12, rtol=1e-12)
@@ -74,12 +79,10 @@ def test_counts_of_parts_add_up(batch: Ragged, cuts: list[int]) -> None:
 def test_a_batch_without_generated_tokens_has_a_loss_of_zero() -> None:
     mask, offsets = torch.zeros(2, dtype=torch.bool), torch.tensor([0, 2])
     for mode in AGGREGATIONS:
-        assert aggregate(torch.ones(2), mask, offsets, mode, count(mask, offsets), NORM) == 0
+        assert aggregate(torch.ones(2), mask, offsets, PARTS[mode], count(mask, offsets)) == 0
 
 
-def test_a_missing_norm_and_an_unknown_mode_are_errors() -> None:
+def test_a_missing_norm_is_an_error() -> None:
     arguments = torch.ones(1), torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="needs its constant"):
-        aggregate(*arguments, "seq_mean_token_sum_norm", GlobalCounts(1, 1))
-    with pytest.raises(ValueError, match="not an aggregation"):
-        aggregate(*arguments, "token-mean", GlobalCounts(1, 1))
+        aggregate(*arguments, with_options(AGGREGATIONS["seq_mean_token_sum_norm"]), GlobalCounts(1, 1))

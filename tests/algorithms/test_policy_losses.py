@@ -8,10 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_lists import Ragged, Rows, assert_rows, flat, logprobs, mean, numbers, quick, ragged
 
-from corral.algorithms.aggregate import GlobalCounts, aggregate, count
-from corral.algorithms.losses import FORCED_AGGREGATION, LOSSES, LossOptions, PolicyTerms, TokenLoss
+from corral.algorithms.aggregate import AGGREGATIONS, GlobalCounts, aggregate, count
+from corral.algorithms.declarations import with_options
+from corral.algorithms.losses import LOSSES, PolicyTerms, TokenLoss, policy_token_loss
 
-OPTIONS = LossOptions(clip_low=0.2, clip_high=0.3, dro_beta=0.4, dppo_cap=3.0)
+OPTIONS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "beta": 0.4, "cap": 3.0}
+"""For the losses that have them."""
+
+
+def loss_of(name: str, terms: PolicyTerms, **options: float | None) -> TokenLoss:
+    return policy_token_loss(with_options(LOSSES[name], **options), terms)
+
+
+def loss_with_options(name: str, terms: PolicyTerms) -> TokenLoss:
+    known = LOSSES[name].option_names
+    return loss_of(name, terms, **{option: value for option, value in OPTIONS.items() if option in known})
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -102,7 +113,7 @@ def run(name: str, batch: Ragged, columns: list[torch.Tensor]) -> tuple[TokenLos
     """The loss, and the gradient of its plain sum."""
     new, old, advantages = columns
     new = new.clone().requires_grad_()
-    result = LOSSES[name](PolicyTerms(new, old, advantages, batch.mask, batch.offsets), OPTIONS)
+    result = loss_with_options(name, PolicyTerms(new, old, advantages, batch.mask, batch.offsets))
     (gradient,) = torch.autograd.grad(result.loss.sum(), new)
     return result, gradient
 
@@ -149,10 +160,10 @@ def test_sequence_losses_and_gradients_match_the_papers_formula(name: str, batch
     tensors[0].requires_grad_()
     terms = PolicyTerms(*tensors, batch.mask, batch.offsets)
     loss = aggregate(
-        LOSSES[name](terms, OPTIONS).loss,
+        loss_with_options(name, terms).loss,
         batch.mask,
         batch.offsets,
-        FORCED_AGGREGATION[name],
+        with_options(AGGREGATIONS[str(LOSSES[name].aggregation)]),
         count(batch.mask, batch.offsets),
     )
     assert float(loss.detach()) == pytest.approx(slow(new), abs=1e-9)
@@ -211,7 +222,7 @@ def test_before_the_first_update_every_gradient_is_the_policy_gradient(name: str
     terms = PolicyTerms(
         logprobs, logprobs.detach(), advantages, torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4])
     )
-    result = LOSSES[name](terms, LossOptions())
+    result = loss_of(name, terms)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
     torch.testing.assert_close(gradient, -advantages)
     assert result.maxima["ratio_deviation"] == 0
@@ -219,14 +230,16 @@ def test_before_the_first_update_every_gradient_is_the_policy_gradient(name: str
     assert result.sums["clipped"] == 0
 
 
-def one_token(log_ratio: float, advantage: float, options: LossOptions) -> float:
+def one_token(log_ratio: float, advantage: float, dual_clip: float | None) -> float:
     column = torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage])
-    return float(LOSSES["ppo"](PolicyTerms(*column, torch.tensor([True]), torch.tensor([0, 1])), options).loss)
+    return float(
+        loss_of("ppo", PolicyTerms(*column, torch.tensor([True]), torch.tensor([0, 1])), dual_clip=dual_clip).loss
+    )
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
-    assert one_token(math.log(5), -1.0, LossOptions(dual_clip=3.0)) == pytest.approx(3.0)
-    assert one_token(math.log(5), -1.0, LossOptions(dual_clip=None)) == pytest.approx(5.0)
+    assert one_token(math.log(5), -1.0, 3.0) == pytest.approx(3.0)
+    assert one_token(math.log(5), -1.0, None) == pytest.approx(5.0)
 
 
 def test_extreme_log_ratios_stay_finite() -> None:
@@ -239,7 +252,7 @@ def test_extreme_log_ratios_stay_finite() -> None:
             torch.tensor([True, True]),
             torch.tensor([0, 1, 2]),
         )
-        result = LOSSES[name](terms, LossOptions())
+        result = loss_of(name, terms)
         (gradient,) = torch.autograd.grad(result.loss.sum(), new)
         assert torch.isfinite(result.loss).all(), name
         assert torch.isfinite(gradient).all(), name
@@ -249,20 +262,22 @@ def test_gmpo_is_normalised_by_the_whole_update() -> None:
     terms = PolicyTerms(
         torch.tensor([0.1, 0.1]), torch.zeros(2), torch.ones(2), torch.tensor([True, True]), torch.tensor([0, 2])
     )
-    loss = LOSSES["gmpo"](terms, LossOptions()).loss
-    share = aggregate(loss, terms.mask, terms.offsets, "seq_mean_token_mean", GlobalCounts(10, 4))
+    loss = loss_of("gmpo", terms).loss
+    share = aggregate(
+        loss, terms.mask, terms.offsets, with_options(AGGREGATIONS["seq_mean_token_mean"]), GlobalCounts(10, 4)
+    )
     assert float(share) == pytest.approx(-math.exp(0.1) / 4)
 
 
 def test_gspo_bounds_the_ratio_of_a_sequence_that_became_far_too_likely() -> None:
     columns = torch.tensor([0.0, 0.0]), torch.tensor([-15.0, -15.0]), torch.tensor([-1.0, -1.0])
-    result = LOSSES["gspo"](PolicyTerms(*columns, torch.tensor([True, True]), torch.tensor([0, 2])), LossOptions())
+    result = loss_of("gspo", PolicyTerms(*columns, torch.tensor([True, True]), torch.tensor([0, 2])))
     assert result.loss.tolist() == pytest.approx([math.exp(10), math.exp(10)])
 
 
 def test_dppo_kl_drops_a_token_that_was_certain_and_no_longer_is() -> None:
     columns = torch.tensor([-3.0]), torch.tensor([0.0]), torch.tensor([-1.0])
-    result = LOSSES["dppo_kl"](PolicyTerms(*columns, torch.tensor([True]), torch.tensor([0, 1])), LossOptions())
+    result = loss_of("dppo_kl", PolicyTerms(*columns, torch.tensor([True]), torch.tensor([0, 1])))
     assert result.sums["clipped"] == 1
     assert result.loss.abs().sum() == 0
 
@@ -273,4 +288,4 @@ def test_tokens_of_a_sequence_share_one_ratio_to_the_last_bit(name: str) -> None
     old = -torch.linspace(0.1, 12.0, 64)
     new = old + torch.linspace(-1e-3, 2e-3, 64)
     terms = PolicyTerms(new, old, torch.ones(64), torch.ones(64, dtype=torch.bool), torch.tensor([0, 64]))
-    assert len(LOSSES[name](terms, LossOptions()).loss.unique()) == 1
+    assert len(loss_of(name, terms).loss.unique()) == 1

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from ragged_lists import quick
 
 from corral.algorithms.advantages import RewardedBatch, grpo
+from corral.algorithms.declarations import NoOptions
 from corral.algorithms.shaping import clipped_rewards, informative_groups, overlong_penalty
 
 
@@ -57,7 +58,7 @@ def test_rewards_that_are_clipped_to_the_same_number_teach_nothing(rewards: list
     clipped = clipped_rewards(torch.tensor(rewards), mask, offsets, bound)
     assert clipped.tolist() == [bound] * number
     batch = RewardedBatch(clipped, mask, offsets, torch.zeros(number, dtype=torch.int64))
-    assert grpo(batch).advantages.abs().max() < 1e-9
+    assert grpo(batch, NoOptions()).advantages.abs().max() < 1e-9
 
 
 @quick

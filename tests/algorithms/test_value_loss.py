@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_lists import Ragged, assert_rows, numbers, quick, ragged
 
-from corral.algorithms.values import value_loss
+from corral.algorithms.losses import value_loss
 
 
 def slow(value: float, old: float, target: float, clip: float | None) -> tuple[float, float, bool]:

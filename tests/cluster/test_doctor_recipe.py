@@ -112,6 +112,15 @@ def test_what_a_recipe_names_is_found(recipe: Path, tiny_model: Path, tmp_path: 
     assert not named_in(load_recipe(recipe), recipe)[1].everywhere
 
 
+def test_losses_and_advantages_of_the_users_are_looked_for(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def loss(terms): ...\ndef advantage(batch): ...\n")
+    own = [f"algorithm.{kind}={tmp_path}/own.py:{kind}" for kind in ("loss", "advantage")]
+    named = {one.key: one for one in named_in(load_recipe(recipe, own), recipe)}
+    for key in ("algorithm.loss.name", "algorithm.advantage.name"):
+        assert named[key].name == str(tmp_path / "own.py")
+        assert digest_of(named[key])
+
+
 def test_modules_and_models_of_the_hub_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     hub = Named("model.path", "org/model", "hub", True)

@@ -142,6 +142,14 @@ def test_a_file_from_elsewhere_comes_with_those_beside_it(tmp_path: Path, folder
     assert sorted(code.files) == [".corral/code/0/helper.py", ".corral/code/0/score.py"]
 
 
+def test_losses_and_advantages_of_the_users_are_sent_and_named_as_rewards_are(folder: Path, load: Load) -> None:
+    (folder / "own.py").write_text("def loss(terms): ...\ndef advantage(batch): ...\n")
+    loss, advantage = (f"algorithm.{kind}={folder}/own.py:{kind}" for kind in ("loss", "advantage"))
+    recipe, code = gather(load(loss, advantage), folder, folder)
+    assert (recipe.algorithm.loss.name, recipe.algorithm.advantage.name) == ("own.py:loss", "own.py:advantage")
+    assert list(code.files) == ["own.py"]
+
+
 def test_a_file_that_is_not_there_is_said_before_anything_is_sent(folder: Path, load: Load) -> None:
     write(folder, "score.py")
     with pytest.raises(UserError, match=r"environment\.reward\.name: no file .*scorr\.py; did you mean `score\.py`\?"):

@@ -3,15 +3,15 @@
 import re
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from runs import steps_here, steps_of, train_here
+from runs import steps_here, steps_in_mode, steps_of, train_here
 
 from corral.observe.ledger import Ledger
 from corral.observe.run_files import read_trajectories
 from corral.recipe.errors import RunError
-from corral.recipe.schema import AlgorithmName
+from corral.recipe.parts import PRESETS
 from corral.runtime.loss_functions import LossStats
 
 RARE = ("environment.reward.name=regex", "environment.reward.options.pattern=a|e|i|o|u", "batch.samples_per_prompt=2")
@@ -21,20 +21,13 @@ ALWAYS = ("environment.reward.name=regex", "environment.reward.options.pattern=^
 IN_TWO_MODES = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
 
 
-def steps_in_mode(folder: Path, model: Path, pipelined: bool, *overrides: str) -> list[dict[str, Any]]:
-    """For a pipeline the rules want devices of its own for rollout; a CPU can do without."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runs.check", lambda recipe: [])
-        return steps_here(folder, model, f"schedule.pipelined={str(pipelined).lower()}", *overrides)
-
-
 def trajectories_in(folder: Path) -> list[dict[str, Any]]:
     """Trajectories of the only step of the only run."""
     [file] = folder.glob("runs/*/trajectories/step_000001.jsonl.gz")
     return list(read_trajectories(file))
 
 
-@pytest.mark.parametrize("name", get_args(AlgorithmName))
+@pytest.mark.parametrize("name", PRESETS)
 def test_algorithm_trains(tmp_path: Path, tiny_model: Path, name: str) -> None:
     steps = steps_here(tmp_path, tiny_model, f"algorithm.name={name}")
     assert [row["updates/made"] for row in steps] == [1, 1]
@@ -83,8 +76,8 @@ def test_remax_compares_with_the_greedy_answer(tmp_path: Path, tiny_model: Path)
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_adaptive_kl_moves_its_coefficient(tmp_path: Path, tiny_model: Path, where: str) -> None:
-    kl = (f"algorithm.kl.where={where}", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=20")
-    target = ("algorithm.kl.target=1e-6", "algorithm.kl.estimator=k3")
+    kl = (f"algorithm.kl.where={where}", "algorithm.kl.controller=adaptive", "algorithm.kl.controller.horizon=20")
+    target = ("algorithm.kl.controller.target=1e-6", "algorithm.kl.estimator=k3")
     steps = steps_here(tmp_path, tiny_model, *kl, *target, "schedule.steps=4")
     coefficients = [row["kl/coefficient"] for row in steps]
     assert coefficients[0] == 0.001

@@ -119,7 +119,7 @@ def test_an_environment_may_be_trained_on_or_validated_on_alone(tmp_path: Path, 
         (["environments.quiz.name=question"], "`question` needs rows with a prompt"),
         (["data.train.path=rows.jsonl", "~data.validation"], "`environments.lake.weight` has no effect"),
         (["data.system=Play."], "`data.system` has no effect"),
-        (["algorithm.name=grpo", "algorithm.turn_gamma=0.9"], "`algorithm.turn_gamma` has no effect"),
+        (["algorithm.name=grpo", "algorithm.advantage.turn_gamma=0.9"], "is not an option of the advantage grpo"),
         (["rollout.max_turn_tokens=500"], "`rollout.max_turn_tokens: 500` is more than"),
     ],
 )

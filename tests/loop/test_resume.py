@@ -18,7 +18,7 @@ GRPO = (*VALIDATION, "validation.every=2", "validation.temperature=1.0", "valida
 PPO = (
     "algorithm.name=ppo",
     "algorithm.kl.controller=adaptive",
-    "algorithm.kl.horizon=50",
+    "algorithm.kl.controller.horizon=50",
     "critic.optimizer.learning_rate=0.01",
     "optimizer.schedule=cosine",
     "batch.updates_per_step=2",

@@ -87,10 +87,10 @@ def test_epochs_become_steps_where_rows_are_known(load):
     assert any("1.5 epochs of the training data" in line for line in lines_of(recipe))
 
 
-def test_the_algorithm_is_said_in_words(load):
+def test_the_plan_describes_the_algorithm(load):
     text = "\n".join(lines_of(load("algorithm.name=ppo", "algorithm.entropy_coefficient=0.01")))
-    assert "gae: generalised advantage estimation" in text
-    assert "ratio within [0.8, 1.2]" in text
+    assert "gae: generalized advantage estimation" in text
+    assert "ppo: clipped ratio of the new to the old probability, token by token; clip_low 0.2, clip_high 0.2" in text
     assert "in the reward, estimator k1, coefficient 0.001" in text
     assert "bonus with coefficient 0.01" in text
 
@@ -98,28 +98,28 @@ def test_the_algorithm_is_said_in_words(load):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("algorithm.name=gspo", "ratio within [0.9997, 1.0004]"),
-        ("algorithm.name=gmpo", "log-ratio within [-0.4, 0.4]"),
-        ("algorithm.name=sapo", "tau 1 and 1.05"),
+        ("algorithm.name=gspo", "clip_low 0.0003, clip_high 0.0004"),
+        ("algorithm.name=gmpo", "clip_low 0.4, clip_high 0.4"),
+        ("algorithm.name=sapo", "tau_positive 1, tau_negative 1.05"),
         ("algorithm.name=dro", "beta 0.05"),
         ("algorithm.name=dppo_kl", "threshold 0.05"),
-        ("algorithm.dual_clip=3", "dual clip 3"),
+        ("algorithm.loss.dual_clip=3", "dual_clip 3"),
         ("algorithm.max_mean_ratio=1.5", "mean ratio of new to old probability above 1.5 is not made"),
         ("algorithm.reward_clip=2", "of a trajectory, within [-2, 2]"),
         ("algorithm.whiten=true", "divided by their standard deviation; whitened over the batch"),
         ("algorithm.advantage_clip=5", "divided by their standard deviation; within [-5, 5]"),
-        ("algorithm.name=ppo algorithm.advantage_clip=5", "gamma 1, lambda 1; within [-5, 5]"),
-        ("algorithm.name=dr_grpo", "divided by a constant, mean over trajectories (256)"),
+        ("algorithm.name=ppo algorithm.advantage_clip=5", "gamma 1, gae_lambda 1; within [-5, 5]"),
+        ("algorithm.name=dr_grpo", "divided by a constant, mean over trajectories; norm 256"),
         ("algorithm.name=dapo", "replaced by other prompts, in up to 10 rounds"),
-        ("algorithm.name=reinforce algorithm.gamma=0.9", "gamma 0.9"),
+        ("algorithm.name=reinforce algorithm.advantage.gamma=0.9", "gamma 0.9"),
         ("algorithm.overlong.buffer_tokens=64", "up to 1 off the reward in the last 64 tokens"),
         ("algorithm.llds_coefficient=0.2", "penalty with coefficient 0.2"),
-        ("algorithm.kl.where=loss algorithm.kl.controller=adaptive", "adapted to a KL of 0.1 over 10000 trajectories"),
+        ("algorithm.kl.where=loss algorithm.kl.controller=adaptive", "target 0.1, horizon 10000"),
         ("algorithm.old_logprobs=recompute", "recomputed by the trainer"),
-        ("algorithm.old_logprobs=recompute algorithm.correction.name=icepop", "dropped outside [0.5, 5]"),
+        ("algorithm.old_logprobs=recompute algorithm.correction.name=icepop", "floor 0.5, cap 5"),
     ],
 )
-def test_what_is_particular_to_an_algorithm_is_said(load, overrides, words):
+def test_the_plan_has_the_numbers_of_an_algorithm(load, overrides, words):
     assert words in "\n".join(lines_of(load(*overrides.split())))
 
 
@@ -129,28 +129,28 @@ APART = ["cluster.devices_per_node=2", "cluster.placement={actor: 0, reference: 
 @pytest.mark.parametrize(
     ("overrides", "mode", "words"),
     [
-        ([], "synchronous", "synchronous: a step is played, then learnt from, then the next one is played"),
+        ([], "synchronous", "synchronous: rollout of a step, then training on it, then rollout of the next one"),
         (
             [*APART, "schedule.pipelined=true"],
             "pipelined",
-            "pipelined: what has been played is scored and learnt from as it comes in; the next step waits for the new "
-            "weights",
+            "pipelined: finished samples are trained on as they come in; the next step waits for the new weights",
         ),
         (
             [*APART, "schedule.pipelined=true", "batch.ppo_epochs=2"],
             "pipelined",
-            "pipelined: what has been played is scored as it comes in and learnt from when the step is complete; the "
-            "next step waits for the new weights",
+            "pipelined: finished samples are trained on when the step is complete; log-probs are computed as they come "
+            "in; the next step waits for the new weights",
         ),
         (
             [*APART, "schedule.max_staleness=1"],
-            "ahead",
-            "playing up to 1 version ahead of training, corrected with token_tis",
+            "async",
+            "async: rollout up to 1 version ahead of training, corrected with token_tis",
         ),
         (
             [*APART, "schedule.max_staleness=3", "schedule.pipelined=true", "algorithm.correction.name=none"],
-            "ahead",
-            "playing up to 3 versions ahead of training, without a correction; scored and learnt from as it comes in",
+            "async",
+            "async: rollout up to 3 versions ahead of training, without a correction; finished samples are trained on "
+            "as they come in",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_the_plan_says_when_what_happens(load, overrides, mode, words):
 def test_a_plan_that_runs_ahead_recomputes_and_corrects(load):
     text = "\n".join(lines_of(load(*APART, "schedule.max_staleness=1")))
     assert "recomputed by the trainer before the first update" in text
-    assert "token_tis: each token weighs min(trainer's / engine's probability, 2)" in text
+    assert "token_tis: each token weighs its ratio of trainer's to engine's probability, at most `cap`; cap 2" in text
 
 
 @pytest.mark.parametrize(
@@ -228,13 +228,13 @@ def test_without_a_local_model_the_memory_is_said_to_be_unknown(load):
 def test_weights_gradients_and_optimizer_in_float32_take_sixteen_bytes_a_parameter(load):
     items, _ = memory_of(load())
     held = [items["actor weights"], items["actor optimizer"], items["gradients"]]
-    assert sum(item["learning"] for item in held) == 16 * SMOLLM2_135M.num_parameters
+    assert sum(item["train"] for item in held) == 16 * SMOLLM2_135M.num_parameters
 
 
 def test_sixteen_bit_weights_have_a_master_copy(load):
     items, _ = memory_of(load("model.dtype=bfloat16"))
-    assert items["actor weights"]["playing"] == 2 * SMOLLM2_135M.num_parameters
-    assert items["actor optimizer"]["learning"] == 12 * SMOLLM2_135M.num_parameters
+    assert items["actor weights"]["rollout"] == 2 * SMOLLM2_135M.num_parameters
+    assert items["actor optimizer"]["train"] == 12 * SMOLLM2_135M.num_parameters
 
 
 def test_what_auto_means_depends_on_the_device(load):
@@ -246,35 +246,35 @@ def test_what_auto_means_depends_on_the_device(load):
 
 def test_the_kv_cache_is_bounded_by_sequences_and_lengths(load):
     items, _ = memory_of(load("rollout.max_sequences=3", "data.max_prompt_tokens=10", "rollout.max_response_tokens=6"))
-    assert items["KV cache"] == {"playing": 3 * 16 * 30 * 3 * 64 * 2 * 4}
+    assert items["KV cache"] == {"rollout": 3 * 16 * 30 * 3 * 64 * 2 * 4}
 
 
 def test_nothing_is_scored_where_nothing_has_to_be(load):
-    assert set(memory_of(load())[1]) == {"playing", "learning"}
-    assert set(memory_of(load("algorithm.kl.where=loss"))[1]) == {"playing", "scoring", "learning"}
+    assert set(memory_of(load())[1]) == {"rollout", "train"}
+    assert set(memory_of(load("algorithm.kl.where=loss"))[1]) == {"rollout", "logprobs", "train"}
 
 
 def test_critic_and_reference_take_their_share(load):
     items, _ = memory_of(load("algorithm.name=ppo"))
-    assert items["reference weights"]["playing"] == 4 * SMOLLM2_135M.num_parameters
-    assert items["critic optimizer"]["learning"] == 8 * SMOLLM2_135M.num_parameters
+    assert items["reference weights"]["rollout"] == 4 * SMOLLM2_135M.num_parameters
+    assert items["critic optimizer"]["train"] == 8 * SMOLLM2_135M.num_parameters
 
 
 def test_recomputing_takes_far_less_for_activations(load):
     kept, _ = memory_of(load())
     recomputed, _ = memory_of(load("train.gradient_checkpointing=true"))
-    assert recomputed["activations"]["learning"] < kept["activations"]["learning"] / 10
+    assert recomputed["activations"]["train"] < kept["activations"]["train"] / 10
 
 
 def test_trainers_share_the_weights_and_the_engine_has_a_copy(load):
     items, _ = memory_of(load("cluster.devices_per_node=4"))
-    assert items["actor weights"]["learning"] == SMOLLM2_135M.num_parameters
-    assert items["rollout weights"] == dict.fromkeys(["playing", "learning"], 4 * SMOLLM2_135M.num_parameters)
+    assert items["actor weights"]["train"] == SMOLLM2_135M.num_parameters
+    assert items["rollout weights"] == dict.fromkeys(["rollout", "train"], 4 * SMOLLM2_135M.num_parameters)
 
 
 def test_replicas_share_nothing_and_the_engine_has_no_copy(load):
     items, _ = memory_of(load("cluster.devices_per_node=4", "train.parallel.replicate=4"))
-    assert items["actor weights"]["learning"] == 4 * SMOLLM2_135M.num_parameters
+    assert items["actor weights"]["train"] == 4 * SMOLLM2_135M.num_parameters
     assert "rollout weights" not in items
 
 
@@ -282,23 +282,23 @@ def test_every_dimension_but_replicas_divides_what_a_device_holds(load):
     parallel = [f"train.parallel.{name}=2" for name in ("replicate", "expert", "context", "tensor")]
     items, _ = memory_of(load("cluster.devices_per_node=32", *parallel))
     for name, per_parameter in (("actor weights", 4), ("actor optimizer", 8), ("gradients", 4)):
-        assert items[name]["learning"] == per_parameter * SMOLLM2_135M.num_parameters // 16
+        assert items[name]["train"] == per_parameter * SMOLLM2_135M.num_parameters // 16
 
 
 def test_context_and_tensor_divide_the_activations(load):
     recipe = ["cluster.devices_per_node=4", "algorithm.kl.where=loss"]
     sharded, _ = memory_of(load(*recipe))
     split, _ = memory_of(load(*recipe, "train.parallel.context=2", "train.parallel.tensor=2"))
-    for phase in ("scoring", "learning"):
+    for phase in ("logprobs", "train"):
         assert split["activations"][phase] == sharded["activations"][phase] // 4
-    assert split["activations"]["playing"] == sharded["activations"]["playing"]
+    assert split["activations"]["rollout"] == sharded["activations"]["rollout"]
 
 
 def test_an_engine_with_devices_of_its_own_has_a_whole_model(load):
     actor, rollout = make_plan(load(*APART), SMOLLM2_135M).memory
     assert "rollout weights" not in {item.name for item in actor.items}
     assert rollout.items[0].name == "rollout weights"
-    assert rollout.items[0].bytes_by_phase["playing"] == 4 * SMOLLM2_135M.num_parameters
+    assert rollout.items[0].bytes_by_phase["rollout"] == 4 * SMOLLM2_135M.num_parameters
 
 
 def test_what_is_offloaded_counts_where_it_is_computed_with(load):
@@ -307,23 +307,23 @@ def test_what_is_offloaded_counts_where_it_is_computed_with(load):
     )
     items, _ = memory_of(recipe)
     phases = {name: set(sizes) for name, sizes in items.items()}
-    assert phases["actor weights"] == {"learning"}
-    assert phases["critic weights"] == {"scoring", "learning"}
-    assert phases["reference weights"] == {"scoring"}
-    assert phases["actor optimizer"] == phases["critic optimizer"] == phases["gradients"] == {"learning"}
-    assert phases["rollout weights"] == {"playing", "scoring", "learning"}
+    assert phases["actor weights"] == {"train"}
+    assert phases["critic weights"] == {"logprobs", "train"}
+    assert phases["reference weights"] == {"logprobs"}
+    assert phases["actor optimizer"] == phases["critic optimizer"] == phases["gradients"] == {"train"}
+    assert phases["rollout weights"] == {"rollout", "logprobs", "train"}
 
 
 def test_an_actor_that_recomputes_is_there_for_scoring(load):
     offloaded = ["cluster.devices_per_node=4", "train.offload=[parameters]", "algorithm.old_logprobs=recompute"]
     items, _ = memory_of(load(*offloaded))
-    assert set(items["actor weights"]) == {"scoring", "learning"}
-    assert set(items["actor optimizer"]) == {"playing", "scoring", "learning"}
+    assert set(items["actor weights"]) == {"logprobs", "train"}
+    assert set(items["actor optimizer"]) == {"rollout", "logprobs", "train"}
 
 
 def test_totals_are_the_sums_of_their_phase(load):
     items, totals = memory_of(load("algorithm.name=ppo"))
-    assert totals["learning"] == sum(sizes.get("learning", 0) for sizes in items.values())
+    assert totals["train"] == sum(sizes.get("train", 0) for sizes in items.values())
 
 
 def test_groups_of_devices_are_told_apart(load):
@@ -341,10 +341,10 @@ def test_the_plan_as_a_dictionary_survives_json(load):
     assert json.loads(json.dumps(plan)) == plan
     assert plan["batch"]["update_sizes"] == [512]
     assert plan["placement"] == {"actor": [0], "rollout": [0], "reference": [0], "critic": [0], "idle": []}
-    assert plan["algorithm"]["advantage"] == "gae"
+    assert plan["algorithm"]["advantage"] == {"name": "gae", "gamma": 1.0, "gae_lambda": 1.0}
     whole = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
     assert plan["mesh"] == {"actor": whole, "reference": whole, "critic": whole}
-    assert plan["memory"][0]["total"]["learning"] > 0
+    assert plan["memory"][0]["total"]["train"] > 0
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ def test_a_key_at_the_top_is_found_in_its_section(problems):
 
 
 def test_keys_below_a_misspelt_section_are_each_led_to_the_right_one(problems):
-    found = problems(text=MINIMAL + "optimizer:\n  learning_rate: 1e-6\n  warmup: 3\n")
+    found = problems(text=MINIMAL + "optimzer:\n  learning_rate: 1e-6\n  warmup: 3\n")
     assert found == [
-        "recipe.yaml:10: `optimizer.learning_rate` is not a key; did you mean `optimizer.learning_rate`?",
-        "recipe.yaml:11: `optimizer.warmup` is not a key; did you mean `optimizer.warmup_steps`?",
+        "recipe.yaml:10: `optimzer.learning_rate` is not a key; did you mean `optimizer.learning_rate`?",
+        "recipe.yaml:11: `optimzer.warmup` is not a key; did you mean `optimizer.warmup_steps`?",
     ]
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_choice_in_a_list_is_the_one_that_is_named(problems):
         ("optimizer.learning_rate=-1", "`optimizer.learning_rate: -1` should be a number, above 0"),
         ("optimizer.learning_rate=.inf", "`optimizer.learning_rate: Infinity` should be a number, above 0"),
         ("rollout.top_p=1.5", "`rollout.top_p: 1.5` should be a number, above 0 and at most 1"),
-        ("algorithm.clip_low=x", "`algorithm.clip_low: x` should be a number, at least 0 or null"),
+        ("algorithm.loss.clip_low=x", "`algorithm.loss.clip_low: x` should be a number, at least 0"),
         ("data.shuffle=yes", "`data.shuffle: yes` should be true or false"),
         ("rollout.stop=[1]", "`rollout.stop: [1]` should be a list (each item text)"),
         (

@@ -23,10 +23,3 @@ def test_every_key_is_in_the_reference(generator: dict[str, Any]) -> None:
     text = (GENERATOR.parent / "recipe.md").read_text(encoding="utf-8")
     missing = [path for path in generator["all_keys"]() if f"`{'.'.join(path)}`" not in text]
     assert not missing
-
-
-def test_a_key_is_explained_in_one_place_only(generator: dict[str, Any]) -> None:
-    known = {".".join(path) for path in generator["all_keys"]()}
-    explained = set(generator["MEANINGS"])
-    assert explained <= known
-    assert not explained & set(generator["schema_meanings"]())

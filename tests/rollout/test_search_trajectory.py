@@ -9,7 +9,7 @@ import torch
 from stand_in_retriever import StandInRetriever
 from tiny import tiny_tokenizer
 
-from corral.algorithms.advantages import RewardedBatch, gae
+from corral.algorithms.advantages import GaeOptions, RewardedBatch, gae
 from corral.data.batch import Batch
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
@@ -149,10 +149,10 @@ def test_observations_are_in_no_loss_no_value_and_no_whitening(rolled_out: Traje
     values = torch.linspace(0, 1, len(mask))
     tensors = {"mask": mask, "offsets": torch.from_numpy(batch.offsets), "groups": torch.from_numpy(batch.groups)}
     rewards = torch.from_numpy(batch.token_rewards)
-    clean = gae(RewardedBatch(rewards, values=values, **tensors), gamma=0.99, gae_lambda=0.95)
+    clean = gae(RewardedBatch(rewards, values=values, **tensors), GaeOptions(gamma=0.99, gae_lambda=0.95))
     nan = torch.tensor(torch.nan)
     poisoned = RewardedBatch(torch.where(mask, rewards, nan), values=torch.where(mask, values, nan), **tensors)
-    found = gae(poisoned, gamma=0.99, gae_lambda=0.95)
+    found = gae(poisoned, GaeOptions(gamma=0.99, gae_lambda=0.95))
     assert torch.equal(found.advantages, clean.advantages)
     assert torch.equal(found.returns, clean.returns)
     assert found.advantages[~mask].abs().max() == 0

@@ -13,6 +13,7 @@ from corral.cluster.doctor.findings import Finding, Place, hosts
 from corral.cluster.doctor.machine import hugging_face_cache
 from corral.data.plugins import is_spec
 from corral.model.smollm2 import SMOLLM2, cached_folder
+from corral.recipe.keys import dotted
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.schema import Recipe, Source
 
@@ -47,11 +48,7 @@ def named_in(recipe: Recipe, file: Path) -> list[Named]:
         if service.retriever is not None:
             index = str(Path(service.retriever).expanduser().resolve())
             found.append(Named(f"cluster.services.{name}.retriever", index, "path", everywhere))
-    code: dict[str, str] = {}
-    for tag, environment in recipe.tagged_environments.items():
-        where = f"environments.{tag}" if tag else "environment"
-        code |= {f"{where}.reward.name": environment.reward.name, f"{where}.name": environment.name}
-    found += [named_code(key, spec, everywhere) for key, spec in code.items() if is_spec(spec)]
+    found += [named_code(dotted(key), spec, everywhere) for key, spec in recipe.code_names.items()]
     template = recipe.model.chat_template
     if template is not None and "{" not in template:
         found.append(Named("model.chat_template", str(Path(template).resolve()), "path", everywhere))

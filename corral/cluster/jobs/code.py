@@ -63,10 +63,7 @@ def gather(recipe: Recipe, folder: Path, root: Path | None, include: Sequence[st
 
 def named_code(recipe: Recipe) -> Mapping[KeyPath, str]:
     """Every `module:name` and `file.py:name` of the recipe."""
-    names: dict[KeyPath, str | list[str]] = {("data", "train", "path"): recipe.data.train.path}
-    for tag, environment in recipe.tagged_environments.items():
-        where = ("environments", tag) if tag else ("environment",)
-        names |= {(*where, "name"): environment.name, (*where, "reward", "name"): environment.reward.name}
+    names: dict[KeyPath, str | list[str]] = {("data", "train", "path"): recipe.data.train.path, **recipe.code_names}
     if recipe.data.validation is not None:
         names["data", "validation", "path"] = recipe.data.validation.path
     texts = {key: name for key, name in names.items() if isinstance(name, str)}

@@ -3,8 +3,11 @@ import torch
 from hypothesis import given
 from ragged_lists import Ragged, assert_rows, eighths, quick, ragged
 
-from corral.algorithms.aggregate import GlobalCounts, aggregate
-from corral.algorithms.regularizers import llds, num_preserved
+from corral.algorithms.aggregate import AGGREGATIONS, GlobalCounts, aggregate
+from corral.algorithms.declarations import with_options
+from corral.algorithms.losses import llds, num_preserved
+
+SEQ_MEAN_TOKEN_MEAN = with_options(AGGREGATIONS["seq_mean_token_mean"])
 
 
 def slow_llds(batch: Ragged) -> tuple[list[list[float]], int]:
@@ -74,5 +77,5 @@ def test_the_papers_normalisation_is_an_aggregation() -> None:
     new, old = torch.tensor([-2.0, -2.0, -3.0, -1.0, -9.0]), -torch.ones(5)
     advantages = torch.tensor([1.0, 1.0, 0.0, 0.0, -1.0])
     counts = GlobalCounts(5, num_preserved(advantages, mask, offsets))
-    penalty = aggregate(llds(new, old, advantages, mask, offsets), mask, offsets, "seq_mean_token_mean", counts)
+    penalty = aggregate(llds(new, old, advantages, mask, offsets), mask, offsets, SEQ_MEAN_TOKEN_MEAN, counts)
     assert float(penalty) == pytest.approx(((1 + 1) / 2 + (2 + 0) / 2) / 2)

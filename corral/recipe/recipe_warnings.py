@@ -1,16 +1,11 @@
-"""What a recipe may say but should think twice about: warnings."""
+"""Warnings: what a recipe may say, but is probably not meant."""
 
 from collections.abc import Iterator
 
 from corral.recipe.presets import ResolvedAlgorithm
-from corral.recipe.schema import AdvantageName, Recipe
+from corral.recipe.schema import Recipe
 
 Findings = Iterator[str]
-
-OF_WHOLE_BATCH: frozenset[AdvantageName] = frozenset(
-    {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg"}
-)
-"""Advantages with a number in them that is of the whole batch: whitening's mean and deviation, GPG's alpha."""
 
 
 def recipe_warnings(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -29,7 +24,7 @@ def truncated_sampling(recipe: Recipe) -> Findings:
     for key, truncates in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0), ("min_p", rollout.min_p > 0)):
         if truncates:
             yield (
-                f"`rollout.{key}: {getattr(rollout, key)}` draws from a truncated distribution, but log-probs are of "
+                f"`rollout.{key}: {getattr(rollout, key)}` samples from a truncated distribution, but log-probs are of "
                 "the whole one, so the samples are slightly off-policy"
             )
 
@@ -48,8 +43,9 @@ def update_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
             f"{trajectories} trajectories do not divide into {batch.updates_per_step} updates: "
             f"the last {batch.updates_per_step - rest} have one less than the others"
         )
-    if batch.updates_per_step * batch.ppo_epochs > 1 and algorithm.loss == "gpg":
-        yield "the loss gpg has nothing that keeps the later updates of a step near the policy that played"
+    if batch.updates_per_step * batch.ppo_epochs > 1 and not algorithm.loss.declaration.uses_old_policy:
+        name = algorithm.loss.name
+        yield f"the loss {name} has nothing that keeps the later updates of a step near the policy that sampled"
 
 
 def steps_that_do_nothing(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -57,7 +53,8 @@ def steps_that_do_nothing(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findi
     if steps is None:
         return
     if algorithm.needs_critic and recipe.critic.warmup_steps >= steps:
-        yield f"`critic.warmup_steps: {recipe.critic.warmup_steps}` covers all {steps} steps: only the critic learns"
+        warmup = recipe.critic.warmup_steps
+        yield f"`critic.warmup_steps: {warmup}` covers all {steps} steps: only the critic is trained"
     if recipe.optimizer.warmup_steps >= steps * updates:
         yield f"`optimizer.warmup_steps: {recipe.optimizer.warmup_steps}` covers all {steps * updates} updates"
     for optimizer, where in ((recipe.optimizer, "optimizer"), (recipe.critic.optimizer, "critic.optimizer")):
@@ -71,7 +68,7 @@ def steps_that_do_nothing(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findi
 
 
 def kl_without_gradient(algorithm: ResolvedAlgorithm) -> Findings:
-    if algorithm.kl_where == "loss" and algorithm.kl_estimator == "k1":
+    if algorithm.kl is not None and algorithm.kl.where == "loss" and algorithm.kl.estimator.name == "k1":
         yield "`algorithm.kl.estimator: k1` in the loss has a gradient that is zero on average; k3 or k1+ has not"
 
 
@@ -79,43 +76,43 @@ def greedy_repeats(recipe: Recipe) -> Findings:
     validation = recipe.validation
     if recipe.data.validation is not None and validation.temperature == 0 and validation.samples_per_prompt > 1:
         yield (
-            f"`validation.samples_per_prompt: {validation.samples_per_prompt}` with `validation.temperature: 0` plays "
-            "the same answer again and again"
+            f"`validation.samples_per_prompt: {validation.samples_per_prompt}` with `validation.temperature: 0` "
+            "samples the same answer again and again"
         )
 
 
 def uncorrected_staleness(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     staleness = recipe.schedule.max_staleness
-    if staleness and algorithm.correction_name == "none":
-        effect = "tokens that older weights drew are learnt from as if the newest had drawn them"
-        if algorithm.old_logprobs == "engine" and algorithm.loss != "gpg":
-            effect = "that tokens were drawn by older weights is left to the loss's own ratio, which starts off 1"
+    if staleness and algorithm.correction.name == "none":
+        effect = "tokens that older weights sampled are trained on as if the newest had sampled them"
+        if algorithm.old_logprobs == "engine" and algorithm.loss.declaration.uses_old_policy:
+            effect = "that tokens were sampled by older weights is left to the loss's own ratio, which starts off 1"
         yield f"`schedule.max_staleness: {staleness}` with `algorithm.correction.name: none`: {effect}"
 
 
 def stalled_pipeline(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     reasons = why_training_waits(recipe, algorithm)
     if recipe.schedule.pipelined and reasons:
-        still = "only scoring goes on while the rest is played"
-        if not is_scored(algorithm):
-            still = "nothing is scored in this recipe, so nothing is left to do while the rest is played"
-        yield f"`schedule.pipelined`: learning waits for the whole step because of {' and '.join(reasons)}; {still}"
+        still = "only log-probs and values are computed while the rest is generated"
+        if not needs_logprobs(algorithm):
+            still = "this recipe computes no log-probs before training, so nothing is left to do meanwhile"
+        yield f"`schedule.pipelined`: training waits for the whole step because of {' and '.join(reasons)}; {still}"
 
 
 def why_training_waits(recipe: Recipe, algorithm: ResolvedAlgorithm) -> list[str]:
-    """What keeps gradients from being summed prompt by prompt as they are played. Empty: nothing does."""
-    batch = recipe.batch
+    """What keeps gradients from being summed prompt by prompt as samples are finished. Empty: nothing does."""
+    batch, advantage = recipe.batch, algorithm.advantage
     reasons = {
         "dynamic sampling": algorithm.dynamic_sampling,
         f"`batch.ppo_epochs: {batch.ppo_epochs}`": batch.ppo_epochs > 1,
         f"`batch.updates_per_step: {batch.updates_per_step}`": batch.updates_per_step > 1,
-        f"the advantage {algorithm.advantage}, which looks at the whole batch": algorithm.advantage in OF_WHOLE_BATCH,
-        "`algorithm.whiten`, which looks at the whole batch": algorithm.whiten,
-        "`algorithm.llds_coefficient`, whose share depends on the whole batch": algorithm.llds_coefficient > 0,
+        f"the advantage {advantage.name}, which needs the whole batch": advantage.declaration.needs.whole_batch,
+        "`algorithm.whiten`, which needs the whole batch": algorithm.whiten,
+        "`algorithm.llds_coefficient`, whose divisor depends on the whole batch": algorithm.llds_coefficient > 0,
     }
     return [reason for reason, applies in reasons.items() if applies]
 
 
-def is_scored(algorithm: ResolvedAlgorithm) -> bool:
-    """Whether learning needs more numbers for what was played than playing itself leaves behind."""
+def needs_logprobs(algorithm: ResolvedAlgorithm) -> bool:
+    """Whether training needs log-probs or values that sampling does not leave behind."""
     return algorithm.needs_reference or algorithm.needs_critic or algorithm.old_logprobs == "recompute"

@@ -1,0 +1,47 @@
+"""Keys that had another name in earlier releases: a recipe with an old one gets an error that names the new one."""
+
+from corral.recipe.keys import KeyPath, dotted
+
+RENAMED = {
+    "optimiser": "optimizer",
+    "critic.optimiser": "critic.optimizer",
+    "algorithm.lam": "algorithm.advantage.gae_lambda",
+    "algorithm.gae_lambda": "algorithm.advantage.gae_lambda",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.turn_gamma": "algorithm.advantage.turn_gamma",
+    "algorithm.turn_weight": "algorithm.advantage.turn_weight",
+    "algorithm.clip_low": "algorithm.loss.clip_low",
+    "algorithm.clip_high": "algorithm.loss.clip_high",
+    "algorithm.dual_clip": "algorithm.loss.dual_clip",
+    "algorithm.sapo_tau_positive": "algorithm.loss.tau_positive",
+    "algorithm.sapo_tau_negative": "algorithm.loss.tau_negative",
+    "algorithm.dro_beta": "algorithm.loss.beta",
+    "algorithm.dppo_threshold": "algorithm.loss.threshold",
+    "algorithm.aggregation_norm": "algorithm.aggregation.norm",
+    "algorithm.kl.target": "algorithm.kl.controller.target",
+    "algorithm.kl.horizon": "algorithm.kl.controller.horizon",
+    "batch.passes": "batch.ppo_epochs",
+    "train.recompute": "train.gradient_checkpointing",
+    "environments.*.share": "environments.*.weight",
+    "environments.*.validation_share": "environments.*.validation_weight",
+}
+"""Old to new; a section stands for all keys below it, and `*` for a name of the user's choice."""
+
+NOTES = {"train.recompute": ", which is true or false (full is now true)"}
+
+
+def new_path(path: KeyPath) -> KeyPath | None:
+    """The key that `path` was renamed to. None: it was not renamed."""
+    for old, new in RENAMED.items():
+        pattern = tuple(old.split("."))
+        head, rest = path[: len(pattern)], path[len(pattern) :]
+        if len(head) == len(pattern) and all(name in ("*", given) for name, given in zip(pattern, head, strict=True)):
+            chosen = dict(zip(pattern, head, strict=True)).get("*", "*")
+            return (*(chosen if name == "*" else name for name in new.split(".")), *rest)
+    return None
+
+
+def renamed_key(path: KeyPath) -> str | None:
+    """What an error says after `is now`."""
+    found = new_path(path)
+    return None if found is None else f"`{dotted(found)}`{NOTES.get(dotted(path), '')}"
