@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.data.tree import Chunk, TokenTree
-from corral.kernels.device import on_device
-from corral.kernels.gather import Taken, gather
-from corral.kernels.varlen import has_flash, varlen_attention
+from corral.kernels.gather_kv import GatherIndex, gather_kv
+from corral.kernels.host_to_device import on_device
+from corral.kernels.varlen_attention import has_flash, varlen_attention
 
 ATTENTION_NAME = "corral"
 EXACT = "corral_exact"
@@ -153,7 +153,7 @@ class _Ragged:
         self.keys = None
         """The nodes whose keys are wanted; None: they are the queries themselves."""
         if num_keys != num_queries or len(path) != tree.num_nodes:
-            self.keys = Taken(path, tree.num_nodes, device)
+            self.keys = GatherIndex(path, tree.num_nodes, device)
         starts = np.cumsum([[0, 0], *zip(num_queries, num_keys, strict=True)], axis=0).astype(np.int32)
         self.query_starts, self.key_starts = on_device(np.ascontiguousarray(starts.T), device)
         self.max_query, self.max_key = max(num_queries), max(num_keys)
@@ -162,7 +162,7 @@ class _Ragged:
         # Not `tensor[0]`, whose gradient is a copy in a tensor of zeros.
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if self.keys is not None:
-            key, value = gather(key, value, self.keys)
+            key, value = gather_kv(key, value, self.keys)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         lengths = (self.query_starts, self.key_starts, self.max_query, self.max_key)
         output = varlen_attention(query, key, value, *lengths, scale)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corral.kernels.gate import silu_mul
-from corral.kernels.linear import adjacent, merged_linear
-from corral.kernels.norm import add_rms_norm, rms_norm
-from corral.kernels.rotary import heads_of, rotate, rotate_merged
+from corral.kernels.merged_linear import adjacent, merged_linear
+from corral.kernels.rms_norm import add_rms_norm, rms_norm
+from corral.kernels.rotary import rotate, rotate_merged, split_heads
+from corral.kernels.swiglu import silu_mul
 from corral.model.attention import ATTENTION_NAME, corral_attention
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -169,7 +169,7 @@ def attend(
     num_heads, num_kv_heads = (linear.out_features // attention.head_dim for linear in linears[:2])
     cos, sin = (table.expand(*shape, -1).reshape(-1, table.shape[-1]) for table in position_embeddings)
     if hasattr(attention, "q_norm"):
-        query, key, value = heads_of(merged, num_heads, num_kv_heads)
+        query, key, value = split_heads(merged, num_heads, num_kv_heads)
         query = rms_norm(query, *weight_and_eps(attention.q_norm))
         key = rms_norm(key, *weight_and_eps(attention.k_norm))
         query, key = rotate(query, key, cos, sin)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corral.kernels.logits import head_statistics, overwrite_with_gradient
+from corral.kernels.log_softmax import logsumexp_and_entropy, overwrite_with_gradient
 
 
 def head_logprobs(
@@ -44,10 +44,10 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
         for span, wanted in _chunks(len(hidden), rows, chunk):
             logits = _logits(hidden[span], weight, bias, temperature)
-            normaliser = logits.logsumexp(-1)
+            logsumexp = logits.logsumexp(-1)
             local = rows[wanted] - span.start
-            logprobs[wanted] = logits[local, targets[wanted]] - normaliser[local]
-            log_p = logits - normaliser[:, None]
+            logprobs[wanted] = logits[local, targets[wanted]] - logsumexp[local]
+            log_p = logits - logsumexp[:, None]
             entropy[span] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy)
         ctx.temperature, ctx.chunk, ctx.last_log_p = temperature, chunk, log_p
@@ -96,10 +96,10 @@ class HeadLogprobsInPlace(torch.autograd.Function):
         spans = list(_chunks(len(hidden), rows, chunk))
         for span, wanted in spans:
             logits = _logits_into(buffer, hidden[span], weight, bias)
-            normaliser, entropy = head_statistics(logits, temperature)
-            statistics[0, span], statistics[1, span] = normaliser, entropy
+            logsumexp, entropy = logsumexp_and_entropy(logits, temperature)
+            statistics[0, span], statistics[1, span] = logsumexp, entropy
             local = rows[wanted] - span.start
-            logprobs[wanted] = logits[local, targets[wanted]].float() / temperature - normaliser[local]
+            logprobs[wanted] = logits[local, targets[wanted]].float() / temperature - logsumexp[local]
         ctx.save_for_backward(hidden, weight, bias, rows, targets, statistics)
         ctx.temperature, ctx.spans, ctx.buffer = temperature, spans, buffer
         ctx.set_materialize_grads(False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corral.data.tree import TokenTree
-from corral.kernels.draw import Truncation, draw
+from corral.kernels.sampling import Truncation, sample_tokens
 from corral.model.attention import forward_hidden
 from corral.rollout.engine import Sampling
 from corral.rollout.request import EngineStats, Family, Request
@@ -214,7 +214,7 @@ class SlotCore:
         sampling = [branch.requests[0].sampling for branch in self.branches]
         logits = self.head(hidden)[: len(self.branches)]
         requests = [(row, request) for row, branch in enumerate(self.branches) for request in branch.requests]
-        tokens, logprobs = draw(
+        tokens, logprobs = sample_tokens(
             logits,
             rows=self._tensor([row for row, _ in requests]),
             temperatures=self._tensor([s.temperature for s in sampling]),

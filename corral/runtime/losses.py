@@ -13,7 +13,7 @@ from corral.algorithms.losses import LOSSES, LossOptions, PolicyTerms, TokenLoss
 from corral.algorithms.regularisers import llds
 from corral.algorithms.values import value_loss
 from corral.data.batch import Pack
-from corral.kernels.device import on_device
+from corral.kernels.host_to_device import on_device
 from corral.recipe.presets import ResolvedAlgorithm
 
 

@@ -85,7 +85,7 @@ class MasterOptimiser:
     def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
         """The same in one pass over everything, launched without waiting for the norm: where that is not finite, the
         kernel changes nothing."""
-        from corral.kernels.gpu import adamw
+        from corral.kernels.gpu.adamw_kernel import adamw_update
 
         norm = norm * (scale / self.scaler.scale)
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
@@ -98,7 +98,7 @@ class MasterOptimiser:
         torch._foreach_add_([state["step"] for state in states], norm.isfinite().float())
         for slot, state in zip(slots, states, strict=True):
             assert slot.received is not None
-            adamw.update(
+            adamw_update(
                 slot.current,
                 slot.received.contiguous(),
                 state["exp_avg"],
@@ -106,8 +106,8 @@ class MasterOptimiser:
                 slot.parameter if slot.is_copy else None,
                 state["step"],
                 factor,
-                rate=rate,
-                decay=self.recipe.weight_decay,
+                learning_rate=rate,
+                weight_decay=self.recipe.weight_decay,
                 betas=self.recipe.betas,
                 log_betas=(log(self.recipe.betas[0]), log(self.recipe.betas[1])),
                 eps=self.recipe.epsilon,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import StopReason, Trajectory
-from corral.kernels.device import on_device
+from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
 from corral.model.collectives import summed
 from corral.model.context_parallel import SlicedTreeAttention, padded_tree, slice_of

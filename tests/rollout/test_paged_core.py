@@ -8,7 +8,7 @@ import torch
 from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine, reference_logprobs
 from tiny import DEVICE
 
-from corral.kernels.paged import PAGE
+from corral.kernels.paged_attention import PAGE
 from corral.model.fused import fuse
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.native import NativeEngine

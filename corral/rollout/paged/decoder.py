@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.kernels.draw import draw
-from corral.kernels.gate import silu_mul
-from corral.kernels.norm import add_rms_norm, rms_norm
-from corral.kernels.paged import PAGE, paged_decode
+from corral.kernels.paged_attention import PAGE, paged_decode
+from corral.kernels.rms_norm import add_rms_norm, rms_norm
+from corral.kernels.sampling import sample_tokens
+from corral.kernels.swiglu import silu_mul
 from corral.model.attention import Kernel, forward_hidden
 from corral.model.fused import FusedLayer, fused_layers, weight_and_eps
 from corral.rollout.paged.pool import PagePool
@@ -109,7 +109,7 @@ class Decoder:
         self.cursor.add_(1)
 
     def draw(self, hidden: Tensor, state: SlotState, truncates: bool) -> tuple[Tensor, Tensor]:
-        return draw(
+        return sample_tokens(
             self.head(hidden),
             self.rows[: len(hidden)],
             state.temperatures,

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from corral.data.trajectory import IntArray
-from corral.kernels.paged import PAGE
+from corral.kernels.paged_attention import PAGE
 from corral.model.attention import forward_hidden
 from corral.rollout.paged.cache import History, PagedCache
 from corral.rollout.paged.pool import num_pages_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from corral.data.trajectory import IntArray
-from corral.kernels.device import on_device
-from corral.kernels.paged import PAGE
+from corral.kernels.host_to_device import on_device
+from corral.kernels.paged_attention import PAGE
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class _HostMemory:
 
 class _DeviceMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        from corral.kernels.gpu.memory import HeldAddress
+        from corral.kernels.gpu.virtual_memory import VirtualBuffer
 
-        self.held = HeldAddress(num_bytes, device)
+        self.held = VirtualBuffer(num_bytes, device)
 
     def take(self) -> Tensor:
         self.held.map()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
-from corral.kernels.device import on_device
-from corral.kernels.varlen import varlen_attention
+from corral.kernels.host_to_device import on_device
+from corral.kernels.varlen_attention import varlen_attention
 from corral.model.attention import Kernel
 from corral.rollout.paged.pool import PagePool, slots_of
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from corral.kernels.draw import Truncation
+from corral.kernels.sampling import Truncation
 
 
 @dataclass(frozen=True)

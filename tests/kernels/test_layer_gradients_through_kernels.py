@@ -1,4 +1,4 @@
-"""Fused layers that compute with the kernels around attention learn what the model's own code learns."""
+"""Fused layers that compute with the kernels around attention have the gradients of the model's own code."""
 
 import copy
 
@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("triton")
 
 from corral.data.tree import TokenTree
-from corral.kernels.gather import Gather
-from corral.kernels.gpu.linear import column_sums
+from corral.kernels.gather_kv import GatherKV
+from corral.kernels.gpu.column_sum_kernel import column_sums
 from corral.kernels.rotary import Rotate, RotateMerged
 from corral.model.attention import TreeAttention, forward_hidden, register
 from corral.model.fused import fuse
@@ -40,10 +40,10 @@ def test_gradients_through_the_kernels_around_attention(
     expected = gradients(copy.deepcopy(model), recompute=False)
     assert fuse(model)
     monkeypatch.setattr("corral.model.attention.has_flash", lambda _: True)
-    monkeypatch.setattr("corral.model.attention.gather", Gather.apply)
+    monkeypatch.setattr("corral.model.attention.gather_kv", GatherKV.apply)
     monkeypatch.setattr("corral.model.fused.rotate", Rotate.apply)
     monkeypatch.setattr("corral.model.fused.rotate_merged", RotateMerged.apply)
-    monkeypatch.setattr("corral.kernels.linear.column_sums", column_sums)
+    monkeypatch.setattr("corral.kernels.merged_linear.column_sums", column_sums)
     found = gradients(model, recompute)
     assert set(found) == set(expected)
     for name, gradient in expected.items():

@@ -1,18 +1,19 @@
-"""The paged cache: keys and values of many sequences in pages of `PAGE` tokens, each sequence with a list of its pages.
+"""Decode attention over a paged KV cache: pages of `PAGE` tokens, and for each sequence a table of its pages.
 
 keys, values   [pages x PAGE, kv_heads, width], of one layer
-table          [sequences, pages of the longest], int32: which pages hold a sequence, in order
-positions      [sequences], int32: where its new token goes
+table          [sequences, most pages], int32: the pages of each sequence, in order
+positions      [sequences], int32: the position of each sequence's new token
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.kernels.norm import plain_rms_norm
+from corral.kernels.rms_norm import plain_rms_norm
 from corral.kernels.rotary import plain_rotate
 
 PAGE = 64
+"""Tokens of a page."""
 
 
 def paged_decode(
@@ -28,14 +29,14 @@ def paged_decode(
     eps: float = 0.0,
     splits: int = 1,
 ) -> Tensor:
-    """One new token of each sequence: its keys and values go into the cache, and its queries see them and all before.
+    """Attention of one new token of each sequence, after its key and value were written into the cache.
 
     qkv [sequences, (heads + 2 kv_heads) x width] -> [sequences, heads x width]. Queries and keys are normalised by head
     (with `norms`, the weights [width] of either) and rotated (with `rotary`, cos and sin [positions, width]) first.
-    `splits`: parts of a sequence that are read at the same time.
+    `splits` is the number of parts of a sequence that are read at the same time (flash-decoding).
     """
     if qkv.is_cuda:
-        from corral.kernels.gpu.paged import decode
+        from corral.kernels.gpu.paged_attention_kernels import decode
 
         return decode(qkv, keys, values, positions, table, scale, rotary, norms, eps, splits)
     kv_heads, width = keys.shape[1:]
@@ -50,9 +51,9 @@ def paged_decode(
     keys[new], values[new] = key, value
     places = torch.arange(int(positions.max()) + 1, device=qkv.device)
     slots = table[:, places // PAGE].long() * PAGE + places % PAGE
-    seen = places <= positions[:, None]
+    mask = places <= positions[:, None]
     # A page may hold anything behind the sequence's end, and 0 x NaN is NaN.
-    key, value = (torch.where(seen[:, :, None, None], tensor[slots], 0).transpose(1, 2) for tensor in (keys, values))
+    key, value = (torch.where(mask[:, :, None, None], tensor[slots], 0).transpose(1, 2) for tensor in (keys, values))
     grouped = query.reshape(len(query), kv_heads, -1, width)
-    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None], scale=scale)
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask[:, None, None], scale=scale)
     return output.reshape(len(qkv), -1)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from corral.kernels.gpu import paged as on_gpu
-from corral.kernels.paged import PAGE, paged_decode
+from corral.kernels.gpu import paged_attention_kernels
+from corral.kernels.paged_attention import PAGE, paged_decode
 
 POSITIONS = [0, 5, PAGE - 1, PAGE, 2 * PAGE + 7]
 """Of the new token: a first one, one that ends a page, one that begins one."""
@@ -41,7 +41,7 @@ def cache(kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -
         (6, 2, 32, 32, "rotate"),
     ],
 )
-def test_each_sequence_sees_its_own_pages_and_its_new_token_which_goes_there_and_nowhere_else(
+def test_each_sequence_attends_to_its_own_pages_and_its_new_token_which_is_written_nowhere_else(
     heads: int, kv_heads: int, width: int, splits: int, parts: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     keys, values, positions, table = cache(kv_heads, width, dtype, device)
@@ -58,7 +58,7 @@ def test_each_sequence_sees_its_own_pages_and_its_new_token_which_goes_there_and
         qkv.double().cpu(), wide_keys, wide_values, positions.cpu(), table.cpu(),
         scale=0.2, rotary=wide(rotary), norms=wide(norms), eps=1e-6,  # type: ignore[arg-type]
     )  # fmt: skip
-    found = on_gpu.decode(qkv, keys, values, positions, table, 0.2, rotary, norms, 1e-6, splits)  # type: ignore[arg-type]
+    found = paged_attention_kernels.decode(qkv, keys, values, positions, table, 0.2, rotary, norms, 1e-6, splits)  # type: ignore[arg-type]
     bound = BOUNDS.get(dtype, 2e-3)
     assert (found.double().cpu() - expected).norm() / expected.norm() < bound
     for name, ours, theirs in (("keys", keys, wide_keys), ("values", values, wide_values)):

@@ -1,7 +1,8 @@
-"""One matrix product for projections that read the same tokens, such as those of queries, keys and values.
+"""One matrix product for projections of the same input, such as those of queries, keys and values.
 
-Their weights stay parameters of their own. They only have to lie behind each other in memory, so that one view covers
-them all.
+One large product keeps a GPU busier than three small ones, and is one launch. The weights stay parameters of their own,
+for optimizer, checkpoints and everybody who looks for them by name. They only have to lie behind each other in memory,
+so that one view covers them all.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 
 def merged_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
-    """x [tokens, inputs], weights [outputs, inputs] each -> [tokens, all outputs]. Weights that are not adjacent cost
-    a product each."""
+    """x [tokens, inputs], weights [outputs, inputs] each -> [tokens, all outputs].
+
+    Weights that are not adjacent in memory cost a product each.
+    """
     biases = biases or ()
     if adjacent(weights) is None or (biases and adjacent(biases) is None):
         pairs = zip_longest(weights, biases)
@@ -26,12 +29,12 @@ def merged_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The view over all of them along the first dimension, or None if they do not follow each other in one storage.
+    """One view over all tensors along the first dimension, or None if they do not follow each other in one storage.
 
-    Looks at pointers only; the view has no gradient history.
+    Only pointers and shapes are compared, so this is cheap enough for every call. The view has no gradient history.
     """
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-        return None  # such as a sharded one, which has no storage of its own
+        return None  # such as a DTensor, which has no storage of its own
     first = tensors[0]
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
@@ -66,13 +69,14 @@ class MergedLinear(torch.autograd.Function):
             if ctx.has_bias:
                 d_biases = column_sums(d_output).split(sizes)
         weight = adjacent(weights)
-        assert weight is not None, "weights stay where they are between the passes"
+        assert weight is not None, "weights must stay where they are between forward and backward"
         return d_output @ weight if wants_x else None, None, *d_weights, *d_biases
 
 
 def column_sums(x: Tensor) -> Tensor:
+    """[rows, columns] -> [columns]."""
     if not x.is_cuda:
         return x.sum(0)
-    from corral.kernels.gpu import linear as gpu
+    from corral.kernels.gpu import column_sum_kernel
 
-    return gpu.column_sums(x)
+    return column_sum_kernel.column_sums(x)

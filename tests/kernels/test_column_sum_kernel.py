@@ -7,8 +7,8 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from corral.kernels import linear
-from corral.kernels.gpu.linear import column_sums
+from corral.kernels import merged_linear
+from corral.kernels.gpu.column_sum_kernel import column_sums
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -32,12 +32,12 @@ def test_sums_are_rounded_once(device: torch.device) -> None:
 
 
 def test_biases_get_them_as_their_gradients(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "column_sums", column_sums)
+    monkeypatch.setattr(merged_linear, "column_sums", column_sums)
     x = random(5, 4, seed=0, dtype=torch.float32, device=device)
     weights, biases = (
         [nn.Parameter(part) for part in random(*shape, seed=1, dtype=torch.float32, device=device).split([3, 1, 2])]
         for shape in ((6, 4), (6,))
     )
     upstream = random(5, 6, seed=3, dtype=torch.float32, device=device)
-    gradients = torch.autograd.grad(linear.merged_linear(x, weights, biases), biases, upstream)
+    gradients = torch.autograd.grad(merged_linear.merged_linear(x, weights, biases), biases, upstream)
     torch.testing.assert_close(torch.cat(gradients), upstream.sum(0))

@@ -1,5 +1,10 @@
-"""Device memory whose address stays when the memory itself is given back: a captured graph goes on to hold after the
-cache has made room for training and was taken again. (CUDA's virtual memory management, by the driver's functions.)"""
+"""Device memory whose address stays reserved while the memory itself is freed.
+
+A captured CUDA graph contains addresses. The engine frees its KV cache while the trainer runs and takes it again later;
+with an ordinary allocation it would come back at another address, and every graph would have to be captured again.
+CUDA's virtual memory management separates the two: addresses are reserved once, physical memory is mapped and unmapped
+behind them. torch has no function for that, so these are the driver's, by ctypes.
+"""
 
 import ctypes
 from typing import Any
@@ -8,40 +13,41 @@ import torch
 from torch import Tensor
 
 
-class _Location(ctypes.Structure):
+# CUmemLocation, CUmemAllocationProp and CUmemAccessDesc of cuda.h, field by field.
+class _MemLocation(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Properties(ctypes.Structure):
+class _AllocationProp(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("requested_handle_types", ctypes.c_int),
-        ("location", _Location),
+        ("location", _MemLocation),
         ("win32_handle_metadata", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
 
 
-class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+class _AccessDesc(ctypes.Structure):
+    _fields_ = (("location", _MemLocation), ("flags", ctypes.c_int))
 
 
 _PINNED, _DEVICE, _READ_AND_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
 
 
-class HeldAddress:
-    """A range of addresses on the device, behind which there is memory between `map` and `unmap`."""
+class VirtualBuffer:
+    """A reserved range of device addresses, with physical memory behind it between `map` and `unmap`."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        torch.empty(1, device=device)  # the device's context exists from here on
+        torch.empty(1, device=device)  # creates the device's context, which the driver's functions need
         self.driver = ctypes.CDLL("libcuda.so.1")
-        self.location = _Location(_DEVICE, index)
-        self.properties = _Properties(type=_PINNED, location=self.location)
-        grain = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self.properties), 0)
-        self.size = -(-num_bytes // grain.value) * grain.value
+        self.location = _MemLocation(_DEVICE, index)
+        self.properties = _AllocationProp(type=_PINNED, location=self.location)
+        granularity = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
+        self.size = -(-num_bytes // granularity.value) * granularity.value
         self.num_bytes = num_bytes
         address = ctypes.c_uint64()
         self._call(
@@ -53,7 +59,7 @@ class HeldAddress:
         self.device = device
 
     def map(self) -> None:
-        """Takes the memory. What torch holds back for later is given up, if there is not enough otherwise."""
+        """Allocates the memory and maps it. If there is too little, torch's cached blocks are freed first."""
         handle = ctypes.c_uint64()
         create = ("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(self.size), ctypes.byref(self.properties))
         if self._try(*create, ctypes.c_uint64(0)) == _OUT_OF_MEMORY:
@@ -61,20 +67,20 @@ class HeldAddress:
             self._call(*create, ctypes.c_uint64(0))
         whole = (self.address, ctypes.c_size_t(self.size))
         self._call("cuMemMap", *whole, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-        access = _Access(self.location, _READ_AND_WRITE)
+        access = _AccessDesc(self.location, _READ_AND_WRITE)
         self._call("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
         self.handle = handle
 
     def unmap(self) -> None:
-        assert self.handle is not None, "there is no memory to give back"
-        torch.cuda.synchronize(self.device)
+        assert self.handle is not None, "no memory is mapped"
+        torch.cuda.synchronize(self.device)  # a kernel that still reads it would fault
         self._call("cuMemUnmap", self.address, ctypes.c_size_t(self.size))
         self._call("cuMemRelease", self.handle)
         self.handle = None
 
     def tensor(self) -> Tensor:
-        """[num_bytes], uint8. To be read and written only while there is memory."""
-        return torch.as_tensor(_Array(int(self.address.value), self.num_bytes), device=self.device)
+        """The memory as uint8 [num_bytes]. It may be read and written only while it is mapped."""
+        return torch.as_tensor(_CudaArray(int(self.address.value), self.num_bytes), device=self.device)
 
     def close(self) -> None:
         if self.handle is not None:
@@ -94,8 +100,8 @@ class HeldAddress:
             raise RuntimeError(f"{name} failed: {(text.value or b'?').decode()} ({code})")
 
 
-class _Array:
-    """Memory at an address, as torch takes it without a copy."""
+class _CudaArray:
+    """Memory at an address in the form that torch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

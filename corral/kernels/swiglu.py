@@ -1,4 +1,4 @@
-"""The gated activation of a feed-forward layer, silu(gate) * up (Shazeer 2020, SwiGLU)."""
+"""SwiGLU (Shazeer 2020): the gated activation of a feed-forward layer, silu(gate) * up."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[tokens, 2 units], gates first -> [tokens, units]; the activation is rounded before it is multiplied."""
+    """[tokens, 2 width], gates first -> [tokens, width]; the activation is rounded before it is multiplied."""
     if not gate_up.is_cuda:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -20,13 +20,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 class SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        from corral.kernels.gpu.gate import gate_forward
+        from corral.kernels.gpu.swiglu_kernels import swiglu_forward
 
         ctx.save_for_backward(gate_up)
-        return gate_forward(gate_up)
+        return swiglu_forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        from corral.kernels.gpu.gate import gate_backward
+        from corral.kernels.gpu.swiglu_kernels import swiglu_backward
 
-        return gate_backward(gradients[0], *ctx.saved_tensors)
+        return swiglu_backward(gradients[0], *ctx.saved_tensors)

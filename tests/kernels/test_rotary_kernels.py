@@ -8,7 +8,7 @@ from compare import BOUNDS, check_function, random
 
 pytest.importorskip("triton")
 
-from corral.kernels.rotary import Rotate, RotateMerged, heads_of, plain_rotate
+from corral.kernels.rotary import Rotate, RotateMerged, plain_rotate, split_heads
 
 SIZES = [(3, 1, 24), (4, 2, 16), (2, 2, 6)]
 """(heads, kv_heads, width)"""
@@ -32,7 +32,7 @@ def rotations(
         return RotateMerged.apply(merged, *tables(merged), heads, kv_heads)
 
     def rotation_in_parts(merged: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value = heads_of(merged, heads, kv_heads)
+        query, key, value = split_heads(merged, heads, kv_heads)
         return *Rotate.apply(query, key, *tables(merged)), value
 
     def plain(merged: torch.Tensor) -> tuple[torch.Tensor, ...]:

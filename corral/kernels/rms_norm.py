@@ -1,4 +1,4 @@
-"""Root mean square normalisation, alone or behind the residual addition (Zhang and Sennrich 2019, RMSNorm)."""
+"""RMSNorm (Zhang and Sennrich 2019), alone or fused with the residual addition before it."""
 
 from typing import Any
 
@@ -7,49 +7,54 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., width]. In float32 inside; the weight is applied after rounding to x's dtype, as transformers does."""
+    """RMSNorm of x [..., width].
+
+    Computed in float32; the weight is applied after rounding to x's dtype, as transformers does.
+    """
     if not x.is_cuda:
         return plain_rms_norm(x, weight, eps)
-    compute: Any = AddNorm.apply
+    compute: Any = AddRMSNorm.apply
     normed: Tensor = compute(x, None, weight, eps)[0]
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """-> (norm of the sum, the sum). Without a residual the sum is x itself: whoever goes on with it should go on with
-    the one returned here, for then both gradients of x are added up in one pass."""
+    """-> (RMSNorm of x + residual, x + residual). Without a residual the sum is x itself.
+
+    Go on with the sum that is returned, not with x: then both gradients of x are added up in the backward kernel.
+    """
     if not x.is_cuda:
         summed = x if residual is None else x + residual
         return plain_rms_norm(summed, weight, eps), summed
-    compute: Any = AddNorm.apply
+    compute: Any = AddRMSNorm.apply
     result: tuple[Tensor, Tensor] = compute(x, residual, weight, eps)
     return result
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    x_f32 = x.to(torch.float32)
+    normed = x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
-class AddNorm(torch.autograd.Function):
+class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        from corral.kernels.gpu.norm import norm_forward
+        from corral.kernels.gpu.rms_norm_kernels import norm_forward
 
-        normed, summed, scale = norm_forward(x, residual, weight, eps)
-        ctx.save_for_backward(summed, weight, scale)
+        normed, summed, rstd = norm_forward(x, residual, weight, eps)
+        ctx.save_for_backward(summed, weight, rstd)
         ctx.has_residual = residual is not None
         ctx.set_materialize_grads(False)
         return normed, x.view_as(x) if residual is None else summed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from corral.kernels.gpu.norm import norm_backward
+        from corral.kernels.gpu.rms_norm_kernels import norm_backward
 
-        summed, weight, scale = ctx.saved_tensors
+        summed, weight, rstd = ctx.saved_tensors
         d_normed, d_summed = gradients
         if d_normed is None:
             return d_summed, d_summed if ctx.has_residual else None, None, None
-        d_x, d_weight = norm_backward(d_normed, d_summed, summed, weight, scale)
+        d_x, d_weight = norm_backward(d_normed, d_summed, summed, weight, rstd)
         return d_x, d_x if ctx.has_residual else None, d_weight, None
