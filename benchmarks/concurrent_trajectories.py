@@ -22,7 +22,7 @@ from corral.data.trajectory import Trajectory
 from corral.envs.base import StepResult
 from corral.envs.games.frozen_lake import FrozenLakeEnv
 from corral.envs.registry import EnvSet
-from corral.model.load import default_device, load_model, load_tokenizer
+from corral.model.model_loading import default_device, load_model, load_tokenizer
 from corral.recipe.schema import Environment, Model, Rollout
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt

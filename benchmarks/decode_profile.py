@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from corral.bench.models import folder_of, make_shape
 from corral.bench.settings import ROLLOUT, SMALL_ROLLOUT, RolloutWork
-from corral.model.load import load_model
+from corral.model.model_loading import load_model
 from corral.recipe.schema import Model
 from corral.rollout.engine import Sampling
 from corral.rollout.native import NativeEngine

@@ -101,7 +101,7 @@ def vllm_version(python: str | None) -> str | None:
 
 
 def resolve(model: str) -> str:
-    from corral.model.load import model_source
+    from corral.model.model_loading import model_source
     from corral.recipe.errors import UserError
 
     try:
@@ -168,7 +168,7 @@ def work(options: argparse.Namespace) -> None:
 def corral_generate(options: argparse.Namespace, workload: Workload) -> Generate:
     import torch
 
-    from corral.model.load import load_model, load_tokenizer
+    from corral.model.model_loading import load_model, load_tokenizer
     from corral.recipe.schema import Model
     from corral.rollout.engine import Sampling
     from corral.rollout.native import NativeEngine

@@ -72,7 +72,7 @@ def endless_model(model: str, folder: Path) -> str:
     """A copy of the model (weights linked) whose end token is `NEVER_SAID`."""
     from transformers import AutoTokenizer
 
-    from corral.model.load import model_source
+    from corral.model.model_loading import model_source
     from corral.recipe.errors import UserError
 
     try:

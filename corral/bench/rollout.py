@@ -39,7 +39,7 @@ def corral(settings: Settings, tell: Tell) -> None:
     """The native engine, as the rollout role has it."""
     import torch
 
-    from corral.model.load import load_model, load_tokenizer
+    from corral.model.model_loading import load_model, load_tokenizer
     from corral.recipe.schema import Model
     from corral.rollout.engine import Sampling
     from corral.rollout.native import NativeEngine

@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-6
 
 def corral(settings: Settings, tell: Tell) -> None:
     """The native trainer, with float32 masters where the weights are smaller; log-probs and entropy of every token."""
-    from corral.model.load import load_model
+    from corral.model.model_loading import load_model
     from corral.recipe.schema import Model, Optimiser, Train
     from corral.train.native import NativePolicy
 

@@ -127,7 +127,7 @@ def run(
     from corral.bench.run import bench
     from corral.bench.settings import Settings
     from corral.bench.sides import chosen_sides
-    from corral.model.load import default_device
+    from corral.model.model_loading import default_device
 
     device = default_device().type
     dtype: DtypeName = "bfloat16" if device == "cuda" else "float32"

@@ -14,8 +14,8 @@ from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_p
 from corral.loop.playground import Playground
 from corral.loop.publish import Publisher
 from corral.loop.shares import Learners
-from corral.model.load import load_tokenizer
-from corral.model.smollm2 import needs_conversion
+from corral.model.builtin_models import needs_conversion
+from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console
 from corral.observe.log import quiet_libraries
 from corral.recipe.errors import UserError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
-from corral.model.attention import Kernel, TreeAttention
+from corral.model.attention import AttentionKernel, TreeAttention
 
 GROWTH = 64
 
@@ -77,7 +77,7 @@ class Prefill:
         self.attention = TreeAttention(tree, device)
         self.paths: list[IntArray] = list(tree.paths)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         for slot, path in zip(self.slots, self.paths, strict=True):
             keys[slot, :, : len(path)] = key[0][:, path]
@@ -101,7 +101,7 @@ class Extend:
         places = pasts[:, None] + torch.arange(self.most, device=device)
         self.mask = (torch.arange(self.longest, device=device) <= places[:, :, None])[:, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         used = slice(self.slots.start, self.slots.stop)
         keys[used].transpose(1, 2)[self.rows, self.positions] = key[0].transpose(0, 1)
@@ -123,7 +123,7 @@ class Decode:
         columns = torch.arange(self.longest, device=lengths.device)
         self.mask = (columns <= lengths[:, None])[:, None, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         keys[self.slots, :, self.lengths] = key[0].transpose(0, 1)
         values[self.slots, :, self.lengths] = value[0].transpose(0, 1)

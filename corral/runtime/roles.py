@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.envs.registry import EnvSet, uses_rewards
-from corral.model.load import load_model
+from corral.model.model_loading import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.pools import Pools

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from corral.model.load import default_device
+from corral.model.model_loading import default_device
 from corral.recipe.schema import Recipe
 
 BUILDER = "corral.runtime.roles:build_role"

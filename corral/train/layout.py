@@ -7,8 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.model.collectives import all_gather
-from corral.model.tensor_parallel import Cut
+from corral.model.model_parallel import ShardSpec, all_gather
 from corral.train.mesh import Mesh
 
 
@@ -20,7 +19,7 @@ class Spread:
     """Of the whole parameter."""
     dtype: torch.dtype
     """In which the model computes, and in which it is saved."""
-    cut: Cut | None = None
+    cut: ShardSpec | None = None
     """Over the tensor group; None: each of its ranks has all of it."""
     is_partial: bool = False
     """Not cut, but each rank of the tensor group sees a part of its gradient."""
@@ -63,7 +62,7 @@ class Layout:
         if spread.by_expert:
             whole = whole.chunk(self.mesh.size_of("expert"))[self.mesh.rank_in("expert")]
         if spread.cut is not None:
-            whole = spread.cut.part(whole, self.mesh.rank_in("tensor"), self.mesh.size_of("tensor"))
+            whole = spread.cut.shard(whole, self.mesh.rank_in("tensor"), self.mesh.size_of("tensor"))
         return whole
 
     def _gather_shards(self, spread: Spread, local: Tensor) -> Tensor:

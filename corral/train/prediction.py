@@ -10,8 +10,7 @@ from corral.data.batch import Batch, Pack
 from corral.data.trajectory import StopReason, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
-from corral.model.collectives import summed
-from corral.model.context_parallel import SlicedTreeAttention, padded_tree, slice_of
+from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
 from corral.train.mesh import Mesh
 
 
@@ -24,8 +23,8 @@ class Prediction:
         self.tree, self.nodes = pack.tree, slice(0, pack.tree.num_nodes)
         sources, targets = pack.sources, pack.targets
         if self.group is not None:
-            self.tree = padded_tree(pack.tree, self.group.size())
-            self.nodes = slice_of(self.tree, self.group)
+            self.tree = pad_tree(pack.tree, self.group.size())
+            self.nodes = rank_slice(self.tree, self.group)
             own = (sources >= self.nodes.start) & (sources < self.nodes.stop)
             sources, targets = sources[own] - self.nodes.start, targets[own]
         rows, row_of_target = np.unique(sources, return_inverse=True)
@@ -51,13 +50,13 @@ class Prediction:
         if self.group is None:
             attention = TreeAttention(self.tree, self.device)
         else:
-            attention = SlicedTreeAttention(self.tree, self.device, self.group)
+            attention = ContextParallelAttention(self.tree, self.device, self.group)
         return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
 
     def to_tokens(self, per_target: Tensor) -> Tensor:
         """[targets] -> [tokens of the pack], 0 where nothing was generated; equal on all ranks of a context group."""
         tokens = per_target.new_zeros(self.num_tokens).index_put((self.token_of_target,), per_target)
-        return tokens if self.group is None else summed(tokens, self.group)
+        return tokens if self.group is None else reduce_from_group(tokens, self.group)
 
 
 @cache

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from corral.model.expert_parallel import ExpertExchange, deal_experts
-from corral.model.tensor_parallel import TensorParallel
+from corral.model.model_parallel import ExpertParallel, TensorParallel, shard_experts
 from corral.recipe.errors import UserError
 from corral.train.layout import Layout, Spread
 from corral.train.mesh import Mesh
@@ -36,22 +35,22 @@ class Sharded:
         """`causal`: the transformers model in it. `in_float32`: modules of it that do not compute in its dtype.
         `offload`: parameters and gradients are in the host's memory while they are not computed with."""
         self.mesh = mesh
-        self.exchange: ExpertExchange | None = None
+        self.exchange: ExpertParallel | None = None
         shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
         if not mesh.is_sharded:
             model.to(mesh.device)
             self.layout = Layout(mesh, {name: Spread(*shape) for name, shape in shapes.items()})
             return
         if "expert" in mesh.groups:
-            self.exchange = deal_experts(causal, mesh.groups["expert"])
+            self.exchange = shard_experts(causal, mesh.groups["expert"])
         cut = None
         if "tensor" in mesh.groups:
             cut = TensorParallel(mesh.groups["tensor"])
-            cut.cut_model(causal)
+            cut.shard_model(causal)
         dealt = {parameter for module in self.experts for parameter in module.parameters()}
         self.layout = Layout(mesh, {})
         for name, p in model.named_parameters():
-            by_tensor = None if cut is None else cut.cuts.get(p)
+            by_tensor = None if cut is None else cut.specs.get(p)
             is_partial = cut is not None and p in cut.partial
             self.layout.spreads[name] = Spread(*shapes[name], by_tensor, is_partial, by_expert=p in dealt)
         self.root: Any = Call(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.data.batch import Pack
-from corral.model.fused import unfuse
+from corral.model.fused_layers import unfuse
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimiser
@@ -77,7 +77,7 @@ class Trained:
         """What `read` makes of a pack; all ranks that share a copy of the model compute at the same time."""
         prediction = Prediction(pack, self.mesh)
         if self.sharded.exchange is not None:
-            self.sharded.exchange.most_tokens = self.mesh.max(prediction.num_nodes, "expert")
+            self.sharded.exchange.max_tokens = self.mesh.max(prediction.num_nodes, "expert")
         return self.sharded(lambda: read(prediction))
 
     def backward(self, loss: Tensor) -> float:

@@ -15,7 +15,7 @@ from corral.kernels.gather_kv import GatherKV
 from corral.kernels.gpu.column_sum_kernel import column_sums
 from corral.kernels.rotary import Rotate, RotateMerged
 from corral.model.attention import TreeAttention, forward_hidden, register
-from corral.model.fused import fuse
+from corral.model.fused_layers import fuse
 
 
 def gradients(model: torch.nn.Module, recompute: bool) -> dict[str, torch.Tensor]:
@@ -41,8 +41,8 @@ def test_gradients_through_the_kernels_around_attention(
     assert fuse(model)
     monkeypatch.setattr("corral.model.attention.has_flash", lambda _: True)
     monkeypatch.setattr("corral.model.attention.gather_kv", GatherKV.apply)
-    monkeypatch.setattr("corral.model.fused.rotate", Rotate.apply)
-    monkeypatch.setattr("corral.model.fused.rotate_merged", RotateMerged.apply)
+    monkeypatch.setattr("corral.model.fused_layers.rotate", Rotate.apply)
+    monkeypatch.setattr("corral.model.fused_layers.rotate_merged", RotateMerged.apply)
     monkeypatch.setattr("corral.kernels.merged_linear.column_sums", column_sums)
     found = gradients(model, recompute)
     assert set(found) == set(expected)

@@ -9,7 +9,7 @@ from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine, refere
 from tiny import DEVICE
 
 from corral.kernels.paged_attention import PAGE
-from corral.model.fused import fuse
+from corral.model.fused_layers import fuse
 from corral.rollout.engine import Completion, Finish, Sampling
 from corral.rollout.native import NativeEngine
 from corral.rollout.paged import core as paged_core

@@ -14,7 +14,7 @@ from corral.data.trajectory import IntArray
 from corral.data.tree import TokenTree
 from corral.kernels.host_to_device import on_device
 from corral.kernels.varlen_attention import varlen_attention
-from corral.model.attention import Kernel
+from corral.model.attention import AttentionKernel
 from corral.rollout.paged.pool import PagePool, slots_of
 
 
@@ -69,7 +69,7 @@ class Prefill:
     def num_computed(self) -> int:
         return len(self.tokens)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
         output = varlen_attention(
             query[0].transpose(0, 1),

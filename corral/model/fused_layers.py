@@ -1,13 +1,14 @@
 """Decoder layers of the Llama family, computed with fewer and larger kernels.
 
 `fuse` leaves a transformers model as it is to everybody who looks at it: the same modules, parameters, names and
-hooks. What changes is where the weights of projections that read the same tokens lie (behind each other, so that one
-product computes them all) and how a layer computes. Models that are not exactly of this shape are left alone.
+hooks. Two things change: the weights of projections with the same input lie behind each other in memory, so that one
+product computes them all, and the layers' forward methods are replaced. Models that are not exactly of this shape are
+left alone. A fused copy of the weights, which vLLM and others make, would have to be kept in step with the optimizer.
 """
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,20 @@ from corral.kernels.swiglu import silu_mul
 from corral.model.attention import ATTENTION_NAME, corral_attention
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""With these names transformers' own classes begin. Others may have the same parts and another arithmetic."""
+"""Prefixes of transformers' class names. Other families may compute something else with the same parts."""
 
 
-@dataclass(frozen=True)
-class Norm:
+class NormParameters(NamedTuple):
     weight: Tensor
     eps: float
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """What a layer computes with, for those who compute it themselves. Tensors are the parameters' own memory."""
+    """Weights and sizes of a layer, for the engine's decoder, which computes it itself.
+
+    Tensors are views of the parameters, so they follow every update in place.
+    """
 
     module: Any
     index: int
@@ -40,31 +43,34 @@ class FusedLayer:
     scaling: float
 
     @property
-    def input_norm(self) -> Norm:
-        return norm_of(self.module.input_layernorm)
+    def input_norm(self) -> NormParameters:
+        return norm_parameters(self.module.input_layernorm)
 
     @property
-    def post_norm(self) -> Norm:
-        """Between attention and the feed-forward part."""
-        return norm_of(self.module.post_attention_layernorm)
+    def post_norm(self) -> NormParameters:
+        """The norm between attention and the feed-forward part."""
+        return norm_parameters(self.module.post_attention_layernorm)
 
     @property
     def qkv_weight(self) -> Tensor:
-        """[(heads + 2 kv_heads) * head_width, width]: queries, keys, values."""
-        return merged([linear.weight for linear in attention_inputs(self.module)])
+        """[(heads + 2 kv_heads) * head_width, width]: queries, keys, values in this order."""
+        return merged([linear.weight for linear in qkv_projections(self.module)])
 
     @property
     def qkv_bias(self) -> Tensor | None:
-        biases = biases_of(attention_inputs(self.module))
+        biases = biases_of(qkv_projections(self.module))
         return merged(biases) if biases else None
 
     @property
-    def q_norm(self) -> Norm | None:
-        return optional_norm(self.module.self_attn, "q_norm")
+    def q_norm(self) -> NormParameters | None:
+        """The norm of each query head, in models that have it (Qwen3)."""
+        norm = getattr(self.module.self_attn, "q_norm", None)
+        return None if norm is None else norm_parameters(norm)
 
     @property
-    def k_norm(self) -> Norm | None:
-        return optional_norm(self.module.self_attn, "k_norm")
+    def k_norm(self) -> NormParameters | None:
+        norm = getattr(self.module.self_attn, "k_norm", None)
+        return None if norm is None else norm_parameters(norm)
 
     @property
     def o_weight(self) -> Tensor:
@@ -78,8 +84,8 @@ class FusedLayer:
 
     @property
     def gate_up_weight(self) -> Tensor:
-        """[2 units, width]: gates first."""
-        return merged([linear.weight for linear in gated_inputs(self.module)])
+        """[2 hidden units, width]: gates first, then ups."""
+        return merged([linear.weight for linear in gate_up_projections(self.module)])
 
     @property
     def down_weight(self) -> Tensor:
@@ -88,23 +94,23 @@ class FusedLayer:
 
 
 def fuse(model: Any) -> bool:
-    """Whether the model is one that can be fused; from then on it is."""
+    """Fuses the model, if it is one that can be; returns whether it is."""
     decoder = model.get_decoder()
     if not is_fusible(decoder):
         return False
     for layer in decoder.layers:
-        for linears in (attention_inputs(layer), gated_inputs(layer)):
+        for linears in (qkv_projections(layer), gate_up_projections(layer)):
             make_adjacent([linear.weight for linear in linears])
             if biases := biases_of(linears):
                 make_adjacent(biases)
-        # Bound methods: a copy of the layer computes with its own weights.
+        # Bound methods: a deep copy of the layer computes with its own weights.
         layer.forward = MethodType(layer_forward, layer)
     decoder.norm.forward = MethodType(norm_forward, decoder.norm)
     return True
 
 
 def unfuse(model: Any) -> None:
-    """The layers compute module by module again, for those who change how a module computes."""
+    """Restores transformers' forward methods, for those who replace that of a single module (tensor parallelism)."""
     decoder = model.get_decoder()
     for module in [*getattr(decoder, "layers", ()), getattr(decoder, "norm", None)]:
         forward = getattr(module, "__dict__", {}).get("forward")
@@ -113,14 +119,16 @@ def unfuse(model: Any) -> None:
 
 
 def fused_layers(model: Any) -> list[FusedLayer] | None:
-    """None: the model is not fused, or its weights were moved since."""
+    """The layers of a fused model; None if it is not fused, or its weights were moved since (as FSDP does)."""
     decoder = model.get_decoder()
     if not is_fusible(decoder):
         return None
     layers = []
     for layer in decoder.layers:
-        tensors = [[linear.weight for linear in linears] for linears in (attention_inputs(layer), gated_inputs(layer))]
-        if biases := biases_of(attention_inputs(layer)):
+        tensors = [
+            [linear.weight for linear in linears] for linears in (qkv_projections(layer), gate_up_projections(layer))
+        ]
+        if biases := biases_of(qkv_projections(layer)):
             tensors.append(biases)
         if any(adjacent(group) is None for group in tensors):
             return None
@@ -147,15 +155,19 @@ def layer_forward(
     past_key_values: Any = None,
     **context: Any,
 ) -> Tensor:
-    """A decoder layer, as transformers calls it with the attention context that `forward_hidden` passes along."""
+    """Forward method of a decoder layer, called by transformers with the context that `forward_hidden` passes along.
+
+    The residual stream is carried through `add_rms_norm`, which adds and normalizes in one pass over memory. Rounding
+    is where transformers rounds: after each projection, each addition and each norm.
+    """
     assert position_embeddings is not None
-    assert past_key_values is None, "a fused model is called by `forward_hidden`"
+    assert past_key_values is None, "a fused model must be called by `forward_hidden`"
     shape = hidden_states.shape
     tokens = hidden_states.reshape(-1, shape[-1])
-    normed, residual = add_rms_norm(tokens, None, *weight_and_eps(self.input_layernorm))
+    normed, residual = add_rms_norm(tokens, None, *norm_parameters(self.input_layernorm))
     attended = attend(self.self_attn, normed, shape[:-1], position_embeddings, context)
-    normed, residual = add_rms_norm(attended, residual, *weight_and_eps(self.post_attention_layernorm))
-    gated = silu_mul(merged_linear(normed, [linear.weight for linear in gated_inputs(self)]))
+    normed, residual = add_rms_norm(attended, residual, *norm_parameters(self.post_attention_layernorm))
+    gated = silu_mul(merged_linear(normed, [linear.weight for linear in gate_up_projections(self)]))
     output: Tensor = residual + self.mlp.down_proj(gated)
     return output.view(shape)
 
@@ -163,15 +175,15 @@ def layer_forward(
 def attend(
     attention: Any, tokens: Tensor, shape: torch.Size, position_embeddings: tuple[Tensor, Tensor], context: Any
 ) -> Tensor:
-    """tokens [tokens, width] -> [tokens, width]; `shape`: (batch, tokens of each)."""
+    """The attention part of a layer: tokens [tokens, width] -> [tokens, width]; `shape` is (batch, tokens of each)."""
     linears = (attention.q_proj, attention.k_proj, attention.v_proj)
     merged = merged_linear(tokens, [linear.weight for linear in linears], biases_of(linears))
     num_heads, num_kv_heads = (linear.out_features // attention.head_dim for linear in linears[:2])
     cos, sin = (table.expand(*shape, -1).reshape(-1, table.shape[-1]) for table in position_embeddings)
     if hasattr(attention, "q_norm"):
         query, key, value = split_heads(merged, num_heads, num_kv_heads)
-        query = rms_norm(query, *weight_and_eps(attention.q_norm))
-        key = rms_norm(key, *weight_and_eps(attention.k_norm))
+        query = rms_norm(query, *norm_parameters(attention.q_norm))
+        key = rms_norm(key, *norm_parameters(attention.k_norm))
         query, key = rotate(query, key, cos, sin)
     else:
         query, key, value = rotate_merged(merged, cos, sin, num_heads, num_kv_heads)
@@ -182,11 +194,11 @@ def attend(
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, *weight_and_eps(self))
+    return rms_norm(hidden_states, *norm_parameters(self))
 
 
 def is_fusible(decoder: Any) -> bool:
-    """By class and by parts: what has one part more or less, or of another kind, is not ours to compute."""
+    """Whether all layers are of a known class and have exactly the known parts; one more or less would be left out."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not is_norm(getattr(decoder, "norm", None)):
         return False
@@ -196,7 +208,7 @@ def is_fusible(decoder: Any) -> bool:
 
 def is_fusible_layer(layer: nn.Module) -> bool:
     names = {f"{family}DecoderLayer" for family in FAMILIES}
-    if not names & {base.__name__ for base in type(layer).__mro__}:  # FSDP makes a class of its own of it
+    if not names & {base.__name__ for base in type(layer).__mro__}:  # FSDP replaces the class by a subclass
         return False
     parts = {"input_layernorm", "post_attention_layernorm"}
     parts |= {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -212,7 +224,7 @@ def is_fusible_layer(layer: nn.Module) -> bool:
         and all(is_norm(norm) for norm in norms)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        and len({linear.bias is None for linear in attention_inputs(layer)}) == 1
+        and len({linear.bias is None for linear in qkv_projections(layer)}) == 1
     )
 
 
@@ -222,12 +234,12 @@ def is_norm(module: Any) -> bool:
     )
 
 
-def attention_inputs(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+def qkv_projections(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
     attention = layer.self_attn
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
-def gated_inputs(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+def gate_up_projections(layer: Any) -> tuple[nn.Linear, nn.Linear]:
     return layer.mlp.gate_proj, layer.mlp.up_proj
 
 
@@ -235,27 +247,19 @@ def biases_of(linears: tuple[nn.Linear, ...]) -> list[Tensor]:
     return [linear.bias for linear in linears if linear.bias is not None]
 
 
-def weight_and_eps(module: Any) -> tuple[Tensor, float]:
-    return module.weight, module.variance_epsilon
-
-
-def norm_of(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
-
-
-def optional_norm(module: Any, name: str) -> Norm | None:
-    return norm_of(getattr(module, name)) if hasattr(module, name) else None
+def norm_parameters(module: Any) -> NormParameters:
+    return NormParameters(module.weight, module.variance_epsilon)
 
 
 def merged(tensors: list[Tensor]) -> Tensor:
     view = adjacent(tensors)
-    assert view is not None, "fused weights stay where they are"
+    assert view is not None, "fused weights must stay where they are"
     return view
 
 
 @torch.no_grad()
 def make_adjacent(parameters: list[Tensor]) -> None:
-    """Into one new storage; the old ones are free as soon as nobody else holds them."""
+    """Moves the parameters into one new storage; the old ones are freed as soon as nobody else holds them."""
     if adjacent(parameters) is not None:
         return
     storage = torch.cat([parameter.data for parameter in parameters])

@@ -1,4 +1,4 @@
-"""Models and tokenizers: from a folder, a hub name, the real model that a Python package carries, or a blank one."""
+"""Loading models and tokenizers: from a folder, by a hub name, or built-in ones."""
 
 import json
 import platform
@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
-from corral.model.blank import BLANK, blank_folder
-from corral.model.fused import fuse
-from corral.model.smollm2 import SMOLLM2, smollm2_folder
+from corral.model.builtin_models import builtin_folder
+from corral.model.fused_layers import fuse
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 
@@ -22,7 +21,7 @@ UNSUPPORTED = {
     "logits_scaling": "scaled logits",
     "embedding_multiplier": "scaled embeddings",
 }
-"""What the native engine's and trainer's arithmetic does not have yet, by the configuration key that asks for it."""
+"""What engine and trainer do not compute yet, by the key of the model's configuration that asks for it."""
 
 
 def default_device() -> torch.device:
@@ -30,7 +29,7 @@ def default_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on a GPU and on a CPU that multiplies it in hardware, else float32."""
+    """The dtype of that name; `auto` is bfloat16 on a GPU and on a CPU that multiplies it in hardware, else float32."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -39,11 +38,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def model_source(path: str) -> str:
-    """A folder or a hub name that transformers understands. Converts the built-in model on first use."""
-    if path.lower() == SMOLLM2:
-        return str(smollm2_folder())
-    if path.lower() == BLANK:
-        return str(blank_folder())
+    """A folder or a hub name that transformers understands. Built-in models are made on first use."""
+    if (builtin := builtin_folder(path)) is not None:
+        return str(builtin)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -57,7 +54,7 @@ def model_source(path: str) -> str:
 
 
 def load_model(model: Model, device: torch.device) -> Any:
-    """A transformers causal model that computes through `corral.model.attention`, ready to be played and trained."""
+    """A transformers causal model that computes through `corral.model.attention`, for rollout and training."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
@@ -87,14 +84,18 @@ def load_model(model: Model, device: torch.device) -> Any:
 
 
 def prefer_blas() -> None:
-    """On ARM, products go to OpenBLAS instead of oneDNN: there a row's result does not depend on how many others there
-    are. (Somewhat faster on a quiet machine, and much slower on a busy one, so not the default. On other CPUs torch
-    does not use oneDNN for float32 in the first place.)"""
+    """Sends matrix products on ARM to OpenBLAS instead of oneDNN.
+
+    In OpenBLAS a row's result does not depend on how many other rows there are, which `model.exact` rests on. It is
+    somewhat faster on a quiet machine and much slower on a busy one, so it is not the default. On other CPUs torch does
+    not use oneDNN for float32 in the first place.
+    """
     if platform.machine() in ("aarch64", "arm64"):
         torch.backends.mkldnn.set_flags(False)
 
 
 def load_tokenizer(model: Model) -> Any:
+    """The model's tokenizer, with the recipe's chat template if it has one."""
     from transformers import AutoTokenizer
 
     try:
@@ -118,6 +119,7 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def check_supported(config: Any, path: str) -> None:
+    """Raises if the model needs arithmetic that Corral would silently leave out."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key, what in UNSUPPORTED.items():
         if getattr(text, key, None) not in (None, 1, 1.0):
