@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import HERE, RESULTS, temporary_folder
 from overlap import open_simulated, ray_cluster
-from report import HERE, RESULTS, Measured, Report
 from simulated import Profile, SimulatedPlayer, SimulatedTrainer, profile_of, random_trajectory
-from timed import bench_folder, timed_steps
 from tiny import save_tiny_model
 
 from corral.algorithms.aggregate import GlobalCounts
+from corral.bench.bench_report import BenchmarkReport, StepTimes
+from corral.bench.step_sides import timed_steps
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
 from corral.observe.console import Console
@@ -100,8 +101,8 @@ def main() -> None:
     options = parse_options()
     size = SMOKE if options.smoke else SIZE
     title = f"The driver's CPU time at {size.num_devices:,} devices"
-    report = Report("driver_overhead", title, options.results, ["ray"])
-    with bench_folder() as folder:
+    report = BenchmarkReport("driver_overhead", title, options.results, ["ray"])
+    with temporary_folder() as folder:
         save_tiny_model(Path(folder) / "model")
         recipes = {name: recipe_of(size, Path(folder), options, changes) for name, changes in VARIANTS.items()}
         recipe = next(iter(recipes.values()))
@@ -114,7 +115,7 @@ def main() -> None:
         add_stages(report, *profiled(recipe, workers), step_s)
         if options.ray:
             add_ray(report, recipe, {name: n / options.steps for name, n in workers.calls.items()}, step_s)
-    print(f"wrote {report.out}.json and .md")
+    print(f"wrote {report.path}.json and .md")
 
 
 def parse_options() -> argparse.Namespace:
@@ -251,7 +252,7 @@ class Workers:
 # --- results
 
 
-def add_totals(report: Report, size: Size, steps: dict[str, Measured], step_s: float) -> None:
+def add_totals(report: BenchmarkReport, size: Size, steps: dict[str, StepTimes], step_s: float) -> None:
     rows = [
         [name, f"{cpu_s(measured):.2f}", f"{100 * cpu_s(measured) / step_s:.1f} %"] for name, measured in steps.items()
     ]
@@ -263,7 +264,7 @@ def add_totals(report: Report, size: Size, steps: dict[str, Measured], step_s: f
     report.add("total", heading, columns, rows, {"profile": asdict(PROFILE), "step_s": step_s, "steps": steps})
 
 
-def cpu_s(steps: Measured) -> float:
+def cpu_s(steps: StepTimes) -> float:
     return statistics.median(step["cpu_s"] for step in steps)
 
 
@@ -275,7 +276,7 @@ def profiled(recipe: Recipe, workers: Workers) -> tuple[pstats.Stats, int]:
     return pstats.Stats(profiler), recipe.schedule.steps
 
 
-def add_stages(report: Report, stats: pstats.Stats, num_steps: int, step_s: float) -> None:
+def add_stages(report: BenchmarkReport, stats: pstats.Stats, num_steps: int, step_s: float) -> None:
     own, whole = Counter[str](), Counter[str]()
     for (file, _, function), (_, _, own_s, whole_s, _) in stats.stats.items():  # type: ignore[attr-defined]
         own[f"{Path(file).name}:{function}"] += own_s / num_steps
@@ -293,7 +294,7 @@ def add_stages(report: Report, stats: pstats.Stats, num_steps: int, step_s: floa
 # --- Ray
 
 
-def add_ray(report: Report, recipe: Recipe, calls: dict[str, float], step_s: float) -> None:
+def add_ray(report: BenchmarkReport, recipe: Recipe, calls: dict[str, float], step_s: float) -> None:
     """CPU time of the driver for each kind of call, times the calls that a step made above."""
     per_call = asyncio.run(ray_costs(recipe))
     rows, total = [], 0.0

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from report import HERE, RESULTS, Measured, Report
+from common import HERE, RESULTS, temporary_folder
 from simulated import BUILDER, Profile
-from timed import bench_folder, timed_steps
 from tiny import save_tiny_model
 
+from corral.bench.bench_report import BenchmarkReport, StepTimes
+from corral.bench.step_sides import timed_steps
 from corral.loop.parts import Runtime
 from corral.loop.play import PIECES_PER_STEP
 from corral.observe.console import Console
@@ -56,10 +57,12 @@ WARM_UP = 2
 def main() -> None:
     options = parse_options()
     profile = PROFILE.faster(20) if options.smoke else PROFILE
-    report = Report("overlap", "A step's stages, one after the other and at the same time", options.results, ["ray"])
-    measured: dict[str, Measured] = {}
+    report = BenchmarkReport(
+        "overlap", "A step's stages, one after the other and at the same time", options.results, ["ray"]
+    )
+    measured: dict[str, StepTimes] = {}
     bounds: dict[str, float] = {}
-    with bench_folder() as folder, ray_cluster():
+    with temporary_folder() as folder, ray_cluster():
         model = Path(folder) / "model"
         save_tiny_model(model)
         for name in options.schedules:
@@ -75,9 +78,9 @@ def main() -> None:
         list(table(measured, bounds)),
         {"profile": asdict(profile), "bounds": bounds, "steps": measured},
     )
-    report.tables.append(about(recipe, profile, play))
+    report.sections.append(about(recipe, profile, play))
     report.write()
-    print(report.tables[-1], f"wrote {report.out}.json and .md", sep="\n\n")
+    print(report.sections[-1], f"wrote {report.path}.json and .md", sep="\n\n")
 
 
 def parse_options() -> argparse.Namespace:
@@ -248,14 +251,14 @@ def about(recipe: Recipe, profile: Profile, play: Play) -> str:
     return textwrap.fill(" ".join(sentences), 120) + "\n\n" + FORMULAS
 
 
-def table(measured: dict[str, Measured], bounds: dict[str, float]) -> Iterator[list[str]]:
+def table(measured: dict[str, StepTimes], bounds: dict[str, float]) -> Iterator[list[str]]:
     first = mean_s(next(iter(measured.values())))
     for name, steps in measured.items():
         mean = mean_s(steps)
         yield [name, f"{mean:.2f}", f"{mean / first:.2f} x", f"{bounds[name]:.2f}", f"{mean / bounds[name]:.2f}"]
 
 
-def mean_s(steps: Measured) -> float:
+def mean_s(steps: StepTimes) -> float:
     return statistics.mean(step["seconds"] for step in steps)
 
 

@@ -180,8 +180,8 @@ class ExpertParallel:
         inner = experts.forward
 
         def forward(tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
-            # One row more, of zeros, for the first local expert: then no rank is without a gradient, and all take part in
-            # its reduction.
+            # One row more, of zeros, for the first local expert: then no rank is without a gradient, and all of them
+            # take part in its reduction.
             extra = (0, 0, 0, 1)
             all_tokens = F.pad(self._gather(tokens), extra)
             local = all_gather(self._pad(experts_of_token, -1), self.group) - rank * num_local

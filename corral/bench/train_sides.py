@@ -1,5 +1,5 @@
-"""The sides of `corral bench train`: forward, backward and AdamW on the same tokens, with and without recomputing
-activations."""
+"""The sides of `corral bench train`: forward, backward and AdamW on the same tokens, with and without gradient
+checkpointing."""
 
 import statistics
 import time
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from corral.bench.memory import memory, synchronise
-from corral.bench.settings import Settings
-from corral.bench.side import Tell
+from corral.bench.device_peaks import memory_usage, synchronize
+from corral.bench.side_process import SideReporter
+from corral.bench.workloads import BenchSettings
 from corral.recipe.shape import ModelShape
 
 LEARNING_RATE = 1e-6
 
 
-def corral(settings: Settings, tell: Tell) -> None:
-    """The native trainer, with float32 masters where the weights are smaller; log-probs and entropy of every token."""
+def corral(settings: BenchSettings, reporter: SideReporter) -> None:
+    """The native trainer, with float32 master weights; log-probs and entropy of every token."""
     from corral.model.model_loading import load_model
     from corral.recipe.schema import Model, Optimiser, Train
     from corral.train.native import NativePolicy
@@ -32,7 +32,7 @@ def corral(settings: Settings, tell: Tell) -> None:
         optimiser=Optimiser(learning_rate=LEARNING_RATE),
         total_updates=10**6,
     )
-    pack = pack_of(settings)
+    pack = random_pack(settings)
 
     def step() -> float:
         policy.forward_backward(pack, lambda logprobs, entropy: -logprobs.sum() / settings.train.num_tokens)
@@ -42,11 +42,11 @@ def corral(settings: Settings, tell: Tell) -> None:
 
     for recompute in ("full", "none"):
         policy.recompute = recompute == "full"
-        measure(settings, tell, step, recompute=recompute, masters="float32")
+        measure(settings, reporter, step, recompute=recompute, masters="float32")
 
 
-def transformers(settings: Settings, tell: Tell) -> None:
-    """A plain model with its own loss, and fused AdamW on the weights as they are: no masters, so it does less."""
+def transformers(settings: BenchSettings, reporter: SideReporter) -> None:
+    """A plain model with its own loss, and fused AdamW without master weights, so it does less."""
     from transformers import AutoModelForCausalLM
 
     device = torch.device(settings.device)
@@ -68,11 +68,11 @@ def transformers(settings: Settings, tell: Tell) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
-        measure(settings, tell, step, recompute=recompute, masters="none")
+        measure(settings, reporter, step, recompute=recompute, masters="none")
 
 
-def pack_of(settings: Settings) -> Any:
-    """Sequences that have nothing in common; all tokens but the first of each are predicted."""
+def random_pack(settings: BenchSettings) -> Any:
+    """One micro-batch of sequences without a common prefix; all tokens but the first of each are predicted."""
     import numpy as np
 
     from corral.data.batch import Batch
@@ -99,23 +99,24 @@ def pack_of(settings: Settings) -> Any:
     return pack
 
 
-def measure(settings: Settings, tell: Tell, step: Callable[[], float], **about: str) -> None:
+def measure(settings: BenchSettings, reporter: SideReporter, step: Callable[[], float], **about: str) -> None:
+    """Times `step`, which returns the gradient's norm, and reports a row."""
     device, work = torch.device(settings.device), settings.train
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for number in range(work.warm_up + work.measured):
-        synchronise(device)
+        synchronize(device)
         started = time.perf_counter()
         norm = step()
-        synchronise(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
         if number in (0, work.warm_up):
-            tell.progress(f"recompute {about['recompute']}, step {number + 1}: {seconds[-1]:.3f} s")
+            reporter.progress(f"recompute {about['recompute']}, step {number + 1}: {seconds[-1]:.3f} s")
     step_s = statistics.median(seconds[work.warm_up :])
     parameters = ModelShape.from_folder(Path(settings.folder)).num_parameters
-    tell.row(
+    reporter.row(
         **about,
         tokens=work.num_tokens,
         seconds=seconds[work.warm_up :],
@@ -123,5 +124,5 @@ def measure(settings: Settings, tell: Tell, step: Callable[[], float], **about: 
         tokens_per_s=work.num_tokens / step_s,
         tflops=6 * parameters * work.num_tokens / step_s / 1e12,
         gradient_norm=norm,
-        **memory(device),
+        **memory_usage(device),
     )
