@@ -111,7 +111,8 @@ class ComparisonReport(BenchmarkReport):
             self.write()
 
     def add_remark(self, text: str) -> None:
-        self.remarks.append(text)
+        if text not in self.remarks:
+            self.remarks.append(text)
         self.write()
 
     @property

@@ -117,13 +117,24 @@ def endless_copy(source: Path, folder: Path) -> None:
             (folder / name).write_text(json.dumps({**values, "eos_token_id": None}))
 
 
-def prompt_texts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[str]:
-    """Distinct texts of `num_tokens` tokens each, the same in every run."""
-    rng, texts = Random(0), dict[str, None]()
+def prompt_texts(tokenizer: Any, num_prompts: int, num_tokens: int, num_shared: int = 0) -> list[str]:
+    """Distinct texts of `num_tokens` tokens each, of which all have the first `num_shared` in common; the same in every
+    run. Texts that are not tokenized as they were made are left out."""
+    rng = Random(0)
+
+    def tokens_of(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    def random_text(length: int) -> str:
+        letters = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(4 * length))
+        return str(tokenizer.decode(tokens_of(letters)[:length], skip_special_tokens=True))
+
+    prefix = random_text(num_shared)
+    shared, texts = tokens_of(prefix), dict[str, None]()
     for _ in range(100 * num_prompts):
-        letters = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(4 * num_tokens))
-        text = tokenizer.decode(tokenizer(letters)["input_ids"][:num_tokens], skip_special_tokens=True)
-        if len(tokenizer(text)["input_ids"]) == num_tokens:
+        text = prefix + random_text(num_tokens - num_shared)
+        tokens = tokens_of(text)
+        if len(tokens) == num_tokens and tokens[: len(shared)] == shared:
             texts[text] = None
         if len(texts) == num_prompts:
             return list(texts)

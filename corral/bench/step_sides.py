@@ -164,7 +164,7 @@ def random_prompts(settings: BenchSettings, folder: Path) -> list[str]:
 
     work = settings.step
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    return prompt_texts(tokenizer, work.num_prompts * (work.steps + 1), work.prompt_tokens)
+    return prompt_texts(tokenizer, work.num_prompts * (work.steps + 1), work.prompt_tokens, work.shared_tokens)
 
 
 def report_progress(reporter: SideReporter, step: int) -> None:

@@ -79,6 +79,8 @@ class StepWork:
     num_samples: int = 8
     prompt_tokens: int = 128
     new_tokens: int = 256
+    shared_tokens: int = 0
+    """Tokens at the beginning of all prompts, such as those of a chat template."""
     steps: int = 3
     """Measured steps, besides the first, which is warm-up."""
 

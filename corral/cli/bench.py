@@ -103,6 +103,7 @@ def step(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a step.")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="Samples of each prompt.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of these, the ones that all prompts begin with.")] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sample.")] = 256,
     rounds: Rounds = 1,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps, besides the first, which is warm-up.")] = 3,
@@ -125,7 +126,9 @@ def step(
     """A GRPO step, 64 prompts x 8 samples x 256 new tokens: Corral's loop, and TRL's trainer with vLLM in it."""
     from corral.bench.workloads import SMALL_STEP, PeerOptions, StepWork
 
-    work = SMALL_STEP if smoke else StepWork(prompts, samples, prompt_tokens, new_tokens, steps)
+    work = SMALL_STEP if smoke else StepWork(prompts, samples, prompt_tokens, new_tokens, shared_tokens, steps)
+    if shared_tokens >= prompt_tokens:
+        raise UserError(f"--shared-tokens {shared_tokens}: must be fewer than the {prompt_tokens} of a prompt")
     if trl_dtype not in ("float32", "bfloat16"):
         raise UserError(f"--trl-dtype {trl_dtype}: float32 or bfloat16")
     if not smoke and work.num_trajectories % min(trl_micro_batch, work.num_trajectories):

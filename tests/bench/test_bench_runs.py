@@ -164,6 +164,9 @@ def test_a_random_model_has_text_for_every_token_and_an_end_that_is_never_sample
         texts = prompt_texts(tokenizer, 5, 16)
         assert {len(tokenizer(text)["input_ids"]) for text in texts} == {16}
         assert len(set(texts)) == 5
+        alike = [tokenizer(text)["input_ids"] for text in prompt_texts(tokenizer, 5, 16, num_shared=12)]
+        assert {tuple(tokens[:12]) for tokens in alike} == {tuple(alike[0][:12])}
+        assert len({tuple(tokens) for tokens in alike}) == 5
 
 
 def test_a_copy_without_an_end_leaves_the_model_as_it_was(tiny_model: Path, tmp_path: Path) -> None:
