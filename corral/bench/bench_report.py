@@ -120,12 +120,8 @@ class ComparisonReport(BenchmarkReport):
         return format_table(table_cells(self.settings.verb, self.rows, self.facts))
 
     def results(self) -> dict[str, Any]:
-        return {
-            "device": self.facts,
-            "settings": asdict(self.settings),
-            "rows": self.rows,
-            "remarks": self.remarks,
-        }
+        settings = asdict(self.settings)
+        return {"device": self.facts, "settings": settings, "rows": self.rows, "remarks": self.remarks}
 
     def notes(self) -> list[str]:
         facts, notes = self.facts, [f"model {self.settings.model}, {self.settings.dtype}"]

@@ -10,7 +10,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,9 @@ WARM_UP_DIVISOR = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What a side has generated for all requests of a workload."""
-
-    num_tokens: int
-    logprob_sum: float | None = None
-    """Sum of the log-probs; None if they were not computed."""
-
-
 Prompts = Sequence[list[int]]
-Generate = Callable[[Prompts, Sequence[int]], Generated]
-"""(prompts, new tokens of each) -> what was generated."""
+Generate = Callable[[Prompts, Sequence[int]], tuple[int, float | None]]
+"""(prompts, new tokens of each) -> (tokens generated, sum of their log-probs, or None if they were not computed)."""
 
 
 def corral(settings: BenchSettings, reporter: SideReporter) -> None:
@@ -57,7 +48,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
     )
     reporter.progress(f"loaded after {reporter.elapsed_s:.0f} s")
 
-    async def generate_all(prompts: Prompts, lengths: Sequence[int]) -> Generated:
+    async def generate_all(prompts: Prompts, lengths: Sequence[int]) -> tuple[int, float]:
         completions = await asyncio.gather(
             *(
                 engine.generate(prompt, Sampling(max_tokens=length), seed)
@@ -65,7 +56,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
             )
         )
         tokens = sum(len(completion.tokens) for completion in completions)
-        return Generated(tokens, sum(sum(completion.logprobs) for completion in completions))
+        return tokens, sum(sum(completion.logprobs) for completion in completions)
 
     with asyncio.Runner() as runner:
         for work in settings.rollout:
@@ -89,11 +80,8 @@ def report_cache(engine: Any, reporter: SideReporter) -> None:
 
 
 def transformers(settings: BenchSettings, reporter: SideReporter) -> None:
-    """`generate`, one batch at a time.
-
-    Of the workloads for GPUs only the fixed batch of 128, with fewer new tokens and no log-probs: it is slow, and its
-    memory would not do for more.
-    """
+    """`generate`, one batch at a time. Of the workloads for GPUs only the fixed batch of 128, with fewer new tokens and
+    no log-probs, for it is slow."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -103,22 +91,17 @@ def transformers(settings: BenchSettings, reporter: SideReporter) -> None:
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
     )
 
-    def generate(prompts: Prompts, lengths: Sequence[int]) -> Generated:
+    def generate(prompts: Prompts, lengths: Sequence[int]) -> tuple[int, None]:
         tokens = torch.tensor(prompts, device=device)
         output = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max(lengths))
-        return Generated((output.shape[1] - tokens.shape[1]) * len(prompts))
+        return (output.shape[1] - tokens.shape[1]) * len(prompts), None
 
-    def generate_with_logprobs(prompts: Prompts, lengths: Sequence[int]) -> Generated:
+    def generate_with_logprobs(prompts: Prompts, lengths: Sequence[int]) -> tuple[int, float]:
         tokens = torch.tensor(prompts, device=device)
-        output = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=max(lengths),
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
+        options = {"max_new_tokens": max(lengths), "return_dict_in_generate": True, "output_scores": True}
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
         logprobs = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-        return Generated(logprobs.numel(), float(logprobs.sum()))
+        return logprobs.numel(), float(logprobs.sum())
 
     for work in settings.rollout:
         if work.name in CPU_WORKLOADS:
@@ -162,19 +145,14 @@ def vllm(settings: BenchSettings, reporter: SideReporter) -> None:
     reporter.progress(f"loaded after {reporter.elapsed_s:.0f} s")
 
     def generate_with(**options: Any) -> Generate:
-        def generate(prompts: Prompts, lengths: Sequence[int]) -> Generated:
-            outputs = engine.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts],
-                [
-                    library.SamplingParams(
-                        max_tokens=length, ignore_eos=True, temperature=1.0, detokenize=False, **options
-                    )
-                    for length in lengths
-                ],
-                use_tqdm=False,
-            )
+        options |= {"ignore_eos": True, "temperature": 1.0, "detokenize": False}
+
+        def generate(prompts: Prompts, lengths: Sequence[int]) -> tuple[int, float | None]:
+            sampling = [library.SamplingParams(max_tokens=length, **options) for length in lengths]
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = engine.generate(inputs, sampling, use_tqdm=False)
             completions = [output.outputs[0] for output in outputs]
-            return Generated(sum(len(one.token_ids) for one in completions), vllm_logprob_sum(completions))
+            return sum(len(one.token_ids) for one in completions), vllm_logprob_sum(completions)
 
         return generate
 
@@ -213,15 +191,14 @@ def measure(
     generate(work.prompts(shape.vocab_size, -1), [-(-length // WARM_UP_DIVISOR) for length in lengths])
     start_up_s = reporter.ready()
     reporter.progress(f"{what}: warm after {reporter.elapsed_s:.0f} s")
-    seconds, mean_logprob = [], None
+    seconds: list[float] = []
     for repeat in range(work.repeats or settings.repeats):
         prompts = work.prompts(shape.vocab_size, repeat)
         started = time.perf_counter()
-        generated = generate(prompts, lengths)
+        num_tokens, logprob_sum = generate(prompts, lengths)
         seconds.append(time.perf_counter() - started)
-        assert generated.num_tokens == sum(lengths), f"{what}: {generated.num_tokens} tokens, not {sum(lengths)}"
-        if generated.logprob_sum is not None:
-            mean_logprob = generated.logprob_sum / generated.num_tokens
+        assert num_tokens == sum(lengths), f"{what}: {num_tokens} tokens, not {sum(lengths)}"
+        mean_logprob = None if logprob_sum is None else logprob_sum / num_tokens
         reporter.progress(f"{what}: {sum(lengths)} tokens in {seconds[-1]:.2f} s")
     reporter.row(
         workload=work.name,

@@ -57,7 +57,9 @@ def run_side(
         start_new_session=True,  # a group of its own, so that what it has started can be killed with it
     )
     assert process.stdout is not None
-    timeout = ProcessTimeout(process, settings.timeout_s)
+    expired = threading.Event()
+    waiter = threading.Thread(target=wait_and_kill_group, args=(process, settings.timeout_s, expired), daemon=True)
+    waiter.start()
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     try:
         for line in process.stdout:
@@ -67,38 +69,30 @@ def run_side(
             elif line.strip():
                 tail.append(line.rstrip())
     finally:
-        timeout.close()
-    if timeout.expired or process.returncode:
-        how = f"took more than {settings.timeout_s:g} s" if timeout.expired else f"ended with code {process.returncode}"
+        kill_group(process)
+        waiter.join()
+    if expired.is_set() or process.returncode:
+        took_long = f"took more than {settings.timeout_s:g} s"
+        how = took_long if expired.is_set() else f"ended with code {process.returncode}"
         raise SideFailed("\n".join([f"{side} {how}", *(f"    {line}" for line in tail)]))
 
 
-class ProcessTimeout:
-    """Waits for a process in a thread, up to a limit, and then kills what is left of its process group.
+def wait_and_kill_group(process: "subprocess.Popen[str]", timeout_s: float, expired: threading.Event) -> None:
+    """Waits for the process, up to the limit, and kills what is left of its group.
 
-    Also after a normal end: a child that it left behind would hold on to the device, and to the pipe that is read.
+    Also after a normal end: a child that was left behind would hold on to the device, and to the pipe that is read.
     """
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        expired.set()
+    kill_group(process)
+    process.wait()
 
-    def __init__(self, process: "subprocess.Popen[str]", timeout_s: float) -> None:
-        self.process, self.timeout_s, self.expired = process, timeout_s, False
-        self.thread = threading.Thread(target=self._wait, daemon=True)
-        self.thread.start()
 
-    def close(self) -> None:
-        self._kill()
-        self.thread.join()
-
-    def _wait(self) -> None:
-        try:
-            self.process.wait(self.timeout_s)
-        except subprocess.TimeoutExpired:
-            self.expired = True
-        self._kill()
-        self.process.wait()
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+def kill_group(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # --- inside: the side's process

@@ -267,15 +267,12 @@ def make_trl_clock(on_step: Callable[[int], None]) -> Any:
         def steps(self, logs: list[dict[str, Any]], num_samples: int) -> StepTimes:
             """A dict for each step: `seconds` is from the end of one optimizer step to that of the next, and
             `generation_s` the part of it in which tokens are generated and new weights brought to the engine."""
-            seen = [0, *(round(log["num_tokens"]) for log in logs)]  # counted over the run, prompts included
-            tokens = [round(log["completions/mean_length"] * num_samples) for log in logs]
             return [
                 {
                     "seconds": self.ends[i + 1] - self.ends[i],
                     "generation_s": self.generations[i],
-                    "tokens": tokens[i],
+                    "tokens": round(log["completions/mean_length"] * num_samples),
                     "gradient_norm": log["grad_norm"],
-                    "prompt_tokens": seen[i + 1] - seen[i] - tokens[i],
                 }
                 for i, log in enumerate(logs)
             ]

@@ -31,7 +31,7 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one new token of each sequence, after its key and value were written into the cache.
 
-    qkv [sequences, (heads + 2 kv_heads) x width] -> [sequences, heads x width]. Queries and keys are normalised by head
+    qkv [sequences, (heads + 2 kv_heads) x width] -> [sequences, heads x width]. Queries and keys are normalized by head
     (with `norms`, the weights [width] of either) and rotated (with `rotary`, cos and sin [positions, width]) first.
     `splits` is the number of parts of a sequence that are read at the same time (flash-decoding).
     """

@@ -3,7 +3,10 @@
 `fuse` leaves a transformers model as it is to everybody who looks at it: the same modules, parameters, names and
 hooks. Two things change: the weights of projections with the same input lie behind each other in memory, so that one
 product computes them all, and the layers' forward methods are replaced. Models that are not exactly of this shape are
-left alone. A fused copy of the weights, which vLLM and others make, would have to be kept in step with the optimizer.
+left alone.
+
+Merged parameters, as vLLM has them, would change names, checkpoints and the optimizer's state; a merged copy beside the
+parameters would have to be kept in step with every update. Views of one storage need neither.
 """
 
 from dataclasses import dataclass
