@@ -36,6 +36,7 @@ from corral.recipe.errors import UserError
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The name of the collective since torch 2.13, and the one before."""
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 # --- tensor parallelism
@@ -251,7 +252,7 @@ class ContextParallelAttention:
         return self.own.attend(layer, query, key, value, kernel)
 
 
-# --- collectives that autograd differentiates, and those without gradient
+# --- collectives that autograd differentiates: each is a collective and its adjoint, which the backward pass applies
 
 
 def copy_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -259,93 +260,69 @@ def copy_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Each rank uses it for a part of the result, so the backward pass sums the gradients over the ranks.
     """
-    compute: Any = _CopyToGroup.apply
-    result: Tensor = compute(tensor, group)
-    return result
+    return _differentiable(tensor, group, identity, all_reduce)
 
 
 def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over the ranks: Megatron-LM's g, the way out of a sharded layer.
 
-    Every rank has the whole gradient of the sum already, so the backward pass does nothing.
+    Every rank has the whole gradient of the sum already, so the backward pass hands it on.
     """
-    compute: Any = _ReduceFromGroup.apply
-    result: Tensor = compute(tensor, group)
-    return result
+    return _differentiable(tensor, group, all_reduce, identity)
 
 
 def gather_from_group(tensor: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     """The ranks' tensors, of equal shapes, concatenated. The backward pass sums the gradients of a rank's part."""
-    compute: Any = _GatherFromGroup.apply
-    result: Tensor = compute(tensor.movedim(dim, 0), group)
-    return result.movedim(0, dim)
+    return _differentiable(tensor.movedim(dim, 0), group, all_gather, reduce_scatter).movedim(0, dim)
 
 
 def reduce_scatter_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, along the first dimension, of the sum over ranks. The backward pass gathers the gradients."""
-    compute: Any = _ReduceScatterToGroup.apply
-    result: Tensor = compute(tensor, group)
+    return _differentiable(tensor, group, reduce_scatter, all_gather)
+
+
+def _differentiable(tensor: Tensor, group: dist.ProcessGroup, collective: Collective, adjoint: Collective) -> Tensor:
+    compute: Any = _CollectiveFunction.apply
+    result: Tensor = compute(tensor, group, collective, adjoint)
     return result
 
 
+class _CollectiveFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: dist.ProcessGroup, collective: Collective, adjoint: Collective
+    ) -> Tensor:
+        ctx.group, ctx.adjoint = group, adjoint
+        return collective(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(gradients[0], ctx.group), None, None, None
+
+
+# --- the collectives themselves, without gradient
+
+
+def identity(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return tensor.view_as(tensor)
+
+
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors concatenated along the first dimension, without gradient."""
+    """The ranks' tensors concatenated along the first dimension."""
     result = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     ALL_GATHER(result, tensor.contiguous(), group=group)
     return result
 
 
 def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over ranks, without gradient."""
+    """This rank's part, along the first dimension, of the sum over ranks."""
     result = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     REDUCE_SCATTER(result, tensor.contiguous(), group=group)
     return result
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks, in a new tensor: autograd may still need the old one."""
     result = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
     return result
-
-
-class _CopyToGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradients[0], ctx.group), None
-
-
-class _ReduceFromGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _GatherFromGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradients[0], ctx.group), None
-
-
-class _ReduceScatterToGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradients[0], ctx.group), None
