@@ -76,13 +76,13 @@ def parse_options() -> argparse.Namespace:
 
 def write_corpus(path: Path, number: int) -> tuple[Path, list[str]]:
     """Passages, and queries of a few words of one passage each. The same every time on the same machine."""
-    dice, queries, written = random.Random(0), [], 0
+    rng, queries, written = random.Random(0), [], 0
     with path.open("w") as out:
         for title, text in source_passages():
             out.write(json.dumps({"id": written, "title": title, "text": text}) + "\n")
             words = re.findall(r"[a-z]{4,}", text.lower())
-            if len(words) >= WORDS and dice.random() < max(0.02, 1000 / number):
-                queries.append(" ".join(dice.sample(words, WORDS)))
+            if len(words) >= WORDS and rng.random() < max(0.02, 1000 / number):
+                queries.append(" ".join(rng.sample(words, WORDS)))
             written += 1
             if written == number:
                 return path, queries
@@ -143,9 +143,9 @@ async def load(url: str, num_clients: int, queries: list[str], seconds: float) -
 
     async def client(number: int) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
-        dice = random.Random(number)
+        rng = random.Random(number)
         while (asked := time.perf_counter()) < end:
-            body = json.dumps({"queries": [dice.choice(queries)], "topk": 3, "return_scores": True}).encode()
+            body = json.dumps({"queries": [rng.choice(queries)], "topk": 3, "return_scores": True}).encode()
             writer.write(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)

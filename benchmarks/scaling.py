@@ -98,7 +98,7 @@ def recipe_of(cluster: dict[str, Any], model: Path, folder: Path, options: argpa
             "name": "scaling",
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": {"path": "arithmetic:addition", "size": 256}, "max_prompt_tokens": 128},
-            "environment": {"reward": {"name": "corral.bench.reward:hash_reward", "workers": 1}},
+            "environment": {"reward": {"name": "corral.bench.workloads:hash_reward", "workers": 1}},
             "rollout": {"max_response_tokens": new},
             "batch": {"prompts_per_step": prompts, "samples_per_prompt": 8, "max_tokens_per_micro_batch": 2048},
             "algorithm": {"kl": {"where": "loss"}},
