@@ -38,8 +38,8 @@ from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, LocalGroup
-from corral.runtime.losses import UpdateTerms
-from corral.runtime.player import Game
+from corral.runtime.loss_functions import UpdateTerms
+from corral.runtime.rollout_worker import Game
 
 PROFILE = Profile(
     prompt_tokens=200,
@@ -201,9 +201,9 @@ class PrecomputedRolloutWorker(SimulatedRolloutWorker):
         self.trajectories = trajectories
 
     async def _play(self, game: Game) -> None:
-        trajectories = self.trajectories[game.prompt.ordinal % len(self.trajectories)]
+        trajectories = self.trajectories[game.prompt.prompt_id % len(self.trajectories)]
         await asyncio.sleep(self.profile.sample_s(max(trajectory.num_generated for trajectory in trajectories)))
-        self.finished.append((game.number, [replace(one, ordinal=game.prompt.ordinal) for one in trajectories]))
+        self.finished.append((game.number, [replace(one, prompt_id=game.prompt.prompt_id) for one in trajectories]))
         self.news.set()
 
 

@@ -25,8 +25,8 @@ from corral.bench.side_process import SideReporter
 from corral.bench.workloads import BenchSettings, hash_reward
 from corral.loop.closing import close_runner
 from corral.loop.interrupt import Interrupt
-from corral.loop.parts import OpenWorkers
-from corral.loop.steps import steps
+from corral.loop.components import OpenWorkers
+from corral.loop.training_loop import steps
 from corral.loop.train import running
 from corral.observe.console import Console
 from corral.observe.run_folder import RunFolder
@@ -41,7 +41,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
         recipe = Recipe.model_validate(recipe_values(settings, Path(folder)))
         measured = timed_steps(recipe, on_step=lambda step: report_progress(reporter, step))
     for step in measured:
-        step["generation_s"] = step["time/play_s"]
+        step["generation_s"] = step["time/rollout_s"]
         step["tokens"] = round(step["speed/tokens_per_s"] * step["time/step_s"])
         step["gradient_norm"] = step["policy/gradient_norm"]
     furthest = max(step["policy/ratio_deviation"] for step in measured)
@@ -77,7 +77,7 @@ def recipe_values(settings: BenchSettings, folder: Path) -> dict[str, Any]:
         },
         "train": {"logits_chunk": settings.micro_batch_tokens},
         "algorithm": {"name": "grpo"},
-        "optimiser": {"learning_rate": LEARNING_RATE},
+        "optimizer": {"learning_rate": LEARNING_RATE},
         "schedule": {"steps": work.steps + 1},
         "logging": {"runs": str(folder / "runs"), "trajectories": False},
     }

@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-6
 def corral(settings: BenchSettings, reporter: SideReporter) -> None:
     """The native trainer, with float32 master weights; log-probs and entropy of every token."""
     from corral.model.model_loading import load_model
-    from corral.recipe.schema import Model, Optimiser, Train
+    from corral.recipe.schema import Model, Optimizer, Train
     from corral.train.native import NativePolicy
 
     device = torch.device(settings.device)
@@ -29,7 +29,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
         model,
         temperature=1.0,
         logits_chunk=Train().logits_chunk,
-        optimiser=Optimiser(learning_rate=LEARNING_RATE),
+        optimizer=Optimizer(learning_rate=LEARNING_RATE),
         total_updates=10**6,
     )
     pack = random_pack(settings)
@@ -90,7 +90,7 @@ def random_pack(settings: BenchSettings) -> Any:
                 versions=np.where(generated, 0, -1),
                 turn_rewards=[(len(sequence) - 1, 0.0)],
                 stop=StopReason.LENGTH,
-                ordinal=number,
+                prompt_id=number,
                 sample=0,
                 row=number,
             )
