@@ -41,7 +41,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
         return result.gradient_norm
 
     for recompute in ("full", "none"):
-        policy.recompute = recompute == "full"
+        policy.gradient_checkpointing = recompute == "full"
         measure(settings, reporter, step, recompute=recompute, masters="float32")
 
 

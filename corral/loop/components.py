@@ -12,7 +12,6 @@ from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
 from corral.loop.rollout_scheduler import RolloutScheduler
-from corral.loop.weight_publisher import WeightPublisher
 from corral.loop.trainer_group import TrainerGroup
 from corral.model.builtin_models import needs_conversion
 from corral.model.model_loading import load_tokenizer
