@@ -1,4 +1,4 @@
-"""One group of 64 trajectories on one board, all at once against one at a time.
+"""One group of 64 trajectories on one board, all concurrent against one at a time.
 
     python benchmarks/concurrent_trajectories.py           # about a minute on two cores
     python benchmarks/concurrent_trajectories.py --smoke
@@ -15,14 +15,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from report import RESULTS, Report
+from common import RESULTS
 
+from corral.bench.bench_report import BenchmarkReport
 from corral.data.rows import Row
 from corral.data.trajectory import Trajectory
 from corral.envs.base import StepResult
 from corral.envs.games.frozen_lake import FrozenLakeEnv
 from corral.envs.registry import EnvSet
-from corral.model.load import default_device, load_model, load_tokenizer
+from corral.model.model_loading import default_device, load_model, load_tokenizer
 from corral.recipe.schema import Environment, Model, Rollout
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--results", type=type(RESULTS), default=RESULTS)
     options = parser.parse_args()
     samples, rounds = (2, 1) if options.smoke else (SAMPLES, options.rounds)
-    report = Report("concurrent_trajectories", "64 trajectories of one group", options.results, [])
+    report = BenchmarkReport("concurrent_trajectories", "64 trajectories of one group", options.results, [])
     measured = {}
     for name, spec in {"FrozenLake": "frozen_lake", "waiting 50 ms a step": f"{__file__}:WaitingLakeEnv"}.items():
         at_once = [seconds(spec, samples, None, board) for board in range(rounds)]

@@ -1,5 +1,5 @@
-"""Where the time of the paged engine goes: decode steps of some batch sizes, kernel by kernel, and the ragged workload
-of `corral bench rollout` twice in one process, the second time with everything compiled and captured.
+"""Profile of the paged engine: decode steps of some batch sizes, kernel by kernel, and the ragged workload of
+`corral bench rollout` twice in one process, the second time with everything compiled and captured.
 
     python benchmarks/decode_profile.py
 """
@@ -7,21 +7,20 @@ of `corral bench rollout` twice in one process, the second time with everything 
 import argparse
 import asyncio
 import time
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from corral.bench.models import folder_of, make_shape
-from corral.bench.settings import ROLLOUT, SMALL_ROLLOUT, RolloutWork
-from corral.model.load import load_model
+from corral.bench.benchmark_models import model_folder, save_random_model
+from corral.bench.workloads import ROLLOUT, SMALL_ROLLOUT, RolloutWork
+from corral.model.model_loading import load_model
 from corral.recipe.schema import Model
 from corral.rollout.engine import Sampling
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.paged_core import PagedCore
 
 STEPS = 8
-"""In a window, as the engine launches them."""
+"""Decode steps of a window, as the engine launches them."""
 
 
 def main() -> None:
@@ -31,10 +30,10 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[128, 512] if on_gpu else [4])
     parser.add_argument("--context", type=int, default=256, help="tokens before the first of the measured steps")
     arguments = parser.parse_args()
-    work = (ROLLOUT if on_gpu else SMALL_ROLLOUT)[-1]
+    [work] = [work for work in (ROLLOUT if on_gpu else SMALL_ROLLOUT) if work.name == "ragged"]
     engine = load_engine(arguments.model, on_gpu, max(1024 if on_gpu else 8, *arguments.sequences))
     for repeat in range(2):
-        play_ragged(engine, work, repeat)
+        generate_ragged(engine, work, repeat)
     for count in arguments.sequences:
         profile_steps(engine, count, arguments.context)
     engine.close()
@@ -42,29 +41,29 @@ def main() -> None:
 
 def load_engine(name: str, on_gpu: bool, max_sequences: int) -> NativeEngine:
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
-    folder: Path = folder_of(name, dtype)
+    folder = model_folder(name, dtype)
     if not folder.exists():
-        make_shape(name, folder, device, dtype)
+        save_random_model(name, folder, device, dtype)
     model = load_model(Model(path=str(folder), dtype=dtype), torch.device(device))
     return NativeEngine(model, None, max_sequences=max_sequences, max_prefill_tokens=8192, max_length=1152, paged=True)
 
 
-def play_ragged(engine: NativeEngine, work: RolloutWork, repeat: int) -> None:
+def generate_ragged(engine: NativeEngine, work: RolloutWork, repeat: int) -> None:
     prompts, lengths = work.prompts(engine.model.config.vocab_size, repeat), work.lengths()
 
-    async def play() -> None:
+    async def generate() -> None:
         requests = enumerate(zip(prompts, lengths, strict=True))
         await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=n), seed) for seed, (p, n) in requests))
 
     start = time.perf_counter()
-    asyncio.run(play())
+    asyncio.run(generate())
     seconds = time.perf_counter() - start
     print(f"{work.name}, turn {repeat + 1}: {seconds:.2f} s, {sum(lengths) / seconds:,.0f} new tokens/s", flush=True)
 
 
 @torch.inference_mode()
 def profile_steps(engine: NativeEngine, count: int, context: int) -> None:
-    """Every sequence has pages of its own, with random keys and values."""
+    """Prints the time of a decode step and its slowest kernels. Every sequence has pages of its own, of random keys."""
     core = engine.core
     assert isinstance(core, PagedCore)
     core.acquire_cache()

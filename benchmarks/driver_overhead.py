@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import HERE, RESULTS, temporary_folder
 from overlap import open_simulated, ray_cluster
-from report import HERE, RESULTS, Measured, Report
 from simulated import Profile, SimulatedRolloutWorker, SimulatedTrainer, profile_of, random_trajectory
-from timed import bench_folder, timed_steps
 from tiny import save_tiny_model
 
 from corral.algorithms.aggregate import GlobalCounts
+from corral.bench.bench_report import BenchmarkReport, StepTimes
+from corral.bench.step_sides import timed_steps
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
 from corral.observe.console import Console
@@ -38,8 +39,7 @@ from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, LocalGroup
 from corral.runtime.loss_functions import UpdateTerms
-from corral.runtime.model_workers import ActorWorker
-from corral.runtime.rollout_worker import RolloutRequest, RolloutWorker
+from corral.runtime.rollout_worker import Game
 
 PROFILE = Profile(
     prompt_tokens=200,
@@ -47,34 +47,34 @@ PROFILE = Profile(
     sigma=0.5,
     prefill_s=0.5,
     token_s=0.02,
-    score_token_s=5e-5,
-    learn_token_s=5e-4,
+    logprob_token_s=5e-5,
+    train_token_s=5e-4,
     call_s=0.1,
     step_s=1.0,
     transfer_s=3.0,
 )
 NUM_SAMPLES = 8
 AT_ONCE = 32
-"""Pairs of calls through Ray."""
+"""Pairs of calls through Ray that are under way at the same time."""
 
 
 @dataclass(frozen=True)
 class Size:
-    num_players: int
+    num_rollout_devices: int
     num_trainers: int
     num_prompts: int
 
     @property
     def num_devices(self) -> int:
-        return self.num_players + self.num_trainers
+        return self.num_rollout_devices + self.num_trainers
 
     @property
     def num_trajectories(self) -> int:
         return self.num_prompts * NUM_SAMPLES
 
 
-SIZE = Size(num_players=768, num_trainers=256, num_prompts=1024)
-SMOKE = Size(num_players=6, num_trainers=2, num_prompts=8)
+SIZE = Size(num_rollout_devices=768, num_trainers=256, num_prompts=1024)
+SMOKE = Size(num_rollout_devices=6, num_trainers=2, num_prompts=8)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "without trajectory files": {},
@@ -82,40 +82,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "with trajectory files": {"logging": {"trajectories": True}},
 }
 STAGES = {
-    "requests dispatched and collected": ["rollout_scheduler.py:_feed", "rollout_scheduler.py:submit"],
+    "rollout requests sent, trajectories collected": ["playground.py:_feed", "playground.py:play"],
     "one batch of all trajectories": ["batch.py:of"],
-    "log-probs: shards out, numbers in": ["trainer_group.py:compute_column"],
-    "advantages": ["advantages_step.py:advantages"],
-    "train: shards out, sums in": ["train_step.py:train"],
-    "publish": ["weight_publisher.py:publish"],
+    "log-probs: shards out, numbers in": ["shares.py:column"],
+    "advantages": ["score.py:advantages"],
+    "train: shards out, sums in": ["learn.py:learn"],
+    "publish": ["mend.py:publish"],
     "ledger": ["ledger.py:_record"],
-    "metrics of the step": ["step_records.py:step_metrics", "trackers.py:log"],
+    "metrics of the step": ["record.py:step_metrics", "steps.py:log_step"],
 }
 """Functions that are not called by one another, each with all that it calls."""
 PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]
-FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_roll_out", "dataclasses.py:replace"]
-"""Of these only what they do themselves."""
+FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_play", "dataclasses.py:replace"]
+"""Functions of the simulated workers; only their own time is counted, not that of what they call."""
 
 
 def main() -> None:
     options = parse_options()
     size = SMOKE if options.smoke else SIZE
     title = f"The driver's CPU time at {size.num_devices:,} devices"
-    report = Report("driver_overhead", title, options.results, ["ray"])
-    with bench_folder() as folder:
+    report = BenchmarkReport("driver_overhead", title, options.results, ["ray"])
+    with temporary_folder() as folder:
         save_tiny_model(Path(folder) / "model")
         recipes = {name: recipe_of(size, Path(folder), options, changes) for name, changes in VARIANTS.items()}
         recipe = next(iter(recipes.values()))
         step_s = step_seconds(recipe, size)
         print(f"making {size.num_trajectories:,} trajectories", flush=True)
-        workers = Workers(size, make_games(recipe))
+        workers = Workers(size, make_trajectories(recipe))
         steps = {name: timed_steps(recipes[name], workers.open) for name in options.variants}
         add_totals(report, size, steps, step_s)
         workers.calls.clear()
         add_stages(report, *profiled(recipe, workers), step_s)
         if options.ray:
             add_ray(report, recipe, {name: n / options.steps for name, n in workers.calls.items()}, step_s)
-    print(f"wrote {report.out}.json and .md")
+    print(f"wrote {report.path}.json and .md")
 
 
 def parse_options() -> argparse.Namespace:
@@ -157,8 +157,8 @@ def recipe_of(size: Size, folder: Path, options: argparse.Namespace, changes: di
                 "runtime": "ray",
                 "devices_per_node": size.num_devices,
                 "placement": {
-                    "rollout": f"0-{size.num_players - 1}",
-                    "actor,reference": f"{size.num_players}-{size.num_devices - 1}",
+                    "rollout": f"0-{size.num_rollout_devices - 1}",
+                    "actor,reference": f"{size.num_rollout_devices}-{size.num_devices - 1}",
                 },
             },
         }
@@ -168,48 +168,46 @@ def recipe_of(size: Size, folder: Path, options: argparse.Namespace, changes: di
 def step_seconds(recipe: Recipe, size: Size) -> float:
     """What a step takes by the profile, with a driver that costs nothing: all trajectories are decoded at once."""
     lengths = PROFILE.lengths(recipe, range(size.num_prompts))
-    share = (int(lengths.sum()) + size.num_trajectories * PROFILE.prompt_tokens) / size.num_trainers
-    play = PROFILE.game_s(int(lengths.max()))
-    return play + PROFILE.score_s(share) + PROFILE.learn_s(share) + PROFILE.step_s + PROFILE.transfer_s
+    tokens = (int(lengths.sum()) + size.num_trajectories * PROFILE.prompt_tokens) / size.num_trainers
+    rollout_s = PROFILE.sample_s(int(lengths.max()))
+    return rollout_s + PROFILE.logprobs_s(tokens) + PROFILE.train_s(tokens) + PROFILE.step_s + PROFILE.transfer_s
 
 
 # --- workers in this process
 
 
-Games = list[list[Trajectory]]
-"""Of each prompt of a step."""
+Trajectories = list[list[Trajectory]]
+"""Trajectories of each prompt of a step."""
 
 
-def make_games(recipe: Recipe) -> Games:
-    dice = np.random.default_rng(0)
+def make_trajectories(recipe: Recipe) -> Trajectories:
+    rng = np.random.default_rng(0)
     prompts = range(recipe.batch.prompts_per_step)
     prompt_tokens = profile_of(recipe).prompt_tokens
     return [
         [
-            random_trajectory(
-                Prompt(i, i, None, [5 + i % 50] * prompt_tokens), sample, dice, np.zeros(length, np.int64)
-            )
+            random_trajectory(Prompt(i, i, None, [5 + i % 50] * prompt_tokens), sample, rng, np.zeros(length, np.int64))
             for sample, length in enumerate(lengths.tolist())
         ]
         for i, lengths in zip(prompts, profile_of(recipe).lengths(recipe, prompts), strict=True)
     ]
 
 
-class ReadyPlayer(SimulatedRolloutWorker):
-    """Plays what was made before; one timer for each prompt."""
+class PrecomputedRolloutWorker(SimulatedRolloutWorker):
+    """Returns trajectories that were made before, with one timer for each prompt."""
 
-    def __init__(self, recipe: Recipe, games: Games) -> None:
+    def __init__(self, recipe: Recipe, trajectories: Trajectories) -> None:
         super().__init__(recipe)
-        self.games = games
+        self.trajectories = trajectories
 
-    async def _roll_out(self, request: RolloutRequest) -> None:
-        trajectories = self.games[request.prompt.prompt_id % len(self.games)]
-        await asyncio.sleep(self.profile.game_s(max(trajectory.num_generated for trajectory in trajectories)))
-        self.finished.append((request.id, [replace(one, prompt_id=request.prompt.prompt_id) for one in trajectories]))
-        self.has_news.set()
+    async def _play(self, game: Game) -> None:
+        trajectories = self.trajectories[game.prompt.prompt_id % len(self.trajectories)]
+        await asyncio.sleep(self.profile.sample_s(max(trajectory.num_generated for trajectory in trajectories)))
+        self.finished.append((game.number, [replace(one, prompt_id=game.prompt.prompt_id) for one in trajectories]))
+        self.news.set()
 
 
-class CountingGroup(LocalGroup[Any]):
+class CountingGroup(LocalGroup):
     def __init__(self, role: str, hosted: Sequence[Any], calls: "Counter[str]") -> None:
         super().__init__(role, hosted, timeout_s=3600.0)
         self.calls = calls
@@ -222,10 +220,10 @@ class CountingGroup(LocalGroup[Any]):
 class Workers:
     """A runtime for any number of devices."""
 
-    def __init__(self, size: Size, games: Games) -> None:
-        self.size, self.games = size, games
+    def __init__(self, size: Size, trajectories: Trajectories) -> None:
+        self.size, self.trajectories = size, trajectories
         self.calls: Counter[str] = Counter()
-        self.groups: dict[str, Group[Any]] = {}
+        self.groups: dict[str, Group] = {}
 
     @asynccontextmanager
     async def open(
@@ -239,7 +237,7 @@ class Workers:
             return []
         hosted: list[Any]
         if role == "rollout":
-            hosted = [ReadyPlayer(recipe, self.games) for _ in self.placement.roles[role]]
+            hosted = [PrecomputedRolloutWorker(recipe, self.trajectories) for _ in self.placement.roles[role]]
         else:
             hosted = [SimulatedTrainer(recipe) for _ in self.placement.roles[role]]
         self.groups[role] = CountingGroup(role, hosted, self.calls)
@@ -252,19 +250,19 @@ class Workers:
 # --- results
 
 
-def add_totals(report: Report, size: Size, steps: dict[str, Measured], step_s: float) -> None:
+def add_totals(report: BenchmarkReport, size: Size, steps: dict[str, StepTimes], step_s: float) -> None:
     rows = [
         [name, f"{cpu_s(measured):.2f}", f"{100 * cpu_s(measured) / step_s:.1f} %"] for name, measured in steps.items()
     ]
     heading = (
-        f"{size.num_players} devices play and {size.num_trainers} learn; {size.num_trajectories:,} trajectories of "
-        f"about {PROFILE.prompt_tokens + 800} tokens; a step of {step_s:.0f} s by the profile"
+        f"{size.num_rollout_devices} devices roll out and {size.num_trainers} train; {size.num_trajectories:,} "
+        f"trajectories of about {PROFILE.prompt_tokens + 800} tokens; a step of {step_s:.0f} s by the profile"
     )
     columns = ["", "CPU s per step", "of the step"]
     report.add("total", heading, columns, rows, {"profile": asdict(PROFILE), "step_s": step_s, "steps": steps})
 
 
-def cpu_s(steps: Measured) -> float:
+def cpu_s(steps: StepTimes) -> float:
     return statistics.median(step["cpu_s"] for step in steps)
 
 
@@ -276,11 +274,14 @@ def profiled(recipe: Recipe, workers: Workers) -> tuple[pstats.Stats, int]:
     return pstats.Stats(profiler), recipe.schedule.steps
 
 
-def add_stages(report: Report, stats: pstats.Stats, num_steps: int, step_s: float) -> None:
+def add_stages(report: BenchmarkReport, stats: pstats.Stats, num_steps: int, step_s: float) -> None:
     own, whole = Counter[str](), Counter[str]()
     for (file, _, function), (_, _, own_s, whole_s, _) in stats.stats.items():  # type: ignore[attr-defined]
         own[f"{Path(file).name}:{function}"] += own_s / num_steps
         whole[f"{Path(file).name}:{function}"] += whole_s / num_steps
+    named = [*(function for functions in STAGES.values() for function in functions), *PARTS, *FAKES]
+    if unknown := [function for function in named if function not in whole]:
+        raise SystemExit(f"never called, so probably renamed: {', '.join(unknown)}; see STAGES, PARTS and FAKES")
     seconds = {name: sum(whole[function] for function in functions) for name, functions in STAGES.items()}
     seconds |= {f"of these, {name.partition(':')[2]}": whole[name] for name in PARTS}
     seconds["of these, the workers' own"] = sum(own[name] for name in FAKES)
@@ -294,7 +295,7 @@ def add_stages(report: Report, stats: pstats.Stats, num_steps: int, step_s: floa
 # --- Ray
 
 
-def add_ray(report: Report, recipe: Recipe, calls: dict[str, float], step_s: float) -> None:
+def add_ray(report: BenchmarkReport, recipe: Recipe, calls: dict[str, float], step_s: float) -> None:
     """CPU time of the driver for each kind of call, times the calls that a step made above."""
     per_call = asyncio.run(ray_costs(recipe))
     rows, total = [], 0.0
@@ -309,7 +310,7 @@ def add_ray(report: Report, recipe: Recipe, calls: dict[str, float], step_s: flo
 
 
 async def ray_costs(recipe: Recipe) -> dict[str, float]:
-    """By name, of calls that carry games of 8 trajectories or shares of 32; `small`: of one that carries next to
+    """By name, of calls that carry groups of 8 trajectories or shards of 32; `small`: of one that carries next to
     nothing, such as the log-probs of a probe."""
     instant = {name: 0.0 if name.endswith("_s") else value for name, value in asdict(PROFILE).items()}
     environment = recipe.environment.model_copy(update={"options": instant})
@@ -317,29 +318,27 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
     recipe = recipe.model_copy(update={"environment": environment, "cluster": cluster})
     placement = parse_placement({"rollout": "0-1", "actor": "2-3"}, 4)
     prompt = Prompt(0, 0, None, [5] * PROFILE.prompt_tokens)
-    dice = np.random.default_rng(0)
-    share = Batch.of([random_trajectory(prompt, i, dice, np.zeros(800, np.int64)) for i in range(32)])
+    rng = np.random.default_rng(0)
+    share = Batch.of([random_trajectory(prompt, i, rng, np.zeros(800, np.int64)) for i in range(32)])
     columns = ("old_logprobs", "reference_logprobs", "advantages", "returns")
-    learnt = replace(share, columns=dict.fromkeys(columns, share.logprobs))
+    with_columns = replace(share, columns=dict.fromkeys(columns, share.logprobs))
     terms = UpdateTerms(GlobalCounts(1, 1), 0, 0.0)
-    request = RolloutRequest(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
+    game = Game(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
     with ray_cluster():
         async with open_simulated(recipe, placement, Path(recipe.logging.runs), Console(), frozenset()) as runtime:
             await runtime.build("actor", recipe, None)
             await runtime.build("rollout", recipe, None)
             actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
-            submit = await cost(lambda: rollout.each(RolloutWorker.submit, [([request],), ([request],)]))
-            await rollout.all(RolloutWorker.cancel)
+            submit = await cost(lambda: rollout.each("submit", [([game],), ([game],)]))
+            await rollout.all("cancel")
             return {
                 "rollout.submit": submit,
-                "rollout.collect": await collect_cost(rollout, request),
-                "reference.compute_logprobs": await cost(
-                    lambda: actor.each(ActorWorker.compute_logprobs, [([share],), ([replace(share)],)])
-                ),
+                "rollout.collect": await collect_cost(rollout, game),
+                "reference.logprobs": await cost(lambda: actor.each("logprobs", [([share],), ([replace(share)],)])),
                 "actor.accumulate": await cost(
-                    lambda: actor.each(ActorWorker.accumulate, [(learnt, terms), (replace(learnt), terms)])
+                    lambda: actor.each("accumulate", [(with_columns, terms), (replace(with_columns), terms)])
                 ),
-                "small": await cost(lambda: actor.all(ActorWorker.step, 1.0)),
+                "small": await cost(lambda: actor.all("step", 1.0)),
             }
 
 
@@ -353,14 +352,14 @@ async def cost(call: Callable[[], Awaitable[Any]], times: int = 10) -> float:
     return (time.process_time() - started) / times / AT_ONCE / 2
 
 
-async def collect_cost(rollout: Group[RolloutWorker], request: RolloutRequest, times: int = 100) -> float:
-    """The same of calls that find one game each; those come one by one, as games end."""
+async def collect_cost(rollout: Group, game: Game, times: int = 100) -> float:
+    """The same of calls that collect one group each; those come one by one, as groups are finished."""
     spent = 0.0
     for _ in range(times):
-        await rollout.each(RolloutWorker.submit, [([request],), ([request],)])
+        await rollout.each("submit", [([game],), ([game],)])
         await asyncio.sleep(0.02)
         started = time.process_time()
-        await rollout.all(RolloutWorker.collect)
+        await rollout.all("collect")
         spent += time.process_time() - started
     return spent / times / 2
 

@@ -2,26 +2,23 @@
 
     python benchmarks/ray_on_one_device.py [--size small|medium] [--steps 10]
 
-A random model of Qwen2's architecture learns to say vowels. Actor and rollout are in one process on the device in both
-cases, so nothing travels.
+A random model of Qwen2's architecture is trained to generate vowels. Actor and rollout are in one process on the device
+in both cases, so nothing is transferred.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
+from common import temporary_folder
 from runs import REWARD
 from tiny import SHAPE, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from corral.observe.run_files import read_metrics
 
@@ -37,7 +34,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         recipe = prepare(Path(folder), options.size, options.steps)
         here = train(recipe, "here")
         on_ray = train(recipe, "ray", "cluster.devices_per_node=1")

@@ -19,7 +19,6 @@ import resource
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,9 @@ from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
-from report import RESULTS, Report
+from common import RESULTS, temporary_folder
+
+from corral.bench.bench_report import BenchmarkReport
 
 CORRAL = [sys.executable, "-m", "corral.cli.main", "retriever"]
 CLIENTS = (1, 8, 64)
@@ -41,10 +42,10 @@ READY_S = 120.0
 
 def main() -> None:
     options = parse_options()
-    report = Report(
+    report = BenchmarkReport(
         "retriever_load", "The retriever under load", options.results, ["bm25s", "faiss-cpu", "sentence-transformers"]
     )
-    with tempfile.TemporaryDirectory(prefix="corral-bench-") as name:
+    with temporary_folder() as name:
         folder = Path(name)
         for kind in options.kinds:
             number = options.passages if kind == "bm25" else min(options.passages, options.dense_passages)
@@ -53,7 +54,7 @@ def main() -> None:
             with served(folder / kind) as url:
                 levels = [asyncio.run(load(url, clients, queries, options.seconds)) for clients in CLIENTS]
             add(report, kind, number, built, levels)
-    print(f"wrote {report.out}.json and .md")
+    print(f"wrote {report.path}.json and .md")
 
 
 def parse_options() -> argparse.Namespace:
@@ -75,13 +76,13 @@ def parse_options() -> argparse.Namespace:
 
 def write_corpus(path: Path, number: int) -> tuple[Path, list[str]]:
     """Passages, and queries of a few words of one passage each. The same every time on the same machine."""
-    dice, queries, written = random.Random(0), [], 0
+    rng, queries, written = random.Random(0), [], 0
     with path.open("w") as out:
         for title, text in source_passages():
             out.write(json.dumps({"id": written, "title": title, "text": text}) + "\n")
             words = re.findall(r"[a-z]{4,}", text.lower())
-            if len(words) >= WORDS and dice.random() < max(0.02, 1000 / number):
-                queries.append(" ".join(dice.sample(words, WORDS)))
+            if len(words) >= WORDS and rng.random() < max(0.02, 1000 / number):
+                queries.append(" ".join(rng.sample(words, WORDS)))
             written += 1
             if written == number:
                 return path, queries
@@ -142,9 +143,9 @@ async def load(url: str, num_clients: int, queries: list[str], seconds: float) -
 
     async def client(number: int) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
-        dice = random.Random(number)
+        rng = random.Random(number)
         while (asked := time.perf_counter()) < end:
-            body = json.dumps({"queries": [dice.choice(queries)], "topk": 3, "return_scores": True}).encode()
+            body = json.dumps({"queries": [rng.choice(queries)], "topk": 3, "return_scores": True}).encode()
             writer.write(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
@@ -176,7 +177,7 @@ def counters(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def add(report: Report, kind: str, number: int, built: dict[str, Any], levels: list[dict[str, Any]]) -> None:
+def add(report: BenchmarkReport, kind: str, number: int, built: dict[str, Any], levels: list[dict[str, Any]]) -> None:
     rows = [
         [
             str(level["clients"]),

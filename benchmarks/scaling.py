@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import RESULTS, temporary_folder
 from overlap import ray_cluster
-from report import RESULTS, Measured, Report, seconds_of, spread
-from timed import bench_folder, timed_steps
 from tiny import SHAPE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from corral.bench.bench_report import BenchmarkReport, StepTimes, format_spread
+from corral.bench.step_sides import timed_steps
 from corral.recipe.schema import Recipe
 
 LAYOUTS = {
@@ -34,9 +35,9 @@ STAGES = ("play", "score", "learn", "transfer")
 
 def main() -> None:
     options = parse_options()
-    report = Report("scaling", "Training on several processes of one machine", options.results, ["ray"])
-    measured: dict[str, Measured] = {}
-    with bench_folder() as folder, ray_cluster():
+    report = BenchmarkReport("scaling", "Training on several processes of one machine", options.results, ["ray"])
+    measured: dict[str, StepTimes] = {}
+    with temporary_folder() as folder, ray_cluster():
         model = Path(folder) / "model"
         num_parameters = save_model(model, options.smoke)
         for name in options.layouts:
@@ -45,7 +46,12 @@ def main() -> None:
             print(f"  {name}: " + ", ".join(f"{step['seconds']:.2f}" for step in measured[name]) + " s", flush=True)
     first = next(iter(measured.values()))
     rows = [
-        [name, spread(steps), f"{seconds_of(first) / seconds_of(steps):.2f} x", *(stage_s(steps, s) for s in STAGES)]
+        [
+            name,
+            format_spread(seconds(steps)),
+            f"{statistics.median(seconds(first)) / statistics.median(seconds(steps)):.2f} x",
+            *(stage_s(steps, stage) for stage in STAGES),
+        ]
         for name, steps in measured.items()
     ]
     batch = recipe.batch
@@ -56,7 +62,11 @@ def main() -> None:
     )
     columns = ["", "step s: median (min-max)", "speed", *(f"{stage} s" for stage in STAGES)]
     report.add("scaling", heading, columns, rows, {"steps": measured})
-    print(f"wrote {report.out}.json and .md")
+    print(f"wrote {report.path}.json and .md")
+
+
+def seconds(steps: StepTimes) -> list[float]:
+    return [step["seconds"] for step in steps]
 
 
 def parse_options() -> argparse.Namespace:
@@ -88,7 +98,7 @@ def recipe_of(cluster: dict[str, Any], model: Path, folder: Path, options: argpa
             "name": "scaling",
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": {"path": "arithmetic:addition", "size": 256}, "max_prompt_tokens": 128},
-            "environment": {"reward": {"name": "corral.bench.reward:hash_reward", "workers": 1}},
+            "environment": {"reward": {"name": "corral.bench.workloads:hash_reward", "workers": 1}},
             "rollout": {"max_response_tokens": new},
             "batch": {"prompts_per_step": prompts, "samples_per_prompt": 8, "max_tokens_per_micro_batch": 2048},
             "algorithm": {"kl": {"where": "loss"}},
@@ -100,7 +110,7 @@ def recipe_of(cluster: dict[str, Any], model: Path, folder: Path, options: argpa
     )
 
 
-def stage_s(steps: Measured, stage: str) -> str:
+def stage_s(steps: StepTimes, stage: str) -> str:
     """In one process no weights travel."""
     seconds = [step[f"time/{stage}_s"] for step in steps if f"time/{stage}_s" in step]
     return f"{statistics.median(seconds):.2f}" if seconds else "-"

@@ -1,6 +1,6 @@
-"""Roles that take as long as a profile says, and compute nothing: what is left is the loop, the runtime and Ray.
+"""Simulated workers that take as long as a profile says and compute nothing: only loop, runtime and Ray are left.
 
-`simulated:build_role` has the signature of `corral.runtime.worker:build_role`. Workers find the profile in the recipe,
+`simulated:build_role` has the signature of `corral.runtime.roles:build_role`. Workers find the profile in the recipe,
 as the options of its environment, which nothing else reads.
 """
 
@@ -18,8 +18,8 @@ from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
 from corral.recipe.schema import MAX_SEQUENCES, Recipe
 from corral.rollout.driver import Prompt, seed_of
 from corral.runtime.loss_functions import LossStats, UpdateTerms
-from corral.runtime.rollout_worker import FinishedRequest, RolloutRequest
-from corral.runtime.worker import Role, WorkerContext
+from corral.runtime.rollout_worker import Finished, Game
+from corral.runtime.worker import WorkerContext
 from corral.train.optimizer import UpdateResult
 
 BUILDER = "simulated:build_role"
@@ -29,48 +29,48 @@ FIRST_LETTER, LAST_LETTER = 60, 85
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of one device. Tokens of a share are those of its trajectories, prompts included."""
+    """Durations on one device, in seconds. Tokens are those of trajectories, prompts included."""
 
     prompt_tokens: int
     median_tokens: float
-    """Of a response. Lengths are log-normal: exp(normal) x median, cut at `rollout.max_response_tokens`."""
+    """Median length of a response. Lengths are log-normal, cut at `rollout.max_response_tokens`."""
     sigma: float
-    """Of the normal distribution; 0.6 makes one response in twenty 2.7 times as long as the median."""
+    """Sigma of the log-normal distribution; 0.6 makes one response in twenty 2.7 times as long as the median."""
     prefill_s: float
-    """Of a sample."""
+    """Prefill of a sample."""
     token_s: float
-    """From one token of a sequence to the next, however many sequences are decoded beside it."""
-    score_token_s: float
-    learn_token_s: float
+    """Time from one token of a sequence to the next, however many sequences are decoded beside it."""
+    logprob_token_s: float
+    train_token_s: float
     call_s: float
-    """Of each call that scores or learns, whatever its size."""
+    """Overhead of each call that computes log-probs or gradients, whatever its size."""
     step_s: float
-    """The optimizer's."""
+    """Optimizer step."""
     transfer_s: float
-    """New weights; nothing is decoded meanwhile."""
+    """Transfer of new weights; nothing is decoded meanwhile."""
 
     def faster(self, times: float) -> "Profile":
         fields = asdict(self)
         return Profile(**{name: value / times if name.endswith("_s") else value for name, value in fields.items()})
 
     def lengths(self, recipe: Recipe, prompt_ids: Sequence[int]) -> IntArray:
-        """[prompts, samples], tokens of the responses; the same wherever and whenever they are asked for."""
+        """[prompts, samples], tokens of the responses: a function of the recipe's seed, the same in every process."""
         samples, most = recipe.batch.samples_per_prompt, recipe.rollout.max_response_tokens
-        drawn = [
+        rngs = [
             [np.random.default_rng(seed_of(recipe.seed, "length", prompt_id, sample)) for sample in range(samples)]
             for prompt_id in prompt_ids
         ]
-        normal = np.array([[dice.standard_normal() for dice in group] for group in drawn])
+        normal = np.array([[rng.standard_normal() for rng in group] for group in rngs])
         return np.clip(self.median_tokens * np.exp(self.sigma * normal), 1, most).astype(np.int64)
 
-    def game_s(self, length: int) -> float:
+    def sample_s(self, length: int) -> float:
         return self.prefill_s + self.token_s * length
 
-    def score_s(self, tokens: int) -> float:
-        return self.call_s + self.score_token_s * tokens
+    def logprobs_s(self, tokens: int) -> float:
+        return self.call_s + self.logprob_token_s * tokens
 
-    def learn_s(self, tokens: int) -> float:
-        return self.call_s + self.learn_token_s * tokens
+    def train_s(self, tokens: int) -> float:
+        return self.call_s + self.train_token_s * tokens
 
 
 def profile_of(recipe: Recipe) -> Profile:
@@ -78,98 +78,96 @@ def profile_of(recipe: Recipe) -> Profile:
 
 
 def rows(num_rows: int, prompt_tokens: int) -> Iterator[dict[str, Any]]:
-    """Prompts of so many characters, which are tokens of the tiny tokenizer; all different."""
+    """Distinct prompts of `prompt_tokens` characters, which are tokens of the tiny tokenizer."""
     for row in range(num_rows):
         yield {"prompt": f"{row:08d}".ljust(prompt_tokens, "?"), "answer": ""}
 
 
-def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
+def build_role(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Any:
     match role:
         case "rewards":
-            return Role()
+            return object()
         case "rollout":
             return SimulatedRolloutWorker(recipe)
     return SimulatedTrainer(recipe)
 
 
-class SimulatedRolloutWorker(Role):
-    """An engine with `rollout.max_sequences` places; what finds none waits for the next free one."""
+class SimulatedRolloutWorker:
+    """An engine with `rollout.max_sequences` slots; samples beyond that wait for a free one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.profile = recipe, profile_of(recipe)
         self.max_sequences = recipe.rollout.max_sequences or MAX_SEQUENCES["cpu"]
-        self.places = asyncio.Semaphore(self.max_sequences)
-        self.finished: list[FinishedRequest] = []
+        self.slots = asyncio.Semaphore(self.max_sequences)
+        self.finished: list[Finished] = []
         self.failure: Exception | None = None
-        self.has_news = asyncio.Event()
+        self.news = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.versions = [0]
         self.since = [0.0]
-        """When each version came."""
+        """Time at which each version arrived."""
         self.paused_s = 0.0
 
     def facts(self) -> dict[str, Any]:
         return {"max_sequences": self.max_sequences}
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        for request in requests:
-            task = asyncio.get_running_loop().create_task(self._roll_out(request))
+    async def submit(self, games: Sequence[Game]) -> None:
+        for game in games:
+            task = asyncio.get_running_loop().create_task(self._play(game))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def collect(self) -> list[FinishedRequest]:
-        await self.has_news.wait()
-        self.has_news.clear()
+    async def collect(self) -> list[Finished]:
+        await self.news.wait()
+        self.news.clear()
         if self.failure is not None:
             raise self.failure
         finished, self.finished = self.finished, []
         return finished
 
     async def ping(self) -> None:
-        """Answers, which is enough."""
+        """Answering is enough."""
 
     async def cancel(self) -> None:
         for task in list(self.tasks):
             task.cancel()
         self.finished.clear()
-        self.has_news.clear()
+        self.news.clear()
 
-    async def _roll_out(self, request: RolloutRequest) -> None:
+    async def _play(self, game: Game) -> None:
         try:
-            (lengths,) = self.profile.lengths(self.recipe, [request.prompt.prompt_id])
-            samples = (
-                self._sample(request.prompt, sample, int(lengths[sample])) for sample in range(request.num_samples)
-            )
+            (lengths,) = self.profile.lengths(self.recipe, [game.prompt.prompt_id])
+            samples = (self._sample(game.prompt, sample, int(lengths[sample])) for sample in range(game.samples))
             trajectories = await asyncio.gather(*samples)
-            self.finished.append((request.id, trajectories))
+            self.finished.append((game.number, trajectories))
         except Exception as error:
             self.failure = error
-        self.has_news.set()
+        self.news.set()
 
     async def _sample(self, prompt: Prompt, sample: int, length: int) -> Trajectory:
-        async with self.places:
+        async with self.slots:
             started = time.monotonic()
-            left, paused = self.profile.game_s(length), self.paused_s
+            left, paused = self.profile.sample_s(length), self.paused_s
             while left > 0:
                 await asyncio.sleep(left)
                 left, paused = self.paused_s - paused, self.paused_s
-            drawn_at = np.linspace(started, time.monotonic(), length)
-        versions = np.array(self.versions)[np.searchsorted(self.since, drawn_at, side="right") - 1]
-        dice = np.random.default_rng(seed_of(self.recipe.seed, "tokens", prompt.prompt_id, sample))
-        return random_trajectory(prompt, sample, dice, versions)
+            sampled_at = np.linspace(started, time.monotonic(), length)
+        versions = np.array(self.versions)[np.searchsorted(self.since, sampled_at, side="right") - 1]
+        rng = np.random.default_rng(seed_of(self.recipe.seed, "tokens", prompt.prompt_id, sample))
+        return random_trajectory(prompt, sample, rng, versions)
 
     # --- new weights
 
-    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int) -> None:
+    async def join_channel(self, kind: str, meeting: str, rank: int, size: int) -> None:
         """There is no channel."""
 
-    async def receive_weights(self, handle: Any, version: int) -> float:
+    async def receive_weights(self, parcel: Any, version: int) -> float:
         self.paused_s += self.profile.transfer_s
         await asyncio.sleep(self.profile.transfer_s)
         self.set_version(version)
         return self.profile.transfer_s
 
-    def load_local_weights(self, version: int) -> float:
+    def share_weights(self, version: int) -> float:
         self.set_version(version)
         return 0.0
 
@@ -177,20 +175,20 @@ class SimulatedRolloutWorker(Role):
         self.versions.append(version)
         self.since.append(time.monotonic())
 
-    async def compute_logprobs(self, tokens: Sequence[int]) -> list[float]:
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
         return [0.0] * (len(tokens) - 1)
 
 
-def random_trajectory(prompt: Prompt, sample: int, dice: np.random.Generator, versions: IntArray) -> Trajectory:
+def random_trajectory(prompt: Prompt, sample: int, rng: np.random.Generator, versions: IntArray) -> Trajectory:
     """One whose response has as many tokens as `versions`; its reward is different from all others."""
     length, start = len(versions), len(prompt.tokens)
     empty = np.zeros(start, np.float32)
     return Trajectory(
-        tokens=np.concatenate([np.array(prompt.tokens, np.int64), dice.integers(FIRST_LETTER, LAST_LETTER, length)]),
+        tokens=np.concatenate([np.array(prompt.tokens, np.int64), rng.integers(FIRST_LETTER, LAST_LETTER, length)]),
         generated=np.arange(start + length) >= start,
-        logprobs=np.concatenate([empty, -dice.random(length, np.float32)]),
+        logprobs=np.concatenate([empty, -rng.random(length, np.float32)]),
         versions=np.concatenate([np.full(start, -1), versions]),
-        turn_rewards=[(start + length - 1, float(dice.random()))],
+        turn_rewards=[(start + length - 1, float(rng.random()))],
         stop=StopReason.END_OF_TURN,
         prompt_id=prompt.prompt_id,
         sample=sample,
@@ -198,7 +196,7 @@ def random_trajectory(prompt: Prompt, sample: int, dice: np.random.Generator, ve
     )
 
 
-class SimulatedTrainer(Role):
+class SimulatedTrainer:
     """Actor or reference; one thing after the other, as on a device. Its log-probs are those of the engine."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -208,16 +206,16 @@ class SimulatedTrainer(Role):
     def facts(self) -> dict[str, Any]:
         return {"dtype": "float32"}
 
-    async def compute_logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
+    async def logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
         for share in shares:
-            await self._compute(self.profile.score_s(num_tokens(share)))
+            await self._compute(self.profile.logprobs_s(num_tokens(share)))
         return [np.zeros(0, np.float32) if share is None else share.logprobs for share in shares]
 
     async def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
-        await self._compute(self.profile.learn_s(num_tokens(share)))
+        await self._compute(self.profile.train_s(num_tokens(share)))
         return LossStats(num_tokens=0 if share is None else share.num_generated)
 
-    async def step(self, scale: float) -> UpdateResult:
+    async def step(self, scale: float = 1.0) -> UpdateResult:
         await self._compute(self.profile.step_s)
         return UpdateResult(gradient_norm=1.0, learning_rate=1e-6, skipped=False)
 
@@ -227,7 +225,7 @@ class SimulatedTrainer(Role):
     async def open_channel(self, kind: str) -> str:
         return ""
 
-    async def join_channel(self, rendezvous: str, size: int) -> None:
+    async def join_channel(self, meeting: str, size: int) -> None:
         """There is no channel."""
 
     async def send_weights(self) -> None:
@@ -239,7 +237,7 @@ class SimulatedTrainer(Role):
     async def save(self, folder: Path, writers: Sequence[int]) -> None:
         """There is nothing to save."""
 
-    async def can_see(self, file: Path) -> bool:
+    async def sees(self, file: Path) -> bool:
         return True
 
     async def _compute(self, seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""`corral bench`: rollout, training and a whole step, measured side by side with others on the same device."""
+"""`corral bench`: rollout, training and a whole step, measured beside other libraries on the same device."""

@@ -21,7 +21,7 @@ def register(main: typer.Typer) -> None:
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Random weights of a shape (qwen2-1.5b, tiny), or a folder with a model. "
+        help="Random weights of a shape (qwen2-1.5b, tiny), smollm2-135m-instruct, or a folder with a model. "
         "Default: qwen2-1.5b on a GPU, tiny without.",
         show_default=False,
     ),
@@ -31,8 +31,11 @@ Sides = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Folder for bench_VERB.json and .md.")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to see whether it works; the numbers mean nothing.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one side; a slower one is ended.")]
-MaxSequences = Annotated[int, typer.Option(min=1, help="Decoded at the same time, by Corral and vLLM.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side, one after the other: A B A B.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=1, help="Seconds for one turn of a side, which is then ended.")
+]
+MaxSequences = Annotated[int, typer.Option(min=1, help="Sequences decoded at the same time, by Corral and vLLM.")]
 MaxPrefillTokens = Annotated[int, typer.Option(min=1, help="Prompt tokens that Corral computes in one pass.")]
 
 
@@ -43,26 +46,38 @@ def rollout(
     out: Out = Path("bench"),
     smoke: Smoke = False,
     workloads: Annotated[
-        str | None, typer.Option(help="Some of fixed-128,fixed-512,ragged.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Some of fixed-128,fixed-512,ragged (default on a GPU) and distinct,grouped (default without).",
+            show_default=False,
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of the fixed workloads; the ragged one is measured once.")] = 2,
+    rounds: Rounds = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each workload in a turn; of ragged one.")] = 2,
     max_sequences: MaxSequences = 1024,
     max_prefill_tokens: MaxPrefillTokens = 8192,
-    vllm_memory: Annotated[float, typer.Option(min=0.05, max=1, help="Share of the device for vLLM.")] = 0.9,
+    vllm_python: Annotated[
+        str | None, typer.Option(help="A Python that has vLLM, where it is not this one.", show_default=False)
+    ] = None,
+    vllm_memory: Annotated[float, typer.Option(min=0.05, max=1, help="Fraction of the device for vLLM.")] = 0.9,
+    vllm_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a block of vLLM's cache. Default: vLLM's.", show_default=False)
+    ] = None,
     timeout: Timeout = 600.0,
 ) -> None:
     """Generation with log-probs: Corral's engine, vLLM with and without log-probs, transformers' generate."""
-    from corral.bench.settings import WORKLOADS, Peers
+    from corral.bench.workloads import CPU_WORKLOADS, GPU_WORKLOADS, WORKLOADS, PeerOptions
     from corral.data.plugins import did_you_mean
 
-    chosen = split(workloads) or list(WORKLOADS)
+    chosen = split_names(workloads) or (GPU_WORKLOADS if device_type() == "cuda" else CPU_WORKLOADS)
     for name in chosen:
         if name not in WORKLOADS:
             raise UserError(f"--workloads {name}: there are {', '.join(WORKLOADS)}{did_you_mean(name, WORKLOADS)}")
     run(
         "rollout", model, sides, out, smoke, timeout,
-        workloads=tuple(chosen), repeats=repeats, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens,
-        peers=Peers(vllm_memory=vllm_memory),
+        workloads=tuple(chosen), rounds=rounds, repeats=repeats, max_sequences=max_sequences,
+        max_prefill_tokens=max_prefill_tokens,
+        peers=PeerOptions(vllm_memory=vllm_memory, vllm_python=vllm_python, vllm_block_size=vllm_block_size),
     )  # fmt: skip
 
 
@@ -72,10 +87,11 @@ def train(
     sides: Sides = None,
     out: Out = Path("bench"),
     smoke: Smoke = False,
+    rounds: Rounds = 1,
     timeout: Timeout = 600.0,
 ) -> None:
     """Forward, backward and AdamW on 8 sequences of 1,024 tokens: Corral's trainer and a plain transformers model."""
-    run("train", model, sides, out, smoke, timeout)
+    run("train", model, sides, out, smoke, timeout, rounds=rounds)
 
 
 @app.command()
@@ -84,10 +100,16 @@ def step(
     sides: Sides = None,
     out: Out = Path("bench"),
     smoke: Smoke = False,
-    steps: Annotated[int, typer.Option(min=1, help="Measured, besides the first, which is warm-up.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a step.")] = 64,
+    samples: Annotated[int, typer.Option(min=2, help="Samples of each prompt.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of these, the ones that all prompts begin with.")] = 0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sample.")] = 256,
+    rounds: Rounds = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps, besides the first, which is warm-up.")] = 3,
     max_sequences: MaxSequences = 1024,
     max_prefill_tokens: MaxPrefillTokens = 8192,
-    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Of Corral's backward passes.")] = 8192,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of Corral's backward passes.")] = 8192,
     trl_micro_batch: Annotated[int, typer.Option(min=1, help="Samples of TRL's backward passes.")] = 16,
     trl_dtype: Annotated[str, typer.Option(help="Of TRL's weights: float32, or bfloat16 without masters.")] = "float32",
     trl_checkpointing: Annotated[
@@ -96,26 +118,30 @@ def step(
     trl_correction: Annotated[
         bool, typer.Option("--trl-correction", help="TRL corrects for the engine's log-probs: another forward pass.")
     ] = False,
-    trl_vllm_memory: Annotated[float, typer.Option(min=0.05, max=1, help="Share of the device for TRL's vLLM.")] = 0.3,
+    trl_vllm_memory: Annotated[
+        float, typer.Option(min=0.05, max=1, help="Fraction of the device for TRL's vLLM.")
+    ] = 0.3,
     timeout: Timeout = 600.0,
 ) -> None:
     """A GRPO step, 64 prompts x 8 samples x 256 new tokens: Corral's loop, and TRL's trainer with vLLM in it."""
-    from corral.bench.settings import STEP, Peers
+    from corral.bench.workloads import SMALL_STEP, PeerOptions, StepWork
 
+    work = SMALL_STEP if smoke else StepWork(prompts, samples, prompt_tokens, new_tokens, shared_tokens, steps)
+    if shared_tokens >= prompt_tokens:
+        raise UserError(f"--shared-tokens {shared_tokens}: must be fewer than the {prompt_tokens} of a prompt")
     if trl_dtype not in ("float32", "bfloat16"):
         raise UserError(f"--trl-dtype {trl_dtype}: float32 or bfloat16")
-    if not smoke and STEP.num_trajectories % trl_micro_batch:
+    if not smoke and work.num_trajectories % min(trl_micro_batch, work.num_trajectories):
         raise UserError(
-            f"--trl-micro-batch {trl_micro_batch}: must divide the {STEP.num_trajectories} samples of a step"
+            f"--trl-micro-batch {trl_micro_batch}: must divide the {work.num_trajectories} samples of a step"
         )
     run(
         "step", model, sides, out, smoke, timeout,
-        steps=steps, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens,
+        step=work, rounds=rounds, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens,
         micro_batch_tokens=micro_batch_tokens,
-        peers=Peers(
+        peers=PeerOptions(
             trl_micro_batch=trl_micro_batch, trl_dtype=trl_dtype, trl_checkpointing=trl_checkpointing,
-            trl_correction=trl_correction,
-            trl_vllm_memory=trl_vllm_memory,
+            trl_correction=trl_correction, trl_vllm_memory=trl_vllm_memory,
         ),
     )  # fmt: skip
 
@@ -123,32 +149,36 @@ def step(
 def run(
     verb: str, model: str | None, sides: str | None, out: Path, smoke: bool, timeout_s: float, **settings: Any
 ) -> None:
-    from corral.bench.models import folder_of
-    from corral.bench.run import bench
-    from corral.bench.settings import Settings
-    from corral.bench.sides import chosen_sides
-    from corral.model.load import default_device
+    from corral.bench.benchmark_models import model_folder
+    from corral.bench.comparison import choose_sides, compare
+    from corral.bench.workloads import BenchSettings, PeerOptions
 
-    device = default_device().type
+    device = device_type()
     dtype: DtypeName = "bfloat16" if device == "cuda" else "float32"
     model = model or ("qwen2-1.5b" if device == "cuda" and not smoke else "tiny")
-    chosen = chosen_sides(verb, split(sides), device)
+    peers: PeerOptions = settings.setdefault("peers", PeerOptions())
+    chosen = choose_sides(verb, split_names(sides), device, peers.vllm_python)
     if smoke:
         settings |= {"max_sequences": 8, "max_prefill_tokens": 64, "micro_batch_tokens": 64}
-    made = Settings(
+    bench_settings = BenchSettings(
         verb=verb,
         model=model,
-        folder=str(folder_of(model, dtype)),
+        folder=str(model_folder(model, dtype)),
         device=device,
         dtype=dtype,
         smoke=smoke,
         timeout_s=timeout_s,
         **settings,
     )
-    command = ["corral", *sys.argv[1:]]
-    bench(made, chosen, out, command, lambda text: print(text, flush=True))
+    compare(bench_settings, chosen, out, ["corral", *sys.argv[1:]], lambda text: print(text, flush=True))
 
 
-def split(names: str | None) -> list[str] | None:
-    """`a,b` as a list; None if there is nothing in it."""
-    return [name.strip() for name in (names or "").split(",") if name.strip()] or None
+def device_type() -> str:
+    from corral.model.model_loading import default_device
+
+    return default_device().type
+
+
+def split_names(names: str | None) -> list[str]:
+    """`a,b` as a list."""
+    return [name.strip() for name in (names or "").split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys (Su et al. 2021), the two halves of a head as a pair's coordinates."""
+"""Rotary position embedding (Su et al. 2021) of queries and keys; element i of a head is paired with i + width / 2."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from torch import Tensor
 def rotate_merged(
     merged: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """merged [tokens, (heads + 2 kv_heads) * width] -> queries and keys, rotated, and values, which are a view of it.
+    """merged [tokens, (heads + 2 kv_heads) * width] -> rotated queries, rotated keys, and values as a view.
 
     cos and sin [tokens, width], the second half equal to the first.
     """
     if not merged.is_cuda:
-        query, key, value = heads_of(merged, num_heads, num_kv_heads)
+        query, key, value = split_heads(merged, num_heads, num_kv_heads)
         return plain_rotate(query, cos, sin), plain_rotate(key, cos, sin), value
     compute: Any = RotateMerged.apply
     result: tuple[Tensor, Tensor, Tensor] = compute(merged, cos, sin, num_heads, num_kv_heads)
@@ -22,7 +22,7 @@ def rotate_merged(
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for queries and keys that no longer lie in one tensor, [tokens, heads, width] each."""
+    """Rotates queries and keys that are tensors of their own, [tokens, heads, width] each."""
     if not query.is_cuda:
         return plain_rotate(query, cos, sin), plain_rotate(key, cos, sin)
     compute: Any = Rotate.apply
@@ -30,8 +30,8 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return result
 
 
-def heads_of(merged: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, [tokens, heads, width] each: views."""
+def split_heads(merged: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views [tokens, heads, width] of the merged projection."""
     heads = merged.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return query, key, value
@@ -43,41 +43,44 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RotateMerged(torch.autograd.Function):
-    """One buffer takes all gradients of the merged tensor, each written once."""
+    """The backward pass writes the gradient of the merged tensor into one buffer, each element once.
+
+    With split and rotation as functions of their own, autograd would pad three gradients with zeros and add them up.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, merged: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from corral.kernels.gpu.rotary import rotated_pair
+        from corral.kernels.gpu.rotary_kernels import rotated_pair
 
         ctx.save_for_backward(cos, sin)
-        query, key, value = heads_of(merged, num_heads, num_kv_heads)
-        return *rotated_pair(query, key, cos, sin, backwards=False), value
+        query, key, value = split_heads(merged, num_heads, num_kv_heads)
+        return *rotated_pair(query, key, cos, sin, backward=False), value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """A rotation's gradient is the rotation by the opposite angle."""
-        from corral.kernels.gpu.rotary import rotate_into
+        from corral.kernels.gpu.rotary_kernels import rotate_into
 
         (d_query, d_key, _), (cos, sin) = gradients, ctx.saved_tensors
         (num_tokens, num_heads, width), num_kv_heads = d_query.shape, d_key.shape[1]
         d_merged = d_query.new_empty(num_tokens, (num_heads + 2 * num_kv_heads) * width)
-        rotate_into(heads_of(d_merged, num_heads, num_kv_heads), gradients, cos, sin, backwards=True)
+        rotate_into(split_heads(d_merged, num_heads, num_kv_heads), gradients, cos, sin, backward=True)
         return d_merged, None, None, None, None
 
 
 class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from corral.kernels.gpu.rotary import rotated_pair
+        from corral.kernels.gpu.rotary_kernels import rotated_pair
 
         ctx.save_for_backward(cos, sin)
-        return rotated_pair(query, key, cos, sin, backwards=False)
+        return rotated_pair(query, key, cos, sin, backward=False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from corral.kernels.gpu.rotary import rotated_pair
+        from corral.kernels.gpu.rotary_kernels import rotated_pair
 
         (d_query, d_key), (cos, sin) = gradients, ctx.saved_tensors
-        return *rotated_pair(d_query, d_key, cos, sin, backwards=True), None, None
+        return *rotated_pair(d_query, d_key, cos, sin, backward=True), None, None

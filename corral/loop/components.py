@@ -15,8 +15,8 @@ from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_p
 from corral.loop.rollout_scheduler import RolloutScheduler
 from corral.loop.trainer_group import TrainerGroup
 from corral.loop.weight_publisher import WeightPublisher
-from corral.model.load import load_tokenizer
-from corral.model.smollm2 import needs_conversion
+from corral.model.builtin_models import needs_conversion
+from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import mesh_shape

@@ -1,9 +1,12 @@
 """Log-probabilities and entropy from hidden states, a chunk of rows at a time.
 
-The logits of a batch, `[tokens, vocabulary]` in float32, are often the largest thing in a training step. They never
-exist here: the forward pass keeps one chunk at a time, and the backward pass computes each chunk again (but for the
-last one, which is still there: where one chunk is all, nothing is computed twice). On a GPU logits are in the model's
-own dtype, are read once, and are overwritten by their gradient.
+The logits of a batch, `[tokens, vocabulary]` in float32, are often the largest tensor of a training step: 16,384 tokens
+x 151,936 words are 10 GB. They never exist here: the forward pass keeps one chunk at a time, and the backward pass
+computes each chunk again, but for the last one, which is still there (where one chunk is all, nothing is computed
+twice).
+
+On a CPU logits are float32. On a GPU they are in the model's own dtype, as the matrix product leaves them; the kernels
+read them once, compute in float32, and overwrite them by their gradient.
 """
 
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corral.kernels.logits import head_statistics, overwrite_with_gradient
+from corral.kernels.log_softmax import logsumexp_and_entropy, overwrite_with_gradient
 
 
 def head_logprobs(
@@ -29,12 +32,14 @@ def head_logprobs(
 
     hidden [rows, width]; `rows` must be sorted; several targets may share a row (samples that part ways after it).
     """
-    compute: Any = (HeadLogprobsInPlace if hidden.is_cuda else _HeadLogprobs).apply
+    compute: Any = (HeadLogprobsInPlace if hidden.is_cuda else HeadLogprobs).apply
     result: tuple[Tensor, Tensor] = compute(hidden, weight, bias, rows, targets, temperature, chunk)
     return result
 
 
-class _HeadLogprobs(torch.autograd.Function):
+class HeadLogprobs(torch.autograd.Function):
+    """For CPUs, with plain torch and float32 logits."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor,
@@ -44,10 +49,10 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
         for span, wanted in _chunks(len(hidden), rows, chunk):
             logits = _logits(hidden[span], weight, bias, temperature)
-            normaliser = logits.logsumexp(-1)
+            logsumexp = logits.logsumexp(-1)
             local = rows[wanted] - span.start
-            logprobs[wanted] = logits[local, targets[wanted]] - normaliser[local]
-            log_p = logits - normaliser[:, None]
+            logprobs[wanted] = logits[local, targets[wanted]] - logsumexp[local]
+            log_p = logits - logsumexp[:, None]
             entropy[span] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy)
         ctx.temperature, ctx.chunk, ctx.last_log_p = temperature, chunk, log_p
@@ -85,6 +90,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class HeadLogprobsInPlace(torch.autograd.Function):
+    """For GPUs: one buffer for the logits of a chunk, which becomes that of their gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor,
@@ -96,10 +103,10 @@ class HeadLogprobsInPlace(torch.autograd.Function):
         spans = list(_chunks(len(hidden), rows, chunk))
         for span, wanted in spans:
             logits = _logits_into(buffer, hidden[span], weight, bias)
-            normaliser, entropy = head_statistics(logits, temperature)
-            statistics[0, span], statistics[1, span] = normaliser, entropy
+            logsumexp, entropy = logsumexp_and_entropy(logits, temperature)
+            statistics[0, span], statistics[1, span] = logsumexp, entropy
             local = rows[wanted] - span.start
-            logprobs[wanted] = logits[local, targets[wanted]].float() / temperature - normaliser[local]
+            logprobs[wanted] = logits[local, targets[wanted]].float() / temperature - logsumexp[local]
         ctx.save_for_backward(hidden, weight, bias, rows, targets, statistics)
         ctx.temperature, ctx.spans, ctx.buffer = temperature, spans, buffer
         ctx.set_materialize_grads(False)
@@ -115,7 +122,7 @@ class HeadLogprobsInPlace(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
         d_bias: Tensor | None = None
-        buffer, ctx.buffer = ctx.buffer, None  # the gradient overwrites it
+        buffer, ctx.buffer = ctx.buffer, None  # overwritten below: a second backward pass must not find it
         for n, (span, wanted) in enumerate(reversed(ctx.spans)):
             if n == 0 and buffer is not None:
                 logits = buffer[: span.stop - span.start]
@@ -142,7 +149,7 @@ class HeadLogprobsInPlace(torch.autograd.Function):
 
 
 def _logits_into(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Not yet divided by the temperature."""
+    """Logits in the buffer, not yet divided by the temperature: the kernels do that in float32."""
     logits = buffer[: len(hidden)]
     if bias is None:
         return torch.mm(hidden, weight.T, out=logits)
@@ -150,7 +157,11 @@ def _logits_into(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _added_product(total: Tensor | None, left: Tensor, right: Tensor, is_only: bool) -> Tensor:
-    """total + left @ right, summed over chunks in float32. The only one is rounded once, as any product is."""
+    """total + left @ right, summed over chunks in float32.
+
+    Rounded to bfloat16 after each chunk, small contributions would be lost against a large sum. A single product is
+    accumulated in float32 inside the matrix library, and rounded once.
+    """
     if is_only:
         return left @ right
     if left.is_cuda and left.dtype != torch.float32:
@@ -161,15 +172,17 @@ def _added_product(total: Tensor | None, left: Tensor, right: Tensor, is_only: b
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    if len(hidden) == 1:  # a single row goes through other kernels, which round differently
+    # A single row would go through a matrix-vector kernel, which sums in another order: a token's log-prob would depend
+    # on what it is batched with.
+    if len(hidden) == 1:
         return _logits(hidden.expand(2, -1), weight, bias, temperature)[:1]
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _chunks(num_rows: int, rows: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """(rows of the chunk, targets that belong to them)"""
-    if num_rows <= chunk:  # a GPU need not be asked, nor waited for
+    """(rows of the chunk, targets that belong to them) of each chunk."""
+    if num_rows <= chunk:  # no `tolist`, which would wait for the GPU
         yield slice(0, num_rows), slice(0, len(rows))
         return
     starts = torch.arange(0, num_rows + chunk, chunk, device=rows.device).clamp_(max=num_rows)

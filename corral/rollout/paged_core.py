@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.kernels.device import on_device
-from corral.kernels.draw import Truncation, draw
+from corral.kernels.host_to_device import on_device
+from corral.kernels.sampling import Truncation, sample_tokens
 from corral.model.attention import EXACT
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 from corral.rollout.paged_decoder import PagedDecoder, SlotState
@@ -168,7 +168,7 @@ class PagedCore:
         temperatures, top_p, min_p, row_top_k = on_device(by_row.T.contiguous(), self.device)
         truncation = Truncation(row_top_k.long(), top_p, min_p) if any(s.truncates for s in sampling) else None
         logits = self.model.get_output_embeddings()(hidden)
-        tokens, logprobs = draw(logits, of_row, temperatures, seeds, counters, truncation)
+        tokens, logprobs = sample_tokens(logits, of_row, temperatures, seeds, counters, truncation)
         state = self.state
         state.tokens[slots] = tokens
         state.positions[slots] = positions.int()

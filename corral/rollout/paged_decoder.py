@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.kernels.draw import Truncation, draw
-from corral.kernels.gate import silu_mul
-from corral.kernels.norm import add_rms_norm, rms_norm
-from corral.kernels.paged import PAGE, paged_decode
-from corral.model.attention import Kernel, forward_hidden
-from corral.model.fused import FusedLayer, fused_layers, weight_and_eps
+from corral.kernels.paged_attention import PAGE, paged_decode
+from corral.kernels.rms_norm import add_rms_norm, rms_norm
+from corral.kernels.sampling import Truncation, sample_tokens
+from corral.kernels.swiglu import silu_mul
+from corral.model.attention import AttentionKernel, forward_hidden
+from corral.model.fused_layers import FusedLayer, fused_layers, norm_parameters
 from corral.rollout.paged_kv_cache import PagePool
 
 PROGRAMS = 132
@@ -168,7 +168,7 @@ class PagedDecoder:
         self.cursor.add_(1)
 
     def _sample(self, hidden: Tensor, state: SlotState, truncates: bool) -> tuple[Tensor, Tensor]:
-        return draw(
+        return sample_tokens(
             self.head(hidden),
             self.rows[: len(hidden)],
             state.temperatures,
@@ -196,7 +196,7 @@ class PagedDecoder:
             normed, residual = add_rms_norm(change, residual, layer.post_norm.weight, layer.post_norm.eps)
             change = F.linear(silu_mul(F.linear(normed, layer.gate_up_weight)), layer.down_weight)
         assert change is not None
-        return add_rms_norm(change, residual, *weight_and_eps(decoder.norm))[0]
+        return add_rms_norm(change, residual, *norm_parameters(decoder.norm))[0]
 
     def _attend(self, layer: FusedLayer, normed: Tensor, state: SlotState) -> Tensor:
         q_norm, k_norm = layer.q_norm, layer.k_norm
@@ -221,7 +221,7 @@ class PagedDecodeAttention:
     def __init__(self, pool: PagePool, state: SlotState, scales: dict[int, float]) -> None:
         self.pool, self.state, self.scales = pool, state, scales
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
         qkv = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value)], dim=1)
         output = paged_decode(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from corral.data.trajectory import IntArray
-from corral.kernels.device import on_device
-from corral.kernels.paged import PAGE
+from corral.kernels.host_to_device import on_device
+from corral.kernels.paged_attention import PAGE
 from corral.recipe.errors import UserError
 from corral.rollout.engine_core import PrefixKey
 
@@ -176,9 +176,9 @@ class PagePool:
         """On a GPU, a range of addresses that stays reserved while its memory is given back and taken again: CUDA
         graphs hold the addresses of the cache."""
         if device.type == "cuda":
-            from corral.kernels.gpu.memory import HeldAddress
+            from corral.kernels.gpu.virtual_memory import VirtualBuffer
 
-            self.held = HeldAddress(self.num_bytes, device)
+            self.held = VirtualBuffer(self.num_bytes, device)
         self.ref_counts = np.zeros(num_pages + 1, np.int32)
         self.free_pages = list(range(num_pages, 0, -1))
         self.layers: Tensor | None = None

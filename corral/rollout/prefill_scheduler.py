@@ -14,10 +14,10 @@ from torch import Tensor
 
 from corral.data.token_tree import TokenTree
 from corral.data.trajectory import IntArray
-from corral.kernels.device import on_device
-from corral.kernels.paged import PAGE
-from corral.kernels.varlen import varlen_attention
-from corral.model.attention import Kernel, forward_hidden
+from corral.kernels.host_to_device import on_device
+from corral.kernels.paged_attention import PAGE
+from corral.kernels.varlen_attention import varlen_attention
+from corral.model.attention import AttentionKernel, forward_hidden
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 from corral.rollout.paged_kv_cache import PagedCachedPrefix, PagedKVCache, PagePool, num_pages_of, slots_of
 
@@ -232,7 +232,7 @@ class PagedPrefillAttention:
         self.query_starts, self.max_query = _starts([num_queries for num_queries, _ in calls], device)
         self.key_starts, self.max_key = _starts([len(keys) for _, keys in calls], device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
         output = varlen_attention(
             query[0].transpose(0, 1),

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from corral.data.token_tree import TokenTree
-from corral.kernels.draw import Truncation, draw
-from corral.model.attention import Kernel, TreeAttention, forward_hidden
+from corral.kernels.sampling import Truncation, sample_tokens
+from corral.model.attention import AttentionKernel, TreeAttention, forward_hidden
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 
 GROWTH = 64
@@ -224,7 +224,7 @@ class SlotCore:
             truncation = Truncation(*(self._tensor(column) for column in columns))
         logits = self.head(hidden)[: len(self.branches)]
         requests = [(row, request) for row, branch in enumerate(self.branches) for request in branch.requests]
-        tokens, logprobs = draw(
+        tokens, logprobs = sample_tokens(
             logits,
             rows=self._tensor([row for row, _ in requests]),
             temperatures=self._tensor([s.temperature for s in sampling]),
@@ -348,7 +348,7 @@ class SlotPrefillAttention:
         self.cache, self.slots, self.paths = cache, slots, list(tree.paths)
         self.attention = TreeAttention(tree, device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         for slot, path in zip(self.slots, self.paths, strict=True):
             keys[slot, :, : len(path)] = key[0][:, path]
@@ -372,7 +372,7 @@ class SlotExtendAttention:
         query_positions = pasts[:, None] + torch.arange(self.max_new, device=device)
         self.mask = (torch.arange(self.max_length, device=device) <= query_positions[:, :, None])[:, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         used = slice(self.slots.start, self.slots.stop)
         keys[used].transpose(1, 2)[self.rows, self.positions] = key[0].transpose(0, 1)
@@ -395,7 +395,7 @@ class SlotDecodeAttention:
         columns = torch.arange(self.max_length, device=lengths.device)
         self.mask = (columns <= lengths[:, None])[:, None, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key)
         keys[self.slots, :, self.lengths] = key[0].transpose(0, 1)
         values[self.slots, :, self.lengths] = value[0].transpose(0, 1)

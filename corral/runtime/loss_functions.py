@@ -12,7 +12,7 @@ from corral.algorithms.declarations import with_options
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.losses import PolicyTerms, TokenLoss, llds, policy_token_loss, value_loss
 from corral.data.batch import Pack
-from corral.kernels.device import on_device
+from corral.kernels.host_to_device import on_device
 from corral.recipe.presets import ResolvedAlgorithm
 
 TOKEN_MEAN = with_options(AGGREGATIONS["token_mean"])

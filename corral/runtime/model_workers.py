@@ -18,7 +18,7 @@ from torch import Tensor
 
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import FloatArray
-from corral.model.load import load_model
+from corral.model.model_loading import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Recipe

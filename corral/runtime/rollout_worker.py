@@ -11,7 +11,7 @@ from typing import Any
 
 from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
-from corral.model.load import end_tokens, load_tokenizer
+from corral.model.model_loading import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.pools import Pools

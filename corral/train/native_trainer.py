@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import Trajectory
-from corral.kernels.device import on_device
+from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
-from corral.model.collectives import summed
-from corral.model.context_parallel import SlicedTreeAttention, padded_tree, slice_of
-from corral.model.fused import unfuse
+from corral.model.fused_layers import unfuse
 from corral.model.logprobs import head_logprobs
+from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
@@ -97,7 +96,7 @@ class _NativeTrainer:
         """The outputs for a pack; all ranks that hold a part of one copy of the model compute at the same time."""
         prediction = PackPrediction(pack or placeholder_pack(), self.mesh)
         if self.sharded.exchange is not None:
-            self.sharded.exchange.most_tokens = self.mesh.max(prediction.num_nodes, "expert")
+            self.sharded.exchange.max_tokens = self.mesh.max(prediction.num_nodes, "expert")
         return self.sharded(lambda: self._outputs(prediction))
 
     def _compute(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
@@ -308,8 +307,8 @@ class PackPrediction:
         self.tree, self.nodes = pack.tree, slice(0, pack.tree.num_nodes)
         sources, targets = pack.sources, pack.targets
         if self.group is not None:
-            self.tree = padded_tree(pack.tree, self.group.size())
-            self.nodes = slice_of(self.tree, self.group)
+            self.tree = pad_tree(pack.tree, self.group.size())
+            self.nodes = rank_slice(self.tree, self.group)
             own = (sources >= self.nodes.start) & (sources < self.nodes.stop)
             sources, targets = sources[own] - self.nodes.start, targets[own]
         rows, row_of_target = np.unique(sources, return_inverse=True)
@@ -335,13 +334,13 @@ class PackPrediction:
         if self.group is None:
             attention = TreeAttention(self.tree, self.device)
         else:
-            attention = SlicedTreeAttention(self.tree, self.device, self.group)
+            attention = ContextParallelAttention(self.tree, self.device, self.group)
         return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
 
     def to_tokens(self, per_target: Tensor) -> Tensor:
         """[targets] -> [tokens of the pack], 0 where nothing was generated; equal on all ranks of a context group."""
         tokens = per_target.new_zeros(self.num_tokens).index_put((self.token_of_target,), per_target)
-        return tokens if self.group is None else summed(tokens, self.group)
+        return tokens if self.group is None else reduce_from_group(tokens, self.group)
 
 
 @cache

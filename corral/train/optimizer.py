@@ -85,7 +85,7 @@ class MasterOptimizer:
     def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
         """The same in one fused pass over weights, moments and gradients, launched without waiting for the norm: where
         that is not finite, the factor is NaN and the kernel changes nothing."""
-        from corral.kernels.gpu import adamw
+        from corral.kernels.gpu.adamw_kernel import adamw_update
 
         norm = norm * (scale / self.scaler.scale)
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
@@ -99,7 +99,7 @@ class MasterOptimizer:
         log_betas = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.recipe.betas)
         for master, state in zip(masters, states, strict=True):
             assert master.received is not None
-            adamw.update(
+            adamw_update(
                 master.current,
                 master.received.contiguous(),
                 state["exp_avg"],
@@ -107,8 +107,8 @@ class MasterOptimizer:
                 master.parameter if master.is_copy else None,
                 state["step"],
                 factor,
-                rate=rate,
-                decay=self.recipe.weight_decay,
+                learning_rate=rate,
+                weight_decay=self.recipe.weight_decay,
                 betas=self.recipe.betas,
                 log_betas=(log_betas[0], log_betas[1]),
                 eps=self.recipe.epsilon,

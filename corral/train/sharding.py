@@ -14,9 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.model.collectives import all_gather
-from corral.model.expert_parallel import ExpertExchange, deal_experts
-from corral.model.tensor_parallel import Cut, TensorParallel
+from corral.model.model_parallel import ExpertParallel, ShardSpec, TensorParallel, all_gather, shard_experts
 from corral.recipe.errors import UserError
 from corral.train.process_mesh import ProcessMesh
 
@@ -39,22 +37,22 @@ class ShardedModel:
         """`causal`: the transformers model in `model`. `in_float32`: modules that do not compute in its dtype.
         `offload`: parameters and gradients are in the host's memory while they are not computed with."""
         self.mesh = mesh
-        self.exchange: ExpertExchange | None = None
+        self.exchange: ExpertParallel | None = None
         shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
         if not mesh.is_sharded:
             model.to(mesh.device)
             self.layout = ShardingLayout(mesh, {name: ParameterSharding(*shape) for name, shape in shapes.items()})
             return
         if "expert" in mesh.groups:
-            self.exchange = deal_experts(causal, mesh.groups["expert"])
+            self.exchange = shard_experts(causal, mesh.groups["expert"])
         cut = None
         if "tensor" in mesh.groups:
             cut = TensorParallel(mesh.groups["tensor"])
-            cut.cut_model(causal)
+            cut.shard_model(causal)
         of_experts = {parameter for module in self.experts for parameter in module.parameters()}
         self.layout = ShardingLayout(mesh, {})
         for name, p in model.named_parameters():
-            by_tensor = None if cut is None else cut.cuts.get(p)
+            by_tensor = None if cut is None else cut.specs.get(p)
             is_partial = cut is not None and p in cut.partial
             by_expert = p in of_experts
             self.layout.parameters[name] = ParameterSharding(*shapes[name], by_tensor, is_partial, by_expert)
@@ -131,7 +129,7 @@ class ParameterSharding:
     """Shape of the whole parameter."""
     dtype: torch.dtype
     """The data type in which the model computes, and in which it is saved."""
-    cut: Cut | None = None
+    cut: ShardSpec | None = None
     """How it is cut over the tensor group; None: each of its ranks has all of it."""
     is_partial: bool = False
     """Whether it is not cut, but each rank of the tensor group computes a part of its gradient."""
@@ -189,7 +187,7 @@ class ShardingLayout:
         if sharding.by_expert:
             whole = whole.chunk(self.mesh.size_of("expert"))[self.mesh.rank_in("expert")]
         if sharding.cut is not None:
-            whole = sharding.cut.part(whole, self.mesh.rank_in("tensor"), self.mesh.size_of("tensor"))
+            whole = sharding.cut.shard(whole, self.mesh.rank_in("tensor"), self.mesh.size_of("tensor"))
         return whole
 
     def _gather_shards(self, sharding: ParameterSharding, local: Tensor) -> Tensor:

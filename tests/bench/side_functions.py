@@ -1,21 +1,21 @@
-"""Sides that do nothing but what a test wants to see, for processes of their own."""
+"""Sides that do nothing but what a test checks, for processes of their own."""
 
 import threading
 
-from corral.bench.settings import Settings
-from corral.bench.side import Tell
+from corral.bench.side_process import SideReporter
+from corral.bench.workloads import BenchSettings
 
 
-def good(settings: Settings, tell: Tell) -> None:
-    print("something that nobody asked for", end="")
-    tell.progress("on its way")
-    tell.row(workload=settings.workloads[0])
+def good(settings: BenchSettings, reporter: SideReporter) -> None:
+    print("something that a library prints", end="")
+    reporter.progress("on its way")
+    reporter.row(workload=settings.workloads[0])
 
 
-def failing(settings: Settings, tell: Tell) -> None:
-    tell.row(workload="before")
+def failing(settings: BenchSettings, reporter: SideReporter) -> None:
+    reporter.row(workload="before")
     raise ValueError("this side is broken")
 
 
-def endless(settings: Settings, tell: Tell) -> None:
+def endless(settings: BenchSettings, reporter: SideReporter) -> None:
     threading.Event().wait()

@@ -21,8 +21,8 @@ def _loops_in_the_interpreter() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
+    def patch_and_fix(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._patch_lang_tensor = patch_and_fix

@@ -5,7 +5,7 @@ import torch
 from compare import random
 from torch import Tensor, nn
 
-from corral.kernels.linear import adjacent, merged_linear
+from corral.kernels.merged_linear import adjacent, merged_linear
 
 
 def projections(device: torch.device, apart: bool) -> list[Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from compare import check_function, random
 
-from corral.kernels.varlen import varlen_attention
+from corral.kernels.varlen_attention import varlen_attention
 
 LENGTHS = [(3, 3), (1, 5), (4, 9), (2, 2)]
 """(queries, keys) of each sequence"""

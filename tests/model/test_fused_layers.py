@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from corral.data.token_tree import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden, register
-from corral.model.fused import fuse, fused_layers, unfuse
+from corral.model.fused_layers import fuse, fused_layers, unfuse
 
 FAMILIES = ["llama", "llama with biases", "mistral", "qwen2", "qwen3"]
 

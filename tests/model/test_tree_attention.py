@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from corral.data.token_tree import TokenTree
 from corral.model.attention import TreeAttention, fast_attention, forward_hidden, register
-from corral.model.context_parallel import padded_tree
+from corral.model.model_parallel import pad_tree
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
 
 def both_models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The same weights behind our attention and behind transformers' eager one."""
+    """The same weights with our attention and with transformers' eager one."""
     register()
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").eval()
@@ -82,7 +82,7 @@ def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> Non
 def test_slices_of_queries_are_parts_of_the_whole(call_cost: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks of a context group compute. The tree has several roots, and padding at its end."""
     monkeypatch.setattr(TreeAttention, "CALL_COST", call_cost)
-    tree = padded_tree(TokenTree.build([*sequences(), np.array([9, 8, 7, 6, 5])]), parts)
+    tree = pad_tree(TokenTree.build([*sequences(), np.array([9, 8, 7, 6, 5])]), parts)
     assert tree.num_nodes % parts == 0
     assert [chunk.end for chunk in tree.chunks] == [*(chunk.start for chunk in tree.chunks[1:]), tree.num_nodes]
     query, key, value = torch.randn(3, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -102,7 +102,7 @@ def test_one_call_for_all_chunks_is_the_same_attention(
 ) -> None:
     """As on a GPU in bfloat16; here in float32, so that no rounding hides a key too much."""
     distinct = [np.array([n, *range(10, 14 + n)]) for n in range(4)]
-    tree = padded_tree(TokenTree.build(sequences() if alike else distinct), parts)
+    tree = pad_tree(TokenTree.build(sequences() if alike else distinct), parts)
     query, key, value, upstream = torch.randn(
         4, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)
     ).to(DEVICE)
@@ -116,8 +116,8 @@ def test_one_call_for_all_chunks_is_the_same_attention(
             monkeypatch.setattr("corral.model.attention.has_flash", lambda _, answer=in_one_call: answer)
             attention = TreeAttention(tree, DEVICE, None if parts == 1 else own)
             output = attention.attend(0, query[:, :, own], key, value, kernel)
-            assert ("ragged" in attention.__dict__) == in_one_call
+            assert ("varlen" in attention.__dict__) == in_one_call
             results.append([output, *torch.autograd.grad(output, [key, value], upstream[:, :, own])])
-        for plain, ragged in zip(*results, strict=True):
-            torch.testing.assert_close(ragged, plain, atol=2e-6, rtol=2e-5)
-    assert (attention.ragged.keys is None) == (parts == 1 and not alike)
+        for plain, varlen in zip(*results, strict=True):
+            torch.testing.assert_close(varlen, plain, atol=2e-6, rtol=2e-5)
+    assert (attention.varlen.keys is None) == (parts == 1 and not alike)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from corral.model.blank import SHAPE
+from corral.model.builtin_models import BLANK_SHAPE
 from corral.recipe.errors import UserError
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
@@ -85,4 +85,6 @@ def test_a_missing_number_is_named():
 def test_the_blank_model_has_the_shape_that_a_plan_counts_with() -> None:
     found = ModelShape.find("blank-1m")
     assert found is not None
-    assert ModelShape.from_config(SHAPE, "blank") == replace(found, dense_intermediate_size=found.intermediate_size)
+    assert ModelShape.from_config(BLANK_SHAPE, "blank") == replace(
+        found, dense_intermediate_size=found.intermediate_size
+    )

@@ -8,8 +8,8 @@ import torch
 from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine, reference_logprobs
 from tiny import DEVICE
 
-from corral.kernels.paged import PAGE
-from corral.model.fused import fuse
+from corral.kernels.paged_attention import PAGE
+from corral.model.fused_layers import fuse
 from corral.rollout import paged_core
 from corral.rollout.engine import Completion, FinishReason, Sampling
 from corral.rollout.engine_core import GenerationRequest

@@ -10,7 +10,7 @@ from tiny import DEVICE, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from corral.model.attention import register
-from corral.model.fused import fuse
+from corral.model.fused_layers import fuse
 from corral.rollout.engine import Completion, Sampling
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.paged_core import PagedCore

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.kernels.draw import Truncation, pick, scale_logits, truncate, uniform
+from corral.kernels.sampling import Truncation, sample_by_inverse_cdf, scale_logits, truncate_logits, uniform
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
@@ -50,7 +50,7 @@ def slow_truncate(row: list[float], top_k: int, top_p: float, min_p: float) -> s
 )
 def test_truncation_keeps_what_the_slow_reference_keeps(row: list[int], top_k: int, top_p: float, min_p: float) -> None:
     logits = [value / 7 for value in row]
-    result = truncate(
+    result = truncate_logits(
         torch.tensor([logits]), Truncation(torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
     )
     kept = set(torch.isfinite(result[0]).nonzero().flatten().tolist())
@@ -61,7 +61,7 @@ def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf], [3.0, 0.0, 0.0, 0.0]])
     rows = torch.arange(40_000) % 2
     uniforms = uniform(torch.arange(40_000), torch.zeros(40_000, dtype=torch.long))
-    tokens = pick(logits, rows, uniforms, torch.tensor([False, False]))
+    tokens = sample_by_inverse_cdf(logits, rows, uniforms, torch.tensor([False, False]))
     for row in (0, 1):
         observed = torch.bincount(tokens[rows == row], minlength=4) / 20_000
         torch.testing.assert_close(observed, logits[row].softmax(-1), atol=0.012, rtol=0)
@@ -70,7 +70,9 @@ def test_sampled_tokens_follow_the_distribution() -> None:
 
 def test_a_greedy_row_gives_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 0.1, 0.2]])
-    tokens = pick(logits, torch.tensor([1, 0, 1]), torch.tensor([0.01, 0.99, 0.01]), torch.tensor([True, True]))
+    tokens = sample_by_inverse_cdf(
+        logits, torch.tensor([1, 0, 1]), torch.tensor([0.01, 0.99, 0.01]), torch.tensor([True, True])
+    )
     assert tokens.tolist() == [2, 1, 2]
 
 

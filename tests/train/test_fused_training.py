@@ -9,7 +9,7 @@ from sharded_cases import Outcome, alone, build_model, deviation, mesh_of, outco
 from team import Team
 from tiny import DEVICE
 
-from corral.model.fused import fuse, fused_layers
+from corral.model.fused_layers import fuse, fused_layers
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
 from corral.train.optimizer import MasterOptimizer, total_norm

@@ -12,7 +12,7 @@ from typing import Literal
 from corral.cluster.doctor.findings import Finding, Place, hosts
 from corral.cluster.doctor.machine import hugging_face_cache
 from corral.data.plugins import is_spec
-from corral.model.smollm2 import SMOLLM2, cached_folder
+from corral.model.builtin_models import SMOLLM2, cached_folder
 from corral.recipe.keys import dotted
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.schema import Recipe, Source
@@ -62,7 +62,7 @@ def named_in(recipe: Recipe, file: Path) -> list[Named]:
 
 def named_model(key: str, path: str, everywhere: bool) -> Named:
     if path.lower() == SMOLLM2:
-        return Named(key, str(cached_folder()), "path", everywhere)
+        return Named(key, str(cached_folder(SMOLLM2)), "path", everywhere)
     folder = Path(path).expanduser()
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         return Named(key, str(folder.resolve()), "path", everywhere)
@@ -127,7 +127,7 @@ def check_named(named: Named, digests: Mapping[Place, str], controller: Place, o
             ", and HF_HUB_OFFLINE is set" if offline else " and will be downloaded there"
         )
         yield Finding(level, "files", what, "download it once to a folder that all nodes share, and name that", missing)
-    elif missing and named.name == str(cached_folder()):
+    elif missing and named.name == str(cached_folder(SMOLLM2)):
         what = f"`{named.key}`: the built-in model has not been converted yet; the first use does it, in half a minute"
         yield Finding("note", "files", what, nodes=missing)
     elif controller in missing and named.kind != "recipe":

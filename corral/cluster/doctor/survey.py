@@ -316,7 +316,7 @@ class Survey:
 
     def chat(self, recipe: Recipe, rows: Sequence[Any]) -> None:
         from corral.cluster.doctor.chat import check_chat, check_prompts
-        from corral.model.load import load_tokenizer
+        from corral.model.model_loading import load_tokenizer
 
         model = next(one for one in named_in(recipe, Path()) if one.key == "model.path")
         if not digest_of(model):

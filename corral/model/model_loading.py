@@ -1,0 +1,133 @@
+"""Loading models and tokenizers: from a folder, by a hub name, or built-in ones."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from corral.model.attention import ATTENTION_NAME, make_exact, register
+from corral.model.builtin_models import builtin_folder
+from corral.model.fused_layers import fuse
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Model
+
+UNSUPPORTED = {
+    "final_logit_softcapping": "soft-capped logits",
+    "attn_logit_softcapping": "soft-capped attention",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "embedding_multiplier": "scaled embeddings",
+}
+"""What engine and trainer do not compute yet, by the key of the model's configuration that asks for it."""
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; `auto` is bfloat16 on a GPU and on a CPU that multiplies it in hardware, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def model_source(path: str) -> str:
+    """A folder or a hub name that transformers understands. Built-in models are made on first use."""
+    if (builtin := builtin_folder(path)) is not None:
+        return str(builtin)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"model.path: {folder} is a folder without config.json, so not a model in Hugging Face layout"
+            )
+        return str(folder)
+    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"model.path: {path} is not a folder")
+    return path
+
+
+def load_model(model: Model, device: torch.device) -> Any:
+    """A transformers causal model that computes through `corral.model.attention`, for rollout and training."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    dtype = resolve_dtype(model.dtype, device)
+    if model.exact and dtype != torch.float32:
+        raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
+    source = model_source(model.path)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        check_supported(config, model.path)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
+    if model.exact:
+        make_exact(loaded)
+        prefer_blas()
+    loaded = loaded.to(device).eval()
+    if device.type == "cuda" and not model.exact:
+        fuse(loaded)
+    return loaded
+
+
+def prefer_blas() -> None:
+    """Sends matrix products on ARM to OpenBLAS instead of oneDNN.
+
+    In OpenBLAS a row's result does not depend on how many other rows there are, which `model.exact` rests on. It is
+    somewhat faster on a quiet machine and much slower on a busy one, so it is not the default. On other CPUs torch does
+    not use oneDNN for float32 in the first place.
+    """
+    if platform.machine() in ("aarch64", "arm64"):
+        torch.backends.mkldnn.set_flags(False)
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The model's tokenizer, with the recipe's chat template if it has one."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_source(model.path), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: no tokenizer could be loaded from {model.path}: {first_line(error)}") from error
+    if model.chat_template is not None:
+        file = Path(model.chat_template)
+        is_file = len(model.chat_template) < 4096 and "{" not in model.chat_template
+        if is_file and not file.is_file():
+            raise UserError(f"model.chat_template: {file} is neither a file nor a template")
+        tokenizer.chat_template = file.read_text() if is_file else model.chat_template
+    return tokenizer
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens with which the model ends its turn: the generation config's and the tokenizer's."""
+    configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+    tokens = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None)
+
+
+def check_supported(config: Any, path: str) -> None:
+    """Raises if the model needs arithmetic that Corral would silently leave out."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key, what in UNSUPPORTED.items():
+        if getattr(text, key, None) not in (None, 1, 1.0):
+            raise UserError(f"model.path: {path} uses {what} ({key}), which Corral does not compute yet")
+    window = getattr(text, "sliding_window", None)
+    if window and getattr(text, "use_sliding_window", True) and window < text.max_position_embeddings:
+        raise UserError(f"model.path: {path} uses a sliding attention window, which Corral does not compute yet")
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

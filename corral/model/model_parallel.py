@@ -1,0 +1,328 @@
+"""One model over several ranks: tensor, expert and context parallelism, and the collectives that they are made of.
+
+Tensor parallelism shards linear layers after the model's own plan (`base_model_tp_plan` of transformers): pairs of them
+are split along their outputs (`colwise`) and inputs (`rowwise`), so that each rank computes some of the heads or hidden
+units, and one sum over the group gives the result (Megatron-LM, Shoeybi et al. 2019). Embedding, norms and head are not
+split.
+
+Expert parallelism distributes a mixture's experts. Tokens of all ranks are gathered, each rank computes what its own
+experts add to them, and the sums go back to where the tokens came from. Simple, exact for any number of tokens on each
+rank, and no more traffic than an all-to-all while the group is not larger than the number of experts for a token.
+
+Context parallelism distributes the tokens of a tree in contiguous slices of equal length. Each rank computes its own
+tokens; only attention needs the others, so keys and values are gathered, and every rank's queries attend to those on
+their path, exactly as in one process. Positions travel with the tokens.
+
+Sharded parameters become plain tensors of the smaller size; FSDP may shard them further. All ranks of a group call its
+collectives in the same order, in the backward pass too: a rank that skipped one would leave the others waiting.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from corral.data.token_tree import Chunk, TokenTree
+from corral.model.attention import AttentionKernel, TreeAttention
+from corral.recipe.errors import UserError
+
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The name of the collective since torch 2.13, and the one before."""
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+# --- tensor parallelism
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a parameter is split over the ranks of a tensor-parallel group."""
+
+    dim: int
+    packed: bool = False
+    """Whether the parameter is two matrices in one, such as gate and up, each of which is split."""
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        halves = whole.chunk(2, self.dim) if self.packed else (whole,)
+        return torch.cat([half.chunk(size, self.dim)[rank] for half in halves], self.dim)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        if not self.packed:
+            return torch.cat(parts, self.dim)
+        halves = zip(*(part.chunk(2, self.dim) for part in parts), strict=True)
+        return torch.cat([torch.cat(half, self.dim) for half in halves], self.dim)
+
+
+class TensorParallel:
+    """Shards the layers of a model over a group, and records what became of its parameters."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.specs: dict[nn.Parameter, ShardSpec] = {}
+        self.partial: set[nn.Parameter] = set()
+        """Parameters that are whole on each rank but used for its own heads only: their gradients must be summed."""
+        self.entered: tuple[Tensor, Tensor] | None = None
+
+    def shard_model(self, model: Any) -> None:
+        trunk = model.get_decoder()
+        check_divides(trunk.config, self.group.size())
+        plan = getattr(trunk.config, "base_model_tp_plan", None)
+        if not plan:
+            raise UserError(f"train.parallel.tensor: transformers has no plan to shard {type(model).__name__}")
+        linear = {"colwise": self._colwise, "packed_colwise": self._packed_colwise, "rowwise": self._rowwise}
+        for name, module in trunk.named_modules():
+            style = None if isinstance(module, nn.Embedding) else style_of(name, plan)
+            if style == "moe_tp_experts":
+                self._experts(module)
+            elif style == "replicated_with_grad_allreduce":
+                self.partial |= set(module.parameters())
+            elif style in linear and isinstance(module, nn.Linear):
+                linear[style](module)
+            elif style is not None:
+                raise UserError(
+                    f"train.parallel.tensor: {name} of {type(model).__name__} would be sharded as {style!r}, which "
+                    "Corral does not do yet; leave it at 1"
+                )
+
+    def _shard(self, parameter: Tensor | None, spec: ShardSpec) -> None:
+        if parameter is not None:
+            assert isinstance(parameter, nn.Parameter)
+            parameter.data = spec.shard(parameter.data, self.group.rank(), self.group.size()).clone()
+            self.specs[parameter] = spec
+
+    def _enter(self, tokens: Tensor) -> Tensor:
+        """`copy_to_group`, once for layers with the same input (queries, keys and values; gate and up), so that the
+        backward pass has one all-reduce for all of them and not one for each."""
+        if self.entered is None or self.entered[0] is not tokens:
+            self.entered = tokens, copy_to_group(tokens, self.group)
+        return self.entered[1]
+
+    def _colwise(self, linear: nn.Linear, packed: bool = False) -> None:
+        self._shard(linear.weight, ShardSpec(0, packed))
+        self._shard(linear.bias, ShardSpec(0, packed))
+        replace_forward(linear, lambda tokens: F.linear(self._enter(tokens), linear.weight, linear.bias))
+
+    def _packed_colwise(self, linear: nn.Linear) -> None:
+        self._colwise(linear, packed=True)
+
+    def _rowwise(self, linear: nn.Linear) -> None:
+        self._shard(linear.weight, ShardSpec(1))
+
+        def forward(tokens: Tensor) -> Tensor:
+            result = reduce_from_group(F.linear(tokens, linear.weight), self.group)
+            return result if linear.bias is None else result + linear.bias
+
+        replace_forward(linear, forward)
+
+    def _experts(self, experts: Any) -> None:
+        """Shards the hidden units of each expert.
+
+        Experts in another form than gate and up in one tensor stay whole: every rank computes the same there."""
+        plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed and not experts.has_bias
+        if not plain:
+            return
+        self._shard(experts.gate_up_proj, ShardSpec(1, packed=True))
+        self._shard(experts.down_proj, ShardSpec(2))
+        inner, group = experts.forward, self.group
+
+        def forward(tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
+            return reduce_from_group(
+                inner(copy_to_group(tokens, group), experts_of_token, copy_to_group(weights, group)), group
+            )
+
+        replace_forward(experts, forward)
+
+
+def check_divides(config: Any, size: int) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+        number = getattr(config, key, None)
+        if number is not None and number % size:
+            raise UserError(f"train.parallel.tensor: {size} does not divide the model's {number} ({key})")
+
+
+def style_of(name: str, plan: dict[str, str]) -> str | None:
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def replace_forward(module: Any, forward: Callable[..., Tensor]) -> None:
+    module.forward = forward
+
+
+# --- expert parallelism
+
+
+class ExpertParallel:
+    """Distributes the experts of a model's layers over a group; one object for all layers."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.max_tokens = 0
+        """Most tokens on any rank in the next forward pass; set by the caller, so that layers need not exchange it."""
+        self.modules: list[nn.Module] = []
+
+    def shard(self, experts: Any) -> None:
+        """Keeps this rank's experts of one layer and replaces its forward method."""
+        size, rank = self.group.size(), self.group.rank()
+        if experts.num_experts % size:
+            raise UserError(f"train.parallel.expert: {size} does not divide the model's {experts.num_experts} experts")
+        num_local = experts.num_experts // size
+        for parameter in experts.parameters():
+            parameter.data = parameter.data.chunk(size)[rank].clone()
+        experts.num_experts = num_local
+        experts._is_expert_parallel = True  # makes transformers skip tokens of other ranks' experts
+        inner = experts.forward
+
+        def forward(tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
+            # One row more, of zeros, for the first local expert: then no rank is without a gradient, and all of them
+            # take part in its reduction.
+            extra = (0, 0, 0, 1)
+            all_tokens = F.pad(self._gather(tokens), extra)
+            local = all_gather(self._pad(experts_of_token, -1), self.group) - rank * num_local
+            elsewhere = (local < 0) | (local >= num_local)
+            local, scales = local.masked_fill(elsewhere, num_local), self._gather(weights).masked_fill(elsewhere, 0.0)
+            output = inner(all_tokens, F.pad(local, extra), F.pad(scales, extra))
+            # A copy: some models add to it in place, and FSDP's hooks do not survive that on a view.
+            return reduce_scatter_to_group(output[:-1], self.group)[: len(tokens)].clone()
+
+        experts.forward = forward
+        self.modules.append(experts)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return gather_from_group(self._pad(tensor, 0), self.group)
+
+    def _pad(self, tensor: Tensor, value: int) -> Tensor:
+        return F.pad(tensor, (0, 0, 0, self.max_tokens - len(tensor)), value=value)
+
+
+def shard_experts(model: nn.Module, group: dist.ProcessGroup) -> ExpertParallel:
+    """Distributes the experts of all layers; raises if the model has none."""
+    parallel = ExpertParallel(group)
+    for module in list(model.modules()):
+        if holds_experts(module):
+            parallel.shard(module)
+    if not parallel.modules:
+        raise UserError(f"train.parallel.expert: {type(model).__name__} has no experts to shard")
+    return parallel
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module has the experts of a layer as transformers keeps them: one tensor for each kind of matrix."""
+    own = list(module.parameters(recurse=False))
+    return any(p.dim() == 3 for p in own) and all(len(p) == getattr(module, "num_experts", None) for p in own)
+
+
+# --- context parallelism
+
+
+def pad_tree(tree: TokenTree, multiple: int) -> TokenTree:
+    """The tree with tokens at its end that attend to themselves only, until `multiple` divides their number."""
+    added = np.arange(tree.num_nodes, -(-tree.num_nodes // multiple) * multiple)
+    zeros = np.zeros(len(added), np.int64)
+    return replace(
+        tree,
+        tokens=np.concatenate([tree.tokens, zeros]),
+        positions=np.concatenate([tree.positions, zeros]),
+        chunks=(*tree.chunks, *(Chunk(node, node + 1, np.array([node])) for node in added.tolist())),
+    )
+
+
+def rank_slice(tree: TokenTree, group: dist.ProcessGroup) -> slice:
+    """This rank's nodes of a padded tree."""
+    length = tree.num_nodes // group.size()
+    return slice(group.rank() * length, (group.rank() + 1) * length)
+
+
+class ContextParallelAttention:
+    """`TreeAttention` of a rank that has only its own slice of queries, keys and values."""
+
+    def __init__(self, tree: TokenTree, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.own, self.group = TreeAttention(tree, device, rank_slice(tree, group)), group
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
+        all_keys_and_values = gather_from_group(torch.cat([key, value], dim=-1), self.group, dim=2)
+        key, value = all_keys_and_values.split([key.shape[-1], value.shape[-1]], dim=-1)
+        return self.own.attend(layer, query, key, value, kernel)
+
+
+# --- collectives that autograd differentiates: each is a collective and its adjoint, which the backward pass applies
+
+
+def copy_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor, which every rank has: Megatron-LM's f, the way into a sharded layer.
+
+    Each rank uses it for a part of the result, so the backward pass sums the gradients over the ranks.
+    """
+    return _differentiable(tensor, group, identity, all_reduce)
+
+
+def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks: Megatron-LM's g, the way out of a sharded layer.
+
+    Every rank has the whole gradient of the sum already, so the backward pass hands it on.
+    """
+    return _differentiable(tensor, group, all_reduce, identity)
+
+
+def gather_from_group(tensor: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+    """The ranks' tensors, of equal shapes, concatenated. The backward pass sums the gradients of a rank's part."""
+    return _differentiable(tensor.movedim(dim, 0), group, all_gather, reduce_scatter).movedim(0, dim)
+
+
+def reduce_scatter_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part, along the first dimension, of the sum over ranks. The backward pass gathers the gradients."""
+    return _differentiable(tensor, group, reduce_scatter, all_gather)
+
+
+def _differentiable(tensor: Tensor, group: dist.ProcessGroup, collective: Collective, adjoint: Collective) -> Tensor:
+    compute: Any = _CollectiveFunction.apply
+    result: Tensor = compute(tensor, group, collective, adjoint)
+    return result
+
+
+class _CollectiveFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: dist.ProcessGroup, collective: Collective, adjoint: Collective
+    ) -> Tensor:
+        ctx.group, ctx.adjoint = group, adjoint
+        return collective(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(gradients[0], ctx.group), None, None, None
+
+
+# --- the collectives themselves, without gradient
+
+
+def identity(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors concatenated along the first dimension."""
+    result = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    ALL_GATHER(result, tensor.contiguous(), group=group)
+    return result
+
+
+def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part, along the first dimension, of the sum over ranks."""
+    result = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    REDUCE_SCATTER(result, tensor.contiguous(), group=group)
+    return result
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks, in a new tensor: autograd may still need the old one."""
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=group)
+    return result
