@@ -1,49 +1,37 @@
-"""The verbs of a cluster: up, down, check, status."""
+"""The verbs of a cluster: up, down, check, status, doctor, stacks."""
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from corral.cli.planning import AsJson, Overrides
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from corral.runtime.membership import Membership
 
-Address = Annotated[
-    str | None, typer.Option(help="HOST:PORT of the head; default: the cluster of this node.", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+HeadAddress = Annotated[str | None, typer.Option(help="HOST:PORT of the head; default: the cluster of this node.")]
 HeadFilePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--head-file", help="On a file system that all nodes share: says where the head is.", show_default=False
-    ),
+    Path | None, typer.Option("--head-file", help="On a file system that all nodes share: says where the head is.")
 ]
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(up)
-    app.command()(down)
-    app.command()(check)
-    app.command()(status)
+    for command in (up, down, check, status, stacks, doctor):
+        app.command()(command)
 
 
 def up(
     head: Annotated[bool, typer.Option("--head", help="Start a cluster here; the same as RANK=0.")] = False,
-    join: Annotated[str | None, typer.Option(help="Join the one at HOST[:PORT].", show_default=False)] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of this node; default: $RANK.", show_default=False)] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="How many there are; default: $WORLD_SIZE.", show_default=False)
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Of the head; default: $MASTER_PORT, else 6379.", show_default=False)
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=0, help="Of this node; default: its GPUs, or one slot.", show_default=False)
-    ] = None,
+    join: Annotated[str | None, typer.Option(help="Join the one at HOST[:PORT].")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of this node; default: $RANK.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many there are; default: $WORLD_SIZE.")] = None,
+    port: Annotated[int | None, typer.Option(help="Of the head; default: $MASTER_PORT, else 6379.")] = None,
+    devices: Annotated[int | None, typer.Option(min=0, help="Of this node; default: its GPUs, or one slot.")] = None,
     head_file: HeadFilePath = None,
     id: Annotated[
         str | None, typer.Option(help="Of this start, the same on all nodes: no other's head file is believed.")
@@ -51,30 +39,24 @@ def up(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the head, and for all nodes.")] = 600.0,
     wait: Annotated[bool, typer.Option(help="For all nodes to be there.")] = True,
     block: Annotated[bool, typer.Option("--block", help="Stay; a signal ends this node's part.")] = False,
-    address: Annotated[
-        str | None, typer.Option(help="Of this node; default: the one that routes to the head.", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="With the cluster's token; default: ~/.corral/token.", show_default=False)
-    ] = None,
+    address: Annotated[str | None, typer.Option(help="Of this node; default: the one that routes to the head.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="With the cluster's token; default: ~/.corral/token.")] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="No token: whoever reaches this node can run commands on it.")
     ] = False,
     dashboard_host: Annotated[str, typer.Option(help="Where the head serves its dashboard.")] = "127.0.0.1",
     dashboard_port: Annotated[int, typer.Option(help="The next free one is taken.")] = 8265,
-    debugger: Annotated[str | None, typer.Option(help="legacy: for `ray debug`.", show_default=False)] = None,
+    debugger: Annotated[str | None, typer.Option(help="legacy: for `ray debug`.")] = None,
     beside: Annotated[bool, typer.Option("--beside", help="Another Ray may run on this node.")] = False,
-    temp_dir: Annotated[
-        Path | None, typer.Option(help="For Ray's logs and what it spills.", show_default=False)
-    ] = None,
+    temp_dir: Annotated[Path | None, typer.Option(help="For Ray's logs and what it spills.")] = None,
     ray_options: Annotated[
         list[str] | None, typer.Argument(help="After --: for `ray start`.", metavar="[-- RAY OPTIONS]")
     ] = None,
 ) -> None:
     """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
-    from corral.cluster.identity import Options, check_port, find_identity
+    from corral.cluster.identity import IdentityOptions, check_port, find_identity
     from corral.cluster.ray_node import stop_ray
-    from corral.cluster.up import Ended, Foreground, Wish, wait_for_all
+    from corral.cluster.up import EndedBySignal, Foreground, UpOptions, wait_for_all
     from corral.cluster.up import up as bring_up
     from corral.observe.status_line import Countdown, StatusLine
 
@@ -87,8 +69,8 @@ def up(
             raise UserError(f"--debugger {debugger}: the installed Ray has no `ray debug` any more")
     if port is not None:
         check_port(port, "--port")
-    wish = Wish(
-        identity=find_identity(Options(head, join, rank, nodes, port, id, head_file is not None), os.environ),
+    options = UpOptions(
+        identity=find_identity(IdentityOptions(head, join, rank, nodes, port, id, head_file is not None), os.environ),
         devices=devices,
         head_file=head_file,
         timeout_s=timeout,
@@ -103,8 +85,8 @@ def up(
     )
     line, foreground, member = StatusLine(), Foreground() if block else None, None
     try:
-        member = bring_up(wish, line)
-        print_place(member)
+        member = bring_up(options, line)
+        print_membership(member)
         if wait and member.num_nodes is not None:
             wait_for_all(member, member.num_nodes, Countdown(timeout, line))
             print(f"all {member.num_nodes} nodes are there", flush=True)
@@ -112,7 +94,7 @@ def up(
             print(f"dashboard {member.dashboard}", flush=True)
         if foreground is not None:
             foreground.stay(member)
-    except Ended:
+    except EndedBySignal:
         pass
     finally:
         line.clear()
@@ -120,23 +102,23 @@ def up(
             stop_ray(member)
 
 
-def print_place(member: "Membership") -> None:
-    place = "joined" if member.rank is None else f"rank {member.rank}{' (head)' if member.is_head else ''}"
-    print(f"{place}: {member.node_address}, {member.devices} devices, cluster {member.address}", flush=True)
+def print_membership(member: "Membership") -> None:
+    rank = "joined" if member.rank is None else f"rank {member.rank}{' (head)' if member.is_head else ''}"
+    print(f"{rank}: {member.node_address}, {member.devices} devices, cluster {member.address}", flush=True)
     if member.token_file is None:
         print("no token: whoever reaches this node can run commands on it (--insecure)", flush=True)
     if member.is_head and member.num_nodes != 1 and not member.address.startswith("127."):
         how = f"--head-file {member.head_file}" if member.head_file else f"--join {member.address}"
-        hand = "" if member.head_file else ", where ~/.corral/token is that of this node"
-        print(f"others join with: corral up {how} and their own RANK{hand}", flush=True)
+        token = "" if member.head_file else ", where ~/.corral/token is that of this node"
+        print(f"others join with: corral up {how} and their own RANK{token}", flush=True)
 
 
 def down(
-    port: Annotated[int | None, typer.Option(help="Of one cluster; default: all.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="Of one cluster; default: all.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Even if training runs.")] = False,
 ) -> None:
     """End what `corral up` started on this node, and nothing else."""
-    from corral.cluster.down import down as bring_down
+    from corral.cluster.up import down as bring_down
 
     ended = bring_down(port, force)
     for member, count in ended:
@@ -146,55 +128,111 @@ def down(
 
 
 def check(
-    devices: Annotated[int, typer.Argument(min=0, help="At least so many.", show_default=False)],
+    devices: Annotated[int, typer.Argument(min=0, help="At least so many.")],
     nodes: Annotated[int, typer.Option(min=0, help="On at least so many nodes.")] = 0,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 300.0,
-    address: Address = None,
+    address: HeadAddress = None,
     head_file: HeadFilePath = None,
     as_json: AsJson = False,
 ) -> None:
     """Wait until the cluster has so many devices, and say what it has. Exits with 1 and what is missing."""
-    from corral.cluster.census import NotThere
-    from corral.cluster.census import check as check_cluster
-    from corral.cluster.reach import await_cluster
+    from corral.cluster.cluster_status import TooFewDevices, wait_for_devices
+    from corral.cluster.gcs import wait_for_cluster
     from corral.observe.status_line import Countdown, StatusLine
 
     countdown = Countdown(timeout, StatusLine())
-    gcs = await_cluster(address, head_file, countdown)
+    gcs = wait_for_cluster(address, head_file, countdown)
+    error = None
     try:
-        census = check_cluster(gcs, devices, nodes, countdown)
-    except NotThere as error:
-        print(json.dumps(error.census.as_dict(), indent=2) if as_json else error.census.text())
-        raise
-    print(json.dumps(census.as_dict(), indent=2) if as_json else census.text())
-    if census.mixtures:
+        found = wait_for_devices(gcs, devices, nodes, countdown)
+    except TooFewDevices as too_few:
+        found, error = too_few.status, too_few
+    print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
+    if error is not None:
+        raise error
+    if found.mixtures:
         raise typer.Exit(1)
 
 
 def status(
-    job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Say how this job does instead.", show_default=False)
-    ] = None,
-    address: Address = None,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Say how this job does instead.")] = None,
+    address: HeadAddress = None,
     as_json: AsJson = False,
 ) -> None:
     """Say who is in the cluster, and what runs on it; or how one job does."""
-    from corral.cluster.census import take_census
-    from corral.cluster.gcs import Gcs
-    from corral.cluster.jobs.dashboard import open_jobs
-    from corral.cluster.jobs.job import describe_job, list_jobs, table
-    from corral.cluster.reach import reach
+    from corral.cluster.cluster_status import ClusterStatus
+    from corral.cluster.gcs import Gcs, find_head
+    from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs
+    from corral.cluster.jobs.job_api import open_jobs
 
     if job is not None:
-        found, words = describe_job(open_jobs(address), job)
-        print(json.dumps(found.as_dict(), indent=2) if as_json else words)
+        found, text = describe_job(open_jobs(address), job)
+        print(json.dumps(found.as_dict(), indent=2) if as_json else text)
         return
-    census = take_census(Gcs(reach(address)))
+    cluster = ClusterStatus.query(Gcs(find_head(address)))
     try:
         jobs = [one for one in list_jobs(open_jobs(address)) if one.is_open]
-    except UserError:  # only the head may be able to say
+    except UserError:  # the dashboard may listen on the head's loopback only
         jobs = []
     if as_json:
-        print(json.dumps({**census.as_dict(), "jobs": [one.as_dict() for one in jobs]}, indent=2))
+        print(json.dumps({**cluster.as_dict(), "jobs": [one.as_dict() for one in jobs]}, indent=2))
     else:
-        print("\n".join([census.text(), *([table(jobs)] if jobs else [])]))
+        print("\n".join([cluster.text(), *([format_jobs(jobs)] if jobs else [])]))
+
+
+def stacks(
+    address: Annotated[
+        str | None, typer.Option(help="Of the cluster's head, HOST:PORT, if this node is not part of it.")
+    ] = None,
+    as_json: AsJson = False,
+    native: Annotated[bool, typer.Option("--native", help="Also frames of compiled libraries. Slower.")] = False,
+) -> None:
+    """Say what every process of Corral is doing right now: on all nodes of the cluster, without one on this machine."""
+    from corral.cluster.stacks import format_stacks, stacks_here, stacks_of_cluster
+    from corral.runtime.connection import find_cluster
+
+    problems: list[str] = []
+    if find_cluster(address) is None:
+        processes = stacks_here(native)
+    else:
+        from corral.cluster.gcs import attached
+
+        with attached(address):
+            processes, problems = stacks_of_cluster(native)
+    if as_json:
+        print(json.dumps({"processes": [one.as_dict() for one in processes], "problems": problems}, indent=2))
+    else:
+        print(format_stacks(processes) or "no process of Corral is running")
+        for problem in problems:
+            print(f"warning: {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+
+
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="Also check what this recipe needs.")] = None,
+    overrides: Overrides = None,
+    everywhere: Annotated[bool, typer.Option("--all", help="All nodes; an error where no cluster is up.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="This node only, also where a cluster is up.")] = False,
+    address: Annotated[str | None, typer.Option(help="Of the cluster's head, HOST:PORT.")] = None,
+    shared: Annotated[list[str] | None, typer.Option(help="A folder that all nodes are to share. Repeatable.")] = None,
+    as_json: AsJson = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for any one answer of a node.")] = 120.0,
+) -> None:
+    """Look for what is wrong with this node, or with all nodes of the cluster: devices, memory, disks, network,
+    versions, shared folders; with a recipe, what that needs. Exits with 1 if there is an error."""
+    from corral.cluster.doctor.diagnose import DoctorOptions, diagnose
+
+    if here and (everywhere or address):
+        raise UserError("--here is this node only: leave out --all and --address")
+    options = DoctorOptions(recipe, overrides or (), shared or (), timeout, show_progress)
+    diagnosis = diagnose(options, address, everywhere, here)
+    show_progress("")
+    print(json.dumps(diagnosis.as_dict(), indent=2) if as_json else diagnosis.text())
+    if diagnosis.num_errors:
+        raise typer.Exit(1)
+
+
+def show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)

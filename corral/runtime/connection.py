@@ -17,7 +17,7 @@ from corral.recipe.schema import Cluster
 from corral.runtime.membership import find_membership
 from corral.runtime.network import answers
 from corral.runtime.nodes import WORKER_SLOT
-from corral.runtime.token import reread, use_token_of
+from corral.runtime.token import reload_token, use_token_of
 
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
@@ -102,7 +102,7 @@ def start_here(cluster: Cluster) -> None:
 
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
-        reread()
+        reload_token()
     gpus = torch.cuda.device_count()
     with loopback():
         try:

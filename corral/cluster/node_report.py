@@ -1,14 +1,15 @@
-"""What a node says of itself when it joins: versions, memory, devices. Other nodes read it without asking the node."""
+"""Report of a node about itself: versions, memory, devices. A node stores it in the GCS when it joins, so others read
+it without asking the node. This needs no Ray."""
 
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-from corral.cluster.smi import ask_tools
+from corral.cluster.smi import query_gpus
 
 SAME_EVERYWHERE = ("corral", "ray", "python", "torch")
 """Ray's messages and torch's collectives change between versions; a mixture fails late, or hangs."""
@@ -16,23 +17,23 @@ SAME_EVERYWHERE = ("corral", "ray", "python", "torch")
 
 @dataclass(frozen=True)
 class NodeReport:
+    """Versions, memory and devices of a node."""
+
     corral: str
     ray: str
     python: str
     torch: str
-    driver: str
-    """Of the GPUs, or empty."""
+    driver: str  # of the GPUs, or empty
     device_names: tuple[str, ...]
     memory_bytes: int
-    executable: str
-    """The Python that runs Corral there."""
+    executable: str  # the Python that runs Corral there
 
     @classmethod
     def own(cls) -> Self:
-        gpus = ask_tools()
+        gpus = query_gpus()
         return cls(
-            corral=installed("corral"),
-            ray=installed("ray"),
+            corral=installed_version("corral"),
+            ray=installed_version("ray"),
             python=platform.python_version(),
             torch=torch_version(),
             driver=gpus.driver if gpus else "",
@@ -42,23 +43,20 @@ class NodeReport:
         )
 
     @classmethod
-    def read(cls, found: Any) -> Self | None:
+    def read(cls, stored: Any) -> Self | None:
         """None where the node was not started with `corral up`, or with another version of it."""
         try:
-            return cls(**{**found, "device_names": tuple(found["device_names"])})
+            return cls(**{**stored, "device_names": tuple(stored["device_names"])})
         except (TypeError, KeyError):
             return None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def differences(self, other: "NodeReport") -> list[str]:
-        """As `torch 2.13.0 here, 2.11.0 there`."""
+        """Versions that must be the same and are not, as `torch 2.13.0 here, 2.11.0 there`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in SAME_EVERYWHERE)
         return [f"{name} {here} here, {there} there" for name, here, there in pairs if here != there]
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -66,11 +64,11 @@ def installed(package: str) -> str:
 
 
 def torch_version() -> str:
-    """With its build (`+cpu`, `+cu130`), which the package's own version leaves out; without the seconds that an import
-    takes."""
+    """The version with its build (`+cpu`, `+cu130`), which the package's metadata leaves out; without the seconds that
+    an import takes."""
     for folder in sys.path:
         file = Path(folder, "torch", "version.py")
         if file.is_file():
             line = next((line for line in file.read_text().splitlines() if line.startswith("__version__")), "")
-            return line.partition("=")[2].strip().strip("'\"") or installed("torch")
-    return installed("torch")
+            return line.partition("=")[2].strip().strip("'\"") or installed_version("torch")
+    return installed_version("torch")

@@ -1,5 +1,5 @@
-"""What a job's processes find in their environment. Only what was chosen travels, and values never pass through Ray's
-`runtime_env`, its listings or a file: they wait in the head's memory until the job takes them."""
+"""The environment variables of a job's processes. Only chosen ones are sent, and values never pass through Ray's
+`runtime_env`, its listings or a file: they are in the head's memory until the job takes them."""
 
 import json
 import re
@@ -14,29 +14,21 @@ from corral.recipe.errors import UserError
 from corral.recipe.rules import SET_BY_RAY
 
 PASSED_ON = (
-    "pip",
-    "uv",
-    "conda",
-    "py_modules",
-    "py_executable",
-    "image_uri",
-    "container",
-    "excludes",
-    "config",
-    "worker_process_setup_hook",
-    "nsight",
+    *("pip", "uv", "conda", "py_modules", "py_executable", "image_uri", "container", "excludes", "config"),
+    *("worker_process_setup_hook", "nsight"),
 )
-"""Keys of a `runtime_env` that are Ray's business."""
+"""Keys of a `runtime_env` that are passed on to Ray."""
+KNOWN_KEYS = (*PASSED_ON, "env_vars", "working_dir")
 RAYS_OWN = "RAY_"
-"""How Ray's own variables begin. They are no secrets, and must be there when a process starts."""
+"""Prefix of Ray's own variables. They are no secrets, and must be there when a process starts."""
 HEADER = "corral environment"
 
 
 def chosen_variables(
     names: Sequence[str], options: Sequence[str], own: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    """`names`: the recipe's (`cluster.environment`); `options`: of --env, NAME or NAME=VALUE; `own`: this environment.
-    Returns the variables, and the names in the recipe that have no value here."""
+    """Returns the variables to send, and the names in the recipe that have no value here. `names`: the recipe's
+    (`cluster.environment`); `options`: of --env, NAME or NAME=VALUE; `own`: this environment."""
     found = {name: own[name] for name in names if name in own}
     for option in options:
         name, equals, value = option.partition("=")
@@ -53,7 +45,7 @@ def chosen_variables(
 
 
 def read_runtime_env(file: Path) -> tuple[dict[str, Any], dict[str, str], Path | None]:
-    """Of a YAML file: what is for Ray, all other variables in it, and the folder of code that it names."""
+    """Content of a YAML file: what is for Ray, all other variables in it, and the folder of code that it names."""
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -63,8 +55,8 @@ def read_runtime_env(file: Path) -> tuple[dict[str, Any], dict[str, str], Path |
     if not isinstance(content, dict):
         raise UserError(f"--runtime-env {file}: it must be a mapping, such as `pip: [math-verify]`")
     for key in content:
-        if key not in (*PASSED_ON, "env_vars", "working_dir"):
-            near = did_you_mean(str(key), (*PASSED_ON, "env_vars", "working_dir"))
+        if key not in KNOWN_KEYS:
+            near = did_you_mean(str(key), KNOWN_KEYS)
             raise UserError(f"--runtime-env {file}: `{key}` is not a key of a runtime_env{near}")
     variables = content.pop("env_vars", None) or {}
     if not isinstance(variables, dict):
@@ -82,17 +74,16 @@ def read_runtime_env(file: Path) -> tuple[dict[str, Any], dict[str, str], Path |
     return content, {name: value for name, value in texts.items() if name not in for_ray}, folder
 
 
-def pack(variables: Mapping[str, str]) -> bytes:
-    """The header is what Ray would print of it, should it not be able to store it."""
+def pack_variables(variables: Mapping[str, str]) -> bytes:
+    """The header is what Ray would print of the package, should it not be able to store it."""
     return json.dumps([HEADER, dict(variables)]).encode()
 
 
-def take(package: str) -> dict[str, str]:
-    """What `pack` made, from the head's memory, where it is not left."""
-    from corral.cluster.gcs import Gcs
-    from corral.cluster.reach import reach
+def take_variables(package: str) -> dict[str, str]:
+    """The variables that `pack_variables` packed, from the head's memory, where they are deleted."""
+    from corral.cluster.gcs import Gcs, find_head
 
-    gcs, key = Gcs(reach()), f"gcs://{package}".encode()
+    gcs, key = Gcs(find_head()), f"gcs://{package}".encode()
     found = gcs.get_of_ray(key, None)
     if found is None:
         raise UserError("the environment that was sent with this job is gone: another process took it; submit it again")

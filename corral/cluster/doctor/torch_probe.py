@@ -1,7 +1,7 @@
 """A process that uses torch on behalf of the doctor, and may hang or crash in its place.
 
-It reads one order per line on its standard input and answers each with one line. What libraries print goes to its
-standard error. `Probe` is how others see it.
+It reads one request per line from its standard input and answers each with one line. What libraries print goes to its
+standard error. `TorchProbe` is the caller's side, `serve` the process itself.
 """
 
 import contextlib
@@ -21,17 +21,16 @@ from corral.data.plugins import error_line
 
 PR_SET_PDEATHSIG = 1
 LATENCY_CALLS = 20
-SIZES = {"gloo": 8 * 2**20, "nccl": 128 * 2**20}
-"""Bytes of the tensor that is summed to measure bandwidth."""
+SIZES = {"gloo": 8 * 2**20, "nccl": 128 * 2**20}  # bytes of the tensor that is summed to measure bandwidth
 MEASURE_S = 0.3
 
 
 class ProbeFailed(Exception):
-    """It did not answer in time, or ended. The message says which."""
+    """The probe did not answer in time, or ended. The message says which."""
 
 
-class Probe:
-    """The other side of `serve`. One order at a time. One that failed is gone, and the next order starts another."""
+class TorchProbe:
+    """Sends one request at a time. A process that failed is ended, and the next request starts another."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
@@ -49,13 +48,14 @@ class Probe:
                 start_new_session=True,
             )
 
-    def ask(self, order: str, within_s: float, **arguments: Any) -> Any:
+    def call(self, function: str, within_s: float, **arguments: Any) -> Any:
+        """Result of one of `FUNCTIONS` in the probe."""
         self.start()
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps([order, arguments]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([function, arguments]).encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
             raise ProbeFailed(f"its process {self.end()}") from None
@@ -68,13 +68,13 @@ class Probe:
             if not (more := os.read(self.process.stdout.fileno(), 65536)):
                 raise ProbeFailed(f"its process {self.end()}")
             answer += more
-        said = json.loads(answer)
-        if "error" in said:
-            raise ProbeFailed(said["error"])
-        return said["result"]
+        response = json.loads(answer)
+        if "error" in response:
+            raise ProbeFailed(response["error"])
+        return response["result"]
 
     def end(self) -> str:
-        """How it ended."""
+        """Ends the process. Returns how it ended."""
         process, self.process = self.process, None
         if process is None:
             return "had ended"
@@ -88,7 +88,7 @@ class Probe:
         return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
 
 
-# --- inside
+# --- in the process
 
 
 def serve() -> None:
@@ -96,15 +96,15 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
-        order, arguments = json.loads(line)
+        function, arguments = json.loads(line)
         try:
-            answers.write(json.dumps({"result": ORDERS[order](**arguments)}) + "\n")
+            answers.write(json.dumps({"result": FUNCTIONS[function](**arguments)}) + "\n")
         except Exception as error:
             answers.write(json.dumps({"error": error_line(error)}) + "\n")
 
 
-def look_at_torch() -> dict[str, Any]:
-    """The fields of `TorchFacts`."""
+def inspect_torch() -> dict[str, Any]:
+    """Fields of `TorchFacts`."""
     try:
         import torch
     except Exception as error:  # a library that is missing or of another version, most often
@@ -124,12 +124,11 @@ def look_at_torch() -> dict[str, Any]:
     return facts
 
 
-STORES: dict[int, Any] = {}
-"""Where others meet, by port. One at a time."""
+STORES: dict[int, Any] = {}  # of the process groups that this process is the first of, by port; one at a time
 
 
-def open_meeting(address: str, limit_s: float) -> int:
-    """The port at which two or more probes will meet; this one is the first of them."""
+def open_store(address: str, limit_s: float) -> int:
+    """Opens the store of a process group, of which this process is rank 0. Returns its port."""
     from torch._C._distributed_c10d import TCPStore
 
     STORES.clear()
@@ -139,7 +138,8 @@ def open_meeting(address: str, limit_s: float) -> int:
 
 
 def all_reduce(address: str, port: int, rank: int, size: int, backend: str, device: str, limit_s: float) -> list[float]:
-    """Seconds for one number, and bytes per second for many, as each of them sends and receives them."""
+    """Seconds for an all-reduce of one number, and bytes per second that each rank sends and receives in one of
+    many."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -153,7 +153,7 @@ def all_reduce(address: str, port: int, rank: int, size: int, backend: str, devi
         one, many = (torch.ones(number, device=device) for number in (1, SIZES[backend] // 4))
         latency_s = min(timed(lambda: dist.all_reduce(one), device) for _ in range(LATENCY_CALLS))
         bulk_s, began = [timed(lambda: dist.all_reduce(many), device)], time.monotonic()
-        while agree(time.monotonic() - began < MEASURE_S, device):
+        while agree(time.monotonic() - began < MEASURE_S, device):  # all ranks must stop after the same call
             bulk_s.append(timed(lambda: dist.all_reduce(many), device))
         return [latency_s, SIZES[backend] * 2 * (size - 1) / size / min(bulk_s)]
     finally:
@@ -162,7 +162,7 @@ def all_reduce(address: str, port: int, rank: int, size: int, backend: str, devi
 
 
 def agree(more: bool, device: str) -> bool:
-    """Whether all want to go on."""
+    """Whether all ranks want to go on."""
     import torch
     import torch.distributed as dist
 
@@ -181,4 +181,4 @@ def timed(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-ORDERS: dict[str, Callable[..., Any]] = {"torch": look_at_torch, "meet": open_meeting, "all_reduce": all_reduce}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"torch": inspect_torch, "open_store": open_store, "all_reduce": all_reduce}

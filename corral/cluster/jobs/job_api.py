@@ -1,16 +1,15 @@
-"""A way to a cluster's job API, which the dashboard serves over HTTP on the head node. Where `corral up` started it, it
-listens on the head's loopback only, unless asked otherwise."""
+"""Client of a cluster's job API, which the dashboard serves over HTTP on the head node. Where `corral up` started it,
+it listens on the head's loopback only, unless an option says otherwise."""
 
-import ipaddress
 import logging
 import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from corral.cluster.addresses import is_loopback, own_addresses
+from corral.cluster.addresses import own_addresses
 from corral.recipe.errors import UserError, first_line
-from corral.runtime.membership import Membership, find_membership, own_memberships
-from corral.runtime.network import answers
+from corral.runtime.membership import find_membership, own_memberships
+from corral.runtime.network import answers, is_loopback, is_numeric
 from corral.runtime.token import use_token_of
 
 try:
@@ -20,8 +19,8 @@ try:
 except ImportError as error:
     raise UserError("jobs need Ray: pip install 'corral[cluster]'") from error
 
-ASK_S = 30.0
-TALKATIVE = (
+REQUEST_S = 30.0
+VERBOSE_LOGGERS = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
@@ -36,10 +35,10 @@ VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
 class JobApi(JobSubmissionClient):  # type: ignore[misc]
-    """Ray's own client, with an end to every wait and with errors in one line."""
+    """Ray's own client, with a timeout for every request and errors in one line."""
 
     def __init__(self, url: str) -> None:
-        for name in TALKATIVE:
+        for name in VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         self.url = url
         before = os.environ.get(VARIABLE)
@@ -52,13 +51,13 @@ class JobApi(JobSubmissionClient):  # type: ignore[misc]
                 os.environ[VARIABLE] = before
 
     @property
-    def is_here(self) -> bool:
+    def is_on_head(self) -> bool:
         """Whether this is the head node."""
         return any(member.is_head and member.dashboard == self.url for member in own_memberships())
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
         try:
-            return super()._do_request(method, endpoint, timeout=ASK_S, **options)
+            return super()._do_request(method, endpoint, timeout=REQUEST_S, **options)
         except AuthenticationError as error:
             raise UserError(
                 f"the cluster at {self.url} refuses this token; copy the head's ~/.corral/token to this machine, or "
@@ -68,15 +67,15 @@ class JobApi(JobSubmissionClient):  # type: ignore[misc]
             raise no_answer(self.url) from error
 
     def put_package(self, name: str, content: bytes) -> None:
-        """Among the packages of code that jobs bring with them. They are not listed, and not given out over HTTP."""
+        """Stores content among the packages of code that jobs bring, which cannot be listed or read over HTTP."""
         response = self._do_request("PUT", f"/api/packages/gcs/{name}", data=content)
         if response.status_code != requests.codes.ok:
             self._raise_error(response)
 
 
 def open_jobs(address: str | None = None) -> JobApi:
-    """Of the cluster that is meant: the one whose dashboard, or head process, is at `address`; else that of Ray's own
-    variables; else the one that this node is part of."""
+    """Connects to the cluster whose dashboard, or head process, is at `address`; else to that of Ray's own variables;
+    else to the one that this node is part of."""
     url = find_dashboard(address)
     parts = urlsplit(url)
     bypass_proxies(parts.hostname or "")
@@ -89,7 +88,7 @@ def open_jobs(address: str | None = None) -> JobApi:
 
 
 def find_dashboard(address: str | None) -> str:
-    """Its URL. The cluster's token is used from here on."""
+    """URL of the dashboard. The cluster's token is used from here on."""
     named = address or os.environ.get(VARIABLE) or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
         named = None
@@ -102,21 +101,17 @@ def find_dashboard(address: str | None) -> str:
     member = find_membership(named)
     use_token_of(member)
     if member is not None:
-        return dashboard_of(member)
+        url = member.dashboard or query_head(member.address)
+        if not member.is_head:
+            refuse_loopback(url, member.address.rpartition(":")[0])
+        return url
     if named is not None and speaks_http(named):
         return f"http://{named}"
-    return ask_head(named)
+    return query_head(named)
 
 
-def dashboard_of(member: Membership) -> str:
-    url = member.dashboard or ask_head(member.address)
-    if not member.is_head:
-        refuse_loopback(url, member.address.rpartition(":")[0])
-    return url
-
-
-def ask_head(address: str | None) -> str:
-    """Of a cluster that `corral up` did not start: its head process knows."""
+def query_head(address: str | None) -> str:
+    """URL of the dashboard, as the head process knows it also of a cluster that `corral up` did not start."""
     from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
     from ray._private.services import find_bootstrap_address
 
@@ -136,7 +131,7 @@ def ask_head(address: str | None) -> str:
 
 
 def refuse_loopback(url: str, head: str) -> None:
-    """Of another machine: here it would be another dashboard, or none."""
+    """Raises for a loopback address of another machine: here it would be another dashboard, or none."""
     parts = urlsplit(url)
     if is_loopback(parts.hostname or ""):
         how = FROM_ELSEWHERE.format(port=parts.port, head=head)
@@ -144,12 +139,12 @@ def refuse_loopback(url: str, head: str) -> None:
 
 
 def speaks_http(address: str) -> bool:
-    """The dashboard does, Ray's head process does not; both are told apart by that alone."""
+    """Tells the dashboard, which does, from Ray's head process, which does not."""
     if not answers(address):
         raise no_answer(f"http://{address}")
     bypass_proxies(address.rpartition(":")[0])
     try:
-        requests.get(f"http://{address}/api/version", timeout=ASK_S)
+        requests.get(f"http://{address}/api/version", timeout=REQUEST_S)
     except requests.RequestException:
         return False
     return True
@@ -160,17 +155,9 @@ def no_answer(url: str) -> UserError:
     return UserError(f"no dashboard of a Ray cluster answers at {url}: {how}")
 
 
-def is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def bypass_proxies(host: str) -> None:
-    """Where the environment names a proxy for the way out, it would be asked for nodes of the cluster, too. (Names
-    may be known to the proxy only.)"""
+    """Keeps requests to a node of the cluster away from a proxy that the environment names for the internet. (Names may
+    be known to the proxy only.)"""
     if not is_numeric(host):
         return
     for name in ("no_proxy", "NO_PROXY"):
