@@ -5,11 +5,9 @@ standard error. `TorchProbe` is the caller's side, `serve` the process itself.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -17,9 +15,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from corral.child_process import describe_exit, die_with_parent, start_child, terminate_group
 from corral.data.plugins import error_line
 
-PR_SET_PDEATHSIG = 1
 LATENCY_CALLS = 20
 SIZES = {"gloo": 8 * 2**20, "nccl": 128 * 2**20}  # bytes of the tensor that is summed to measure bandwidth
 MEASURE_S = 0.3
@@ -39,13 +37,12 @@ class TorchProbe:
     def start(self) -> None:
         if self.process is None:
             program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 [sys.executable, "-c", program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**self.environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-                start_new_session=True,
             )
 
     def call(self, function: str, within_s: float, **arguments: Any) -> Any:
@@ -78,21 +75,19 @@ class TorchProbe:
         process, self.process = self.process, None
         if process is None:
             return "had ended"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
+        code = terminate_group(process)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
+        return describe_exit(code)
 
 
 # --- in the process
 
 
 def serve() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
