@@ -30,7 +30,8 @@ def try_environment(
     max_turns: Annotated[int, typer.Option(min=1, help="Of a game.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of boards and players.")] = 0,
     rows: Annotated[
-        str | None, typer.Option(help="Rows to play with instead of boards: rows.jsonl, reasoning_gym:TASK.")
+        str | None,
+        typer.Option(help="Rows to play with instead of boards: rows.jsonl, reasoning_gym:TASK.", show_default=False),
     ] = None,
     reward: Annotated[str, typer.Option(help="Reward function, for environments that ask for one.")] = "exact",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one call of the environment.")] = 10.0,

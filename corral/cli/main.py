@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster, envs, foreign, jobs, launch, retriever
+from corral.cli import bench, cluster_commands, envs, foreign, jobs, launch, retriever
 from corral.cli.planning import AsJson, Overrides, RecipeFile, describe_services, planned, with_plan
 from corral.recipe.errors import RunError, UserError
 
@@ -165,7 +165,7 @@ def version() -> None:
         print(f"{package} is not installed as a package" if found == "none" else f"{package} {found}")
 
 
-for module in (bench, cluster, envs, foreign, jobs, launch, retriever):
+for module in (bench, cluster_commands, envs, foreign, jobs, launch, retriever):
     module.register(app)
 
 

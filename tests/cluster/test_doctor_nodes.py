@@ -23,7 +23,7 @@ from corral.cluster.doctor.file_checks import (
 from corral.cluster.doctor.findings import Finding, NodeRef, PairSpeed, format_pairs
 from corral.cluster.doctor.network_checks import (
     ClockOffset,
-    Endpoint,
+    ConnectionTarget,
     Listener,
     check_clocks,
     check_connections,
@@ -32,7 +32,7 @@ from corral.cluster.doctor.network_checks import (
     check_proxy,
     check_variables,
     clock_offset,
-    try_endpoints,
+    try_connections,
 )
 from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector
 
@@ -111,12 +111,12 @@ def test_connecting_says_what_happened() -> None:
     listener = Listener("127.0.0.1", "me")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()[1]
-    answers = try_endpoints(
+    answers = try_connections(
         [
-            Endpoint("127.0.0.1", listener.port, "me"),
-            Endpoint("127.0.0.1", listener.port, "somebody else"),
-            Endpoint("127.0.0.1", listener.port),
-            Endpoint("127.0.0.1", free),
+            ConnectionTarget("127.0.0.1", listener.port, "me"),
+            ConnectionTarget("127.0.0.1", listener.port, "somebody else"),
+            ConnectionTarget("127.0.0.1", listener.port),
+            ConnectionTarget("127.0.0.1", free),
         ]
     )
     listener.close()

@@ -12,7 +12,7 @@ import typer
 from runs import write_recipe
 from tiny import TEMPLATE, tiny_tokenizer
 
-from corral.cli.cluster import doctor
+from corral.cli.cluster_commands import doctor
 from corral.cluster.doctor.file_checks import RequiredFile, check_required, digest_of, required_files
 from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef
 from corral.cluster.doctor.recipe_checks import (

@@ -10,41 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from corral.cluster.doctor import file_checks, network_checks, recipe_checks
 from corral.cluster.doctor.all_reduce_checks import PairTests, check_pairs
-from corral.cluster.doctor.file_checks import (
-    MARKER_S,
-    SharedPath,
-    check_required,
-    check_shared,
-    check_versions,
-    digest_of,
-    required_files,
-)
 from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef, at_node
 from corral.cluster.doctor.gpu_checks import check_num_gpus
-from corral.cluster.doctor.network_checks import (
-    Endpoint,
-    check_clocks,
-    check_connections,
-    check_head,
-    check_proxy,
-    check_variables,
-    clock_offset,
-)
+from corral.cluster.doctor.network_checks import ConnectionTarget
 from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector, NodeState
 from corral.cluster.doctor.node_set import NONE_GIVEN, ClusterNodes, LocalNode, NodeArguments, NodeSet, same_for_all
 from corral.cluster.doctor.ray_checks import check_open_ports
-from corral.cluster.doctor.recipe_checks import (
-    NUM_ROWS,
-    NodeCapacity,
-    check_chat,
-    check_devices,
-    check_fit,
-    check_prompts,
-    check_reward,
-    checkpoint_bytes,
-    read_recipe,
-)
 from corral.cluster.smi import device_vendor
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.placement import runs_on_ray
@@ -68,7 +41,7 @@ class DoctorOptions:
     def plan(self) -> tuple[Plan | None, list[Finding]]:
         if self.recipe is None:
             return None, []
-        return read_recipe(self.recipe, self.overrides, bool(device_vendor()))
+        return recipe_checks.read_recipe(self.recipe, self.overrides, bool(device_vendor()))
 
 
 def diagnose(options: DoctorOptions, address: str | None, everywhere: bool, here: bool) -> Diagnosis:
@@ -143,7 +116,7 @@ def request_for(
         address=node.address or "127.0.0.1",
         folder=os.getcwd(),
         runs=os.path.abspath("runs" if plan is None else plan.recipe.logging.runs),
-        writes=0 if plan is None else checkpoint_bytes(plan),
+        writes=0 if plan is None else recipe_checks.checkpoint_bytes(plan),
         objects=int(entry["Resources"].get("object_store_memory", 0)) or None if entry else None,
         environment={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
         limit_s=options.limit_s * 0.75,
@@ -197,10 +170,10 @@ class Survey:
             gpus = int(self.entries[node].get("Resources", {}).get("GPU", 0))
             if gpus:
                 self.add(at_node(node, check_num_gpus(state.torch.num_devices, gpus)))
-        self.add(check_versions({node: state.versions for node, state in self.states.items()}))
-        self.add(check_variables({node: state.variables for node, state in self.states.items()}))
+        self.add(file_checks.check_versions({node: state.versions for node, state in self.states.items()}))
+        self.add(network_checks.check_variables({node: state.variables for node, state in self.states.items()}))
         addresses = [node.address for node in self.nodes.refs if node.address]
-        self.add(at_node(self.own, check_proxy(os.environ, addresses)))
+        self.add(at_node(self.own, network_checks.check_proxy(os.environ, addresses)))
 
     def check_clocks(self) -> None:
         offsets = {}
@@ -213,24 +186,24 @@ class Survey:
                     break
                 round_trips.append((sent, answered, time.time()))
             if round_trips:
-                offsets[node] = clock_offset(round_trips)
-        self.add(check_clocks(offsets))
+                offsets[node] = network_checks.clock_offset(round_trips)
+        self.add(network_checks.check_clocks(offsets))
 
     def check_ports(self) -> set[frozenset[NodeRef]]:
         """Returns the pairs that cannot connect."""
         self.options.report("connecting every node to every other")
         nodes = self.nodes.refs
         ports = {node: self.states[node].port for node in nodes}
-        endpoints = {to: Endpoint(to.address, ports[to], f"corral {to.address}") for to in nodes}
-        answers = self.call(NodeInspector.connect, lambda node: [[endpoints[to] for to in nodes if to != node]])
+        targets = {to: ConnectionTarget(to.address, ports[to], f"corral {to.address}") for to in nodes}
+        answers = self.call(NodeInspector.connect, lambda node: [[targets[to] for to in nodes if to != node]])
         tried = {
             (node, to): why
             for node, reasons in answers.items()
             for to, why in zip((other for other in nodes if other != node), reasons, strict=True)
         }
-        self.add(check_connections(ports, tried))
-        answers = self.call(NodeInspector.connect, same_for_all([Endpoint(*split_address(self.head))]))
-        self.add(check_head(self.head, {node: why for node, [why] in answers.items()}))
+        self.add(network_checks.check_connections(ports, tried))
+        answers = self.call(NodeInspector.connect, same_for_all([ConnectionTarget(*split_address(self.head))]))
+        self.add(network_checks.check_head(self.head, {node: why for node, [why] in answers.items()}))
         return {frozenset(pair) for pair, why in tried.items() if why}
 
     def check_access(self) -> None:
@@ -238,15 +211,15 @@ class Survey:
         for node, state in self.states.items():
             ports, other = state.ports, next((one for one in self.nodes.refs if one != node), None)
             if other is not None and not all(port.wants_token for port in ports):
-                endpoints = [Endpoint(node.address, port.port) for port in ports]
-                answers = self.call(NodeInspector.connect, same_for_all(endpoints), only=[other])
+                targets = [ConnectionTarget(node.address, port.port) for port in ports]
+                answers = self.call(NodeInspector.connect, same_for_all(targets), only=[other])
                 ports = tuple(port for port, why in zip(ports, answers.get(other, []), strict=False) if not why)
             self.add(at_node(node, check_open_ports(ports, None if other is None else other.host)))
 
     def check_shared_folders(self) -> None:
-        wanted = [SharedPath(os.path.abspath(path), "--shared") for path in self.options.shared]
+        wanted = [file_checks.SharedPath(os.path.abspath(path), "--shared") for path in self.options.shared]
         if self.plan is not None and self.plan.recipe.cluster.nodes > 1:
-            wanted.append(SharedPath(os.path.abspath(self.plan.recipe.logging.runs), RUNS))
+            wanted.append(file_checks.SharedPath(os.path.abspath(self.plan.recipe.logging.runs), RUNS))
         for shared in wanted:
             self.options.report(f"looking at {shared.path} from all nodes")
             is_made = shared.why == RUNS and not os.path.isdir(shared.path)  # a run would make it
@@ -258,10 +231,10 @@ class Survey:
                 with contextlib.suppress(OSError):
                     os.rmdir(shared.path) if is_made else None
 
-    def check_shared_folder(self, shared: SharedPath) -> None:
+    def check_shared_folder(self, shared: file_checks.SharedPath) -> None:
         token, nodes = secrets.token_hex(4), self.nodes.refs
         number_of = {node: number for number, node in enumerate(nodes)}
-        within_s = min(MARKER_S, self.options.limit_s / 10)
+        within_s = min(file_checks.MARKER_S, self.options.limit_s / 10)
         marker: NodeArguments = lambda node: [shared.path, token, number_of[node]]  # noqa: E731
         try:
             written = self.call(NodeInspector.write_marker, marker)
@@ -271,7 +244,7 @@ class Survey:
         finally:
             self.call(NodeInspector.remove_marker, marker)
         missing = {node: [nodes[number] for number in numbers] for node, numbers in unseen.items()}
-        self.add(check_shared(shared, written, missing))
+        self.add(file_checks.check_shared(shared, written, missing))
 
     def check_all_reduces(self, broken: set[frozenset[NodeRef]]) -> None:
         """`broken`: pairs that cannot connect, which is reported already."""
@@ -294,28 +267,28 @@ class Survey:
         capacities = {node: self.capacity(node) for node in self.nodes.refs}
         on_cluster = runs_on_ray(recipe) and bool(self.entries[self.own])
         if on_cluster:
-            self.add(check_devices(recipe, capacities))
+            self.add(recipe_checks.check_devices(recipe, capacities))
         able = {node: own for node, own in capacities.items() if own.devices >= recipe.cluster.devices_per_node}
-        self.add(check_fit(plan, able if on_cluster else {self.own: capacities[self.own]}))
+        self.add(recipe_checks.check_fit(plan, able if on_cluster else {self.own: capacities[self.own]}))
         self.check_files(plan)
         self.check_rows(plan)
 
-    def capacity(self, node: NodeRef) -> NodeCapacity:
+    def capacity(self, node: NodeRef) -> recipe_checks.NodeCapacity:
         state, devices = self.states[node], 0
         if resources := self.entries[node].get("Resources"):
             from corral.runtime.nodes import WORKER_SLOT
 
             devices = int(resources.get("GPU") or resources.get(WORKER_SLOT, 0))
-        return NodeCapacity(devices, tuple(gpu.total for gpu in state.gpus), state.memory)
+        return recipe_checks.NodeCapacity(devices, tuple(gpu.total for gpu in state.gpus), state.memory)
 
     def check_files(self, plan: Plan) -> None:
         assert self.options.recipe is not None
-        required = required_files(plan.recipe, self.options.recipe)
+        required = file_checks.required_files(plan.recipe, self.options.recipe)
         digests = self.call(NodeInspector.digests, same_for_all(required))
         found: list[Finding] = []
         for number, one in enumerate(required):
             own = {node: every[number] for node, every in digests.items() if one.everywhere or node == self.own}
-            found += check_required(one, own, self.own, self.states[self.own].offline)
+            found += file_checks.check_required(one, own, self.own, self.states[self.own].offline)
         self.add(found or [Finding("ok", "files", "what the recipe names is there", nodes=tuple(digests))])
 
     def check_rows(self, plan: Plan) -> None:
@@ -333,18 +306,18 @@ class Survey:
         self.options.report("calling the reward function")
         everywhere = self.nodes.refs if runs_on_ray(plan.recipe) else [self.own]
         for tag, environment in plan.recipe.tagged_environments.items():
-            some = [row for row in rows if row.extra.get("environment", tag) == tag][:NUM_ROWS]
+            some = [row for row in rows if row.extra.get("environment", tag) == tag][: recipe_checks.NUM_ROWS]
             arguments = same_for_all(environment, some, rollout.max_response_tokens)
             trials = self.call(NodeInspector.try_reward, arguments, only=everywhere)
             for node, trial in trials.items():
-                self.add(at_node(node, check_reward(trial, plan, tag)))
+                self.add(at_node(node, recipe_checks.check_reward(trial, plan, tag)))
 
     def check_tokenizer(self, plan: Plan, rows: Sequence[Any]) -> None:
         from corral.model.load import load_tokenizer
 
         recipe = plan.recipe
-        model = next(one for one in required_files(recipe, Path()) if one.key == "model.path")
-        if not digest_of(model):
+        model = next(one for one in file_checks.required_files(recipe, Path()) if one.key == "model.path")
+        if not file_checks.digest_of(model):
             self.add([Finding("note", "chat template", f"not checked: {recipe.model.path} is not on this node")])
             return
         try:
@@ -352,5 +325,5 @@ class Survey:
         except UserError as error:
             self.add([Finding("error", "chat template", first_line(error))])
             return
-        self.add(check_chat(tokenizer, recipe))
-        self.add(check_prompts(tokenizer, recipe, rows))
+        self.add(recipe_checks.check_chat(tokenizer, recipe))
+        self.add(recipe_checks.check_prompts(tokenizer, recipe, rows))

@@ -46,28 +46,28 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ConnectionTarget:
     host: str
     port: int
     name: str = ""  # that it must answer with; empty: a connection is enough
 
 
-def try_endpoints(endpoints: Sequence[Endpoint]) -> list[str]:
+def try_connections(targets: Sequence[ConnectionTarget]) -> list[str]:
     """Connects to all at once. Returns what went wrong with each, or an empty text."""
-    if not endpoints:
+    if not targets:
         return []
-    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(endpoints))) as pool:
-        return list(pool.map(try_endpoint, endpoints))
+    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(targets))) as pool:
+        return list(pool.map(try_connection, targets))
 
 
-def try_endpoint(endpoint: Endpoint) -> str:
+def try_connection(target: ConnectionTarget) -> str:
     try:
-        with socket.create_connection((endpoint.host, endpoint.port), CONNECT_S) as connection:
-            if not endpoint.name:
+        with socket.create_connection((target.host, target.port), CONNECT_S) as connection:
+            if not target.name:
                 return ""
             connection.settimeout(CONNECT_S)
             answer = connection.recv(ANSWER_BYTES).decode(errors="replace")
-            return "" if answer == endpoint.name else "another machine answers there"
+            return "" if answer == target.name else "another machine answers there"
     except TimeoutError:
         return f"no answer within {CONNECT_S:g} s"
     except OSError as error:

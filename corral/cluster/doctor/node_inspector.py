@@ -18,12 +18,12 @@ from corral.cluster.doctor import file_checks, machine_checks
 from corral.cluster.doctor.findings import Finding
 from corral.cluster.doctor.gpu_checks import TorchFacts, check_gpus, check_torch, describe_models
 from corral.cluster.doctor.network_checks import (
-    Endpoint,
+    ConnectionTarget,
     Listener,
     check_interfaces,
     check_own_name,
     own_variables,
-    try_endpoints,
+    try_connections,
 )
 from corral.cluster.doctor.ray_checks import OpenPort, check_processes, check_token_files, open_ports, token_files
 from corral.cluster.doctor.recipe_checks import RewardTrial, try_reward
@@ -135,8 +135,8 @@ class NodeInspector:
 
     # --- with other nodes
 
-    def connect(self, endpoints: Sequence[Endpoint]) -> list[str]:
-        return try_endpoints(endpoints)
+    def connect(self, targets: Sequence[ConnectionTarget]) -> list[str]:
+        return try_connections(targets)
 
     def write_marker(self, path: str, token: str, number: int) -> str:
         return file_checks.write_marker(path, token, number)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corral.cluster.doctor.findings import Finding, NodeRef
-from corral.cluster.doctor.network_checks import Endpoint, try_endpoint
+from corral.cluster.doctor.network_checks import ConnectionTarget, try_connection
 from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector
 from corral.recipe.errors import first_line
 
@@ -141,7 +141,7 @@ class ClusterNodes(NodeSet):
     def _drop(self, member: InspectedNode, why: str) -> None:
         """Leaves a node out, with what can be found from here: whether it takes connections from this node."""
         del self.members[member.ref]
-        refusal = try_endpoint(Endpoint(member.ref.address, member.port))
+        refusal = try_connection(ConnectionTarget(member.ref.address, member.port))
         what, fix = f"could not be checked: {why}", "see that the same Corral is installed there"
         if refusal:
             what += f"; and this node cannot connect to {member.ref.address}:{member.port} ({refusal})"

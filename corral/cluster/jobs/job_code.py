@@ -131,13 +131,13 @@ def files_of(root: Path, skip: Path | None = None) -> dict[str, Path]:
 
 def walk(root: Path, skip: Path | None) -> Iterator[Path]:
     num_seen = 0
-    for place, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not is_left_out(Path(place, name), skip))
+    for parent, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not is_left_out(Path(parent, name), skip))
         for name in sorted(names):
             num_seen += 1
             if num_seen > MAX_SEEN:
                 raise UserError(f"{root} has more than {MAX_SEEN} files: {WHAT_TO_DO}")
-            file = Path(place, name)
+            file = Path(parent, name)
             if name.startswith(".") or file.suffix not in (*PYTHON_SUFFIXES, *TEXT_SUFFIXES) or not file.is_file():
                 continue
             if file.suffix in PYTHON_SUFFIXES or file.stat().st_size <= MAX_TEXT_BYTES:

@@ -168,8 +168,8 @@ def container_commands(spec: LaunchSpec, options: SlurmOptions, engine: Containe
         f"engine={engine}",
         "container=corral-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
         f"on_node={shlex.quote(choose)}",
-        array("up_command", [*ON_NODE, *foreground_run(spec, options, engine), *up_command(spec)]),
-        array("check_command", [*check_run(spec, options, engine), "corral", "check"]),
+        array("up_command", [*ON_NODE, *foreground_run(spec, options, engine, is_node=True), *up_command(spec)]),
+        array("check_command", [*foreground_run(spec, options, engine, is_node=False), "corral", "check"]),
         array("train_command", [*inside, *spec.train_command]),
     ]
 
@@ -179,33 +179,20 @@ def up_command(spec: LaunchSpec) -> list[str]:
     return spec.up_command("--block", "--no-wait", "--beside", "--port", ScriptVariable("port"))
 
 
-def foreground_run(spec: LaunchSpec, options: SlurmOptions, engine: ContainerEngine) -> list[str]:
-    """Runs a container in the foreground: it lives as long as the step."""
+def foreground_run(spec: LaunchSpec, options: SlurmOptions, engine: ContainerEngine, *, is_node: bool) -> list[str]:
+    """Runs a container in the foreground: it lives as long as the step. One that is no node has no name or devices."""
     devices = [] if spec.accelerator == "none" else [device_variable(spec)]
     defaults = RCCL if spec.accelerator == "amd" else {}
+    variables = [*IDENTITY, *devices, *defaults, *options.environment] if is_node else IDENTITY
     return run_command(
         engine,
-        spec.accelerator,
+        spec.accelerator if is_node else "none",
         options.image,
         folder=options.work_folder,
-        mode=("--rm", "--name", ScriptVariable("container")),
+        mode=("--rm", *(("--name", ScriptVariable("container")) if is_node else ())),
         shm=options.shm,
         mounts=mounts(spec, options),
-        environment=list(dict.fromkeys([*IDENTITY, *devices, *defaults, *options.environment])),
-    )
-
-
-def check_run(spec: LaunchSpec, options: SlurmOptions, engine: ContainerEngine) -> list[str]:
-    """Runs a container without a name or devices, for a moment."""
-    return run_command(
-        engine,
-        "none",
-        options.image,
-        folder=options.work_folder,
-        mode=("--rm",),
-        shm=options.shm,
-        mounts=mounts(spec, options),
-        environment=IDENTITY,
+        environment=list(dict.fromkeys(variables)),
     )
 
 
