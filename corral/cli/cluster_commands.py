@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 HeadAddress = Annotated[str | None, typer.Option(help="HOST:PORT of the head; default: the cluster of this node.")]
 HeadFilePath = Annotated[
-    Path | None, typer.Option("--head-file", help="On a file system that all nodes share: says where the head is.")
+    Path | None,
+    typer.Option("--head-file", help="File with the head's address, on a file system that all nodes share."),
 ]
 
 
@@ -27,30 +28,31 @@ def register(app: typer.Typer) -> None:
 
 def up(
     head: Annotated[bool, typer.Option("--head", help="Start a cluster here; the same as RANK=0.")] = False,
-    join: Annotated[str | None, typer.Option(help="Join the one at HOST[:PORT].")] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of this node; default: $RANK.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="How many there are; default: $WORLD_SIZE.")] = None,
-    port: Annotated[int | None, typer.Option(help="Of the head; default: $MASTER_PORT, else 6379.")] = None,
-    devices: Annotated[int | None, typer.Option(min=0, help="Of this node; default: its GPUs, or one slot.")] = None,
+    join: Annotated[str | None, typer.Option(help="Join the cluster at HOST[:PORT].")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node; default: $RANK.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; default: $WORLD_SIZE.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the head; default: $MASTER_PORT, else 6379.")] = None,
+    devices: Annotated[int | None, typer.Option(min=0, help="Devices of this node; default: its GPUs, or one.")] = None,
     head_file: HeadFilePath = None,
     id: Annotated[
-        str | None, typer.Option(help="Of this start, the same on all nodes: no other's head file is believed.")
+        str | None,
+        typer.Option(help="Id of this start, the same on all nodes; head files of other starts are ignored."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the head, and for all nodes.")] = 600.0,
-    wait: Annotated[bool, typer.Option(help="For all nodes to be there.")] = True,
-    block: Annotated[bool, typer.Option("--block", help="Stay; a signal ends this node's part.")] = False,
-    address: Annotated[str | None, typer.Option(help="Of this node; default: the one that routes to the head.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="With the cluster's token; default: ~/.corral/token.")] = None,
+    wait: Annotated[bool, typer.Option(help="Wait for all nodes to join.")] = True,
+    block: Annotated[bool, typer.Option("--block", help="Stay in the foreground until a signal comes.")] = False,
+    address: Annotated[str | None, typer.Option(help="Address of this node; default: that towards the head.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; default: ~/.corral/token.")] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="No token: whoever reaches this node can run commands on it.")
+        bool, typer.Option("--insecure", help="Use no token: whoever reaches this node can run commands on it.")
     ] = False,
-    dashboard_host: Annotated[str, typer.Option(help="Where the head serves its dashboard.")] = "127.0.0.1",
-    dashboard_port: Annotated[int, typer.Option(help="The next free one is taken.")] = 8265,
-    debugger: Annotated[str | None, typer.Option(help="legacy: for `ray debug`.")] = None,
+    dashboard_host: Annotated[str, typer.Option(help="Address on which the head serves its dashboard.")] = "127.0.0.1",
+    dashboard_port: Annotated[int, typer.Option(help="Port of the dashboard; the next free one is taken.")] = 8265,
+    debugger: Annotated[str | None, typer.Option(help="legacy: allow `ray debug`.")] = None,
     beside: Annotated[bool, typer.Option("--beside", help="Another Ray may run on this node.")] = False,
-    temp_dir: Annotated[Path | None, typer.Option(help="For Ray's logs and what it spills.")] = None,
+    temp_dir: Annotated[Path | None, typer.Option(help="Folder for Ray's logs and spilled objects.")] = None,
     ray_options: Annotated[
-        list[str] | None, typer.Argument(help="After --: for `ray start`.", metavar="[-- RAY OPTIONS]")
+        list[str] | None, typer.Argument(help="Options for `ray start`, after --.", metavar="[-- RAY OPTIONS]")
     ] = None,
 ) -> None:
     """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
@@ -114,8 +116,8 @@ def print_membership(member: "Membership") -> None:
 
 
 def down(
-    port: Annotated[int | None, typer.Option(help="Of one cluster; default: all.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if training runs.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port of one cluster; default: all.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="End it even if training runs.")] = False,
 ) -> None:
     """End what `corral up` started on this node, and nothing else."""
     from corral.cluster.up import down as bring_down
@@ -128,14 +130,14 @@ def down(
 
 
 def check(
-    devices: Annotated[int, typer.Argument(min=0, help="At least so many.")],
-    nodes: Annotated[int, typer.Option(min=0, help="On at least so many nodes.")] = 0,
+    devices: Annotated[int, typer.Argument(min=0, help="Least number of devices.")],
+    nodes: Annotated[int, typer.Option(min=0, help="Least number of nodes.")] = 0,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 300.0,
     address: HeadAddress = None,
     head_file: HeadFilePath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wait until the cluster has so many devices, and say what it has. Exits with 1 and what is missing."""
+    """Wait until the cluster has so many devices, and list them. Exits with 1 and what is missing."""
     from corral.cluster.cluster_status import TooFewDevices, wait_for_devices
     from corral.cluster.gcs import wait_for_cluster
     from corral.observe.status_line import Countdown, StatusLine
@@ -155,11 +157,11 @@ def check(
 
 
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Say how this job does instead.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Describe this job instead.")] = None,
     address: HeadAddress = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say who is in the cluster, and what runs on it; or how one job does."""
+    """List the nodes of the cluster and the jobs that run on it; or describe one job."""
     from corral.cluster.cluster_status import ClusterStatus
     from corral.cluster.gcs import Gcs, find_head
     from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs
@@ -181,13 +183,11 @@ def status(
 
 
 def stacks(
-    address: Annotated[
-        str | None, typer.Option(help="Of the cluster's head, HOST:PORT, if this node is not part of it.")
-    ] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of the head; default: this node's cluster.")] = None,
     as_json: AsJson = False,
-    native: Annotated[bool, typer.Option("--native", help="Also frames of compiled libraries. Slower.")] = False,
+    native: Annotated[bool, typer.Option("--native", help="Print frames of compiled libraries, too. Slower.")] = False,
 ) -> None:
-    """Say what every process of Corral is doing right now: on all nodes of the cluster, without one on this machine."""
+    """Print what every process of Corral is doing right now: on all nodes of the cluster, or else on this machine."""
     from corral.cluster.stacks import format_stacks, stacks_here, stacks_of_cluster
     from corral.runtime.connection import find_cluster
 
@@ -212,9 +212,9 @@ def stacks(
 def doctor(
     recipe: Annotated[Path | None, typer.Argument(help="Also check what this recipe needs.")] = None,
     overrides: Overrides = None,
-    everywhere: Annotated[bool, typer.Option("--all", help="All nodes; an error where no cluster is up.")] = False,
-    here: Annotated[bool, typer.Option("--here", help="This node only, also where a cluster is up.")] = False,
-    address: Annotated[str | None, typer.Option(help="Of the cluster's head, HOST:PORT.")] = None,
+    everywhere: Annotated[bool, typer.Option("--all", help="Check all nodes; an error without a cluster.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Check this node only, also where a cluster is up.")] = False,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster's head.")] = None,
     shared: Annotated[list[str] | None, typer.Option(help="A folder that all nodes are to share. Repeatable.")] = None,
     as_json: AsJson = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for any one answer of a node.")] = 120.0,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 DashboardAddress = Annotated[
     str | None,
-    typer.Option("--address", help="Of the cluster's dashboard, http://HEAD:8265, if not this node's own."),
+    typer.Option("--address", help="URL of the cluster's dashboard, http://HEAD:8265, if not this node's own."),
 ]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="Its id, or the beginning of it.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or the beginning of it.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,20 +29,14 @@ def register(app: typer.Typer) -> None:
 def submit(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow what the job says.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run of that name, which must have a checkpoint.")
-    ] = False,
-    env: Annotated[
-        list[str] | None, typer.Option(help="NAME or NAME=VALUE: a variable for the job and its workers.")
-    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the job's output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that has a checkpoint.")] = False,
+    env: Annotated[list[str] | None, typer.Option(help="Variable for the job and workers: NAME or NAME=VALUE.")] = None,
     runtime_env: Annotated[Path | None, typer.Option(help="A YAML file with a runtime_env for Ray (pip, ...).")] = None,
     code: Annotated[Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.")] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="Other files in it that are sent, such as 'prompts/*.json'.")
-    ] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Other files to send, such as 'prompts/*.json'.")] = None,
     no_code: Annotated[
-        bool, typer.Option("--no-code", help="Send none: the job runs in this folder, which all nodes must see.")
+        bool, typer.Option("--no-code", help="Send none; run in this folder, which nodes must see.")
     ] = False,
     address: DashboardAddress = None,
 ) -> None:
@@ -102,11 +96,11 @@ def jobs(address: DashboardAddress = None, as_json: AsJson = False) -> None:
 
 def logs(
     job: JobName,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the job ends.")] = False,
-    tail: Annotated[int | None, typer.Option(min=0, help="Only so many of the last lines.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Number of last lines to print.")] = None,
     address: DashboardAddress = None,
 ) -> None:
-    """Print what a job has said."""
+    """Print the output of a job."""
     from corral.cluster.jobs.job import find_job, logs_of
     from corral.cluster.jobs.job import follow as follow_job
     from corral.cluster.jobs.job_api import open_jobs
@@ -125,7 +119,7 @@ def logs(
 
 def stop(
     job: JobName,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to save and end.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the job to save and end.")] = 300.0,
     address: DashboardAddress = None,
 ) -> None:
     """Stop a job. Its run saves a checkpoint first."""

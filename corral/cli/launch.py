@@ -22,20 +22,18 @@ LONGEST_CONTAINER_NAME = 60
 OutputFolder = Annotated[Path, typer.Option(help="Folder for the files that are written.")]
 Go = Annotated[bool, typer.Option("--go", help="Run the commands as well.")]
 AcceleratorName = Annotated[str, typer.Option("--accelerator", help="nvidia, amd, or none for worker slots on CPUs.")]
-Image = Annotated[str, typer.Option(help="With Corral in it, where the nodes can pull it from.")]
-VariableNames = Annotated[
-    list[str] | None, typer.Option(help="Name of a variable that the containers get: WANDB_API_KEY.")
-]
+Image = Annotated[str, typer.Option(help="Image with Corral in it, where the nodes can pull it from.")]
+VariableNames = Annotated[list[str] | None, typer.Option(help="Name of a variable for the containers: WANDB_API_KEY.")]
 HeadName = Annotated[str | None, typer.Option(help="The first node's name or address, as the others know it.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Leave the cluster up at the end.")]
-HeadPort = Annotated[int, typer.Option(min=1, max=65535, help="Of the head.")]
+HeadPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of the head.")]
 
 
 def register(app: typer.Typer) -> None:
     launch = typer.Typer(no_args_is_help=True, help="Write what a launcher needs to run a recipe, and start it.")
     launch.command()(slurm)
     for engine in ("docker", "podman"):
-        help = f"Say how to start each node as a {engine} container, check them, and train."
+        help = f"Print how to start each node as a {engine} container, check them, and train."
         launch.command(name=engine, help=help)(container_command(engine))
     launch.command()(dstack)
     launch.command()(kuberay)
@@ -96,26 +94,22 @@ def slurm(
     out: OutputFolder = Path("launch"),
     go: Go = False,
     accelerator: AcceleratorName = "nvidia",
-    partition: Annotated[str | None, typer.Option(help="As for sbatch.")] = None,
-    account: Annotated[str | None, typer.Option(help="As for sbatch.")] = None,
-    time: Annotated[str | None, typer.Option(help="As for sbatch: 2-00:00:00")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition, as for sbatch.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account, as for sbatch.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as for sbatch: 2-00:00:00")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="CPUs of each node.")] = None,
     mem: Annotated[str | None, typer.Option(help="Memory of each node: 200G")] = None,
-    gpus_per_node: Annotated[str | None, typer.Option(help="8, h100:8; default: the recipe's devices.")] = None,
-    nodelist: Annotated[str | None, typer.Option(help="As for sbatch: gpu-[0,1]")] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="That all nodes share; default: logs, beside the script.")
-    ] = None,
-    setup: Annotated[
-        list[str] | None, typer.Option(help="A line of shell for the script's beginning: 'module load cuda'.")
-    ] = None,
+    gpus_per_node: Annotated[str | None, typer.Option(help="GPUs of a node: 8, h100:8; default: the recipe's.")] = None,
+    nodelist: Annotated[str | None, typer.Option(help="Nodes, as for sbatch: gpu-[0,1]")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Shared folder for logs; default: beside the script.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="Line of shell to begin with: 'module load cuda'.")] = None,
     check_timeout: Annotated[int, typer.Option(min=1, help="Seconds for the nodes to come up.")] = 600,
     grace: Annotated[int, typer.Option(min=1, help="Seconds before the time limit, to save a checkpoint.")] = 120,
-    port: Annotated[int | None, typer.Option(help="Of Ray's head; default: made of the job's number.")] = None,
-    container: Annotated[str | None, typer.Option(help="docker or podman.")] = None,
-    image: Annotated[str | None, typer.Option(help="With Corral in it, for containers.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of Ray's head; default: made of the job's number.")] = None,
+    container: Annotated[str | None, typer.Option(help="Engine for containers: docker or podman.")] = None,
+    image: Annotated[str | None, typer.Option(help="Image with Corral in it, for containers.")] = None,
     shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
-    mount: Annotated[list[str] | None, typer.Option(help="For containers: /here[:/there[:ro]].")] = None,
+    mount: Annotated[list[str] | None, typer.Option(help="Folder for containers: /here[:/there[:ro]].")] = None,
     env: VariableNames = None,
 ) -> None:
     """Write a batch script that starts a cluster on the job's nodes, trains, and ends it."""
@@ -166,25 +160,23 @@ def container_command(engine: "ContainerEngine") -> Callable[..., None]:
         recipe: RecipeFile,
         overrides: Overrides = None,
         go: Go = False,
-        image: Annotated[str, typer.Option(help="With Corral in it; docker/Dockerfile makes one.")] = "corral",
+        image: Annotated[str, typer.Option(help="Image with Corral in it; docker/Dockerfile makes one.")] = "corral",
         head: HeadName = None,
-        name: Annotated[str | None, typer.Option(help="Of the containers; default: the run's.")] = None,
+        name: Annotated[str | None, typer.Option(help="Name of the containers; default: the run's.")] = None,
         accelerator: AcceleratorName = "nvidia",
         shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
-        mount: Annotated[list[str] | None, typer.Option(help="/here[:/there[:ro]], besides this folder.")] = None,
+        mount: Annotated[list[str] | None, typer.Option(help="Other folder to mount: /here[:/there[:ro]].")] = None,
         env: VariableNames = None,
         token_file: Annotated[
             Path | None,
             typer.Option(
-                help="With the cluster's token, the same on each node; default: ~/.corral/token. With `--env "
+                help="File with the cluster's token, the same on each node; default: ~/.corral/token. With `--env "
                 "RAY_AUTH_TOKEN` it is in the environment instead."
             ),
         ] = None,
         port: HeadPort = 6379,
-        infiniband: Annotated[bool, typer.Option("--infiniband", help="The containers get /dev/infiniband.")] = False,
-        local: Annotated[
-            bool, typer.Option("--local", help="All nodes are containers of this machine, on a network of their own.")
-        ] = False,
+        infiniband: Annotated[bool, typer.Option("--infiniband", help="Pass /dev/infiniband to containers.")] = False,
+        local: Annotated[bool, typer.Option("--local", help="Run all nodes as containers of this machine.")] = False,
         keep: Keep = False,
     ) -> None:
         from corral.cluster.launchers.containers import ContainerCluster
@@ -283,11 +275,11 @@ def dstack(
     out: OutputFolder = Path("launch"),
     go: Go = False,
     accelerator: AcceleratorName = "nvidia",
-    gpu: Annotated[str | None, typer.Option(help="What kind, as dstack writes it: H100, 80GB, A100:80GB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Kind of GPU, as for dstack: H100, 80GB, A100:80GB.")] = None,
     shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "16GB",
     env: VariableNames = None,
     volume: Annotated[list[str] | None, typer.Option(help="/on/the/instance:/path, or name-of-a-volume:/path.")] = None,
-    fleet: Annotated[list[str] | None, typer.Option(help="To run on.")] = None,
+    fleet: Annotated[list[str] | None, typer.Option(help="Fleet to run on.")] = None,
 ) -> None:
     """Write a dstack task that starts a cluster on its nodes and trains on the first."""
     from corral.cluster.launchers.dstack import TOKEN, dstack_launch
@@ -316,20 +308,14 @@ def kuberay(
     go: Go = False,
     accelerator: AcceleratorName = "nvidia",
     kind: Annotated[str, typer.Option(help="job: trains and ends. cluster: stays, for you to train on.")] = "job",
-    namespace: Annotated[str | None, typer.Option(help="Of Kubernetes.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Namespace of Kubernetes.")] = None,
     shm: Annotated[str, typer.Option(help="Size of the pods' /dev/shm.")] = "16Gi",
-    cpus: Annotated[str | None, typer.Option(help="Of each pod.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of each pod: 200Gi.")] = None,
-    claim: Annotated[
-        list[str] | None, typer.Option(help="A persistent volume claim and its path: models:/models")
-    ] = None,
+    cpus: Annotated[str | None, typer.Option(help="CPUs of each pod.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each pod: 200Gi.")] = None,
+    claim: Annotated[list[str] | None, typer.Option(help="Persistent volume claim and path: models:/models")] = None,
     secret: Annotated[list[str] | None, typer.Option(help="A Secret whose keys become environment variables.")] = None,
-    token_secret: Annotated[
-        str | None, typer.Option(help="A Secret with auth_token; default: KubeRay makes one.")
-    ] = None,
-    ray_version: Annotated[
-        str | None, typer.Option(help="In the image; default: the one that is installed here.")
-    ] = None,
+    token_secret: Annotated[str | None, typer.Option(help="Secret with auth_token; default: KubeRay's own.")] = None,
+    ray_version: Annotated[str | None, typer.Option(help="Version of Ray in the image; default: this one.")] = None,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds for a job's pods to start.")] = 1800,
 ) -> None:
     """Write a RayJob or RayCluster for KubeRay, with the recipe as a ConfigMap."""
@@ -360,8 +346,8 @@ def kuberay(
 
 
 def host_setup(
-    family: Annotated[str | None, typer.Option(help="apt or yum; default: this machine's.")] = None,
-    amd: Annotated[bool, typer.Option("--amd", help="For AMD's GPUs instead of NVIDIA's.")] = False,
+    family: Annotated[str | None, typer.Option(help="Package manager, apt or yum; default: this machine's.")] = None,
+    amd: Annotated[bool, typer.Option("--amd", help="Prepare for AMD's GPUs instead of NVIDIA's.")] = False,
 ) -> None:
     """Print a script that installs docker and what containers need for GPUs."""
     from shutil import which
@@ -384,10 +370,10 @@ def ssh(
     go: Go = False,
     accelerator: AcceleratorName = "nvidia",
     head: HeadName = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="On the hosts; default: this folder's path.")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Folder on the hosts; default: this one.")] = None,
     port: HeadPort = 6379,
-    program: Annotated[str, typer.Option("--corral", help="How it is called on the hosts.")] = "corral",
-    ssh_config: Annotated[Path | None, typer.Option(help="For ssh, instead of yours.")] = None,
+    program: Annotated[str, typer.Option("--corral", help="Name of the program `corral` on the hosts.")] = "corral",
+    ssh_config: Annotated[Path | None, typer.Option(help="Configuration for ssh, instead of yours.")] = None,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds for the hosts to come up.")] = 600,
     keep: Keep = False,
 ) -> None:

@@ -34,12 +34,8 @@ def train(
     config_name: foreign.ConfigName = None,
     allow_unsupported: foreign.AllowUnsupported = False,
     shrink: foreign.Shrink = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="All in this process, on one device: breakpoint() opens a debugger.")
-    ] = False,
-    post_mortem: Annotated[
-        bool, typer.Option("--post-mortem", help="Open a debugger where the run fails, on a cluster in the worker.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Run in one process, so that breakpoint() works.")] = False,
+    post_mortem: Annotated[bool, typer.Option("--post-mortem", help="Open a debugger where the run fails.")] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
     ] = False,
@@ -75,7 +71,7 @@ def plan(
     shrink: foreign.Shrink = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
+    """Print what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
     loaded, made = with_plan(asked.load())
     services = describe_services(loaded)
@@ -109,7 +105,7 @@ def evaluate(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimiser state, for transformers, vLLM and others."""
     from corral.train.export import export_model
@@ -120,7 +116,7 @@ def export(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(help="gsm8k, math, countries")],
+    name: Annotated[str, typer.Argument(help="Name of the data set: gsm8k, math, countries.")],
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
     local: Annotated[Path | None, typer.Option(help="A folder with a copy of the set, instead of the hub.")] = None,
 ) -> None:
@@ -134,10 +130,10 @@ def data(
 @app.command()
 def ledger(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    prompt: Annotated[int | None, typer.Option(min=0, help="Tell the story of this prompt instead.")] = None,
+    prompt: Annotated[int | None, typer.Option(min=0, help="Print the history of this prompt instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of the prompts of a run. Exits with 1 if any was lost or trained twice."""
+    """Print what became of the prompts of a run. Exits with 1 if any was lost or trained twice."""
     from corral.observe.ledger import Ledger
 
     path = run / Ledger.name
@@ -157,7 +153,7 @@ def ledger(
 
 @app.command()
 def version() -> None:
-    """Print Corral's version and those of what it stands on."""
+    """Print the versions of Corral and of the libraries that it is built on."""
     from corral.cluster.node_report import installed_version
 
     for package in ("corral", "torch", "transformers"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
 CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
 EncoderMoved = Annotated[str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.")]
-Device = Annotated[str | None, typer.Option(help="For the encoder: cpu, cuda, cuda:1.")]
+Device = Annotated[str | None, typer.Option(help="Device of the encoder: cpu, cuda, cuda:1.")]
 RerankerName = Annotated[str | None, typer.Option(help="A cross-encoder that orders what was found.")]
 Candidates = Annotated[int, typer.Option(min=1, help="Passages that the re-ranker looks at for each query.")]
 FOR_VECTORS = (
@@ -36,26 +36,22 @@ def register(app: typer.Typer) -> None:
 
 def build(
     context: typer.Context,
-    corpus: Annotated[Path, typer.Argument(help='One {"id", "contents"} or {"id", "title", "text"} per line.')],
-    index: Annotated[Path, typer.Argument(help="The folder to make.")],
+    corpus: Annotated[Path, typer.Argument(help='JSONL file: {"id", "contents"} or {"id", "title", "text"}.')],
+    index: Annotated[Path, typer.Argument(help="Folder of the index to make.")],
     kind: Annotated[str, typer.Option(help="bm25 (words), flat (vectors, exact) or hnsw (vectors, fast).")] = "bm25",
-    encoder: Annotated[str | None, typer.Option(help="For vectors: a sentence-transformers model.")] = None,
-    query_encoder: Annotated[str | None, typer.Option(help="If queries have a model of their own, as in DPR.")] = None,
-    query_prefix: Annotated[
-        str | None, typer.Option(help="Before each query, if not what the encoder is known for.")
-    ] = None,
-    passage_prefix: Annotated[str | None, typer.Option(help="Before each passage.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="mean or cls, if not what the model says.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=8, help="What the encoder cuts a text to.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Passages that the encoder computes at once.")] = 64,
-    half: Annotated[bool, typer.Option("--half", help="Vectors in 16 bits.")] = False,
+    encoder: Annotated[str | None, typer.Option(help="Encoder for vectors: a sentence-transformers model.")] = None,
+    query_encoder: Annotated[str | None, typer.Option(help="Encoder of queries, if another one, as in DPR.")] = None,
+    query_prefix: Annotated[str | None, typer.Option(help="Text before each query, if not the encoder's own.")] = None,
+    passage_prefix: Annotated[str | None, typer.Option(help="Text before each passage.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="Pooling: mean or cls, if not what the model says.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to which the encoder truncates a text.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Passages in a batch of the encoder.")] = 64,
+    half: Annotated[bool, typer.Option("--half", help="Store vectors in 16 bits.")] = False,
     device: Device = None,
-    language: Annotated[
-        str, typer.Option(help="BM25: of stop words and endings; none: neither are treated.")
-    ] = "english",
-    k1: Annotated[float, typer.Option(min=0, help="BM25: how soon more of the same word counts no more.")] = 1.5,
-    b: Annotated[float, typer.Option(min=0, max=1, help="BM25: how much long passages are held back.")] = 0.75,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how large and how long it would be.")] = False,
+    language: Annotated[str, typer.Option(help="BM25: language of stop words and stemming, or none.")] = "english",
+    k1: Annotated[float, typer.Option(min=0, help="BM25: saturation of repeated words.")] = 1.5,
+    b: Annotated[float, typer.Option(min=0, max=1, help="BM25: normalization by the length of passages.")] = 0.75,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only estimate size and time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: for programs.")] = False,
 ) -> None:
     """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
@@ -105,25 +101,21 @@ def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> 
 def serve(
     context: typer.Context,
     index: Annotated[Path | None, typer.Argument(help="The folder of the index.")] = None,
-    online: Annotated[
-        Path | None, typer.Option(help="A YAML file about a search service, instead of an index.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Other than loopback: only with --token-file or --insecure.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    online: Annotated[Path | None, typer.Option(help="YAML file of a search service, instead of an index.")] = None,
+    host: Annotated[str, typer.Option(help="Address; if not loopback, needs a token or --insecure.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     topk: Annotated[int, typer.Option(min=1, help="Passages for each query, where a request does not say.")] = 3,
     reranker: RerankerName = None,
     candidates: Candidates = 10,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Its content must come with each request, as bearer token.")
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token that each request needs.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may search without a token.")] = False,
-    max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
-    max_topk: Annotated[int, typer.Option(min=1, help="The most that a request may ask for.")] = 100,
-    max_passages: Annotated[int, typer.Option(min=1, help="In one answer: queries times topk.")] = 20_480,
-    max_query_chars: Annotated[int, typer.Option(min=1, help="Of one query.")] = 8192,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 * 2**20,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Queries that may wait; others are refused at once.")] = 8192,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request is given up.")] = 25.0,
+    max_queries: Annotated[int, typer.Option(min=1, help="Most queries in one request.")] = 4096,
+    max_topk: Annotated[int, typer.Option(min=1, help="Most passages for a query.")] = 100,
+    max_passages: Annotated[int, typer.Option(min=1, help="Most passages in one answer: queries times topk.")] = 20_480,
+    max_query_chars: Annotated[int, typer.Option(min=1, help="Most characters of a query.")] = 8192,
+    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of one request.")] = 16 * 2**20,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most queries that may wait; more are refused.")] = 8192,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.")] = 25.0,
     corpus: CorpusMoved = None,
     encoder: EncoderMoved = None,
     device: Device = None,
@@ -155,8 +147,8 @@ def serve(
 def search(
     context: typer.Context,
     index: Index,
-    query: Annotated[str, typer.Argument(help="What to look for.")],
-    topk: Annotated[int, typer.Option(min=1, help="How many passages.")] = 3,
+    query: Annotated[str, typer.Argument(help="Text to search for.")],
+    topk: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 3,
     reranker: RerankerName = None,
     candidates: Candidates = 10,
     corpus: CorpusMoved = None,

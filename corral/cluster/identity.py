@@ -78,7 +78,7 @@ def find_identity(options: IdentityOptions, environment: Mapping[str, str]) -> N
 
 
 def identity_in(environment: Mapping[str, str]) -> NodeIdentity:
-    """From the variables of the first launcher that has set some."""
+    """Identity by the variables of the first launcher that has set some."""
     if "GROUP_RANK" in environment or "NODE_RANK" in environment:
         return torchrun_identity(environment)
     head, port = environment.get("MASTER_ADDR"), port_in(environment)

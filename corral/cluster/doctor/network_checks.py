@@ -194,8 +194,8 @@ class ClockOffset:
 
 
 def clock_offset(round_trips: Iterable[tuple[float, float, float]]) -> ClockOffset:
-    """From (sent here, answered there, received here). The shortest round trip is the most exact: the answer was made
-    at some time between the two."""
+    """Offset of a clock from times of (sent here, answered there, received here). The shortest round trip is the most
+    exact: the answer was made at some time between the two."""
     sent, answered, received = min(round_trips, key=lambda one: one[2] - one[0])
     return ClockOffset(answered - (sent + received) / 2, (received - sent) / 2)
 

@@ -168,7 +168,7 @@ class NodeInspector:
             return str(failure)
 
     def all_reduce_inside(self, size: int, backend: str, limit_s: float) -> list[float] | str:
-        """Between the GPUs of this node, each in a process of its own."""
+        """Latency and bandwidth between the GPUs of this node, each in a process of its own; or what went wrong."""
         port = self.open_store(limit_s)
         if isinstance(port, str):
             return port

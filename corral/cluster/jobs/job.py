@@ -42,7 +42,7 @@ class Job:
 
     @classmethod
     def of(cls, details: Any) -> Self:
-        """From Ray's details of a job."""
+        """A job from Ray's details of it."""
         metadata, driver = details.metadata or {}, details.driver_info
         return cls(
             id=details.submission_id,

@@ -136,7 +136,7 @@ class SshCluster:
         return RemoteCommand(host, line, "corral down", DOWN_S)
 
     def remove_token(self, host: SshHost) -> RemoteCommand:
-        """For a host that did not come up."""
+        """Command for a host that did not come up."""
         return RemoteCommand(host, f"rm -f {self._token}", "removing the token", PREPARE_S)
 
     def up(self, rank: int) -> RemoteCommand:
