@@ -195,14 +195,14 @@ class Survey:
         nodes = self.nodes.refs
         ports = {node: self.states[node].port for node in nodes}
         targets = {to: ConnectionTarget(to.address, ports[to], f"corral {to.address}") for to in nodes}
-        answers = self.call(NodeInspector.connect, lambda node: [[targets[to] for to in nodes if to != node]])
+        answers = self.call(NodeInspector.try_connections, lambda node: [[targets[to] for to in nodes if to != node]])
         tried = {
             (node, to): why
             for node, reasons in answers.items()
             for to, why in zip((other for other in nodes if other != node), reasons, strict=True)
         }
         self.add(network_checks.check_connections(ports, tried))
-        answers = self.call(NodeInspector.connect, same_for_all([ConnectionTarget(*split_address(self.head))]))
+        answers = self.call(NodeInspector.try_connections, same_for_all([ConnectionTarget(*split_address(self.head))]))
         self.add(network_checks.check_head(self.head, {node: why for node, [why] in answers.items()}))
         return {frozenset(pair) for pair, why in tried.items() if why}
 
@@ -212,7 +212,7 @@ class Survey:
             ports, other = state.ports, next((one for one in self.nodes.refs if one != node), None)
             if other is not None and not all(port.wants_token for port in ports):
                 targets = [ConnectionTarget(node.address, port.port) for port in ports]
-                answers = self.call(NodeInspector.connect, same_for_all(targets), only=[other])
+                answers = self.call(NodeInspector.try_connections, same_for_all(targets), only=[other])
                 ports = tuple(port for port, why in zip(ports, answers.get(other, []), strict=False) if not why)
             self.add(at_node(node, check_open_ports(ports, None if other is None else other.host)))
 

@@ -14,25 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.cluster.addresses import own_addresses, resolve
-from corral.cluster.doctor import file_checks, machine_checks
+from corral.cluster.doctor import file_checks, machine_checks, network_checks, recipe_checks
 from corral.cluster.doctor.findings import Finding
 from corral.cluster.doctor.gpu_checks import TorchFacts, check_gpus, check_torch, describe_models
-from corral.cluster.doctor.network_checks import (
-    ConnectionTarget,
-    Listener,
-    check_interfaces,
-    check_own_name,
-    own_variables,
-    try_connections,
-)
 from corral.cluster.doctor.ray_checks import OpenPort, check_processes, check_token_files, open_ports, token_files
-from corral.cluster.doctor.recipe_checks import RewardTrial, try_reward
 from corral.cluster.doctor.torch_probe import ProbeFailed, TorchProbe
 from corral.cluster.node_processes import NodeProcess, ProcessTable, all_processes, raylet_of
 from corral.cluster.smi import Gpu, device_vendor, query_gpus
 from corral.data.plugins import error_line
-from corral.data.rows import Row
-from corral.recipe.schema import Environment
 from corral.runtime.membership import find_membership, own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards, split_address
 
@@ -73,7 +62,7 @@ class NodeState:
 
 
 class NodeInspector:
-    """Each public method is one thing that a node can be asked for. What fails on other nodes comes back as text."""
+    """Each public method is one request to a node. Failures that concern other nodes come back as text."""
 
     def __init__(self, request: InspectionRequest) -> None:
         self.request = request
@@ -86,7 +75,9 @@ class NodeInspector:
         self.interface = given or self.towards_head or ""
         self.probes: dict[int, TorchProbe] = {}
         self._probe(0).start()
-        self.listener = Listener(request.address, f"corral {request.address}") if request.cluster else None
+        self.listener = None
+        if request.cluster:
+            self.listener = network_checks.Listener(request.address, f"corral {request.address}")
 
     def clock(self) -> float:
         return time.time()
@@ -109,14 +100,14 @@ class NodeInspector:
             "file limit": lambda: machine.check_limits(machine.limits()),
             "disk": lambda: machine.check_disks(machine.disks(Path(request.runs), request.writes, ray_folder)),
             "stray processes": lambda: check_processes(table, request.cluster, answers, own_heads),
-            "names": lambda: check_own_name(host, resolve(host)) if request.cluster else (),
-            "interfaces": lambda: check_interfaces(os.environ, own_addresses(), self.towards_head),
+            "names": lambda: network_checks.check_own_name(host, resolve(host)) if request.cluster else (),
+            "interfaces": lambda: network_checks.check_interfaces(os.environ, own_addresses(), self.towards_head),
             "token file": lambda: check_token_files(token_files()),
         }
         return NodeState(
             findings=tuple(finding for name, check in checks.items() for finding in guarded(name, check)),
             versions=file_checks.own_versions(inventory.driver if inventory is not None else "", describe_models(gpus)),
-            variables=own_variables(),
+            variables=network_checks.own_variables(),
             interface=self.interface,
             ports=tuple(open_ports(table)),
             gpus=gpus,
@@ -130,22 +121,14 @@ class NodeInspector:
     def digests(self, required: Sequence[file_checks.RequiredFile]) -> list[str]:
         return [file_checks.digest_of(one) for one in required]
 
-    def try_reward(self, environment: Environment, rows: Sequence[Row], max_tokens: int) -> RewardTrial:
-        return try_reward(environment, rows, max_tokens)
+    try_reward = staticmethod(recipe_checks.try_reward)
 
     # --- with other nodes
 
-    def connect(self, targets: Sequence[ConnectionTarget]) -> list[str]:
-        return try_connections(targets)
-
-    def write_marker(self, path: str, token: str, number: int) -> str:
-        return file_checks.write_marker(path, token, number)
-
-    def unseen_markers(self, path: str, token: str, numbers: Sequence[int], within_s: float) -> list[int]:
-        return file_checks.unseen_markers(path, token, numbers, within_s)
-
-    def remove_marker(self, path: str, token: str, number: int) -> None:
-        file_checks.remove_marker(path, token, number)
+    try_connections = staticmethod(network_checks.try_connections)
+    write_marker = staticmethod(file_checks.write_marker)
+    unseen_markers = staticmethod(file_checks.unseen_markers)
+    remove_marker = staticmethod(file_checks.remove_marker)
 
     def open_store(self, limit_s: float) -> int | str:
         """Opens a store through which processes find each other. Returns its port, or what went wrong."""
