@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from corral.cluster.jobs.dashboard import JobApi
+    from corral.cluster.jobs.job_api import JobApi
 
-Address = Annotated[
+DashboardAddress = Annotated[
     str | None,
-    typer.Option(
-        "--address", help="Of the cluster's dashboard, http://HEAD:8265, if not this node's own.", show_default=False
-    ),
+    typer.Option("--address", help="URL of the cluster's dashboard, http://HEAD:8265, if not this node's own."),
 ]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="Its id, or the beginning of it.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or the beginning of it.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,42 +27,26 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Changes to it, as for `corral train`.", show_default=False),
-    ] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow what the job says.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run of that name, which must have a checkpoint.")
-    ] = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME or NAME=VALUE: a variable for the job and its workers.", show_default=False),
-    ] = None,
-    runtime_env: Annotated[
-        Path | None, typer.Option(help="A YAML file with a runtime_env for Ray (pip, ...).", show_default=False)
-    ] = None,
-    code: Annotated[
-        Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.", show_default=False)
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="Other files in it that are sent, such as 'prompts/*.json'.", show_default=False),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the job's output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that has a checkpoint.")] = False,
+    env: Annotated[list[str] | None, typer.Option(help="Variable for the job and workers: NAME or NAME=VALUE.")] = None,
+    runtime_env: Annotated[Path | None, typer.Option(help="A YAML file with a runtime_env for Ray (pip, ...).")] = None,
+    code: Annotated[Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Other files to send, such as 'prompts/*.json'.")] = None,
     no_code: Annotated[
-        bool, typer.Option("--no-code", help="Send none: the job runs in this folder, which all nodes must see.")
+        bool, typer.Option("--no-code", help="Send none; run in this folder, which nodes must see.")
     ] = False,
-    address: Address = None,
+    address: DashboardAddress = None,
 ) -> None:
     """Train on a cluster as the recipe says, whether or not this terminal stays open. Sends the recipe and its code."""
-    from corral.cli.planning import planned
-    from corral.cluster.jobs.dashboard import open_jobs
-    from corral.cluster.jobs.environment import chosen_variables, read_runtime_env
-    from corral.cluster.jobs.submit import Order, prepare
+    from corral.cluster.jobs.job_api import open_jobs
+    from corral.cluster.jobs.job_environment import chosen_variables, read_runtime_env
+    from corral.cluster.jobs.submit import JobRequest, prepare
     from corral.cluster.jobs.submit import submit as submit_package
 
-    loaded, plan = planned(recipe, overrides or [])
+    loaded, plan = planned(recipe, overrides)
     for warning in plan.warnings:
         print(f"warning: {warning}")
     for_ray, its_variables, its_code = ({}, {}, None) if runtime_env is None else read_runtime_env(runtime_env)
@@ -78,17 +60,16 @@ def submit(
     variables, unset = chosen_variables(loaded.cluster.environment, env or [], os.environ)
     for name in unset:
         print(f"note: `cluster.environment`: {name} is not set here; the nodes keep their own")
-    root = None if no_code else (given or Path.cwd()).resolve()
-    order = Order(
+    request = JobRequest(
         recipe=loaded,
         folder=Path.cwd(),
-        code=root,
+        code=None if no_code else (given or Path.cwd()).resolve(),
         include=include or (),
         variables={**its_variables, **variables},
         runtime_env=for_ray,
         resume=resume,
     )
-    package = prepare(order)
+    package = prepare(request)
     api = open_jobs(address)
     sent = submit_package(api, package)
     for note in sent.notes:
@@ -100,58 +81,57 @@ def submit(
     watch(api, sent.id)
 
 
-def jobs(address: Address = None, as_json: AsJson = False) -> None:
+def jobs(address: DashboardAddress = None, as_json: AsJson = False) -> None:
     """List the jobs of the cluster, the newest first."""
-    from corral.cluster.jobs.dashboard import open_jobs
-    from corral.cluster.jobs.job import list_jobs, table, with_true_folder
+    from corral.cluster.jobs.job import format_jobs, list_jobs, with_true_folder
+    from corral.cluster.jobs.job_api import open_jobs
 
     api = open_jobs(address)
     found = [with_true_folder(api, job) for job in list_jobs(api)]
     if as_json:
         print(json.dumps([job.as_dict() for job in found], indent=2))
     else:
-        print(table(found) if found else "no jobs yet; `corral submit RECIPE` makes one")
+        print(format_jobs(found) if found else "no jobs yet; `corral submit RECIPE` makes one")
 
 
 def logs(
     job: JobName,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the job ends.")] = False,
-    tail: Annotated[int | None, typer.Option(min=0, help="Only so many of the last lines.", show_default=False)] = None,
-    address: Address = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Number of last lines to print.")] = None,
+    address: DashboardAddress = None,
 ) -> None:
-    """Print what a job has said."""
-    from corral.cluster.jobs.dashboard import open_jobs
-    from corral.cluster.jobs.follow import follow as follow_job
+    """Print the output of a job."""
     from corral.cluster.jobs.job import find_job, logs_of
+    from corral.cluster.jobs.job import follow as follow_job
+    from corral.cluster.jobs.job_api import open_jobs
 
     api = open_jobs(address)
     found = find_job(api, job)
-    said = logs_of(api, found.id)
-    lines = said.splitlines(keepends=True)
+    output = logs_of(api, found.id)
+    lines = output.splitlines(keepends=True)
     write("".join(lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]))
     if follow and found.is_open:
         try:
-            follow_job(api, found.id, write, skip=len(said))
+            follow_job(api, found.id, write, skip=len(output))
         except KeyboardInterrupt:
             leave(found.id)
 
 
 def stop(
     job: JobName,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to save and end.")] = 300.0,
-    address: Address = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the job to save and end.")] = 300.0,
+    address: DashboardAddress = None,
 ) -> None:
     """Stop a job. Its run saves a checkpoint first."""
-    from corral.cluster.jobs.dashboard import open_jobs
-    from corral.cluster.jobs.follow import stop as stop_job
+    from corral.cluster.jobs.job import stop as stop_job
+    from corral.cluster.jobs.job_api import open_jobs
 
     print(stop_job(open_jobs(address), job, write, timeout))
 
 
 def watch(api: "JobApi", job: str) -> None:
-    """Follows a job to its end. Fails if it does."""
-    from corral.cluster.jobs.follow import follow
-    from corral.cluster.jobs.job import outcome
+    """Follows a job to its end. Raises if it fails."""
+    from corral.cluster.jobs.job import follow
 
     try:
         ended = follow(api, job, write)
@@ -159,9 +139,9 @@ def watch(api: "JobApi", job: str) -> None:
         leave(job)
     if ended.state != "succeeded":
         if not ended.exit_code and ended.state == "failed":
-            print(ended.message, file=sys.stderr)  # it never got to say something itself
-        raise RunError(outcome(ended))
-    print(outcome(ended))
+            print(ended.message, file=sys.stderr)  # it has no output of its own
+        raise RunError(ended.outcome)
+    print(ended.outcome)
 
 
 def leave(job: str) -> NoReturn:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster, debug, doctor, envs, foreign, jobs, retriever
-from corral.cli.launch import verbs as launch
+from corral.cli import bench, cluster_commands, envs, foreign, jobs, launch, retriever
+from corral.cli.planning import AsJson, Overrides, RecipeFile, describe_services, planned, with_plan
 from corral.recipe.errors import RunError, UserError
 
 app = typer.Typer(
@@ -22,14 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INTERRUPTED = 130
-"""Exit code of a process that SIGINT ended, by custom of the shell."""
-
-RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5", show_default=False),
-]
+INTERRUPTED = 130  # exit code of a process that SIGINT ended, by convention of the shell
 
 
 @app.command()
@@ -41,12 +34,8 @@ def train(
     config_name: foreign.ConfigName = None,
     allow_unsupported: foreign.AllowUnsupported = False,
     shrink: foreign.Shrink = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="All in this process, on one device: breakpoint() opens a debugger.")
-    ] = False,
-    post_mortem: Annotated[
-        bool, typer.Option("--post-mortem", help="Open a debugger where the run fails, on a cluster in the worker.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Run in one process, so that breakpoint() works.")] = False,
+    post_mortem: Annotated[bool, typer.Option("--post-mortem", help="Open a debugger where the run fails.")] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
     ] = False,
@@ -55,11 +44,10 @@ def train(
 
     With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
     """
-    from corral.cli.planning import with_plan
+    from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
     from corral.recipe.plan import describe_batch, describe_schedule
-    from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
@@ -81,14 +69,12 @@ def plan(
     config_name: foreign.ConfigName = None,
     allow_unsupported: foreign.AllowUnsupported = False,
     shrink: foreign.Shrink = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    from corral.cli.planning import services_in_words, with_plan
-
+    """Print what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
     loaded, made = with_plan(asked.load())
-    services = services_in_words(loaded)
+    services = describe_services(loaded)
     if as_json:
         print(json.dumps({**made.as_dict(), "services": services}, indent=2))
         return
@@ -101,17 +87,14 @@ def plan(
 def evaluate(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint or any other model, instead of the recipe's.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    model: Annotated[str | None, typer.Option(help="A checkpoint or any other model, instead of the recipe's.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
-    from corral.cli.planning import planned
-    from corral.loop.validation import evaluate as run_evaluation
+    from corral.loop.evaluate import evaluate as run_evaluation
     from corral.observe.console import Console
 
-    loaded, _ = planned(recipe, overrides or [])
+    loaded, _ = planned(recipe, overrides)
     console = Console(sys.stderr if as_json else None)
     metrics = run_evaluation(loaded, model, console)
     if as_json:
@@ -120,12 +103,12 @@ def evaluate(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.", show_default=False)],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
-    from corral.train.checkpoint import export_model
+    from corral.train.export import export_model
 
     export_model(checkpoint, out, dtype)
     print(f"wrote {out}")
@@ -133,11 +116,9 @@ def export(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(help="gsm8k, math, countries", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the data set: gsm8k, math, countries.")],
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
-    local: Annotated[
-        Path | None, typer.Option(help="A folder with a copy of the set, instead of the hub.", show_default=False)
-    ] = None,
+    local: Annotated[Path | None, typer.Option(help="A folder with a copy of the set, instead of the hub.")] = None,
 ) -> None:
     """Prepare a public data set: files that recipes can name."""
     from corral.data.prepare import prepare
@@ -148,13 +129,11 @@ def data(
 
 @app.command()
 def ledger(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
-    prompt: Annotated[
-        int | None, typer.Option(min=0, help="Tell the story of this prompt instead.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    prompt: Annotated[int | None, typer.Option(min=0, help="Print the history of this prompt instead.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what became of the prompts of a run. Exits with 1 if any was lost or trained twice."""
+    """Print what became of the prompts of a run. Exits with 1 if any was lost or trained twice."""
     from corral.observe.ledger import Ledger
 
     path = run / Ledger.name
@@ -162,9 +141,9 @@ def ledger(
         raise UserError(f"{run} has no {Ledger.name}; is it the folder of a run?")
     opened = Ledger(path)
     if prompt is not None:
-        story = opened.history_of(prompt)
-        words = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in story or ["was never issued"])])
-        print(json.dumps({"prompt": prompt, "story": story}, indent=2) if as_json else words)
+        story = opened.story(prompt)
+        text = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in story or ["was never issued"])])
+        print(json.dumps({"prompt": prompt, "story": story}, indent=2) if as_json else text)
         return
     audit = opened.audit()
     print(json.dumps(audit.as_dict(), indent=2) if as_json else audit.text())
@@ -174,30 +153,21 @@ def ledger(
 
 @app.command()
 def version() -> None:
-    """Print Corral's version and those of what it stands on."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as version_of
+    """Print the versions of Corral and of the libraries that it is built on."""
+    from corral.cluster.node_report import installed_version
 
     for package in ("corral", "torch", "transformers"):
-        try:
-            print(f"{package} {version_of(package)}")
-        except PackageNotFoundError:
-            print(f"{package} is not installed as a package")
+        found = installed_version(package)
+        print(f"{package} is not installed as a package" if found == "none" else f"{package} {found}")
 
 
-bench.register(app)
-cluster.register(app)
-debug.register(app)
-doctor.register(app)
-envs.register(app)
-foreign.register(app)
-jobs.register(app)
-launch.register(app)
-retriever.register(app)
+for module in (bench, cluster_commands, envs, foreign, jobs, launch, retriever):
+    module.register(app)
 
 
 def main() -> None:
-    """What a user can fix, and what a run can explain, is one line each; the rest is a bug and shows where."""
+    """Errors that a user can fix, and failures that a run can explain, are one line each; others are bugs and show
+    where."""
     logging.basicConfig(level=logging.ERROR)
     # Threads that wait for each other sleep instead of spinning: as fast on a quiet machine, and up to twice as fast
     # when anything else runs. Read when torch is loaded, which is later.
@@ -206,22 +176,23 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
-            fail("stopped at once; what was saved before is as it was", INTERRUPTED)
+            print_error("stopped at once; what was saved before is as it was")
         raise
     except UserError as error:
-        sys.exit(fail(str(error), 2))
+        sys.exit(print_error(str(error), 2))
     except ModuleNotFoundError as error:
         if error.name not in ("ray", "aiohttp"):
             raise
-        sys.exit(fail(f"this needs Ray ({error}): pip install 'corral[cluster]'", 2))
+        sys.exit(print_error(f"this needs Ray ({error}): pip install 'corral[cluster]'", 2))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        sys.exit(fail(f"{error.strerror or error}{where}", 1))
+        sys.exit(print_error(f"{error.strerror or error}{where}"))
     except RunError as error:
-        sys.exit(fail(str(error), 1))
+        sys.exit(print_error(str(error)))
 
 
-def fail(message: str, code: int) -> int:
+def print_error(message: str, code: int = 1) -> int:
+    """Returns the exit code."""
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
     return code

@@ -1,35 +1,48 @@
-"""From a recipe file to a checked recipe and its plan, for the verbs that need one."""
+"""Recipe arguments of the command line, and the way from them to a checked recipe and its plan."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from corral.recipe.load import load_recipe
-from corral.recipe.plan import Plan, make_plan
-from corral.recipe.schema import Recipe
-from corral.recipe.shape import ModelShape
+import typer
+
+if TYPE_CHECKING:
+    from corral.recipe.plan import Plan
+    from corral.recipe.schema import Recipe
+
+RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def planned(recipe: Path, overrides: Sequence[str]) -> tuple[Recipe, Plan]:
-    """Everything that is wrong with the recipe is raised here, before anything is loaded."""
-    return with_plan(load_recipe(recipe, overrides))
+def planned(recipe: Path, overrides: Sequence[str] | None) -> "tuple[Recipe, Plan]":
+    """Raises everything that is wrong with the recipe, before anything is loaded."""
+    from corral.recipe.load import load_recipe
+
+    return with_plan(load_recipe(recipe, overrides or []))
 
 
-def with_plan(recipe: Recipe) -> tuple[Recipe, Plan]:
+def with_plan(recipe: "Recipe") -> "tuple[Recipe, Plan]":
+    from corral.recipe.plan import make_plan
+    from corral.recipe.shape import ModelShape
+
     return recipe, make_plan(recipe, ModelShape.find(recipe.model.path))
 
 
-def services_in_words(recipe: Recipe) -> list[str]:
-    """What runs beside the workers of every node; of a retriever, how large its index is, or will be."""
+def describe_services(recipe: "Recipe") -> list[str]:
+    """What runs beside the workers of every node; for a retriever, how large its index is, or will be."""
     lines = []
     for name, service in recipe.cluster.services.items():
         what = " ".join(service.command) if service.retriever is None else f"retriever of {service.retriever}"
         lines.append(f"{name}: {what}, on every node, at http://127.0.0.1:{service.port}")
         if service.retriever is not None:
-            lines += [f"  {line}" for line in index_in_words(Path(service.retriever), service.corpus)]
+            lines += [f"  {line}" for line in describe_index(Path(service.retriever), service.corpus)]
     return lines
 
 
-def index_in_words(index: Path, corpus: str | None) -> list[str]:
+def describe_index(index: Path, corpus: str | None) -> list[str]:
     from corral.retrieval.estimate import estimate, of_index
     from corral.retrieval.manifest import MANIFEST
 

@@ -9,22 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from corral.cli.planning import AsJson
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from corral.retrieval.answer import Answerer
 
-Index = Annotated[Path, typer.Argument(help="The folder of the index.", show_default=False)]
-CorpusMoved = Annotated[
-    Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.", show_default=False)
-]
-EncoderMoved = Annotated[
-    str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.", show_default=False)
-]
-Device = Annotated[str | None, typer.Option(help="For the encoder: cpu, cuda, cuda:1.", show_default=False)]
-RerankerName = Annotated[
-    str | None, typer.Option(help="A cross-encoder that orders what was found.", show_default=False)
-]
+Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
+CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
+EncoderMoved = Annotated[str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.")]
+Device = Annotated[str | None, typer.Option(help="Device of the encoder: cpu, cuda, cuda:1.")]
+RerankerName = Annotated[str | None, typer.Option(help="A cross-encoder that orders what was found.")]
 Candidates = Annotated[int, typer.Option(min=1, help="Passages that the re-ranker looks at for each query.")]
 FOR_VECTORS = (
     "encoder", "query_encoder", "query_prefix", "passage_prefix", "pooling", "max_tokens", "batch", "half", "device"
@@ -41,34 +36,22 @@ def register(app: typer.Typer) -> None:
 
 def build(
     context: typer.Context,
-    corpus: Annotated[
-        Path, typer.Argument(help='One {"id", "contents"} or {"id", "title", "text"} per line.', show_default=False)
-    ],
-    index: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    corpus: Annotated[Path, typer.Argument(help='JSONL file: {"id", "contents"} or {"id", "title", "text"}.')],
+    index: Annotated[Path, typer.Argument(help="Folder of the index to make.")],
     kind: Annotated[str, typer.Option(help="bm25 (words), flat (vectors, exact) or hnsw (vectors, fast).")] = "bm25",
-    encoder: Annotated[
-        str | None, typer.Option(help="For vectors: a sentence-transformers model.", show_default=False)
-    ] = None,
-    query_encoder: Annotated[
-        str | None, typer.Option(help="If queries have a model of their own, as in DPR.", show_default=False)
-    ] = None,
-    query_prefix: Annotated[
-        str | None, typer.Option(help="Before each query, if not what the encoder is known for.", show_default=False)
-    ] = None,
-    passage_prefix: Annotated[str | None, typer.Option(help="Before each passage.", show_default=False)] = None,
-    pooling: Annotated[
-        str | None, typer.Option(help="mean or cls, if not what the model says.", show_default=False)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=8, help="What the encoder cuts a text to.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Passages that the encoder computes at once.")] = 64,
-    half: Annotated[bool, typer.Option("--half", help="Vectors in 16 bits.")] = False,
+    encoder: Annotated[str | None, typer.Option(help="Encoder for vectors: a sentence-transformers model.")] = None,
+    query_encoder: Annotated[str | None, typer.Option(help="Encoder of queries, if another one, as in DPR.")] = None,
+    query_prefix: Annotated[str | None, typer.Option(help="Text before each query, if not the encoder's own.")] = None,
+    passage_prefix: Annotated[str | None, typer.Option(help="Text before each passage.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="Pooling: mean or cls, if not what the model says.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to which the encoder truncates a text.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Passages in a batch of the encoder.")] = 64,
+    half: Annotated[bool, typer.Option("--half", help="Store vectors in 16 bits.")] = False,
     device: Device = None,
-    language: Annotated[
-        str, typer.Option(help="BM25: of stop words and endings; none: neither are treated.")
-    ] = "english",
-    k1: Annotated[float, typer.Option(min=0, help="BM25: how soon more of the same word counts no more.")] = 1.5,
-    b: Annotated[float, typer.Option(min=0, max=1, help="BM25: how much long passages are held back.")] = 0.75,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how large and how long it would be.")] = False,
+    language: Annotated[str, typer.Option(help="BM25: language of stop words and stemming, or none.")] = "english",
+    k1: Annotated[float, typer.Option(min=0, help="BM25: saturation of repeated words.")] = 1.5,
+    b: Annotated[float, typer.Option(min=0, max=1, help="BM25: normalization by the length of passages.")] = 0.75,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only estimate size and time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: for programs.")] = False,
 ) -> None:
     """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
@@ -97,8 +80,8 @@ def build(
         )
     bm25 = Bm25Settings(k1, b, language)
     if dry_run:
-        said = estimate(corpus, kind, bm25=bm25, dense=dense, device=device, batch=batch)
-        print(json.dumps(said.as_dict(), indent=2) if as_json else "\n".join(said.lines()))
+        cost = estimate(corpus, kind, bm25=bm25, dense=dense, device=device, batch=batch)
+        print(json.dumps(cost.as_dict(), indent=2) if as_json else "\n".join(cost.lines()))
         return
     with progress_shown() as show:
         build_index(corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show, say=print)
@@ -107,7 +90,7 @@ def build(
 
 
 def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> None:
-    """Options that would be ignored. `names` as the function has them."""
+    """Raises for options that would be ignored. `names`: of the function's parameters."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -117,34 +100,31 @@ def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> 
 
 def serve(
     context: typer.Context,
-    index: Annotated[Path | None, typer.Argument(help="The folder of the index.", show_default=False)] = None,
-    online: Annotated[
-        Path | None, typer.Option(help="A YAML file about a search service, instead of an index.", show_default=False)
-    ] = None,
-    host: Annotated[str, typer.Option(help="Other than loopback: only with --token-file or --insecure.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    index: Annotated[Path | None, typer.Argument(help="The folder of the index.")] = None,
+    online: Annotated[Path | None, typer.Option(help="YAML file of a search service, instead of an index.")] = None,
+    host: Annotated[str, typer.Option(help="Address; if not loopback, needs a token or --insecure.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     topk: Annotated[int, typer.Option(min=1, help="Passages for each query, where a request does not say.")] = 3,
     reranker: RerankerName = None,
     candidates: Candidates = 10,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Its content must come with each request, as bearer token.", show_default=False)
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token that each request needs.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may search without a token.")] = False,
-    max_queries: Annotated[int, typer.Option(min=1, help="In one request.")] = 4096,
-    max_topk: Annotated[int, typer.Option(min=1, help="The most that a request may ask for.")] = 100,
-    max_passages: Annotated[int, typer.Option(min=1, help="In one answer: queries times topk.")] = 20_480,
-    max_query_chars: Annotated[int, typer.Option(min=1, help="Of one query.")] = 8192,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 * 2**20,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Queries that may wait; others are refused at once.")] = 8192,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request is given up.")] = 25.0,
+    max_queries: Annotated[int, typer.Option(min=1, help="Most queries in one request.")] = 4096,
+    max_topk: Annotated[int, typer.Option(min=1, help="Most passages for a query.")] = 100,
+    max_passages: Annotated[int, typer.Option(min=1, help="Most passages in one answer: queries times topk.")] = 20_480,
+    max_query_chars: Annotated[int, typer.Option(min=1, help="Most characters of a query.")] = 8192,
+    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of one request.")] = 16 * 2**20,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most queries that may wait; more are refused.")] = 8192,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.")] = 25.0,
     corpus: CorpusMoved = None,
     encoder: EncoderMoved = None,
     device: Device = None,
 ) -> None:
     """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
-    from corral.retrieval.server import is_loopback
     from corral.retrieval.server import serve as run_server
     from corral.retrieval.wire import Limits
+    from corral.runtime.network import is_loopback
+    from corral.runtime.token import read_token
 
     if (index is None) == (online is None):
         raise UserError("say what to search: the folder of an index, or --online with a file about a service")
@@ -167,14 +147,14 @@ def serve(
 def search(
     context: typer.Context,
     index: Index,
-    query: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
-    topk: Annotated[int, typer.Option(min=1, help="How many passages.")] = 3,
+    query: Annotated[str, typer.Argument(help="Text to search for.")],
+    topk: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 3,
     reranker: RerankerName = None,
     candidates: Candidates = 10,
     corpus: CorpusMoved = None,
     encoder: EncoderMoved = None,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search once, without a server."""
     from corral.retrieval.answer import Ask
@@ -202,7 +182,7 @@ def loader(
     candidates: int,
     device: str | None,
 ) -> "Callable[[], Answerer]":
-    """What is quickly seen to be wrong is refused here; the rest is done when it is called."""
+    """Returns a function that loads the index. What is quickly seen to be wrong raises here."""
     from corral.retrieval.answer import Answerer
     from corral.retrieval.base import Searcher
     from corral.retrieval.index import encoder_name, open_index
@@ -230,15 +210,9 @@ def loader(
     return load
 
 
-def read_token(path: Path) -> str:
-    from corral.cluster.token import read
-
-    return read(path)
-
-
 @contextmanager
 def progress_shown() -> "Iterator[Callable[[str, int, int], None]]":
-    """One line: what, how much of it, and how much longer."""
+    """Shows one line: what is done, how much of it, and the time that is left."""
     import time
 
     from corral.observe.status_line import StatusLine

@@ -1,38 +1,66 @@
-"""What Ray's head process knows: the nodes, and a small store that all of them share. Asked directly, without joining
-the cluster, so it takes half a second and works from outside."""
+"""The head of a cluster: where it is, and what its GCS (Ray's head process) knows of the nodes.
+
+The GCS also holds a small key-value store that all nodes share. It is queried directly, without joining the cluster as
+a driver, so a query takes half a second and works from outside.
+
+For clusters in which nobody knows the head's address beforehand, the head writes it to a file on a shared file system.
+A file that an earlier cluster left behind sends workers to a machine that is off, or, worse, to somebody else's
+cluster. So the file says which cluster wrote it and when, and a worker trusts it only if that very cluster answers.
+"""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
 
-from corral.recipe.errors import UserError
+from corral.observe.files import write_atomically
+from corral.observe.status_line import Countdown
+from corral.recipe.errors import RunError, UserError
 from corral.runtime.network import answers
 from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
+from corral.runtime.token import use_token
 
 NAMESPACE = b"corral"
 MARK_LABEL = "corral.mark"
-ASK_S = 10
-ALIVE = 0
-"""In Ray's protocol."""
+QUERY_S = 10
+ALIVE = 0  # in Ray's protocol
+HOW_TO_START = "start it with `corral up` on each node, or say which one with --address HOST:PORT"
 
 
 @dataclass(frozen=True)
 class NodeEntry:
+    """A node as the GCS knows it."""
+
     id: str
     rank: int | None
-    mark: str
-    """Of the `corral up` that started it, or empty."""
+    mark: str  # of the `corral up` that started it, or empty
     hostname: str
     address: str
     is_alive: bool
     is_head: bool
     resources: dict[str, float]
 
+    @classmethod
+    def of(cls, node_id: str, info: Any) -> Self:
+        labels = dict(info.labels)
+        rank = labels.get(RANK_LABEL, "")
+        return cls(
+            id=node_id,
+            rank=int(rank) if rank.isdecimal() else None,
+            mark=labels.get(MARK_LABEL, ""),
+            hostname=info.node_manager_hostname,
+            address=info.node_manager_address,
+            is_alive=info.state == ALIVE,
+            is_head=info.is_head_node,
+            resources=dict(info.resources_total),
+        )
+
     @property
     def devices(self) -> int:
-        """GPUs; on nodes without, worker slots."""
+        """Number of GPUs; on nodes without, of worker slots."""
         return int(self.resources.get("GPU") or self.resources.get(WORKER_SLOT, 0))
 
     def __str__(self) -> str:
@@ -41,11 +69,11 @@ class NodeEntry:
 
 
 class NoAnswer(UserError):
-    """Nothing listens there, or it does not answer as Ray's head does."""
+    """Nothing listens at the address, or it does not answer as Ray's head does."""
 
 
-class Refused(UserError):
-    """It is there, and does not take the token."""
+class TokenRefused(UserError):
+    """The head is there, and refuses the token."""
 
 
 class Gcs:
@@ -57,7 +85,7 @@ class Gcs:
         if not answers(address):
             raise NoAnswer(f"no Ray cluster answers at {address}")
         self.address = address
-        with translated(address):
+        with self._errors_translated():
             self.client = GcsClient(address=address)
 
     @property
@@ -65,57 +93,147 @@ class Gcs:
         return str(self.client.cluster_id.hex())
 
     def nodes(self) -> list[NodeEntry]:
-        """All that were ever in it, those with a rank first and in its order."""
-        with translated(self.address):
-            entries = self.client.get_all_node_info(timeout=ASK_S)
-        found = [entry_of(node.hex(), info) for node, info in entries.items()]
+        """All nodes that were ever in the cluster: those with a rank first, in its order."""
+        with self._errors_translated():
+            entries = self.client.get_all_node_info(timeout=QUERY_S)
+        found = [NodeEntry.of(node.hex(), info) for node, info in entries.items()]
         return sorted(found, key=lambda node: (node.rank is None, node.rank, not node.is_head, node.address))
 
     def put(self, key: str, value: Any) -> None:
-        with translated(self.address):
-            self.client.internal_kv_put(key.encode(), json.dumps(value).encode(), True, NAMESPACE, ASK_S)
+        """Stores a value, as JSON, where all nodes find it."""
+        with self._errors_translated():
+            self.client.internal_kv_put(key.encode(), json.dumps(value).encode(), True, NAMESPACE, QUERY_S)
 
     def get(self, key: str) -> Any:
         found = self.get_of_ray(key.encode(), NAMESPACE)
         return None if found is None else json.loads(found)
 
     def get_of_ray(self, key: bytes, namespace: bytes | None) -> bytes | None:
-        """From the store that Ray keeps its own things in."""
-        with translated(self.address):
-            found: bytes | None = self.client.internal_kv_get(key, namespace, ASK_S)
+        """A value from the store that Ray keeps its own entries in."""
+        with self._errors_translated():
+            found: bytes | None = self.client.internal_kv_get(key, namespace, QUERY_S)
         return found
 
     def delete_of_ray(self, key: bytes, namespace: bytes | None) -> None:
-        with translated(self.address):
-            self.client.internal_kv_del(key, False, namespace, ASK_S)
+        with self._errors_translated():
+            self.client.internal_kv_del(key, False, namespace, QUERY_S)
+
+    @contextmanager
+    def _errors_translated(self) -> Iterator[None]:
+        """Turns Ray's errors into ones that a user can do something about."""
+        from ray.exceptions import AuthenticationError, RaySystemError, RpcError
+
+        try:
+            yield
+        except AuthenticationError as error:
+            raise TokenRefused(
+                f"the Ray cluster at {self.address} refuses this token; copy the head's ~/.corral/token to this node, "
+                "or set RAY_AUTH_TOKEN"
+            ) from error
+        except (RpcError, RaySystemError, RuntimeError) as error:
+            raise NoAnswer(f"what answers at {self.address} is not the head of a Ray cluster that runs") from error
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """Address of the head in a file on a shared file system, with what tells whether it is current."""
+
+    id: str  # of the launcher's job, or made up by the head
+    cluster_id: str  # Ray's own, different for every start
+    address: str
+    time: float
+    hostname: str
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """None where there is no file yet."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is not a head file of Corral; remove it") from error
+
+    def why_stale(self, id: str | None) -> str | None:
+        """Why the file must not be trusted, or None. `id`: of the launcher's job, where that is known."""
+        age = f"written {format_age(time.time() - self.time)} ago by {self.hostname}"
+        if id is not None and self.id != id:
+            return f"it is of another start ({self.id}, {age}), not of {id}"
+        try:
+            answering = Gcs(self.address).cluster_id
+        except NoAnswer:
+            return f"it is stale: {age}, and no cluster answers at {self.address}"
+        except TokenRefused:
+            return f"it is not of the token that this node has: {age}, and {self.address} refuses it"
+        if answering != self.cluster_id:
+            return f"it is stale: {age}, and another cluster answers at {self.address} now"
+        return None
+
+
+def token_beside(head_file: Path) -> Path:
+    return head_file.with_name(f"{head_file.name}.token")
+
+
+def format_age(seconds: float) -> str:
+    if abs(seconds) < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# --- the cluster that a command means
+
+
+def find_head(address: str | None = None) -> str:
+    """host:port of the head of the cluster that a command means: the given address, else `RAY_ADDRESS`, else the
+    cluster that this node is part of. Its token is used from here on."""
+    from corral.runtime.connection import find_cluster
+
+    found = find_cluster(address)
+    if found is None:
+        raise UserError(f"this node is not part of a cluster; {HOW_TO_START}")
+    if not answers(found):
+        raise UserError(f"the cluster's head, {found}, does not answer; {HOW_TO_START}")
+    return found
 
 
 @contextmanager
-def translated(address: str) -> Iterator[None]:
-    """Into what a user can do something about."""
-    from ray.exceptions import AuthenticationError, RaySystemError, RpcError
+def attached(address: str | None = None) -> Iterator[None]:
+    """Makes this process a driver of the cluster, which only a process on one of its nodes can be."""
+    import ray
 
+    from corral.runtime.connection import join
+
+    join(find_head(address))
     try:
         yield
-    except AuthenticationError as error:
-        raise Refused(
-            f"the Ray cluster at {address} refuses this token; copy the head's ~/.corral/token to this node, or set "
-            "RAY_AUTH_TOKEN"
-        ) from error
-    except (RpcError, RaySystemError, RuntimeError) as error:
-        raise NoAnswer(f"what answers at {address} is not the head of a Ray cluster that runs") from error
+    finally:
+        ray.shutdown()
 
 
-def entry_of(node: str, info: Any) -> NodeEntry:
-    labels = dict(info.labels)
-    rank = labels.get(RANK_LABEL, "")
-    return NodeEntry(
-        id=node,
-        rank=int(rank) if rank.isdecimal() else None,
-        mark=labels.get(MARK_LABEL, ""),
-        hostname=info.node_manager_hostname,
-        address=info.node_manager_address,
-        is_alive=info.state == ALIVE,
-        is_head=info.is_head_node,
-        resources=dict(info.resources_total),
-    )
+def wait_for_cluster(address: str | None, head_file: Path | None, countdown: Countdown) -> Gcs:
+    """Connects to a head that may still be starting."""
+    while True:
+        try:
+            return Gcs(find_head(read_head_file(head_file) if head_file else address))
+        except TokenRefused:
+            raise
+        except UserError as error:
+            if countdown.is_over:
+                raise RunError(f"after {countdown.timeout_s:g} s: {error}") from None
+            countdown.more(f"a cluster: {error}")
+
+
+def read_head_file(path: Path) -> str:
+    """The head's address. The token beside the file is used from here on."""
+    found = HeadFile.read(path)
+    if found is None:
+        raise NoAnswer(f"{path} is not there yet")
+    if token_beside(path).is_file():
+        use_token(token_beside(path))
+    if (reason := found.why_stale(None)) is not None:
+        raise NoAnswer(f"{path}: {reason}")
+    return found.address

@@ -1,4 +1,4 @@
-"""What the GPU vendors' tools say: `nvidia-smi -q -x` and `rocm-smi --json`, read into one form."""
+"""What the GPU vendors' tools report: `nvidia-smi -q -x` and `rocm-smi --json`, parsed into one form."""
 
 import json
 import re
@@ -18,8 +18,7 @@ ROCM = ("rocm-smi", "--showmeminfo", "vram", "--showpids", "--showproductname", 
 @dataclass(frozen=True)
 class GpuProcess:
     pid: int
-    memory: int | None
-    """Bytes, where the tool knows."""
+    memory: int | None  # bytes, where the tool knows
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,10 @@ class Gpu:
     name: str
     total: int
     used: int
-    processes: tuple[GpuProcess, ...]
-    """On AMD's, of all GPUs: its tool does not say which."""
-    is_broken: str = ""
-    """What the tool says is wrong with it."""
-    is_exclusive: bool = False
-    """For one process at a time."""
-    is_split: bool = False
-    """Into several small ones (MIG)."""
+    processes: tuple[GpuProcess, ...]  # AMD's tool reports those of all GPUs together
+    is_broken: str = ""  # what the tool reports to be wrong with it
+    is_exclusive: bool = False  # for one process at a time
+    is_split: bool = False  # into several small ones (MIG)
 
     @property
     def free(self) -> int:
@@ -43,36 +38,34 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Gpus:
+class GpuInventory:
     vendor: Literal["nvidia", "amd"]
-    driver: str
-    runtime: str
-    """The newest CUDA that the driver supports; of AMD's empty."""
-    gpus: tuple[Gpu, ...]
-    error: str = ""
-    """What the tool said instead of an answer."""
+    driver: str = ""
+    runtime: str = ""  # the newest CUDA that the driver supports; empty for AMD
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""  # what the tool printed instead of an answer
 
 
-def has_devices() -> Literal["nvidia", "amd", ""]:
-    """By their device files, which are there with a driver, tool or no tool."""
+def device_vendor() -> Literal["nvidia", "amd", ""]:
+    """Vendor of the GPUs by their device files, which are there with a driver, tool or no tool."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return "nvidia"
     return "amd" if Path("/dev/kfd").exists() else ""
 
 
-def ask_tools() -> Gpus | None:
+def query_gpus() -> GpuInventory | None:
     """None: there is no tool, so most likely no GPU."""
     if shutil.which("nvidia-smi"):
-        code, said = run(NVIDIA)
-        return parse_nvidia(said) if code == 0 else Gpus("nvidia", "", "", (), first_words(said))
+        code, output = run_tool(NVIDIA)
+        return parse_nvidia(output) if code == 0 else failed_query("nvidia", output)
     if shutil.which("rocm-smi"):
-        code, said = run(ROCM)
-        return parse_rocm(said) if code == 0 else Gpus("amd", "", "", (), first_words(said))
+        code, output = run_tool(ROCM)
+        return parse_rocm(output) if code == 0 else failed_query("amd", output)
     return None
 
 
-def run(command: tuple[str, ...]) -> tuple[int, str]:
-    """A driver in a bad state lets its tools hang."""
+def run_tool(command: tuple[str, ...]) -> tuple[int, str]:
+    """Exit code and output. The timeout is there because a driver in a bad state lets its tools hang."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
     except subprocess.TimeoutExpired:
@@ -82,82 +75,77 @@ def run(command: tuple[str, ...]) -> tuple[int, str]:
     return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
-def first_words(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[0] if lines else "it failed without a word"
+def failed_query(vendor: Literal["nvidia", "amd"], output: str) -> GpuInventory:
+    return GpuInventory(vendor, error=output.strip().partition("\n")[0].strip() or "it failed without a word")
 
 
-def parse_nvidia(said: str) -> Gpus:
+def parse_nvidia(output: str) -> GpuInventory:
     try:
-        root = xml.fromstring(said)
+        root = xml.fromstring(output)
     except xml.ParseError:
-        return Gpus("nvidia", "", "", (), first_words(said))
+        return failed_query("nvidia", output)
     gpus = tuple(parse_nvidia_gpu(index, node) for index, node in enumerate(root.iter("gpu")))
-    return Gpus("nvidia", text(root, "driver_version"), text(root, "cuda_version"), gpus)
+    return GpuInventory("nvidia", text_at(root, "driver_version"), text_at(root, "cuda_version"), gpus)
 
 
 def parse_nvidia_gpu(index: int, node: xml.Element) -> Gpu:
     processes = [
-        GpuProcess(int(text(one, "pid")), mebibytes(text(one, "used_memory")))
+        GpuProcess(int(text_at(one, "pid")), parse_mebibytes(text_at(one, "used_memory")))
         for one in node.iter("process_info")
-        if "C" in text(one, "type") and text(one, "pid").isdecimal()
+        if "C" in text_at(one, "type") and text_at(one, "pid").isdecimal()
     ]
     uncorrected = sum(
         int(error.text or 0)
         for error in node.findall("ecc_errors/volatile/*")
         if "uncorrect" in error.tag and (error.text or "").isdecimal()
     )
-    action = text(node, "gpu_recovery_action")
+    action = text_at(node, "gpu_recovery_action")
     broken = f"{uncorrected} uncorrected memory errors" if uncorrected else ""
     if action not in ("", "None", "N/A"):
         broken = f"it needs: {action}"
     return Gpu(
         index=index,
-        name=text(node, "product_name"),
-        total=mebibytes(text(node, "fb_memory_usage/total")) or 0,
-        used=mebibytes(text(node, "fb_memory_usage/used")) or 0,
+        name=text_at(node, "product_name"),
+        total=parse_mebibytes(text_at(node, "fb_memory_usage/total")) or 0,
+        used=parse_mebibytes(text_at(node, "fb_memory_usage/used")) or 0,
         processes=tuple(processes),
         is_broken=broken,
-        is_exclusive=text(node, "compute_mode") == "Exclusive_Process",
-        is_split=text(node, "mig_mode/current_mig") == "Enabled",
+        is_exclusive=text_at(node, "compute_mode") == "Exclusive_Process",
+        is_split=text_at(node, "mig_mode/current_mig") == "Enabled",
     )
 
 
-def text(node: xml.Element, path: str) -> str:
+def text_at(node: xml.Element, path: str) -> str:
     return (node.findtext(path) or "").strip()
 
 
-def mebibytes(written: str) -> int | None:
-    """`81559 MiB`; `N/A` where the tool may not know."""
+def parse_mebibytes(written: str) -> int | None:
+    """Bytes of `81559 MiB`; None for `N/A`, where the tool may not know."""
     found = re.fullmatch(r"(\d+) MiB", written)
     return int(found[1]) * MIB if found else None
 
 
-def parse_rocm(said: str) -> Gpus:
+def parse_rocm(output: str) -> GpuInventory:
     try:
-        found: dict[str, dict[str, Any]] = json.loads(said[said.index("{") :])
+        found: dict[str, dict[str, Any]] = json.loads(output[output.index("{") :])
     except ValueError:
-        return Gpus("amd", "", "", (), first_words(said))
+        return failed_query("amd", output)
     system = found.get("system", {})
-    processes = tuple(
-        parse_rocm_process(key, str(value)) for key, value in system.items() if re.fullmatch(r"PID ?\d+", key)
-    )
+    processes = []
+    for key, value in system.items():
+        if re.fullmatch(r"PID ?\d+", key):  # `name, number of GPUs, bytes, bytes of the copy engine, occupancy`
+            cells = [cell.strip() for cell in str(value).split(",")]
+            memory = int(cells[2]) if len(cells) > 2 and cells[2].isdecimal() else None
+            processes.append(GpuProcess(int(key[3:].strip()), memory))
     cards = sorted((key for key in found if re.fullmatch(r"card\d+", key)), key=lambda key: int(key[4:]))
-    gpus = tuple(
+    gpus = [
         Gpu(
             index=int(card[4:]),
             name=str(found[card].get("Card Series") or found[card].get("Card series") or "AMD GPU"),
             total=int(found[card].get("VRAM Total Memory (B)", 0)),
             used=int(found[card].get("VRAM Total Used Memory (B)", 0)),
-            processes=processes,
+            processes=tuple(processes),
         )
         for card in cards
-    )
-    return Gpus("amd", str(system.get("Driver version", "")), "", gpus)
-
-
-def parse_rocm_process(key: str, value: str) -> GpuProcess:
-    """`PID4711`: `name, number of GPUs, bytes, bytes of the copy engine, occupancy`"""
-    cells = [cell.strip() for cell in value.split(",")]
-    memory = int(cells[2]) if len(cells) > 2 and cells[2].isdecimal() else None
-    return GpuProcess(int(key[3:].strip()), memory)
+    ]
+    return GpuInventory("amd", str(system.get("Driver version", "")), gpus=tuple(gpus))

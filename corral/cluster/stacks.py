@@ -1,8 +1,8 @@
 """What every process of Corral is doing right now, on this node or on all nodes of a cluster: `corral stacks`.
 
 py-spy reads the Python stacks of a process from outside, so it does not matter whether that process hangs. Controllers
-and workers say what they are in a file (`runtime/presence.py`), reward functions are recognised by their command line.
-Nothing is waited for without end: neither a process nor a node.
+and workers describe themselves in a file (`runtime/presence.py`), reward functions are known by their command line.
+Reading a process, and waiting for a node, have a timeout.
 """
 
 import json
@@ -19,24 +19,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import corral
+from corral.cluster.node_processes import all_processes, user_name
 from corral.recipe.errors import UserError
 from corral.recipe.placement import format_devices
 from corral.runtime.presence import present
 
-PROCESS_S = 15.0
-"""For py-spy to read one process."""
-NODE_S = 60.0
-"""For a node to answer."""
-AT_ONCE = 4
-Kind = Literal["controller", "worker", "reward", "environment"]
-MARKS: dict[Kind, bytes] = {
-    "reward": b"from corral.rewards.worker import main",
-    "environment": b"from corral.envs.process_worker import main",
+PROCESS_S = 15.0  # for py-spy to read one process
+NODE_S = 60.0  # for a node to answer
+NUM_THREADS = 4
+ProcessKind = Literal["controller", "worker", "reward", "environment"]
+MARKS: dict[ProcessKind, str] = {
+    "reward": "from corral.rewards.worker import main",
+    "environment": "from corral.envs.process_worker import main",
 }
-"""In the command line of a process that runs a reward function, or plays environments that block."""
-BESIDE = {"Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
-"""Functions of threads that look after a run: what they are at says least of it."""
-AT_REST = {"ScorerPool._serve", "EnvProcesses._serve", "Place.next_call", *BESIDE}
+"""Parts of the command line of a process that runs a reward function, or environments that block."""
+BACKGROUND = {"Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
+"""Functions of threads that look after a run: their position says least about it."""
+IDLE = {"ScorerPool._serve", "EnvProcesses._serve", "Place.next_call", *BACKGROUND}
 """Functions in which a thread waits for work."""
 NO_PERMISSION = (
     "no permission to look into it. Be the same user, or root; in a container, start that with --cap-add SYS_PTRACE "
@@ -47,66 +46,58 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     function: str
-    file: str
-    """Of Corral: below its folder. Of a library: with the library's name."""
+    file: str  # relative to Corral's folder, or to the one in which libraries are installed
     line: int
-    is_own: bool
-    """Corral's or the user's."""
+    is_own: bool  # Corral's or the user's
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
 
 
 @dataclass(frozen=True)
-class Stack:
+class ThreadStack:
     thread: str
-    is_active: bool
-    """Computes; else it waits."""
-    frames: tuple[Frame, ...]
-    """Innermost first."""
+    is_active: bool  # computes; else it waits
+    frames: tuple[StackFrame, ...]  # innermost first
 
     @property
-    def own(self) -> Frame | None:
+    def own(self) -> StackFrame | None:
         """The innermost frame that is Corral's or the user's."""
         return next((frame for frame in self.frames if frame.is_own), None)
 
     @property
-    def is_at_rest(self) -> bool:
-        return self.own is None or self.own.function in AT_REST
+    def is_idle(self) -> bool:
+        return self.own is None or self.own.function in IDLE
 
     @property
-    def is_beside(self) -> bool:
-        return any(frame.function in BESIDE for frame in self.frames)
-
-    @property
-    def is_event_loop(self) -> bool:
-        """Waiting for whatever comes next."""
-        return not self.is_active and bool(self.frames) and self.frames[0].file == "selectors.py"
+    def sort_key(self) -> tuple[bool, bool, bool]:
+        """Sorts the threads that say most about a process first; an event loop waits for whatever comes next."""
+        is_background = any(frame.function in BACKGROUND for frame in self.frames)
+        is_event_loop = not self.is_active and bool(self.frames) and self.frames[0].file == "selectors.py"
+        return is_background, not self.is_active, is_event_loop
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessStacks:
     node: str
     pid: int
-    kind: Kind
+    kind: ProcessKind
     run: str
     device: int | None
     roles: tuple[str, ...]
-    stacks: tuple[Stack, ...] = ()
-    problem: str | None = None
-    """Why there are no stacks."""
+    stacks: tuple[ThreadStack, ...] = ()
+    problem: str | None = None  # why there are no stacks
 
     @property
-    def shown(self) -> tuple[Stack, ...]:
-        """Without threads that wait for work; what says most comes first."""
-        busy = [stack for stack in self.stacks if not stack.is_at_rest]
-        return tuple(sorted(busy, key=lambda stack: (stack.is_beside, not stack.is_active, stack.is_event_loop)))
+    def shown(self) -> tuple[ThreadStack, ...]:
+        """Stacks of the threads that do not wait for work; what says most comes first."""
+        return tuple(sorted((one for one in self.stacks if not one.is_idle), key=lambda stack: stack.sort_key))
 
     @property
     def doing(self) -> str:
-        """In one line."""
+        """The process in one line."""
         if self.problem is not None:
             return self.problem
         if not self.shown:
@@ -127,38 +118,24 @@ class Process:
 # --- on one node
 
 
-def stacks_here(native: bool = False) -> list[Process]:
-    """Of all processes of Corral on this node that are this user's."""
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        return list(threads.map(lambda process: read(process, native), find_processes()))
+def stacks_here(native: bool = False) -> list[ProcessStacks]:
+    """Stacks of all processes of Corral on this node that are this user's."""
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return list(threads.map(lambda process: read_stacks(process, native), find_processes()))
 
 
-def find_processes() -> list[Process]:
+def find_processes() -> list[ProcessStacks]:
     node = socket.gethostname()
-    found = [Process(node, one.pid, one.kind, one.run, one.device, one.roles) for one in present()]
-    parents = {process.pid: process for process in found}
-    for kind, pid, parent in helpers():
-        if (owner := parents.get(parent)) is not None:
-            found.append(replace(owner, pid=pid, kind=kind, roles=()))
-        else:
-            found.append(Process(node, pid, kind, "", None, ()))
-    return found
+    found = {one.pid: ProcessStacks(node, one.pid, one.kind, one.run, one.device, one.roles) for one in present()}
+    for process in all_processes().values():
+        for kind, mark in MARKS.items():
+            if mark in process.command and process.user == user_name(os.getuid()):
+                parent = found.get(process.parent) or ProcessStacks(node, process.pid, kind, "", None, ())
+                found[process.pid] = replace(parent, pid=process.pid, kind=kind, roles=())
+    return list(found.values())
 
 
-def helpers() -> Iterator[tuple[Kind, int, int]]:
-    """Processes that workers have started, their ids and their parents'."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-            for kind, mark in MARKS.items():
-                if mark in command and folder.stat().st_uid == os.getuid():
-                    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                    yield kind, int(folder.name), int(parent)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-
-
-def read(process: Process, native: bool) -> Process:
+def read_stacks(process: ProcessStacks, native: bool) -> ProcessStacks:
     command = [find_py_spy(), "dump", "--json", *(["--native"] * native), "--pid", str(process.pid)]
     try:
         dump = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_S)
@@ -166,11 +143,11 @@ def read(process: Process, native: bool) -> Process:
         return replace(process, problem=f"py-spy could not read it within {PROCESS_S:g} s")
     if dump.returncode:
         return replace(process, problem=explain(dump.stderr))
-    return replace(process, stacks=tuple(map(stack_of, json.loads(dump.stdout))))
+    return replace(process, stacks=tuple(map(parse_stack, json.loads(dump.stdout))))
 
 
 def find_py_spy() -> str:
-    """Beside this Python, where `ray[default]` puts it, or on the path."""
+    """Path of py-spy beside this Python, where `ray[default]` puts it, or on the PATH."""
     beside = Path(sysconfig.get_path("scripts")) / "py-spy"
     found = str(beside) if beside.is_file() else shutil.which("py-spy")
     if found is None:
@@ -179,26 +156,26 @@ def find_py_spy() -> str:
 
 
 def explain(errors: str) -> str:
-    """What py-spy says, in a line."""
+    """py-spy's errors in a line."""
     if "ermission" in errors or "not permitted" in errors:
         return NO_PERMISSION
     lines = [line for line in errors.splitlines() if line.strip()]
     return f"py-spy: {lines[0].removeprefix('Error: ')}" if lines else "py-spy failed"
 
 
-def stack_of(thread: dict[str, Any]) -> Stack:
-    frames = [frame_of(frame["name"], frame["filename"], frame["line"]) for frame in thread["frames"]]
-    return Stack(thread["thread_name"] or str(thread["os_thread_id"]), thread["active"], tuple(frames))
+def parse_stack(thread: dict[str, Any]) -> ThreadStack:
+    frames = [parse_frame(frame["name"], frame["filename"], frame["line"]) for frame in thread["frames"]]
+    return ThreadStack(thread["thread_name"] or str(thread["os_thread_id"]), thread["active"], tuple(frames))
 
 
-def frame_of(function: str, file: str, line: int) -> Frame:
+def parse_frame(function: str, file: str, line: int) -> StackFrame:
     path = Path(file)
     if path.is_relative_to(OWN):
-        return Frame(function, str(path.relative_to(OWN)), line, True)
+        return StackFrame(function, str(path.relative_to(OWN)), line, True)
     library = next((folder for folder in LIBRARIES if path.is_relative_to(folder)), None)
     if library is not None:
-        return Frame(function, str(path.relative_to(library)), line, False)
-    return Frame(function, path.name, line, path.suffix == ".py" and "site-packages" not in path.parts)
+        return StackFrame(function, str(path.relative_to(library)), line, False)
+    return StackFrame(function, path.name, line, path.suffix == ".py" and "site-packages" not in path.parts)
 
 
 # --- on all nodes
@@ -207,12 +184,12 @@ def frame_of(function: str, file: str, line: int) -> Frame:
 class StackReader:
     """An actor on every node."""
 
-    def read(self, native: bool) -> list[Process]:
+    def read(self, native: bool) -> list[ProcessStacks]:
         return stacks_here(native)
 
 
-def stacks_of_cluster(native: bool = False) -> tuple[list[Process], list[str]]:
-    """Of all nodes of the cluster that this process is attached to, and what is wrong with those that have none."""
+def stacks_of_cluster(native: bool = False) -> tuple[list[ProcessStacks], list[str]]:
+    """Stacks of all nodes of the cluster that this process is attached to, and why other nodes have none."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -223,7 +200,7 @@ def stacks_of_cluster(native: bool = False) -> tuple[list[Process], list[str]]:
     readers = [remote_class(StackReader, one).remote() for one in where]
     answers = [reader.read.remote(native) for reader in readers]
     ray.wait(answers, num_returns=len(answers), timeout=NODE_S)
-    found, problems = list[Process](), list[str]()
+    found, problems = list[ProcessStacks](), list[str]()
     for entry, answer in zip(nodes, answers, strict=True):
         name = f"{entry['NodeManagerHostname']} ({entry['NodeManagerAddress']})"
         try:
@@ -239,19 +216,19 @@ def stacks_of_cluster(native: bool = False) -> tuple[list[Process], list[str]]:
 # --- as text
 
 
-def in_words(processes: Iterable[Process]) -> str:
+def format_stacks(processes: Iterable[ProcessStacks]) -> str:
     """One block for each process, or for all that are alike in what they are and where they stand."""
     order = {"controller": 0, "worker": 1, "reward": 2, "environment": 3}
     ordered = sorted(processes, key=lambda one: (one.run, order[one.kind], one.device or 0, one.node, one.pid))
-    blocks: dict[Any, list[Process]] = {}
+    blocks: dict[Any, list[ProcessStacks]] = {}
     for one in ordered:
         blocks.setdefault((one.run, one.kind, one.roles, one.problem, one.shown), []).append(one)
-    return "\n\n".join("\n".join(block(alike)) for alike in blocks.values())
+    return "\n\n".join("\n".join(format_block(alike)) for alike in blocks.values())
 
 
-def block(alike: Sequence[Process]) -> Iterator[str]:
+def format_block(alike: Sequence[ProcessStacks]) -> Iterator[str]:
     first = alike[0]
-    yield f"{title(alike)}: {first.doing}"
+    yield f"{format_title(alike)}: {first.doing}"
     by_node = groupby(sorted(alike, key=lambda one: one.node), key=lambda one: one.node)
     yield "    " + "; ".join(f"{node}, pid {', '.join(str(one.pid) for one in own)}" for node, own in by_node)
     for stack in first.shown:
@@ -259,7 +236,7 @@ def block(alike: Sequence[Process]) -> Iterator[str]:
         yield from (f"        {frame}" for frame in stack.frames)
 
 
-def title(alike: Sequence[Process]) -> str:
+def format_title(alike: Sequence[ProcessStacks]) -> str:
     first = alike[0]
     numbers = {one.device for one in alike if one.device is not None}
     devices = f"device{'s' * (len(numbers) > 1)} {format_devices(numbers)}"

@@ -6,7 +6,6 @@ errors are one line of it. Searches are made in a thread (`batching.py`), so tha
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import signal
@@ -284,12 +283,3 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; see --host, --port") from error
     return listening
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

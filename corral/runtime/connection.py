@@ -1,4 +1,4 @@
-"""A way into a Ray cluster: the one that is meant, or one that is started on this machine for the time of a run."""
+"""Connects to a Ray cluster: the one that is meant, or one that is started on this machine for the time of a run."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from corral.recipe.schema import Cluster
 from corral.runtime.membership import find_membership
 from corral.runtime.network import answers
 from corral.runtime.nodes import WORKER_SLOT
-from corral.runtime.token import reread, use_token_of
+from corral.runtime.token import reload_token, use_token_of
 
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
@@ -32,7 +32,7 @@ CLOSED = {
     "DASHBOARD_METRIC_PORT": "-1",
     "AUTOSCALER_METRIC_PORT": "-1",
 }
-"""Ray's metrics servers ask nobody for a token. One that is told to listen at -1 says in its log that it cannot."""
+"""Ray's metrics servers need no token, so they are off. With port -1 a server logs that it cannot listen."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray takes 127.0.0.1 for the machine's real address otherwise, and listens on all networks."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -40,7 +40,8 @@ HOW_TO_START = "start one with `corral up` on each node, then this command on on
 
 
 def connect(cluster: Cluster) -> None:
-    """To the recipe's cluster, or to one that is started for it. `ray.shutdown` leaves the one and ends the other."""
+    """Connects to the recipe's cluster, or to one that is started for it. `ray.shutdown` leaves the one and ends the
+    other."""
     if ray.is_initialized():
         address = ray.get_runtime_context().gcs_address
         if not answers(address):
@@ -60,9 +61,9 @@ def connect(cluster: Cluster) -> None:
 
 
 def find_cluster(address: str | None) -> str | None:
-    """The address that was given, else `RAY_ADDRESS`, else the cluster that this node was made part of, with `corral
-    up` or `ray start`. Not one that another run started for itself and will end, which is what Ray's own `auto` would
-    take. Its token is used from here on."""
+    """Address of the cluster that is meant: the given one, else `RAY_ADDRESS`, else that of the cluster that this node
+    was made part of, with `corral up` or `ray start`. Not one that another run started for itself and will end, which
+    is what Ray's own `auto` would take. Its token is used from here on."""
     named = address or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
         named = None
@@ -83,7 +84,8 @@ def join(address: str) -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Ray asks nobody at home, prints no deaths, which are told better here, and leaves signal handlers as they are."""
+    """Ray sends no usage statistics, does not print deaths of workers, which are reported better here, and leaves
+    signal handlers as they are."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray._private.worker._worker_logs_enabled = False
@@ -97,12 +99,12 @@ def quietly() -> Iterator[None]:
 
 
 def start_here(cluster: Cluster) -> None:
-    """On loopback, with a token that only this process and its children know: nobody else is to reach it."""
+    """Starts Ray on loopback, with a token that only this process and its children know: nobody else may reach it."""
     import torch
 
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
-        reread()
+        reload_token()
     gpus = torch.cuda.device_count()
     with loopback():
         try:
@@ -121,7 +123,8 @@ def start_here(cluster: Cluster) -> None:
 
 @contextmanager
 def loopback() -> Iterator[None]:
-    """Processes that Ray starts listen there, and this process, which has read its environment before, agrees."""
+    """Makes processes that Ray starts listen on loopback. This process has read its environment before, so its constant
+    is set too."""
     before = {name: os.environ.get(name) for name in (*CLOSED, *ON_LOOPBACK)}
     os.environ.update({**CLOSED, **ON_LOOPBACK})
     constants, usual = ray._private.ray_constants, ray._private.ray_constants.ENABLE_RAY_CLUSTER

@@ -1,7 +1,7 @@
-"""This node's part in clusters that `corral up` started: what it wrote down here, and which processes are of it.
+"""This node's membership in clusters that `corral up` started: the record of it, and the processes that belong to it.
 
 Every process that `corral up` starts has a mark in its environment, and so have all that these start: Ray's own,
-workers, jobs. That is how `corral down` knows what is its own to stop, whatever else runs on the node.
+workers, jobs. That is how `corral down` knows which processes to end, whatever else runs on the node.
 """
 
 import json
@@ -18,8 +18,8 @@ RECORD = "member.json"
 
 
 def state_folder() -> Path:
-    """Of this user on this node. Not below $TMPDIR, which may differ between two shells; and short, because Ray's
-    sockets are in it."""
+    """Folder of this user's state on this node. Not below $TMPDIR, which may differ between two shells; and short,
+    because Ray's sockets are in it."""
     folder = Path(f"/tmp/corral-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -30,20 +30,15 @@ def state_folder() -> Path:
 
 @dataclass(frozen=True)
 class Membership:
-    id: str
-    """Of the cluster: of the launcher's job, or made by the head."""
+    id: str  # of the cluster: of the launcher's job, or made by the head
     mark: str
     rank: int | None
-    num_nodes: int | None
-    """None: any number may join."""
-    address: str
-    """Of Ray's head process, host:port."""
+    num_nodes: int | None  # None: any number may join
+    address: str  # of Ray's head process, host:port
     node_address: str
     is_head: bool
-    dashboard: str | None
-    """Where the head serves it, for those who can reach it."""
-    token_file: str | None
-    """None: the cluster is open to all who can reach it."""
+    dashboard: str | None  # where the head serves it, for those who can reach it
+    token_file: str | None  # None: the cluster is open to all who can reach it
     devices: int
     temp_dir: str
     head_file: str | None
@@ -79,14 +74,14 @@ def member_folder(port: int) -> Path:
 
 
 def own_memberships() -> list[Membership]:
-    """Of clusters that run; the records of others are of nodes that were switched off."""
+    """Memberships in clusters that run; other records are of a time before the node was switched off."""
     records = sorted(state_folder().glob(f"ray-*/{RECORD}"))
     found = [Membership.read(record) for record in records]
     return [member for member in found if member is not None and member.is_alive]
 
 
 def find_membership(address: str | None = None) -> Membership | None:
-    """In the cluster with this address (host:port), or in the only one."""
+    """The membership in the cluster with this address (host:port), or the only one."""
     found = own_memberships()
     if address is not None:
         return next((member for member in found if member.address == address), None)
@@ -97,10 +92,10 @@ def find_membership(address: str | None = None) -> Membership | None:
 
 
 def marked_processes(mark: str) -> list[tuple[int, str]]:
-    """Those of this node with that mark, and their names. Other users' are not readable, and not ours.
+    """Processes of this node with that mark, and their names. Other users' are not readable, and not ours.
 
     A process that gives itself a title, as Ray's do, may write it over its environment, and with it over the mark; it
-    is known by its parent then.
+    is then found by its parent.
     """
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found: dict[int, str] = {}
@@ -122,5 +117,5 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
 
 
 def parent_of(process: Path) -> int:
-    """The fourth field, counted from behind the name, which may have spaces in it."""
+    """Parent's process id: the fourth field, counted from behind the name, which may have spaces in it."""
     return int((process / "stat").read_text().rpartition(")")[2].split()[1])

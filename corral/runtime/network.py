@@ -1,10 +1,12 @@
-"""Which network interface the workers of a node should talk through, and who can be reached.
+"""Network addresses of this node: which interface leads to another node, and what answers at an address.
 
-gloo and NCCL otherwise guess, from the host's own name, or by taking the first interface. Debian resolves a host's name
-to 127.0.1.1, a container has bridges, a GPU node has several networks: a guess then hangs or fails far from its cause.
+gloo and NCCL otherwise guess an interface, from the host's own name or by taking the first one. Debian resolves a
+host's name to 127.0.1.1, a container has bridges, a GPU node has several networks: a wrong guess hangs or fails far
+from its cause.
 """
 
 import fcntl
+import ipaddress
 import socket
 import struct
 
@@ -16,8 +18,8 @@ CONNECT_S = 3.0
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface whose address this machine sends from when it talks to `address`. It is loopback only if `address`
-    is; None where it cannot be found, and gloo and NCCL are then left to guess."""
+    """Name of the interface whose address this machine sends from when it connects to `address`. It is loopback only if
+    `address` is. None where it cannot be found; gloo and NCCL then guess."""
     source = source_address(address)
     if source is None:
         return None
@@ -26,7 +28,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def source_address(address: str) -> str | None:
-    """By the kernel's routes. Nothing is sent: connecting a datagram socket only looks up the way."""
+    """Own address by which the kernel routes to `address`. Connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -48,10 +50,30 @@ def address_of(interface: str) -> str | None:
 
 
 def answers(address: str) -> bool:
-    """Whether something listens at `host:port`. Asked before Ray is, which waits for a minute and more."""
+    """Whether something listens at `host:port`. Ray itself would wait for a minute and more before it fails."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, ValueError):
         return False
     return True
+
+
+def is_numeric(host: str) -> bool:
+    """Whether it is an address rather than a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is one that only this machine reaches."""
+    return ipaddress.ip_address(host).is_loopback if is_numeric(host) else host == "localhost"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)

@@ -1,5 +1,5 @@
-"""What the processes of Corral on this node say of themselves, each in a small file, so that `corral stacks` can name
-them. A file without its process is of one that ended, and is removed by who finds it."""
+"""A small file for each process of Corral on this node, which describes it, so that `corral stacks` can name it. The
+file of a process that has ended is removed by the next process that reads it."""
 
 import json
 import logging
@@ -15,35 +15,36 @@ from corral.runtime.membership import state_folder
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["controller", "worker"]
+PresenceKind = Literal["controller", "worker"]
 
 
 @dataclass(frozen=True)
 class Presence:
+    """Description of a controller or worker. The start time tells it from a later process with the same id."""
+
     pid: int
-    started: int
-    """As the kernel has it: a process id alone may come to mean another process."""
-    kind: Kind
+    started: int  # in the kernel's ticks
+    kind: PresenceKind
     run: str
     device: int | None
     roles: tuple[str, ...]
 
 
-def announce(kind: Kind, run: str, device: int | None = None, roles: Sequence[str] = ()) -> None:
-    """This process. Where that cannot be written the run goes on, and the process is not named."""
+def announce(kind: PresenceKind, run: str, device: int | None = None, roles: Sequence[str] = ()) -> None:
+    """Writes the file of this process. Where that fails the run goes on, and the process is not named."""
     pid = os.getpid()
     presence = Presence(pid, start_of(pid) or 0, kind, run, device, tuple(roles))
     try:
         folder = processes_folder()
         folder.mkdir(exist_ok=True)
-        present()  # removes what others left behind
+        present()  # removes the files of processes that have ended
         (folder / f"{pid}.json").write_text(json.dumps(asdict(presence)))
     except (OSError, UserError) as error:
         logger.info("`corral stacks` will not know this process: %s", error)
 
 
 def present() -> list[Presence]:
-    """Of this node's processes, those that said so and still run."""
+    """Processes of this node that have a file and still run."""
     found = []
     for path in sorted(processes_folder().glob("*.json")):
         try:
@@ -59,13 +60,13 @@ def present() -> list[Presence]:
 
 
 def processes_folder() -> Path:
-    """One for each PID namespace: containers may share /tmp, and their process ids are their own."""
+    """A folder for each PID namespace: containers may share /tmp, and their process ids are their own."""
     namespace = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     return state_folder() / f"processes-{namespace}"
 
 
 def start_of(pid: int) -> int | None:
-    """In ticks since the machine was started."""
+    """Start time of a process, in ticks since the machine was started."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:  # it has ended, perhaps just now

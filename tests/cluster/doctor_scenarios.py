@@ -1,31 +1,33 @@
 """What the tests of the doctor do on a host."""
 
+from dataclasses import asdict
 from typing import Any
 
 import ray
 
-from corral.cluster.doctor.crowd import Cluster
-from corral.cluster.doctor.diagnosis import Order
-from corral.cluster.doctor.findings import Place
-from corral.cluster.doctor.survey import question_for
-from corral.cluster.reach import reach
+from corral.cluster.doctor.diagnose import DoctorOptions, request_for
+from corral.cluster.doctor.findings import NodeRef
+from corral.cluster.doctor.node_inspector import NodeInspector
+from corral.cluster.doctor.node_set import ClusterNodes
+from corral.cluster.gcs import find_head
 from corral.runtime.connection import join
 
-STARTED: list[Cluster] = []
+STARTED: list[ClusterNodes] = []
 
 
-async def start_agents() -> list[float]:
-    """On all nodes. What their clocks say."""
-    join(reach())
-    entries = {Place(entry["NodeManagerHostname"], entry["NodeManagerAddress"]): entry for entry in ray.nodes()}
-    STARTED.append(Cluster.start(entries, lambda place: question_for(place, Order(), None, reach(), None)))
-    return sorted(STARTED[0].ask("clock", limit_s=60).values())
+async def start_inspectors() -> list[float]:
+    """Starts one on all nodes. Returns what their clocks say."""
+    head = find_head()
+    join(head)
+    entries = {NodeRef(entry["NodeManagerHostname"], entry["NodeManagerAddress"]): entry for entry in ray.nodes()}
+    STARTED.append(ClusterNodes(entries, lambda node: request_for(node, DoctorOptions(), None, head)))
+    return sorted(STARTED[0].call(NodeInspector.clock, limit_s=60).values())
 
 
-async def ask_agents() -> dict[str, Any]:
-    answers = STARTED[0].ask("clock", limit_s=2)
+async def call_inspectors() -> dict[str, Any]:
+    answers = STARTED[0].call(NodeInspector.clock, limit_s=2)
     return {
-        "answered": sorted(place.host for place in answers),
-        "left": sorted(place.host for place in STARTED[0].places),
-        "findings": [finding.as_dict() for finding in STARTED[0].findings],
+        "answered": sorted(node.host for node in answers),
+        "left": sorted(node.host for node in STARTED[0].refs),
+        "findings": [asdict(finding) for finding in STARTED[0].findings],
     }

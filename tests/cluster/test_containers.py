@@ -19,7 +19,7 @@ from containers import IMAGE, REPOSITORY, Podman
 from launching import HOSTILE, work
 from runs import steps_of, write_recipe
 
-from corral.cluster.launchers.containers import Containers, container_flags, mount_flag
+from corral.cluster.launchers.containers import ContainerCluster, mount_flag, run_command
 from corral.recipe.errors import UserError
 
 CORRAL = [sys.executable, "-m", "corral.cli.main"]
@@ -31,17 +31,17 @@ RUN_S = 240
 
 
 def flags(folder: Path, engine: Any = "docker", accelerator: Any = "nvidia", **options: Any) -> list[str]:
-    return container_flags(engine, work(folder, accelerator=accelerator), "corral", name="x", **options)
+    return run_command(engine, accelerator, "corral", folder=folder, **options)
 
 
 def pairs(words: list[str]) -> set[tuple[str, str]]:
     return set(itertools.pairwise(words))
 
 
-def containers(folder: Path, *overrides: str, **options: Any) -> Containers:
+def containers(folder: Path, *overrides: str, **options: Any) -> ContainerCluster:
     of = work(folder, *overrides, accelerator=options.pop("accelerator", "nvidia"), nodes=options.pop("nodes", 2))
     given = {"engine": "docker", "image": "corral", "name": "x", "head": "gpu1", "token_file": Path("/home/me/token")}
-    return Containers(work=of, folder=folder, **{**given, **options})
+    return ContainerCluster(spec=of, folder=folder, **{**given, **options})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_mount_that_is_none_is_refused(given):
 
 def test_an_option_is_not_an_image(tmp_path):
     with pytest.raises(UserError, match="--privileged"):
-        container_flags("docker", work(tmp_path), "--privileged", name="x")
+        run_command("docker", "nvidia", "--privileged", folder=tmp_path)
 
 
 def test_the_head_is_awaited_before_the_others_start(tmp_path):
@@ -132,7 +132,7 @@ def test_every_node_is_told_who_it_is(tmp_path):
 def test_a_recipe_elsewhere_is_seen_too(tmp_path):
     (tmp_path / "here").mkdir()
     of = work(tmp_path)
-    cluster = Containers("docker", of, "corral", "x", "gpu1", tmp_path / "here", token_file=None)
+    cluster = ContainerCluster("docker", of, "corral", "x", "gpu1", tmp_path / "here", token_file=None)
     assert any(f"source={tmp_path},target={tmp_path},readonly" in word for word in cluster.bring_up()[0].command)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.gpu import TorchFacts, check_gpus, check_number, check_torch, models_of
-from corral.cluster.processes import Process
-from corral.cluster.smi import Gpu, GpuProcess, Gpus, ask_tools, parse_nvidia, parse_rocm
+from corral.cluster.doctor.gpu_checks import TorchFacts, check_gpus, check_num_gpus, check_torch, describe_models
+from corral.cluster.node_processes import NodeProcess
+from corral.cluster.smi import Gpu, GpuInventory, GpuProcess, parse_nvidia, parse_rocm, query_gpus
 
 GIB = 2**30
 NVIDIA = """\
@@ -97,7 +97,7 @@ NO_DRIVER = (
 )
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
 TORCH = TorchFacts(version="2.13.0+cu124", cuda="12.4", available=True, num_devices=2)
-TOOLS = Gpus("nvidia", "550.54.15", "12.4", (Gpu(0, "H100", 80 * GIB, GIB // 2, ()),))
+TOOLS = GpuInventory("nvidia", "550.54.15", "12.4", (Gpu(0, "H100", 80 * GIB, GIB // 2, ()),))
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:
@@ -110,7 +110,7 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     assert second.is_broken == "3 uncorrected memory errors"
     assert second.is_exclusive
     assert second.is_split
-    assert models_of(found.gpus) == "2 x NVIDIA H100 80GB HBM3"
+    assert describe_models(found.gpus) == "2 x NVIDIA H100 80GB HBM3"
 
 
 def test_what_rocm_smi_prints_is_read() -> None:
@@ -136,13 +136,13 @@ def test_the_tool_on_the_path_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "said").write_text(ROCM)
     put_tool(tmp_path, "rocm-smi", f"cat {tmp_path}/said")
-    asked = ask_tools()
+    asked = query_gpus()
     assert asked == parse_rocm(ROCM)
     (tmp_path / "said.xml").write_text(NVIDIA)
     put_tool(tmp_path, "nvidia-smi", f"cat {tmp_path}/said.xml")
-    assert ask_tools() == parse_nvidia(NVIDIA)
+    assert query_gpus() == parse_nvidia(NVIDIA)
     put_tool(tmp_path, "nvidia-smi", f"echo '{MISMATCH}'; exit 18")
-    asked = ask_tools()
+    asked = query_gpus()
     assert asked is not None
     assert asked.error == "Failed to initialize NVML: Driver/library version mismatch"
 
@@ -150,11 +150,11 @@ def test_the_tool_on_the_path_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
 # --- torch and driver
 
 
-def levels(torch: TorchFacts, tools: Gpus | None, devices: str = "nvidia") -> list[tuple[str, str]]:
+def levels(torch: TorchFacts, tools: GpuInventory | None, devices: str = "nvidia") -> list[tuple[str, str]]:
     return [(one.level, one.check) for one in check_torch(torch, tools, devices)]  # type: ignore[arg-type]
 
 
-def said(torch: TorchFacts, tools: Gpus | None = TOOLS, devices: str = "nvidia") -> Finding:
+def said(torch: TorchFacts, tools: GpuInventory | None = TOOLS, devices: str = "nvidia") -> Finding:
     [finding] = check_torch(torch, tools, devices)  # type: ignore[arg-type]
     return finding
 
@@ -191,7 +191,7 @@ def test_why_torch_finds_no_gpu_is_said() -> None:
 
 @pytest.mark.parametrize(("error", "fix"), [(NO_DRIVER, "modprobe"), (MISMATCH.splitlines()[0], "reboot")])
 def test_a_driver_that_does_not_answer_comes_with_its_words_and_a_remedy(error: str, fix: str) -> None:
-    found = said(TORCH, Gpus("nvidia", "", "", (), error))
+    found = said(TORCH, GpuInventory("nvidia", "", "", (), error))
     assert (found.level, found.check) == ("error", "driver")
     assert error in found.what
     assert fix in found.fix
@@ -207,11 +207,11 @@ def test_a_torch_for_gpus_without_one_is_a_note() -> None:
 
 # --- who is on them
 
-RAYLET = Process(10, 1, "raylet", "raylet --gcs-address=10.0.0.1:6379", "me", True)
-STRANGER = Process(4711, 1, "python", "python /home/ann/train.py", "ann")
+RAYLET = NodeProcess(10, 1, "raylet", "raylet --gcs-address=10.0.0.1:6379", "me", True)
+STRANGER = NodeProcess(4711, 1, "python", "python /home/ann/train.py", "ann")
 
 
-def on_gpu(process: Process | None, pid: int = 4711, raylet: int | None = 10) -> Finding:
+def on_gpu(process: NodeProcess | None, pid: int = 4711, raylet: int | None = 10) -> Finding:
     table = {one.pid: one for one in (RAYLET, process) if one is not None}
     gpus = (replace(TOOLS.gpus[0], used=40 * GIB, processes=(GpuProcess(pid, 40 * GIB),)),)
     [finding] = check_gpus(replace(TOOLS, gpus=gpus), table, raylet)
@@ -255,8 +255,8 @@ def test_the_recorded_gpus_of_both_vendors() -> None:
 
 
 def test_ray_and_torch_must_agree_on_the_number_of_gpus() -> None:
-    [more] = check_number(num_torch=4, num_ray=8)
+    [more] = check_num_gpus(num_torch=4, num_ray=8)
     assert more.level == "error"
     assert "--devices 4" in more.fix
-    assert [one.level for one in check_number(8, 4)] == ["note"]
-    assert list(check_number(8, 8)) == []
+    assert [one.level for one in check_num_gpus(8, 4)] == ["note"]
+    assert list(check_num_gpus(8, 8)) == []

@@ -158,9 +158,9 @@ def test_the_reward_is_tried_on_every_node(sick: dict[str, Any]) -> None:
 def test_a_node_that_does_not_answer_is_named_with_what_can_be_said_from_here(lab: Lab) -> None:
     """The last one: the node is cut off."""
     driver = Driver(lab, 0)
-    assert len(driver.call("doctor_scenarios:start_agents")) == 3
+    assert len(driver.call("doctor_scenarios:start_inspectors")) == 3
     lab.cut(2)
-    found = driver.call("doctor_scenarios:ask_agents")
+    found = driver.call("doctor_scenarios:call_inspectors")
     assert found["answered"] == found["left"] == ["h1", "h2"]
     [finding] = found["findings"]
     assert (finding["level"], finding["check"], finding["nodes"][0]["host"]) == ("error", "nodes", "h3")

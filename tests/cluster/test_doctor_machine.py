@@ -15,13 +15,13 @@ import pytest
 from hosts import skip_unless_possible
 
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.machine import (
+from corral.cluster.doctor.machine_checks import (
     GIB,
     MIB,
     UNLIMITED,
-    Disk,
-    Limits,
-    Memory,
+    DiskSpace,
+    NodeMemory,
+    ProcessLimits,
     SharedMemory,
     cgroup_memory,
     check_disks,
@@ -33,12 +33,17 @@ from corral.cluster.doctor.machine import (
     memory,
     shared_memory,
 )
-from corral.cluster.doctor.security import check_open_ports, check_token_files, is_loopback, open_ports, token_file
-from corral.cluster.doctor.strays import check_processes
-from corral.cluster.processes import Process, all_processes, head_of, raylet_of
+from corral.cluster.doctor.ray_checks import (
+    TokenFile,
+    check_open_ports,
+    check_processes,
+    check_token_files,
+    open_ports,
+)
+from corral.cluster.node_processes import NodeProcess, all_processes, parse_endpoint, raylet_of
 
 SHM = SharedMemory(total=64 * GIB, free=63 * GIB, objects=20 * GIB, largest=(), container="")
-LIMITS = Limits(65536, 65536, UNLIMITED, UNLIMITED, has_infiniband=False, container="")
+LIMITS = ProcessLimits(65536, 65536, UNLIMITED, UNLIMITED, has_infiniband=False, container="")
 
 
 def only(findings: Iterator[Finding]) -> Finding:
@@ -97,7 +102,7 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
 
 
 def test_little_memory_is_a_warning_that_names_the_limit() -> None:
-    found = only(check_memory(Memory(16 * GIB, GIB, limited=True)))
+    found = only(check_memory(NodeMemory(16 * GIB, GIB, limited=True)))
     assert found.level == "warning"
     assert "limit of its container" in found.what
 
@@ -130,7 +135,7 @@ def test_limits_that_only_some_nodes_feel() -> None:
 def test_disks_are_one_finding_each_and_know_what_the_recipe_writes(tmp_path: Path) -> None:
     real = disks(tmp_path / "runs" / "not there yet", 0, None)
     assert {disk.purpose for disk in real} == {"runs", "Ray's logs and objects", "the Hugging Face cache"}
-    one = Disk("/a", "runs", 100 * GIB, 50 * GIB, 1.0, device=1)
+    one = DiskSpace("/a", "runs", 100 * GIB, 50 * GIB, 1.0, device=1)
     other = replace(one, path="/b", purpose="the Hugging Face cache")
     [same] = check_disks([one, other])
     assert same.level == "ok"
@@ -181,8 +186,8 @@ def test_a_worker_in_a_container_is_none_of_this_nodes_business() -> None:
         assert str(contained.pid) not in str(list(check_processes({found.pid: found}, None, lambda _: False)))
 
 
-def process(pid: int, parent: int, name: str, command: str = "", token: bool | None = None) -> Process:
-    return Process(pid, parent, name, command or name, "me", token)
+def process(pid: int, parent: int, name: str, command: str = "", token: bool | None = None) -> NodeProcess:
+    return NodeProcess(pid, parent, name, command or name, "me", token)
 
 
 OURS = process(10, 1, "raylet", "raylet --gcs-address=10.0.0.1:6379 --node_id=a", token=True)
@@ -192,7 +197,7 @@ HEAD = process(9, 1, "gcs_server", "gcs_server --gcs_server_port=6379 --node-ip-
 
 def test_processes_of_this_cluster_are_none_of_its_business() -> None:
     table = {one.pid: one for one in (OURS, WORKER, HEAD)}
-    assert [head_of(one) for one in (OURS, WORKER, HEAD)] == ["10.0.0.1:6379", None, "10.0.0.1:6379"]
+    assert [one.head for one in (OURS, WORKER, HEAD)] == ["10.0.0.1:6379", None, "10.0.0.1:6379"]
     assert raylet_of(WORKER, table) == OURS
     assert [one.level for one in check_processes(table, "10.0.0.1:6379", lambda _: False)] == ["ok"]
 
@@ -248,14 +253,14 @@ def test_a_token_that_others_can_read_is_an_error() -> None:
         token = Path(folder, "token")
         token.write_text("secret")
         token.chmod(0o644)
-        assert list(check_token_files([token_file(token, is_used=True)])) == []  # nobody else gets to it
+        assert list(check_token_files([TokenFile.at(token, is_used=True)])) == []  # nobody else gets to it
         Path(folder).chmod(0o755)
-        found = only(check_token_files([token_file(token, is_used=True)]))
+        found = only(check_token_files([TokenFile.at(token, is_used=True)]))
         assert found.level == "error"
         assert found.fix == f"chmod 600 {token}"
-        assert only(check_token_files([token_file(token, is_used=False)])).level == "warning"
+        assert only(check_token_files([TokenFile.at(token, is_used=False)])).level == "warning"
         token.chmod(0o600)
-        assert list(check_token_files([token_file(token, is_used=True)])) == []
+        assert list(check_token_files([TokenFile.at(token, is_used=True)])) == []
 
 
 def test_an_address_of_the_kernels_table_is_read_in_its_byte_order() -> None:
@@ -264,7 +269,7 @@ def test_an_address_of_the_kernels_table_is_read_in_its_byte_order() -> None:
         words = [packed[at : at + 4] for at in range(0, len(packed), 4)]
         return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 
-    assert is_loopback(written("127.0.0.1", socket.AF_INET), socket.AF_INET)
-    assert not is_loopback(written("10.0.0.1", socket.AF_INET), socket.AF_INET)
-    assert is_loopback(written("::ffff:127.0.0.1", socket.AF_INET6), socket.AF_INET6)
-    assert not is_loopback(written("::", socket.AF_INET6), socket.AF_INET6)
+    for address in ("127.0.0.1", "10.0.0.1"):
+        assert parse_endpoint(f"{written(address, socket.AF_INET)}:1F90") == (address, 8080)
+    assert parse_endpoint(f"{written('::ffff:127.0.0.1', socket.AF_INET6)}:0000") == ("127.0.0.1", 0)
+    assert parse_endpoint(f"{written('::', socket.AF_INET6)}:0000") == ("::", 0)

@@ -9,25 +9,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.cluster.doctor.agent import Agent, Question
-from corral.cluster.doctor.clocks import Offset, check_clocks, offset_of
-from corral.cluster.doctor.collectives import Pair, check_pairs, rounds, table
-from corral.cluster.doctor.findings import Finding, Place
-from corral.cluster.doctor.network import (
+from corral.cluster.doctor.all_reduce_checks import check_pairs, pair_result, rounds
+from corral.cluster.doctor.file_checks import (
+    SharedPath,
+    check_shared,
+    check_versions,
+    own_versions,
+    remove_marker,
+    source_digest,
+    unseen_markers,
+    write_marker,
+)
+from corral.cluster.doctor.findings import Finding, NodeRef, PairSpeed, format_pairs
+from corral.cluster.doctor.network_checks import (
+    ClockOffset,
+    ConnectionTarget,
     Listener,
-    Target,
+    check_clocks,
+    check_connections,
     check_interfaces,
     check_own_name,
     check_proxy,
-    check_reach,
     check_variables,
-    try_targets,
+    clock_offset,
+    try_connections,
 )
-from corral.cluster.doctor.pairs import result
-from corral.cluster.doctor.shared import SharedPath, check_shared, leave, remove, unseen
-from corral.cluster.doctor.software import check_versions, own_versions, source_digest
+from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector
 
-H1, H2, H3 = (Place(f"h{number}", f"10.0.0.{number}", number - 1) for number in (1, 2, 3))
+H1, H2, H3 = (NodeRef(f"h{number}", f"10.0.0.{number}", number - 1) for number in (1, 2, 3))
 SHARED = SharedPath("/shared", "--shared")
 
 
@@ -40,14 +49,14 @@ SHARED = SharedPath("/shared", "--shared")
 )
 def test_the_true_offset_is_within_the_stated_error(offset: float, trips: list[tuple[float, float]]) -> None:
     """`trips`: seconds to the other node and back."""
-    found = offset_of([(100.0, 100.0 + there + offset, 100.0 + there + back) for there, back in trips])
+    found = clock_offset([(100.0, 100.0 + there + offset, 100.0 + there + back) for there, back in trips])
     assert abs(found.seconds - offset) <= found.error_s + 1e-6
     assert found.error_s == pytest.approx(min(there + back for there, back in trips) / 2)
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(0.2, "ok"), (2.0, "warning"), (-40.0, "error"), (40.0, "error")])
 def test_the_node_whose_clock_is_off_is_named(seconds: float, level: str) -> None:
-    found = list(check_clocks({H1: Offset(0, 1e-4), H2: Offset(seconds, 1e-3), H3: Offset(1e-3, 1e-3)}))
+    found = list(check_clocks({H1: ClockOffset(0, 1e-4), H2: ClockOffset(seconds, 1e-3), H3: ClockOffset(1e-3, 1e-3)}))
     assert [one.level for one in found] == [level]
     if level != "ok":
         assert found[0].nodes == (H2,)
@@ -55,18 +64,18 @@ def test_the_node_whose_clock_is_off_is_named(seconds: float, level: str) -> Non
 
 
 def test_the_clock_of_the_one_who_asks_may_be_the_wrong_one() -> None:
-    [found] = check_clocks({H1: Offset(0, 1e-4), H2: Offset(100, 1e-3), H3: Offset(100.01, 1e-3)})
+    [found] = check_clocks({H1: ClockOffset(0, 1e-4), H2: ClockOffset(100, 1e-3), H3: ClockOffset(100.01, 1e-3)})
     assert found.nodes == (H1,)
 
 
 def test_what_cannot_be_told_apart_from_a_slow_answer_is_not_told() -> None:
-    assert [one.level for one in check_clocks({H1: Offset(0, 1e-4), H2: Offset(1.5, 1.0)})] == ["ok"]
+    assert [one.level for one in check_clocks({H1: ClockOffset(0, 1e-4), H2: ClockOffset(1.5, 1.0)})] == ["ok"]
 
 
 # --- ports
 
 
-def tried(*failed: tuple[Place, Place]) -> dict[tuple[Place, Place], str]:
+def tried(*failed: tuple[NodeRef, NodeRef]) -> dict[tuple[NodeRef, NodeRef], str]:
     pairs = [(one, other) for one in (H1, H2, H3) for other in (H1, H2, H3) if one != other]
     return {pair: "no answer within 3 s" if pair in failed else "" for pair in pairs}
 
@@ -75,7 +84,7 @@ PORTS = {H1: 1001, H2: 1002, H3: 1003}
 
 
 def test_a_way_that_works_in_one_direction_only_is_named_with_the_direction() -> None:
-    [found] = check_reach(PORTS, tried((H1, H3)))
+    [found] = check_connections(PORTS, tried((H1, H3)))
     assert found.level == "error"
     assert found.what.startswith(
         "h1 cannot connect to h3:1003 (no answer within 3 s); h3 to h1 works: a firewall on h3"
@@ -84,30 +93,30 @@ def test_a_way_that_works_in_one_direction_only_is_named_with_the_direction() ->
 
 
 def test_a_pair_without_a_way_is_named_once() -> None:
-    [found] = check_reach(PORTS, tried((H1, H3), (H3, H1)))
+    [found] = check_connections(PORTS, tried((H1, H3), (H3, H1)))
     assert "nor h3 to h1" in found.what
 
 
 def test_a_node_that_nobody_reaches_is_named_alone() -> None:
-    [found] = check_reach(PORTS, tried((H1, H3), (H2, H3)))
+    [found] = check_connections(PORTS, tried((H1, H3), (H2, H3)))
     assert found.what.startswith("no other node can connect to h3:1003")
     assert found.nodes == (H3,)
 
 
 def test_all_ways_open_is_well() -> None:
-    assert [one.level for one in check_reach(PORTS, tried())] == ["ok"]
+    assert [one.level for one in check_connections(PORTS, tried())] == ["ok"]
 
 
 def test_connecting_says_what_happened() -> None:
     listener = Listener("127.0.0.1", "me")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()[1]
-    answers = try_targets(
+    answers = try_connections(
         [
-            Target("127.0.0.1", listener.port, "me"),
-            Target("127.0.0.1", listener.port, "somebody else"),
-            Target("127.0.0.1", listener.port),
-            Target("127.0.0.1", free),
+            ConnectionTarget("127.0.0.1", listener.port, "me"),
+            ConnectionTarget("127.0.0.1", listener.port, "somebody else"),
+            ConnectionTarget("127.0.0.1", listener.port),
+            ConnectionTarget("127.0.0.1", free),
         ]
     )
     listener.close()
@@ -177,14 +186,14 @@ def test_the_node_with_another_version_is_named() -> None:
 
 
 def test_a_folder_is_shared_when_each_sees_the_others_files(tmp_path: Path) -> None:
-    assert [leave(str(tmp_path), "token", number) for number in (0, 1)] == ["", ""]
-    assert unseen(str(tmp_path), "token", [0, 1], 0) == []
-    assert unseen(str(tmp_path), "another", [0, 1], 0) == [0, 1]
+    assert [write_marker(str(tmp_path), "token", number) for number in (0, 1)] == ["", ""]
+    assert unseen_markers(str(tmp_path), "token", [0, 1], 0) == []
+    assert unseen_markers(str(tmp_path), "another", [0, 1], 0) == [0, 1]
     for number in (0, 1):
-        remove(str(tmp_path), "token", number)
-    assert unseen(str(tmp_path), "token", [1], 0) == [1]
+        remove_marker(str(tmp_path), "token", number)
+    assert unseen_markers(str(tmp_path), "token", [1], 0) == [1]
     assert list(tmp_path.iterdir()) == []
-    assert leave(str(tmp_path / "not there"), "token", 0) == "No such file or directory"
+    assert write_marker(str(tmp_path / "not there"), "token", 0) == "No such file or directory"
 
 
 def test_the_node_that_has_another_folder_is_named() -> None:
@@ -218,8 +227,8 @@ def test_in_a_tournament_all_meet_once_and_nobody_plays_twice_in_a_round(num_pla
     assert len(played) == max(0, num_players - 1 + num_players % 2) * (num_players > 1)
 
 
-def pair(one: Place, other: Place, speed: float = 1e9, error: str = "") -> Pair:
-    return Pair(one, other, "gloo", "eth0", 1e-4, speed, error)
+def pair(one: NodeRef, other: NodeRef, speed: float = 1e9, error: str = "") -> PairSpeed:
+    return PairSpeed(one, other, "gloo", "eth0", 1e-4, speed, error)
 
 
 def test_a_pair_that_is_far_slower_than_the_others_is_named() -> None:
@@ -231,7 +240,7 @@ def test_a_pair_that_is_far_slower_than_the_others_is_named() -> None:
 
 
 def test_a_pair_that_hangs_is_an_error() -> None:
-    hung = result(Pair(H1, H2, "nccl"), 4000, {H1: "no result within 30 s"})
+    hung = pair_result(PairSpeed(H1, H2, "nccl"), 4000, {H1: "no result within 30 s"})
     assert hung.error == "no result within 30 s"
     [found] = check_pairs([hung])
     assert (found.level, found.nodes) == ("error", (H1, H2))
@@ -239,7 +248,7 @@ def test_a_pair_that_hangs_is_an_error() -> None:
 
 
 def test_the_table_of_pairs_is_a_triangle() -> None:
-    assert table([pair(H1, H2), pair(H2, H3, error="x"), pair(H1, H3, 2e9)]) == [
+    assert format_pairs([pair(H1, H2), pair(H2, H3, error="x"), pair(H1, H3, 2e9)]) == [
         "gloo all-reduce between pairs, over eth0",
         "                  h1                h2",
         "h2  1.00 GB/s 100 µs",
@@ -248,16 +257,16 @@ def test_the_table_of_pairs_is_a_triangle() -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Callable[[], Agent]:
-    question = Question(None, "127.0.0.1", str(tmp_path), str(tmp_path), 0, None, {}, limit_s=60)
-    return lambda: Agent(question)
+def inspector(tmp_path: Path) -> Callable[[], NodeInspector]:
+    request = InspectionRequest(None, "127.0.0.1", str(tmp_path), str(tmp_path), 0, None, {}, limit_s=60)
+    return lambda: NodeInspector(request)
 
 
 def test_processes_of_a_node_sum_a_tensor_and_one_that_waits_in_vain_is_ended(
-    agent: Callable[[], Agent], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    inspector: Callable[[], NodeInspector], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one = agent()
+    one = inspector()
     try:
         findings: tuple[Finding, ...] = one.examine().findings
         assert {"torch", "memory", "disk"} <= {finding.check for finding in findings}
@@ -265,7 +274,7 @@ def test_processes_of_a_node_sum_a_tensor_and_one_that_waits_in_vain_is_ended(
         assert not isinstance(measured, str), measured
         assert measured[0] > 0
         assert measured[1] > 1e6
-        port = one.open_meeting(60)
+        port = one.open_store(60)
         assert isinstance(port, int)
         assert one.all_reduce("127.0.0.1", port, 0, 2, "gloo", limit_s=0.5) == "no result within 0.5 s"
         assert one.probes[0].process is None

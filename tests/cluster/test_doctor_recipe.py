@@ -12,19 +12,28 @@ import typer
 from runs import write_recipe
 from tiny import TEMPLATE, tiny_tokenizer
 
-from corral.cli.doctor import doctor
-from corral.cluster.doctor.chat import THOUGHTS, TURNS, breaks, check_chat, check_prompts
-from corral.cluster.doctor.diagnosis import Diagnosis
-from corral.cluster.doctor.files import Named, check_named, digest_of, named_in
-from corral.cluster.doctor.findings import Finding, Place
-from corral.cluster.doctor.recipe import Capacity, check_devices, check_fit, checkpoint_bytes, read_recipe
-from corral.cluster.doctor.rewards import Call, Trial, check_reward, try_reward
-from corral.cluster.doctor.text import in_words
+from corral.cli.cluster_commands import doctor
+from corral.cluster.doctor.file_checks import RequiredFile, check_required, digest_of, required_files
+from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef
+from corral.cluster.doctor.recipe_checks import (
+    NodeCapacity,
+    RewardCall,
+    RewardTrial,
+    check_chat,
+    check_devices,
+    check_fit,
+    check_prompts,
+    check_reward,
+    checkpoint_bytes,
+    read_recipe,
+    try_reward,
+)
 from corral.data.rows import Message, Row
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import Plan
+from corral.rollout.prefix import THOUGHTS, TURNS, breaks
 
-H1, H2, H3 = (Place(f"h{number}", f"10.0.0.{number}", number - 1) for number in (1, 2, 3))
+H1, H2, H3 = (NodeRef(f"h{number}", f"10.0.0.{number}", number - 1) for number in (1, 2, 3))
 THINKING = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"
     "{{ message['content'] if loop.last else message['content'].split('</think>')[-1].strip() }}<|end|>\n{% endfor %}"
@@ -68,7 +77,7 @@ CLUSTER = ("cluster.nodes=2", "cluster.devices_per_node=2")
 def test_memory_is_compared_with_each_nodes_own(recipe: Path) -> None:
     plan = plan_of(recipe, *CLUSTER)
     needs = max(plan.memory[0].totals.values())
-    large, tight, small = (Capacity(2, (size, size), 2**40) for size in (10 * needs, int(1.05 * needs), needs // 2))
+    large, tight, small = (NodeCapacity(2, (size, size), 2**40) for size in (10 * needs, int(1.05 * needs), needs // 2))
     assert [one.level for one in check_fit(plan, {H1: large, H2: large})] == ["ok"]
     found = list(check_fit(plan, {H1: tight, H2: small}))
     assert [(one.level, one.nodes, one.device) for one in found] == [
@@ -77,7 +86,7 @@ def test_memory_is_compared_with_each_nodes_own(recipe: Path) -> None:
         ("error", (H2,), "GPU 0"),
         ("error", (H2,), "GPU 1"),
     ]
-    without = list(check_fit(plan, {H1: Capacity(2, (), 10 * needs), H2: Capacity(2, (), needs)}))
+    without = list(check_fit(plan, {H1: NodeCapacity(2, (), 10 * needs), H2: NodeCapacity(2, (), needs)}))
     assert [(one.level, one.nodes, one.device) for one in without] == [("error", (H2,), None)]
 
 
@@ -89,7 +98,7 @@ def test_checkpoints_need_room_for_those_that_are_kept_and_the_next(recipe: Path
 
 def test_a_cluster_that_is_too_small_is_an_error_with_what_there_is(recipe: Path) -> None:
     asked = load_recipe(recipe, CLUSTER)
-    two, one = Capacity(2, (), 0), Capacity(1, (), 0)
+    two, one = NodeCapacity(2, (), 0), NodeCapacity(1, (), 0)
     assert [found.level for found in check_devices(asked, {H1: two, H2: two, H3: one})] == ["ok"]
     [found] = check_devices(asked, {H1: two, H2: one})
     assert found.level == "error"
@@ -101,7 +110,7 @@ def test_a_cluster_that_is_too_small_is_an_error_with_what_there_is(recipe: Path
 
 def test_what_a_recipe_names_is_found(recipe: Path, tiny_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    named = named_in(load_recipe(recipe, [f"data.train.path={rows}", "data.train.size=null", *CLUSTER]), recipe)
+    named = required_files(load_recipe(recipe, [f"data.train.path={rows}", "data.train.size=null", *CLUSTER]), recipe)
     assert [(one.key, one.name, one.everywhere) for one in named] == [
         ("recipe", str(recipe), True),
         ("model.path", str(tiny_model), True),
@@ -109,7 +118,7 @@ def test_what_a_recipe_names_is_found(recipe: Path, tiny_model: Path, tmp_path: 
         ("data.train.path", str(rows), False),
     ]
     assert [bool(digest_of(one)) for one in named] == [True, True, True, False]
-    assert not named_in(load_recipe(recipe), recipe)[1].everywhere
+    assert not required_files(load_recipe(recipe), recipe)[1].everywhere
 
 
 def test_losses_and_advantages_of_the_users_are_looked_for(recipe: Path, tmp_path: Path) -> None:
@@ -123,40 +132,40 @@ def test_losses_and_advantages_of_the_users_are_looked_for(recipe: Path, tmp_pat
 
 def test_modules_and_models_of_the_hub_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    hub = Named("model.path", "org/model", "hub", True)
+    hub = RequiredFile("model.path", "org/model", "hub", True)
     assert digest_of(hub) == ""
     snapshot = tmp_path / "models--org--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     assert digest_of(hub)
-    assert digest_of(Named("environment.name", "corral.envs.question", "module", True))
-    assert not digest_of(Named("environment.name", "no.such.module", "module", True))
+    assert digest_of(RequiredFile("environment.name", "corral.envs.question", "module", True))
+    assert not digest_of(RequiredFile("environment.name", "no.such.module", "module", True))
 
 
-CODE = Named("environment.reward.name", "/code/reward.py", "path", True)
+CODE = RequiredFile("environment.reward.name", "/code/reward.py", "path", True)
 
 
 def test_a_file_that_a_node_lacks_or_has_another_version_of_is_named() -> None:
-    [lacks] = check_named(CODE, {H1: "a", H2: "", H3: "a"}, H1, offline=False)
+    [lacks] = check_required(CODE, {H1: "a", H2: "", H3: "a"}, H1, offline=False)
     assert (lacks.level, lacks.nodes) == ("error", (H2,))
-    [differs] = check_named(CODE, {H1: "a", H2: "a", H3: "b"}, H1, offline=False)
+    [differs] = check_required(CODE, {H1: "a", H2: "a", H3: "b"}, H1, offline=False)
     assert (differs.level, differs.nodes) == ("error", (H3,))
-    [wrong] = check_named(CODE, {H1: "", H2: "", H3: ""}, H1, offline=False)
+    [wrong] = check_required(CODE, {H1: "", H2: "", H3: ""}, H1, offline=False)
     assert (wrong.level, wrong.nodes) == ("error", (H1,))
-    assert list(check_named(CODE, {H1: "a", H2: "a"}, H1, offline=False)) == []
+    assert list(check_required(CODE, {H1: "a", H2: "a"}, H1, offline=False)) == []
 
 
 def test_a_recipe_may_be_missing_elsewhere_but_not_differ() -> None:
-    own = Named("recipe", "/r.yaml", "recipe", True)
-    assert list(check_named(own, {H1: "a", H2: ""}, H1, offline=False)) == []
-    [differs] = check_named(own, {H1: "a", H2: "b"}, H1, offline=False)
+    own = RequiredFile("recipe", "/r.yaml", "recipe", True)
+    assert list(check_required(own, {H1: "a", H2: ""}, H1, offline=False)) == []
+    [differs] = check_required(own, {H1: "a", H2: "b"}, H1, offline=False)
     assert (differs.level, differs.nodes) == ("warning", (H2,))
 
 
 def test_a_model_of_the_hub_is_an_error_only_without_the_hub() -> None:
-    hub = Named("model.path", "org/model", "hub", True)
-    assert [one.level for one in check_named(hub, {H1: "a", H2: ""}, H1, offline=False)] == ["note"]
-    assert [one.level for one in check_named(hub, {H1: "a", H2: ""}, H1, offline=True)] == ["error"]
+    hub = RequiredFile("model.path", "org/model", "hub", True)
+    assert [one.level for one in check_required(hub, {H1: "a", H2: ""}, H1, offline=False)] == ["note"]
+    assert [one.level for one in check_required(hub, {H1: "a", H2: ""}, H1, offline=True)] == ["error"]
 
 
 # --- chat
@@ -262,8 +271,8 @@ def test_a_reward_near_its_deadline_or_blind_to_the_answer_is_told(scorer: Calla
 
 def test_a_step_that_waits_for_rewards_is_told(recipe: Path) -> None:
     plan = plan_of(recipe, "batch.prompts_per_step=512", "batch.samples_per_prompt=8")
-    calls = (Call(0.5, 1.0, None, True), Call(0.5, 0.0, None, False))
-    [found] = check_reward(Trial(calls), plan)
+    calls = (RewardCall(0.5, 1.0, None, True), RewardCall(0.5, 0.0, None, False))
+    [found] = check_reward(RewardTrial(calls), plan)
     assert found.level == "warning"
     assert "4096 calls a step" in found.what
     assert "environment.reward.workers" in found.fix
@@ -281,7 +290,7 @@ def test_findings_are_grouped_merged_and_aligned() -> None:
         Finding("error", "GPU health", "broken", "reset it", (H2,), "GPU 3"),
         Finding("ok", "versions", "torch 1", nodes=(H1, H2)),
     ]
-    assert in_words(Diagnosis([H1, H2], findings)).splitlines() == [
+    assert Diagnosis([H1, H2], findings).text().splitlines() == [
         "2 nodes: 0 h1 (10.0.0.1), 1 h2 (10.0.0.2)",
         "",
         "error    GPU health  h2, GPU 3: broken",

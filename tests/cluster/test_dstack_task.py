@@ -11,8 +11,8 @@ import pytest
 import yaml
 from launching import HOSTILE, work
 
-from corral.cluster.launchers.base import Launch, Work
 from corral.cluster.launchers.dstack import RECIPE, dstack_launch
+from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
 from corral.recipe.errors import UserError
 from corral.recipe.load import load_recipe
 
@@ -28,15 +28,15 @@ for text in json.load(sys.stdin):
 """
 
 
-def launch(of: Work, folder: Path, **options: Any) -> Launch:
+def launch(of: LaunchSpec, folder: Path, **options: Any) -> LaunchFiles:
     return dstack_launch(of, folder=folder, image="registry.example/corral:1", **options)
 
 
-def task_text(of: Work, folder: Path, **options: Any) -> str:
+def task_text(of: LaunchSpec, folder: Path, **options: Any) -> str:
     return next(text for name, text in launch(of, folder, **options).files.items() if name.endswith(".dstack.yml"))
 
 
-def task(of: Work, folder: Path, **options: Any) -> dict[str, Any]:
+def task(of: LaunchSpec, folder: Path, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(task_text(of, folder, **options))
     return found
 

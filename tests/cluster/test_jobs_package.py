@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from runs import RECIPE
 
-from corral.cluster.jobs import code as code_module
-from corral.cluster.jobs.code import Code, files_of, gather
-from corral.cluster.jobs.environment import chosen_variables, read_runtime_env
+from corral.cluster.jobs import job_code
 from corral.cluster.jobs.job import Job
-from corral.cluster.jobs.paths import anchored
-from corral.cluster.jobs.submit import Order, new_id, prepare
+from corral.cluster.jobs.job_code import JobCode, collect_code, files_of, with_absolute_paths
+from corral.cluster.jobs.job_environment import chosen_variables, read_runtime_env
+from corral.cluster.jobs.submit import JobRequest, new_id, prepare
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.rules import check
@@ -52,7 +51,7 @@ def write(folder: Path, *names: str, content: str = "x = 1\n") -> None:
 def test_paths_are_those_of_the_folder_it_was_submitted_from(folder: Path, load: Load) -> None:
     (folder / "models" / "mine").mkdir(parents=True)
     files = ("data.train.path=[a.jsonl, 'b/*.parquet']", "~data.train.size", "~data.train.options")
-    recipe = anchored(
+    recipe = with_absolute_paths(
         load(*files, "logging.runs=runs", "checkpoint.resume=old/step_1", "reference.path=../other"), folder
     )
     assert recipe.model.path == f"{folder}/models/mine"
@@ -72,7 +71,7 @@ def test_paths_are_those_of_the_folder_it_was_submitted_from(folder: Path, load:
     ],
 )
 def test_what_is_no_path_in_the_folder_stays(folder: Path, load: Load, override: str, expected: str) -> None:
-    recipe = anchored(load(override), folder)
+    recipe = with_absolute_paths(load(override), folder)
     assert recipe.model.path == expected
     assert recipe.data.train.path == "arithmetic:addition"
     assert recipe.checkpoint.resume == "auto"
@@ -81,15 +80,15 @@ def test_what_is_no_path_in_the_folder_stays(folder: Path, load: Load, override:
 def test_keys_that_were_not_written_are_still_not(folder: Path, load: Load) -> None:
     """A recipe with a `cluster` section would run elsewhere."""
     before = load("~logging")
-    after = prepare(Order(before, folder, folder)).recipe
+    after = prepare(JobRequest(before, folder, folder)).recipe
     assert after.model_fields_set - before.model_fields_set == {"logging"}
     assert "cluster" not in dump_recipe(after)
 
 
 def test_a_chat_template_travels_in_the_recipe(folder: Path, load: Load) -> None:
     write(folder, "chat.jinja", content="{{ messages }}")
-    assert anchored(load("model.chat_template=chat.jinja"), folder).model.chat_template == "{{ messages }}"
-    assert anchored(load("model.chat_template=other.jinja"), folder).model.chat_template == "other.jinja"
+    assert with_absolute_paths(load("model.chat_template=chat.jinja"), folder).model.chat_template == "{{ messages }}"
+    assert with_absolute_paths(load("model.chat_template=other.jinja"), folder).model.chat_template == "other.jinja"
 
 
 # --- the code
@@ -109,7 +108,7 @@ def test_python_files_and_small_texts_are_sent(folder: Path) -> None:
         "a_run/metrics.jsonl",
         "a_run/g.py",
     )
-    write(folder, "large.txt", content="x" * (code_module.MAX_TEXT_BYTES + 1))
+    write(folder, "large.txt", content="x" * (job_code.MAX_TEXT_BYTES + 1))
     assert sorted(files_of(folder, skip=folder / "runs")) == [
         "a.py",
         "package/b.py",
@@ -120,24 +119,24 @@ def test_python_files_and_small_texts_are_sent(folder: Path) -> None:
 
 def test_other_files_are_sent_if_they_are_named(folder: Path, load: Load) -> None:
     write(folder, "a.py", "prompts/one.json", "prompts/two.json", "three.json")
-    _, code = gather(load(), folder, folder, ["prompts/*.json"])
+    _, code = collect_code(load(), folder, folder, ["prompts/*.json"])
     assert sorted(code.files) == ["a.py", "prompts/one.json", "prompts/two.json"]
     with pytest.raises(UserError, match=r"--include \*\.csv: no file"):
-        gather(load(), folder, folder, ["*.csv"])
+        collect_code(load(), folder, folder, ["*.csv"])
 
 
 @pytest.mark.parametrize("written", ["score.py", "./score.py", "{folder}/score.py"])
 def test_a_file_of_the_folder_is_named_within_it(folder: Path, load: Load, written: str) -> None:
     write(folder, "score.py")
     name = f"{written.format(folder=folder)}:score"
-    recipe, code = gather(load(f"environment.reward.name={name}"), folder, folder)
+    recipe, code = collect_code(load(f"environment.reward.name={name}"), folder, folder)
     assert recipe.environment.reward.name == "score.py:score"
     assert list(code.files) == ["score.py"]
 
 
 def test_a_file_from_elsewhere_comes_with_those_beside_it(tmp_path: Path, folder: Path, load: Load) -> None:
     write(tmp_path / "elsewhere", "score.py", "helper.py", "data.jsonl", "deeper/more.py")
-    recipe, code = gather(load("environment.reward.name=../elsewhere/score.py:score"), folder, folder)
+    recipe, code = collect_code(load("environment.reward.name=../elsewhere/score.py:score"), folder, folder)
     assert recipe.environment.reward.name == ".corral/code/0/score.py:score"
     assert sorted(code.files) == [".corral/code/0/helper.py", ".corral/code/0/score.py"]
 
@@ -153,7 +152,7 @@ def test_losses_and_advantages_of_the_users_are_sent_and_named_as_rewards_are(fo
 def test_a_file_that_is_not_there_is_said_before_anything_is_sent(folder: Path, load: Load) -> None:
     write(folder, "score.py")
     with pytest.raises(UserError, match=r"environment\.reward\.name: no file .*scorr\.py; did you mean `score\.py`\?"):
-        gather(load("environment.reward.name=scorr.py:score"), folder, folder)
+        collect_code(load("environment.reward.name=scorr.py:score"), folder, folder)
 
 
 def test_a_module_on_the_path_comes_along_and_an_installed_one_does_not(
@@ -162,8 +161,8 @@ def test_a_module_on_the_path_comes_along_and_an_installed_one_does_not(
     write(tmp_path / "library", "mine/__init__.py", "mine/score.py", "single.py", "other.py")
     monkeypatch.syspath_prepend(str(tmp_path / "library"))
 
-    def sent_with(name: str) -> Code:
-        return gather(load(f"environment.reward.name={name}"), folder, folder)[1]
+    def sent_with(name: str) -> JobCode:
+        return collect_code(load(f"environment.reward.name={name}"), folder, folder)[1]
 
     assert sorted(sent_with("mine.score:score").files) == ["mine/__init__.py", "mine/score.py"]
     assert sorted(sent_with("single:score").files) == ["single.py"]
@@ -175,7 +174,7 @@ def test_a_module_on_the_path_comes_along_and_an_installed_one_does_not(
 
 def test_without_code_files_are_named_in_full(folder: Path, load: Load) -> None:
     write(folder, "score.py")
-    recipe, code = gather(load("environment.reward.name=score.py:score"), folder, None)
+    recipe, code = collect_code(load("environment.reward.name=score.py:score"), folder, None)
     assert recipe.environment.reward.name == f"{folder}/score.py:score"
     assert code.files == {}
 
@@ -183,19 +182,19 @@ def test_without_code_files_are_named_in_full(folder: Path, load: Load) -> None:
 def test_code_that_is_too_large_is_refused_with_its_largest_files(
     folder: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code_module, "MAX_BYTES", 3000)
+    monkeypatch.setattr(job_code, "MAX_BYTES", 3000)
     write(folder, "small.py")
     write(folder, "tables/large.py", content="x" * 4000)
     with pytest.raises(
         UserError, match=r"2 files of code are 3\.91 KiB.* at most .* 2\.93 KiB.*tables/large\.py \(3\.91 KiB\)"
     ):
-        gather(load(), folder, folder)
+        collect_code(load(), folder, folder)
 
 
 def test_a_home_directory_is_not_sent(folder: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     with pytest.raises(UserError, match="would be sent along: submit from the folder of your code"):
-        gather(load(), folder, folder)
+        collect_code(load(), folder, folder)
 
 
 # --- the variables
@@ -219,7 +218,7 @@ def test_a_variable_that_is_not_set_here_is_an_error_if_it_was_asked_for() -> No
 
 def test_workers_get_the_variables_of_the_command_too(folder: Path, load: Load) -> None:
     recipe = load("cluster.nodes=2", "cluster.environment=[HF_TOKEN]")
-    package = prepare(Order(recipe, folder, folder, variables={"HF_TOKEN": "a", "MODE": "b"}))
+    package = prepare(JobRequest(recipe, folder, folder, variables={"HF_TOKEN": "a", "MODE": "b"}))
     assert package.recipe.cluster.environment == ["HF_TOKEN", "MODE"]
 
 
@@ -278,14 +277,15 @@ def test_ids_tell_the_run_and_the_time_and_are_never_the_same() -> None:
 
 def test_resuming_and_naming_another_checkpoint_is_a_contradiction(folder: Path, load: Load) -> None:
     with pytest.raises(UserError, match="--resume goes on with the run of that name"):
-        prepare(Order(load("checkpoint.resume=other/step_1"), folder, folder, resume=True))
+        prepare(JobRequest(load("checkpoint.resume=other/step_1"), folder, folder, resume=True))
     assert (
-        prepare(Order(load("checkpoint.resume=never"), folder, folder, resume=True)).recipe.checkpoint.resume == "auto"
+        prepare(JobRequest(load("checkpoint.resume=never"), folder, folder, resume=True)).recipe.checkpoint.resume
+        == "auto"
     )
 
 
 def test_the_recipe_arrives_as_it_was_meant(folder: Path, load: Load, tmp_path: Path) -> None:
-    package = prepare(Order(load("cluster.address=10.0.0.1:6379"), folder, folder))
+    package = prepare(JobRequest(load("cluster.address=10.0.0.1:6379"), folder, folder))
     assert "`cluster.address: 10.0.0.1:6379` is not used" in package.notes[0]
     (tmp_path / "sent.yaml").write_text(dump_recipe(package.recipe))
     assert load_recipe(tmp_path / "sent.yaml") == package.recipe

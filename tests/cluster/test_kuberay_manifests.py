@@ -10,8 +10,8 @@ import pytest
 import yaml
 from launching import HOSTILE, work
 
-from corral.cluster.launchers.base import Work
 from corral.cluster.launchers.kuberay import kuberay_launch
+from corral.cluster.launchers.launch_spec import LaunchSpec
 from corral.recipe.errors import UserError
 from corral.recipe.load import load_recipe
 
@@ -26,7 +26,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def manifests(of: Work, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def manifests(of: LaunchSpec, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The recipe's ConfigMap, and the job or cluster."""
     launch = kuberay_launch(of, folder=Path("/x"), image="registry.example/corral:1", ray_version="2.60.0", **options)
     (text,) = launch.files.values()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from runs import write_recipe
 
-from corral.cli.launch.slurm import slurm
-from corral.cluster.launchers.base import Accelerator, Work
+from corral.cli.launch import slurm
+from corral.cluster.launchers.launch_spec import Accelerator, LaunchSpec
 from corral.cluster.launchers.slurm import RCCL, SlurmOptions, script, slurm_launch
 from corral.recipe.errors import UserError
 from corral.recipe.load import load_recipe
@@ -25,13 +25,15 @@ PODMAN: dict[str, Any] = {"engine": "podman", "image": "corral:latest"}
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Work:
+def work(tmp_path: Path) -> LaunchSpec:
     return work_in(tmp_path)
 
 
-def work_in(folder: Path, *overrides: str, accelerator: Accelerator = "nvidia", file: str = "recipe.yaml") -> Work:
+def work_in(
+    folder: Path, *overrides: str, accelerator: Accelerator = "nvidia", file: str = "recipe.yaml"
+) -> LaunchSpec:
     recipe = write_recipe(folder, Path("/models/tiny"))
-    return Work(load_recipe(recipe, [*NODES, *overrides]), Path(file), (*NODES, *overrides), accelerator)
+    return LaunchSpec(load_recipe(recipe, [*NODES, *overrides]), Path(file), (*NODES, *overrides), accelerator)
 
 
 def options_in(folder: Path, **changes: Any) -> SlurmOptions:
@@ -80,7 +82,7 @@ def test_no_text_of_the_recipe_is_read_by_the_shell(tmp_path: Path, text: str, c
     folder = tmp_path / f"folder {text}".replace("\n", " ")
     folder.mkdir()
     named = work_in(tmp_path).recipe.model_copy(update={"name": text})
-    work = Work(named, Path(f"{text}.yaml"), (f"name={text}",))
+    work = LaunchSpec(named, Path(f"{text}.yaml"), (f"name={text}",))
     written = script(work, replace(options_in(tmp_path, **container), work_folder=folder))
     words = evaluate(written, '"${train_command[@]}"')
     assert words[-4:] == ["corral", "train", f"{text}.yaml", f"name={text}"]
@@ -88,9 +90,9 @@ def test_no_text_of_the_recipe_is_read_by_the_shell(tmp_path: Path, text: str, c
     assert not list(tmp_path.rglob("spilt"))
 
 
-def test_what_is_asked_of_slurm(work: Work, tmp_path: Path) -> None:
+def test_what_is_asked_of_slurm(work: LaunchSpec, tmp_path: Path) -> None:
     ask = {"partition": "gpu", "account": "lab", "time": "2-00:00:00", "mem": "200G", "nodelist": "gpu-[0,1]"}
-    lines = asked(script(work, options_in(tmp_path, ask=ask, grace_s=300)))
+    lines = asked(script(work, options_in(tmp_path, sbatch=ask, grace_s=300)))
     assert {f"--{name}={value}" for name, value in ask.items()} <= lines
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--job-name=tiny", "--requeue"} <= lines
     assert f"--output={tmp_path}/logs/tiny-%j.log" in lines
@@ -98,8 +100,8 @@ def test_what_is_asked_of_slurm(work: Work, tmp_path: Path) -> None:
     assert "--no-kill" not in lines
 
 
-def test_the_kind_of_gpu_can_be_said(work: Work, tmp_path: Path) -> None:
-    lines = asked(script(work, options_in(tmp_path, ask={"gpus-per-node": "h100:4"})))
+def test_the_kind_of_gpu_can_be_said(work: LaunchSpec, tmp_path: Path) -> None:
+    lines = asked(script(work, options_in(tmp_path, sbatch={"gpus-per-node": "h100:4"})))
     assert [line for line in lines if line.startswith("--gpus")] == ["--gpus-per-node=h100:4"]
 
 
@@ -109,8 +111,8 @@ def test_without_gpus_there_are_worker_slots(tmp_path: Path) -> None:
     assert evaluate(text, '"${up_command[@]}"')[-2:] == ["--devices", "8"]
 
 
-def test_cpus_are_asked_for_the_steps_as_well(work: Work, tmp_path: Path) -> None:
-    text = script(work, options_in(tmp_path, ask={"cpus-per-task": "28"}))
+def test_cpus_are_asked_for_the_steps_as_well(work: LaunchSpec, tmp_path: Path) -> None:
+    text = script(work, options_in(tmp_path, sbatch={"cpus-per-task": "28"}))
     assert "--cpus-per-task=28" in asked(text)
     assert "--cpus-per-task=28" in evaluate(text, '"${srun_options[@]}"')
 
@@ -120,26 +122,26 @@ def test_a_run_that_can_do_without_a_node_keeps_its_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["a b", "x\n#SBATCH --uid=0", "a;b", "$(x)", ""])
-def test_what_slurm_would_misread_is_refused(work: Work, tmp_path: Path, value: str) -> None:
+def test_what_slurm_would_misread_is_refused(work: LaunchSpec, tmp_path: Path, value: str) -> None:
     with pytest.raises(UserError, match="a line that Slurm reads"):
-        script(work, options_in(tmp_path, ask={"partition": value}))
+        script(work, options_in(tmp_path, sbatch={"partition": value}))
     with pytest.raises(UserError, match="a line that Slurm reads"):
         script(work, options_in(tmp_path, log_folder=tmp_path / f"logs{value}%"))
 
 
-def test_lines_of_the_user_come_first_and_need_not_be_strict(work: Work, tmp_path: Path) -> None:
+def test_lines_of_the_user_come_first_and_need_not_be_strict(work: LaunchSpec, tmp_path: Path) -> None:
     text = script(work, options_in(tmp_path, setup=["colour=$not_set", "export NCCL_DEBUG=INFO"]))
     level, flags = evaluate(text, '"$NCCL_DEBUG" "$-"')
     assert level == "INFO"
     assert "u" in flags  # and the rest is
 
 
-def test_variables_of_another_launcher_are_forgotten(work: Work, tmp_path: Path) -> None:
+def test_variables_of_another_launcher_are_forgotten(work: LaunchSpec, tmp_path: Path) -> None:
     words = evaluate(script(work, options_in(tmp_path)), '"${RANK-gone}" "${RAY_ADDRESS-gone}"', RANK="3")
     assert words == ["gone", "gone"]
 
 
-def test_jobs_that_share_a_node_have_ports_of_their_own(work: Work, tmp_path: Path) -> None:
+def test_jobs_that_share_a_node_have_ports_of_their_own(work: LaunchSpec, tmp_path: Path) -> None:
     text = script(work, options_in(tmp_path))
     ports = {evaluate(text, '"$port"', SLURM_JOB_ID=job)[0] for job in ("1", "2", "12345678")}
     assert ports == {"20001", "20002", "25678"}
@@ -167,7 +169,7 @@ def test_of_several_variables_for_devices_amd_gets_one(tmp_path: Path) -> None:
 # --- containers
 
 
-def test_a_container_lives_as_long_as_its_step(work: Work, tmp_path: Path) -> None:
+def test_a_container_lives_as_long_as_its_step(work: LaunchSpec, tmp_path: Path) -> None:
     text = script(work, options_in(tmp_path, **DOCKER))
     words = evaluate(text, '"${up_command[@]}"')
     assert words[4:7] == ["docker", "run", "--rm"]
@@ -177,7 +179,7 @@ def test_a_container_lives_as_long_as_its_step(work: Work, tmp_path: Path) -> No
     assert evaluate(text, '"${train_command[@]}"')[:3] == ["docker", "exec", "corral-7-0"]
 
 
-def test_waiting_needs_neither_devices_nor_the_heads_container(work: Work, tmp_path: Path) -> None:
+def test_waiting_needs_neither_devices_nor_the_heads_container(work: LaunchSpec, tmp_path: Path) -> None:
     words = evaluate(script(work, options_in(tmp_path, **DOCKER)), '"${check_command[@]}"')
     assert "--gpus" not in words
     assert "--name" not in words
@@ -219,7 +221,9 @@ def test_containers_see_the_folders_and_variables_that_are_needed(tmp_path: Path
     assert {"SLURM_JOB_NODELIST", "SLURMD_NODENAME", "WANDB_API_KEY"} <= set(passed)
 
 
-def test_no_value_of_a_variable_is_in_the_script(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_value_of_a_variable_is_in_the_script(
+    work: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "very-secret")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "very-secret")
     text = script(work, options_in(tmp_path, **DOCKER, environment=["WANDB_API_KEY", "RAY_AUTH_TOKEN"]))
@@ -229,7 +233,7 @@ def test_no_value_of_a_variable_is_in_the_script(work: Work, tmp_path: Path, mon
 # --- how it is started
 
 
-def test_the_script_is_submitted_by_its_full_path(work: Work, tmp_path: Path) -> None:
+def test_the_script_is_submitted_by_its_full_path(work: LaunchSpec, tmp_path: Path) -> None:
     launch = slurm_launch(work, options_in(tmp_path), tmp_path / "launch")
     assert list(launch.files) == ["tiny.sbatch"]
     assert launch.commands == [["sbatch", f"{tmp_path}/launch/tiny.sbatch"]]

@@ -18,7 +18,7 @@ from launching import HOSTILE, work
 from runs import steps_of, write_recipe
 from ssh_hosts import REPOSITORY, SshHosts
 
-from corral.cluster.launchers.ssh import Remote, SshCluster, SshHost, read_hosts
+from corral.cluster.launchers.ssh import RemoteCommand, SshCluster, SshHost, read_hosts
 from corral.recipe.errors import UserError
 
 CORRAL = [sys.executable, "-m", "corral.cli.main"]
@@ -75,9 +75,9 @@ def cluster(recipes: Path, *overrides: str, **options: Any) -> SshCluster:
     return SshCluster(work(recipes, *overrides), hosts, **{**given, **options})
 
 
-def every(of: SshCluster) -> list[Remote]:
-    steps = [*of.prepare("0123abcd"), of.start_head(), *of.start_workers(), of.check(), of.train()]
-    return [*steps, *map(of.stop, of.hosts), *map(of.forget, of.hosts)]
+def every(of: SshCluster) -> list[RemoteCommand]:
+    steps = [*of.prepare("0123abcd"), *map(of.up, range(len(of.hosts))), of.check(), of.train()]
+    return [*steps, *map(of.stop, of.hosts), *map(of.remove_token, of.hosts)]
 
 
 def test_the_token_is_on_no_command_line(tmp_path):
@@ -124,7 +124,7 @@ def test_no_question_is_asked_and_no_wait_is_without_end(tmp_path):
 
 
 def test_hosts_are_told_who_they_are(tmp_path):
-    head, worker = cluster(tmp_path).start_head(), cluster(tmp_path).start_workers()[0]
+    head, worker = map(cluster(tmp_path).up, range(2))
     assert head.command(None)[-2] == "me@gpu1"
     assert "-p 2222 -- me@gpu1" in " ".join(head.command(None))
     assert "RANK=0 WORLD_SIZE=2 MASTER_ADDR=gpu1 MASTER_PORT=6379 corral up" in head.line
@@ -143,7 +143,7 @@ def test_what_the_recipe_says_is_text_for_the_remote_shell(tmp_path):
     of = cluster(tmp_path, HOSTILE, folder=folder, program=str(program))
     line = of.train().command(None)[-1]
     said = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
-    assert said.split("\0")[:-1] == [str(folder), *of.work.train_command[1:]]
+    assert said.split("\0")[:-1] == [str(folder), *of.spec.train_command[1:]]
     assert HOSTILE in said
     assert not list(tmp_path.rglob("spilt"))
 

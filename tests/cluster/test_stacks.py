@@ -19,7 +19,16 @@ from guides import Block, block
 from hosts import RAY, Lab
 from runs import write_recipe
 
-from corral.cluster.stacks import NO_PERMISSION, Frame, Process, Stack, explain, find_py_spy, in_words, stacks_here
+from corral.cluster.stacks import (
+    NO_PERMISSION,
+    ProcessStacks,
+    StackFrame,
+    ThreadStack,
+    explain,
+    find_py_spy,
+    format_stacks,
+    stacks_here,
+)
 from corral.runtime.presence import present
 from corral.runtime.remote_debugger import has_legacy_debugger
 
@@ -42,7 +51,7 @@ import os
 import time
 
 from corral.envs.question import QuestionEnv
-from corral.runtime.model_workers import ActorWorker
+from corral.runtime.model_workers import Actor
 
 
 def hangs(response, gate):
@@ -58,10 +67,10 @@ class Question(QuestionEnv):
 
     def __init__(self, pool):
         super().__init__(pool)
-        ActorWorker.accumulate = broken
+        Actor.accumulate = broken
 
 
-def broken(self, *arguments, accumulate=ActorWorker.accumulate):
+def broken(self, *arguments, accumulate=Actor.accumulate):
     number = 41 + 1
     if self.site.rank == 1:
         raise ValueError("no good")
@@ -107,21 +116,23 @@ def test_a_process_that_has_ended_is_forgotten(sleeper: "subprocess.Popen[str]")
 
 
 def test_processes_that_do_the_same_are_one_block() -> None:
-    stack = Stack("corral-worker_0", True, (Frame("ActorWorker.step", "runtime/model_workers.py", 118, True),))
+    stack = ThreadStack("corral-worker_0", True, (StackFrame("Actor.step", "runtime/model_workers.py", 118, True),))
     about = ("worker", "r")
-    alike = [Process(f"h{own // 4 + 1}", 100 + own, *about, own, ("actor",), (stack,)) for own in range(7)]
-    other = Process("h2", 107, *about, 7, ("actor",))
-    same, alone = in_words([*alike, other]).split("\n\n")
-    assert same.startswith("devices 0-6, actor of run r (7 alike): ActorWorker.step (runtime/model_workers.py:118)\n")
+    alike = [ProcessStacks(f"h{own // 4 + 1}", 100 + own, *about, own, ("actor",), (stack,)) for own in range(7)]
+    other = ProcessStacks("h2", 107, *about, 7, ("actor",))
+    same, alone = format_stacks([*alike, other]).split("\n\n")
+    assert same.startswith("devices 0-6, actor of run r (7 alike): Actor.step (runtime/model_workers.py:118)\n")
     assert "h1, pid 100, 101, 102, 103; h2, pid 104, 105, 106" in same
     assert alone.startswith("device 7, actor of run r: waits for work\n")
 
 
 def test_threads_that_look_after_a_run_come_last() -> None:
     looks = ("Lookout._tell_of_others", "Lookout._look")
-    lookout = Stack("debuggers", True, tuple(Frame(name, "runtime/remote_debugger.py", 1, True) for name in looks))
-    main = Stack("MainThread", False, (Frame("Training.run", "loop/train.py", 1, True),))
-    assert Process("h1", 1, "controller", "r", None, (), (lookout, main)).shown == (main, lookout)
+    lookout = ThreadStack(
+        "debuggers", True, tuple(StackFrame(name, "runtime/remote_debugger.py", 1, True) for name in looks)
+    )
+    main = ThreadStack("MainThread", False, (StackFrame("Training.run", "loop/train.py", 1, True),))
+    assert ProcessStacks("h1", 1, "controller", "r", None, (), (lookout, main)).shown == (main, lookout)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

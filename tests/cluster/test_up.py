@@ -210,10 +210,9 @@ def test_a_version_that_differs_is_said_before_anything_starts(lab: Lab) -> None
 
 PUT = """
 import json, sys
-from corral.cluster.gcs import Gcs
-from corral.cluster.reach import reach
+from corral.cluster.gcs import Gcs, find_head
 
-Gcs(reach(sys.argv[1])).put(sys.argv[2], json.loads(sys.argv[3]))
+Gcs(find_head(sys.argv[1])).put(sys.argv[2], json.loads(sys.argv[3]))
 """
 
 

@@ -1,5 +1,5 @@
-"""What is wrong with a node or a cluster, found before a run finds it.
+"""Checks of a node or a cluster, which find what is wrong before a run does.
 
-A check is a function from facts to findings. Facts are gathered on each node by its agent (`agent.py`), and what one
-node cannot know alone (ports, clocks, bandwidth, the same files everywhere) by asking all of them (`survey.py`).
+A check is a function from facts to findings. Each node gathers its facts itself (`node_inspector.py`); what one node
+cannot know alone (ports, clocks, bandwidth, the same files everywhere) needs all of them (`diagnose.py`).
 """

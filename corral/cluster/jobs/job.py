@@ -1,45 +1,48 @@
-"""Jobs as people see them: a table, one of them in detail, and which one a few letters mean."""
+"""Jobs of the cluster: listing them, finding one, following its output, and stopping one so that it can save."""
 
+import asyncio
 import difflib
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Self
 
-from corral.cluster.jobs.dashboard import JobApi
-from corral.observe.console_lines import duration
-from corral.recipe.errors import UserError
+from corral.cluster.cluster_status import format_table
+from corral.cluster.jobs.job_api import JobApi
+from corral.observe.lines import duration
+from corral.recipe.errors import RunError, UserError
 
-FOLDER_KEY = "corral_run_folder"
-RESUME_KEY = "corral_resume"
-"""Of a job's metadata."""
+FOLDER_KEY, RESUME_KEY = "corral_run_folder", "corral_resume"  # of a job's metadata
 OPEN_STATES = ("pending", "running")
-HINT_LINES = 5
+NUM_LAST_LINES = 5
+MAX_NAMES = 5
+SILENCE_S = 20.0
+"""After which it is checked whether the job still runs: a broken connection may not raise."""
+RETRIES = 10  # in a row, without output between them
+RETRY_S = 3.0
+POLL_S = 0.3
+SETTLE_S = 30.0  # between a job's last output and its end
+Write = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Job:
     id: str
-    state: str
-    """pending, running, succeeded, failed or stopped."""
-    started: float | None
-    """In seconds since 1970, as `ended`."""
+    state: str  # pending, running, succeeded, failed or stopped
+    started: float | None  # in seconds since 1970, as `ended`
     ended: float | None
-    folder: str | None
-    """Of its run; None for a job of somebody else's making."""
-    is_folder_sure: bool
-    """False: with `checkpoint.resume: never` the run may have taken a folder beside it."""
+    folder: str | None  # of its run; None for a job that Corral did not submit
+    is_folder_sure: bool  # False: with `checkpoint.resume: never` the run may have taken a folder beside it
     exit_code: int | None
     message: str
-    node: str | None
-    """Address of the node on which it is controlled."""
+    node: str | None  # address of the node on which its controller runs
     pid: int | None
 
     @classmethod
     def of(cls, details: Any) -> Self:
-        """From what Ray says of it."""
+        """A job from Ray's details of it."""
         metadata, driver = details.metadata or {}, details.driver_info
         return cls(
             id=details.submission_id,
@@ -62,12 +65,20 @@ class Job:
     def seconds(self) -> float:
         return 0.0 if self.started is None else (self.ended or time.time()) - self.started
 
+    @property
+    def outcome(self) -> str:
+        """The last line that is printed about a job that has ended."""
+        how = {"succeeded": "succeeded", "stopped": "was stopped"}.get(self.state, self.state)
+        code = f" with exit code {self.exit_code}" if self.exit_code else ""
+        folder = "" if self.folder is None else f"; run folder {self.folder}"
+        return f"job {self.id} {how}{code} after {duration(self.seconds)}{folder}"
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "state": self.state,
-            "started": clock(self.started),
-            "ended": clock(self.ended),
+            "started": format_time(self.started),
+            "ended": format_time(self.ended),
             "duration_s": round(self.seconds, 3),
             "run_folder": self.folder,
             "exit_code": self.exit_code,
@@ -76,81 +87,159 @@ class Job:
         }
 
 
+def format_time(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+
+
 def list_jobs(api: JobApi) -> list[Job]:
-    """All that were submitted since the cluster was started, the newest first."""
+    """All jobs that were submitted since the cluster was started, the newest first."""
     found = [Job.of(details) for details in api.list_jobs() if details.submission_id is not None]
     return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
 
 def find_job(api: JobApi, name: str) -> Job:
-    """By its id, or by a beginning that no other has."""
+    """The job with this id, or whose id alone begins with it."""
     jobs = list_jobs(api)
-    for job in jobs:
-        if job.id == name:
-            return job
-    found = [job for job in jobs if job.id.startswith(name)]
+    ids = [job.id for job in jobs]
+    found = [job for job in jobs if job.id == name] or [job for job in jobs if job.id.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"several jobs begin with `{name}`: {some([job.id for job in found])}; write more of it")
-    near = difflib.get_close_matches(name, [job.id for job in jobs], n=3, cutoff=0.5)
+        names = ", ".join(job.id for job in found[:MAX_NAMES])
+        more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+        raise UserError(f"several jobs begin with `{name}`: {names}{more}; write more of it")
+    near = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
     others = "; `corral jobs` lists them" if jobs else "; there is none yet"
     raise UserError(f"there is no job `{name}`" + (f"; did you mean {', '.join(near)}?" if near else others))
 
 
-def some(names: Sequence[str], most: int = HINT_LINES) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def with_true_folder(api: JobApi, job: Job) -> Job:
-    """With the folder that the run itself said, where only it can know."""
+    """The job with the folder that its run has printed, where only the run can know."""
     if job.folder is None or job.is_folder_sure:
         return job
-    said = re.search(r"^folder +(\S.*)$", logs_of(api, job.id), re.MULTILINE)
-    return job if said is None else replace(job, folder=said[1].strip(), is_folder_sure=True)
+    printed = re.search(r"^folder +(\S.*)$", logs_of(api, job.id), re.MULTILINE)
+    return job if printed is None else replace(job, folder=printed[1].strip(), is_folder_sure=True)
 
 
 def logs_of(api: JobApi, job: str) -> str:
-    """What it has said so far; nothing before it begins."""
+    """Output of the job so far; empty before it begins."""
     try:
         return str(api.get_job_logs(job))
     except RuntimeError:
         return ""
 
 
-def table(jobs: Iterable[Job]) -> str:
-    rows = [("job", "state", "started", "duration", "run folder")]
-    rows += [(job.id, job.state, clock(job.started) or "-", duration(job.seconds), job.folder or "-") for job in jobs]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def format_jobs(jobs: Iterable[Job]) -> str:
+    rows = [
+        (job.id, job.state, format_time(job.started) or "-", duration(job.seconds), job.folder or "-") for job in jobs
+    ]
+    return "\n".join(format_table([("job", "state", "started", "duration", "run folder"), *rows]))
 
 
 def describe_job(api: JobApi, name: str) -> tuple[Job, str]:
-    """One job, and in words how it does, with the last that it said."""
+    """One job, and a text about it with the last lines of its output."""
     job = with_true_folder(api, find_job(api, name))
     rows = {
         "job": job.id,
         "state": job.state if job.exit_code in (None, 0) else f"{job.state}, exit code {job.exit_code}",
-        "started": clock(job.started) or "-",
+        "started": format_time(job.started) or "-",
         "duration": duration(job.seconds),
         "run folder": job.folder or "-",
         "controlled": "" if job.node is None else f"by process {job.pid} on {job.node}",
     }
-    said = logs_of(api, job.id).strip().splitlines()[-HINT_LINES:] or job.message.splitlines()[-HINT_LINES:]
-    width = max(map(len, rows))
-    lines = [f"{name.ljust(width)}  {text}" for name, text in rows.items() if text]
-    last = ["its last lines", *(f"  {line}" for line in said)] if said else []
-    return job, "\n".join([*lines, *last])
+    last = (logs_of(api, job.id).strip() or job.message).splitlines()[-NUM_LAST_LINES:]
+    lines = format_table([(name, text) for name, text in rows.items() if text])
+    return job, "\n".join([*lines, *(["its last lines", *(f"  {line}" for line in last)] if last else [])])
 
 
-def outcome(job: Job) -> str:
-    """The last line that is said of a job that has ended."""
-    how = {"succeeded": "succeeded", "stopped": "was stopped"}.get(job.state, job.state)
-    code = f" with exit code {job.exit_code}" if job.exit_code else ""
-    folder = "" if job.folder is None else f"; run folder {job.folder}"
-    return f"job {job.id} {how}{code} after {duration(job.seconds)}{folder}"
+# --- following and stopping
 
 
-def clock(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+def follow(api: JobApi, job: str, write: Write, *, skip: int = 0, timeout_s: float | None = None) -> Job:
+    """Writes the job's output, but for the first `skip` characters, until it ends or the timeout is over. A connection
+    that breaks is made again."""
+    deadline, failures, written = None if timeout_s is None else time.monotonic() + timeout_s, 0, skip
+
+    def write_new(text: str) -> None:
+        nonlocal written, failures
+        written, failures = written + len(text), 0
+        write(text)
+
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            asyncio.run(_stream(api, job, write_new, written, left))
+            return _wait_for_end(api, job, SETTLE_S if left is None else min(left, SETTLE_S))
+        except (ConnectionError, UserError) as broken:
+            failures += 1
+            if failures > RETRIES:
+                raise RunError(
+                    f"the connection to {api.url} is lost; job {job} goes on without it: `corral logs {job} -f`"
+                ) from broken
+            time.sleep(RETRY_S)
+
+
+async def _stream(api: JobApi, job: str, write: Write, skip: int, timeout_s: float | None) -> None:
+    """Writes output until the job's last, or the timeout is over."""
+    import aiohttp
+
+    received, messages = 0, api.tail_job_logs(job)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (text := await _next_message(api, job, messages)) is not None:
+                received += len(text)
+                if received > skip:
+                    write(text[max(0, len(text) - (received - skip)) :])
+                    skip = received
+    except TimeoutError:
+        return
+    except (RuntimeError, OSError, aiohttp.ClientError) as error:
+        raise ConnectionError(str(error)) from error
+
+
+async def _next_message(api: JobApi, job: str, messages: AsyncIterator[str]) -> str | None:
+    message = asyncio.ensure_future(anext(messages, None))
+    try:
+        while not (await asyncio.wait({message}, timeout=SILENCE_S))[0]:
+            if not await asyncio.to_thread(lambda: Job.of(api.get_job_info(job)).is_open):
+                return None
+        return message.result()
+    finally:
+        message.cancel()
+
+
+def _wait_for_end(api: JobApi, job: str, timeout_s: float) -> Job:
+    """The job when it has ended, or when the timeout is over."""
+    deadline = time.monotonic() + timeout_s
+    while (found := Job.of(api.get_job_info(job))).is_open and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return with_true_folder(api, found)
+
+
+def stop(api: JobApi, name: str, write: Write, timeout_s: float) -> str:
+    """Stops a job, which makes its run save a checkpoint first, and writes its output meanwhile. Returns what came of
+    it. Ray gives the job `submit.STOP_WAIT_S`, however long this waits."""
+    job = find_job(api, name)
+    ended = {"stopped": "was stopped", "succeeded": "has succeeded", "failed": "has failed"}
+    if not job.is_open:
+        raise UserError(f"job {job.id} does not run any more: it {ended[job.state]}")
+    skip = len(logs_of(api, job.id))
+    api.stop_job(job.id)
+    found = follow(api, job.id, write, skip=skip, timeout_s=timeout_s)
+    if found.is_open:
+        end = "" if found.pid is None else f"; `kill -9 {found.pid}` on {found.node} ends it without saving"
+        raise RunError(f"job {job.id} was told to stop and has not ended within {timeout_s:g} s{end}")
+    return f"job {job.id} {ended[found.state]}: {describe_saved(found, logs_of(api, job.id))}"
+
+
+def describe_saved(job: Job, output: str) -> str:
+    """What the job has saved, by its run's own last output."""
+    if job.state == "succeeded":
+        return f"all of its steps are done; run folder {job.folder}"
+    steps = re.findall(r"\(stopped after step (\d+) of (\d+)\)", output)
+    if not steps:
+        return "it was not in the middle of training, and saved nothing"
+    done, total = map(int, steps[-1])
+    if done == 0:
+        return f"no step was done yet, so there was nothing to save; run folder {job.folder}"
+    return f"a checkpoint of step {done} of {total} is in {job.folder}; `corral submit RECIPE --resume` goes on from it"

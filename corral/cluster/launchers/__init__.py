@@ -1,2 +1,2 @@
-"""From a recipe to the files and commands that start it on somebody's cluster. Each launcher is a function that returns
-a `Launch`; nothing is written or run here."""
+"""From a recipe to the files and commands that start it on a cluster. Each launcher is a function that returns
+`LaunchFiles`, or an object that returns commands; only `ssh.py` runs them."""

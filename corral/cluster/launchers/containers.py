@@ -1,7 +1,7 @@
 """docker and podman: one container per node, in which `corral up` stays in the foreground.
 
-What is made here are lists of words for the engine's command line. No shell reads them, and no value of a secret is in
-them: a secret is passed by the name of its variable, or is a file that the container may read.
+Commands are lists of arguments for the engine. No shell reads them, and no value of a secret is in them: a secret is
+passed by the name of its variable, or is a file that the container may read.
 """
 
 import csv
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from corral.cluster.launchers.base import Accelerator, Work
+from corral.cluster.launchers.launch_spec import Accelerator, LaunchSpec, check_names_only
 from corral.recipe.errors import UserError
 
-Engine = Literal["docker", "podman"]
+ContainerEngine = Literal["docker", "podman"]
 
-DEVICES: dict[tuple[Engine, Accelerator], tuple[str, ...]] = {
+DEVICES: dict[tuple[ContainerEngine, Accelerator], tuple[str, ...]] = {
     ("docker", "nvidia"): ("--gpus", "all"),
     # The devices come from the host's CDI file (`nvidia-ctk cdi generate`); with labels, SELinux would not open them.
     ("podman", "nvidia"): ("--device", "nvidia.com/gpu=all", "--security-opt", "label=disable"),
@@ -34,16 +34,16 @@ LIMITS = (
     *("--ulimit", "memlock=-1:-1"),
     *("--ulimit", "stack=67108864:67108864"),
 )
-TOKEN = "/run/corral/token"
-"""Where a container finds the token, if that comes as a file."""
+TOKEN = "/run/corral/token"  # where a container finds the token, if that comes as a file
 
 
-def container_flags(
-    engine: Engine,
-    work: Work,
+def run_command(
+    engine: ContainerEngine,
+    accelerator: Accelerator,
     image: str,
     *,
-    name: str,
+    folder: Path,
+    mode: Sequence[str] = ("--detach",),
     shm: str = "10g",
     mounts: Sequence[str] = (),
     environment: Sequence[str] = (),
@@ -51,14 +51,16 @@ def container_flags(
     network: str = "host",
     infiniband: bool = False,
 ) -> list[str]:
-    """`docker run` of a container in the background, up to and including the image; the command comes after it.
+    """`docker run`, up to and including the image; the command comes after it.
 
-    `mounts`: `/here`, `/here:/there` or `/here:/there:ro`. `environment`: names of variables, whose values the engine
-    takes from the environment of whoever runs this. `settings`: variables with values that everybody may see.
+    `folder`: in which the command runs. `mode`: options that come first. `mounts`: `/here`, `/here:/there` or
+    `/here:/there:ro`. `environment`: names of variables, whose values the engine takes from the environment of whoever
+    runs this. `settings`: variables with values that everybody may see.
     """
+    check_names_only(environment)
     if image.startswith("-"):
         raise UserError(f"--image {image} is not the name of an image")
-    flags = [engine, "run", "--detach", "--name", name]
+    flags = [engine, "run", *mode]
     # Ray's ports are many and chosen at run time, so publishing some of them is no use: the host's network, or one that
     # the containers have among themselves.
     flags += ["--network", network]
@@ -70,8 +72,8 @@ def container_flags(
     flags += ["--shm-size", shm]
     if engine == "podman":
         flags += ["--pids-limit", "-1"]  # docker has no limit; podman's is 2048, threads included
-    if work.accelerator != "none":
-        flags += [*LIMITS, *(AMD if work.accelerator == "amd" else DEVICES[engine, work.accelerator])]
+    if accelerator != "none":
+        flags += [*LIMITS, *(AMD if accelerator == "amd" else DEVICES[engine, accelerator])]
     if infiniband:
         flags += INFINIBAND
     for mount in mounts:
@@ -79,15 +81,12 @@ def container_flags(
     for variable, value in (settings or {}).items():
         flags += ["--env", f"{variable}={value}"]
     for variable in environment:
-        if "=" in variable:
-            where = variable.partition("=")[0]
-            raise UserError(f"--env {where}=...: give the name alone; its value is taken from the environment")
         flags += ["--env", variable]
-    return [*flags, image]
+    return [*flags, "--workdir", str(folder), image]
 
 
 def mount_flag(mount: str) -> str:
-    """In the form `--mount`, because with `--volume` docker makes an empty folder out of a path that is not there."""
+    """Value of `--mount`; with `--volume` docker would make an empty folder out of a path that is not there."""
     source, _, rest = mount.partition(":")
     target, _, mode = rest.partition(":")
     if not source.startswith("/") or not (target or source).startswith("/") or mode not in ("", "ro", "rw"):
@@ -99,9 +98,9 @@ def mount_flag(mount: str) -> str:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A command, and where it belongs. `undo`: the command that removes what this one makes. `made`: one that succeeds
-    if it is there."""
+class ContainerStep:
+    """A command, and where it must run. `undo`: the command that removes what this one makes. `made`: one that succeeds
+    if that exists."""
 
     where: str
     command: Sequence[str]
@@ -110,19 +109,18 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Containers:
-    """A cluster of containers. `head`: what the other nodes call the first one, if there are any. `is_local`: all nodes
+class ContainerCluster:
+    """A cluster of containers. `head`: the first node's name for the others, if there are any. `is_local`: all nodes
     are containers of this machine, on a network of their own. `folder`: seen by every container under the same path;
     commands run in it."""
 
-    engine: Engine
-    work: Work
+    engine: ContainerEngine
+    spec: LaunchSpec
     image: str
     name: str
     head: str | None
     folder: Path
-    token_file: Path | None
-    """None: the token is in RAY_AUTH_TOKEN, which `environment` names."""
+    token_file: Path | None  # None: the token is in RAY_AUTH_TOKEN, which `environment` names
     shm: str = "10g"
     mounts: Sequence[str] = ()
     environment: Sequence[str] = ()
@@ -130,21 +128,18 @@ class Containers:
     infiniband: bool = False
     is_local: bool = False
 
-    def bring_up(self) -> list[Step]:
-        """The head, which is awaited; the others, in any order, which are awaited too."""
-        network = [self._network()] if self.is_local else []
-        workers = [self._run(rank) for rank in range(1, self.work.num_nodes)]
-        return [
-            *network,
-            self._run(0),
-            self._check(1),
-            *workers,
-            *([self._check(self.work.num_nodes)] if workers else []),
-        ]
+    def bring_up(self) -> list[ContainerStep]:
+        """Steps that start the head and wait for it, then the other nodes, in any order, and wait for them."""
+        commands = ([self.engine, "network", what, self.name] for what in ("create", "rm", "inspect"))
+        network = [ContainerStep("on this machine", *commands)] if self.is_local else []
+        workers = [self._run(rank) for rank in range(1, self.spec.num_nodes)]
+        all_nodes = [self._check(self.spec.num_nodes)] if workers else []
+        return [*network, self._run(0), self._check(1), *workers, *all_nodes]
 
-    def train(self, is_terminal: bool = False) -> Step:
+    def train(self, is_terminal: bool = False) -> ContainerStep:
         """`is_terminal`: there is one, through which Ctrl-C reaches the training."""
-        return Step(self._place(0), [*self._inside(0, is_terminal), *self.work.train_command])
+        options = ["--interactive", "--tty"] if is_terminal else []
+        return ContainerStep(self._where(0), [*self._exec(*options), *self.spec.train_command])
 
     def container(self, rank: int) -> str:
         return f"{self.name}-{rank}" if self.is_local else self.name
@@ -152,28 +147,26 @@ class Containers:
     def logs(self, rank: int) -> list[str]:
         return [self.engine, "logs", "--tail", "20", self.container(rank)]
 
-    def _network(self) -> Step:
-        commands = ([self.engine, "network", what, self.name] for what in ("create", "rm", "inspect"))
-        return Step("on this machine", *commands)
-
-    def _run(self, rank: int) -> Step:
+    def _run(self, rank: int) -> ContainerStep:
         settings = {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.work.num_nodes),
+            "WORLD_SIZE": str(self.spec.num_nodes),
             **({} if self.head is None else {"MASTER_ADDR": self.head}),
             "MASTER_PORT": str(self.port),
         }
-        recipe = (self.folder / self.work.file).resolve()
+        recipe = (self.folder / self.spec.file).resolve()
         elsewhere = [] if recipe.is_relative_to(self.folder.resolve()) else [f"{recipe.parent}::ro"]
         mounts = [str(self.folder), *elsewhere, *self.mounts]
         if self.token_file is not None:
             mounts.append(f"{self.token_file}:{TOKEN}:ro")
             settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": TOKEN}
-        flags = container_flags(
+        name = self.container(rank)
+        command = run_command(
             self.engine,
-            self.work,
+            self.spec.accelerator,
             self.image,
-            name=self.container(rank),
+            folder=self.folder,
+            mode=("--detach", "--name", name),
             shm=self.shm,
             mounts=mounts,
             environment=self.environment,
@@ -181,25 +174,20 @@ class Containers:
             network=self.name if self.is_local else "host",
             infiniband=self.infiniband,
         )
-        command = [*flags[:-1], "--workdir", str(self.folder), flags[-1], *self._up()]
-        name = self.container(rank)
         undo, made = [self.engine, "rm", "--force", name], [self.engine, "container", "inspect", name]
-        return Step(self._place(rank), command, undo, made)
+        return ContainerStep(self._where(rank), [*command, *self.spec.up_command("--block")], undo, made)
 
-    def _up(self) -> list[str]:
-        devices = ["--devices", str(self.work.devices_per_node)] if self.work.accelerator == "none" else []
-        return ["corral", "up", "--block", *devices]
+    def _check(self, num_nodes: int) -> ContainerStep:
+        num_devices = str(num_nodes * self.spec.devices_per_node)
+        check = ["corral", "check", num_devices, "--nodes", str(num_nodes)]
+        return ContainerStep(self._where(0), [*self._exec(), *check])
 
-    def _check(self, num_nodes: int) -> Step:
-        num_devices = str(num_nodes * self.work.devices_per_node)
-        return Step(self._place(0), [*self._inside(0), "corral", "check", num_devices, "--nodes", str(num_nodes)])
+    def _exec(self, *options: str) -> list[str]:
+        return [self.engine, "exec", *options, self.container(0)]
 
-    def _inside(self, rank: int, is_terminal: bool = False) -> list[str]:
-        return [self.engine, "exec", *(["--interactive", "--tty"] if is_terminal else []), self.container(rank)]
-
-    def _place(self, rank: int) -> str:
+    def _where(self, rank: int) -> str:
         if self.is_local:
             return "on this machine"
-        if self.work.num_nodes == 1:
+        if self.spec.num_nodes == 1:
             return "on the node"
         return f"on the head, {self.head}" if rank == 0 else f"on the node with rank {rank}"

@@ -1,136 +1,27 @@
 """A script that prepares a machine for containers with GPUs: docker, and NVIDIA's container toolkit or AMD's devices.
 
 It is printed, not run: it changes packages and a daemon of the machine, as root, and who does that should read it
-first. Every step can be done twice.
+first. Every step can be repeated.
 """
 
+import re
+from pathlib import Path
 from typing import Literal
 
-Family = Literal["apt", "yum"]
-
+PackageManager = Literal["apt", "yum"]
+PARTS = Path(__file__).with_name("host_setup.sh")
 SOURCES = {
     "docker": "https://download.docker.com/linux",
     "nvidia": "https://nvidia.github.io/libnvidia-container",
 }
-"""Where the makers publish their packages; the lists below begin there."""
+"""Where the makers publish their packages; the lists of packages begin there."""
 
 
-def host_setup(family: Family, is_amd: bool) -> str:
-    vendor = AMD if is_amd else {"apt": NVIDIA_APT, "yum": NVIDIA_YUM}[family]
-    parts = [
-        START,
-        {"apt": DOCKER_APT, "yum": DOCKER_YUM}[family],
-        DAEMON,
-        vendor,
-        AMD_CHECK if is_amd else NVIDIA_CHECK,
-    ]
-    text = "\n".join(part.strip("\n") + "\n" for part in parts)
+def host_setup(family: PackageManager, is_amd: bool) -> str:
+    pieces = re.split(r"^#@ (\w+)\n", PARTS.read_text(), flags=re.MULTILINE)
+    parts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    gpu = ["amd", "amd_check"] if is_amd else [f"nvidia_{family}", "nvidia_check"]
+    text = "\n".join(parts[name] for name in ["start", f"docker_{family}", "daemon", *gpu])
     for name, address in SOURCES.items():
         text = text.replace(f"@{name}@", address)
     return text
-
-
-START = """
-#!/usr/bin/env bash
-# Prepares this machine for containers with GPUs. Read it, then run it as root on every node; running it again is fine.
-# The GPU's kernel driver must be there already: it is not installed here.
-set -euo pipefail
-
-if [ "$(id -u)" != 0 ]; then
-  echo "run this as root: sudo bash $0" >&2
-  exit 1
-fi
-# shellcheck source=/dev/null
-. /etc/os-release
-"""
-
-DOCKER_APT = """
-# --- docker, from its makers (Debian, Ubuntu)
-export DEBIAN_FRONTEND=noninteractive
-case "$ID" in
-  debian | ubuntu) distribution=$ID ;;
-  *) distribution=ubuntu ;;
-esac
-apt-get update
-apt-get install -y ca-certificates curl gnupg
-install -m 0755 -d /etc/apt/keyrings
-curl -fsSL "@docker@/$distribution/gpg" -o /etc/apt/keyrings/docker.asc
-chmod a+r /etc/apt/keyrings/docker.asc
-signed="arch=$(dpkg --print-architecture) signed-by=/etc/apt/keyrings/docker.asc"
-release=${UBUNTU_CODENAME:-$VERSION_CODENAME}
-echo "deb [$signed] @docker@/$distribution $release stable" > /etc/apt/sources.list.d/docker.list
-apt-get update
-apt-get install -y docker-ce docker-ce-cli containerd.io docker-buildx-plugin
-"""
-
-DOCKER_YUM = """
-# --- docker, from its makers (RHEL and those like it, Fedora)
-case "$ID" in
-  fedora | rhel) distribution=$ID ;;
-  *) distribution=centos ;;
-esac
-if command -v dnf > /dev/null; then yum=dnf; else yum=yum; fi
-"$yum" install -y ca-certificates curl
-curl -fsSL "@docker@/$distribution/docker-ce.repo" -o /etc/yum.repos.d/docker-ce.repo
-"$yum" install -y docker-ce docker-ce-cli containerd.io docker-buildx-plugin
-"""
-
-DAEMON = """
-systemctl enable --now docker
-"""
-
-NVIDIA_APT = """
-# --- NVIDIA's container toolkit
-if ! command -v nvidia-smi > /dev/null; then
-  echo "nvidia-smi is not here: install the driver of the GPU first" >&2
-  exit 1
-fi
-keyring=/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg
-curl -fsSL @nvidia@/gpgkey | gpg --dearmor --yes -o "$keyring"
-curl -fsSL @nvidia@/stable/deb/nvidia-container-toolkit.list |
-  sed "s#deb https://#deb [signed-by=$keyring] https://#g" > /etc/apt/sources.list.d/nvidia-container-toolkit.list
-apt-get update
-apt-get install -y nvidia-container-toolkit
-"""
-
-NVIDIA_YUM = """
-# --- NVIDIA's container toolkit
-if ! command -v nvidia-smi > /dev/null; then
-  echo "nvidia-smi is not here: install the driver of the GPU first" >&2
-  exit 1
-fi
-curl -fsSL @nvidia@/stable/rpm/nvidia-container-toolkit.repo -o /etc/yum.repos.d/nvidia-container-toolkit.repo
-"$yum" install -y nvidia-container-toolkit
-"""
-
-NVIDIA_CHECK = """
-nvidia-ctk runtime configure --runtime=docker
-systemctl restart docker
-# podman takes the devices from this file; write it again after the driver has changed.
-mkdir -p /etc/cdi
-nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml
-
-docker info --format '{{json .Runtimes}}' | grep -q nvidia
-echo "docker has the runtime nvidia; these GPUs are here:"
-nvidia-smi --list-gpus
-"""
-
-AMD = """
-# --- AMD: containers need the kernel driver's devices, no toolkit
-for device in /dev/kfd /dev/dri; do
-  if [ ! -e "$device" ]; then
-    echo "$device is not here: install the driver (amdgpu) of the GPU first" >&2
-    exit 1
-  fi
-done
-getent group video > /dev/null || groupadd --system video
-getent group render > /dev/null || groupadd --system render
-if [ -n "${SUDO_USER:-}" ]; then
-  usermod --append --groups video,render "$SUDO_USER"
-fi
-"""
-
-AMD_CHECK = """
-docker info --format 'docker {{.ServerVersion}} is ready; these GPUs are here:'
-ls /dev/dri/render*
-"""

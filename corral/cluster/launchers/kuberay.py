@@ -5,19 +5,18 @@ The operator starts Ray itself, `corral up` is not involved; it also makes the t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.cluster.launchers.base import Launch, Work
-from corral.cluster.launchers.texts import short_name, yaml_text
+from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec, yaml_text
 from corral.recipe.errors import UserError
 from corral.recipe.load import dump_recipe
 from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
 
-Kind = Literal["job", "cluster"]
+RayKind = Literal["job", "cluster"]
 
-LONGEST_NAME = 47
-"""Of a RayJob; the operator makes longer names out of it."""
+LONGEST_NAME = 47  # of a RayJob; the operator makes longer names out of it
 FOLDER = "/etc/corral"
 RECIPE = "recipe.yaml"
 GPU = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
@@ -25,11 +24,11 @@ KEEP_FINISHED_S = 600
 
 
 def kuberay_launch(
-    work: Work,
+    spec: LaunchSpec,
     *,
     folder: Path,
     image: str,
-    kind: Kind = "job",
+    kind: RayKind = "job",
     ray_version: str,
     namespace: str | None = None,
     shm: str = "16Gi",
@@ -39,13 +38,14 @@ def kuberay_launch(
     secrets: Sequence[str] = (),
     token_secret: str | None = None,
     start_timeout_s: int = 1800,
-) -> Launch:
+) -> LaunchFiles:
     """`folder`: where the file will be. `claims`: persistent volume claims as `name:/path`. `secrets`: Secrets whose
     keys become environment variables. `token_secret`: one with the key auth_token, instead of one that the operator
     makes."""
-    name = short_name(work.name, LONGEST_NAME)
+    name = spec.short_name(LONGEST_NAME)
     named = {"name": name, **({"namespace": namespace} if namespace else {})}
-    pods = Pods(work, image, name, shm, cpus, memory, claims, secrets)
+    requests = {name: value for name, value in (("cpu", cpus), ("memory", memory)) if value is not None}
+    pods = PodTemplates(spec, image, name, shm, requests, [split_claim(claim) for claim in claims], secrets)
     cluster = {
         "rayVersion": ray_version,
         "authOptions": {"mode": "token", **({"secretName": token_secret} if token_secret else {})},
@@ -59,16 +59,16 @@ def kuberay_launch(
         "workerGroupSpecs": [
             {
                 "groupName": "workers",
-                "replicas": work.num_nodes - 1,
-                "minReplicas": work.num_nodes - 1,
-                "maxReplicas": work.num_nodes - 1,
+                "replicas": spec.num_nodes - 1,
+                "minReplicas": spec.num_nodes - 1,
+                "maxReplicas": spec.num_nodes - 1,
                 "rayStartParams": {},
                 **pods.resources(),
                 "template": pods.template("ray-worker"),
             }
-        ][: work.num_nodes - 1],
+        ][: spec.num_nodes - 1],
     }
-    recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": named, "data": {RECIPE: dump_recipe(work.recipe)}}
+    recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": named, "data": {RECIPE: dump_recipe(spec.recipe)}}
     job = {
         # The operator pastes this into a shell's command line: no word of the recipe belongs here.
         "entrypoint": f"corral train {FOLDER}/{RECIPE}",
@@ -78,41 +78,35 @@ def kuberay_launch(
         "rayClusterSpec": cluster,
     }
     kinds = {"job": ("RayJob", job), "cluster": ("RayCluster", cluster)}
-    called, spec = kinds[kind]
+    called, content = kinds[kind]
     file = f"{name}.{called.lower()}.yaml"
-    manifest = {"apiVersion": "ray.io/v1", "kind": called, "metadata": named, "spec": spec}
+    manifest = {"apiVersion": "ray.io/v1", "kind": called, "metadata": named, "spec": content}
     where = ["--namespace", namespace] if namespace else []
-    in_words = " ".join(["kubectl", *where])
-    train = f"{in_words} exec --stdin service/{name}-head-svc -- corral train {FOLDER}/{RECIPE}"
-    then = {"job": f"follow it with: {in_words} logs --follow job/{name}", "cluster": f"then train with: {train}"}
-    return Launch(
+    kubectl = " ".join(["kubectl", *where])
+    train = f"{kubectl} exec --stdin service/{name}-head-svc -- corral train {FOLDER}/{RECIPE}"
+    then = {"job": f"follow it with: {kubectl} logs --follow job/{name}", "cluster": f"then train with: {train}"}
+    return LaunchFiles(
         files={file: yaml_text(recipe, manifest)},
         commands=[["kubectl", *where, "apply", "--filename", str(folder / file)]],
         notes=["needs KubeRay 1.6 or newer (`authOptions`) and Ray 2.52 or newer in the image", then[kind]],
     )
 
 
-class Pods:
-    def __init__(
-        self,
-        work: Work,
-        image: str,
-        recipe_map: str,
-        shm: str,
-        cpus: str | None,
-        memory: str | None,
-        claims: Sequence[str],
-        secrets: Sequence[str],
-    ) -> None:
-        self.work, self.image, self.recipe_map, self.shm = work, image, recipe_map, shm
-        self.asked = {name: value for name, value in (("cpu", cpus), ("memory", memory)) if value is not None}
-        self.claims, self.secrets = [split_claim(claim) for claim in claims], secrets
+@dataclass(frozen=True)
+class PodTemplates:
+    spec: LaunchSpec
+    image: str
+    recipe_map: str
+    shm: str
+    requests: dict[str, str]
+    claims: Sequence[tuple[str, str]]
+    secrets: Sequence[str]
 
     def resources(self) -> dict[str, Any]:
-        """What Ray is told, where it cannot see it: the operator reads GPUs from the pod's limits."""
-        if self.work.accelerator != "none":
+        """Resources that Ray cannot see itself: the operator reads GPUs from the pod's limits."""
+        if self.spec.accelerator != "none":
             return {}
-        return {"resources": {WORKER_SLOT: str(self.work.devices_per_node)}}
+        return {"resources": {WORKER_SLOT: str(self.spec.devices_per_node)}}
 
     def template(self, container: str) -> dict[str, Any]:
         mounts = [
@@ -135,9 +129,9 @@ class Pods:
         return {"spec": {"containers": [inside], "volumes": volumes}}
 
     def _limits(self) -> dict[str, Any]:
-        accelerator = self.work.accelerator
-        devices = {} if accelerator == "none" else {GPU[accelerator]: str(self.work.devices_per_node)}
-        limits = {**self.asked, **devices}
+        accelerator = self.spec.accelerator
+        devices = {} if accelerator == "none" else {GPU[accelerator]: str(self.spec.devices_per_node)}
+        limits = {**self.requests, **devices}
         return {"resources": {"limits": limits, "requests": limits}} if limits else {}
 
 

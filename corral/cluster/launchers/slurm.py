@@ -1,25 +1,25 @@
 """Slurm: one batch script that starts the cluster on the job's nodes, waits for it, trains, and takes it down.
 
-The script has two halves. This module writes the first: what is asked of Slurm, and the commands as arrays, every
-word quoted. The second, `slurm.sh`, is the same for all and uses them: each node is a step of the job, and each step is
-awaited together with those that must not end meanwhile.
+The script has two halves. This module writes the first: the options of sbatch, and the commands as arrays, every word
+quoted. The second, `slurm.sh`, is the same for all and uses them: each node is a step of the job, and the script waits
+for each step together with those that must not end meanwhile.
 """
 
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from corral.cluster.launchers.base import Launch, Work
-from corral.cluster.launchers.containers import INFINIBAND, Engine, container_flags
+from corral.cluster.launchers.containers import INFINIBAND, ContainerEngine, run_command
+from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
 from corral.recipe.errors import UserError
 
-SAME_FOR_ALL = Path(__file__).with_name("slurm.sh")
+SECOND_HALF = Path(__file__).with_name("slurm.sh")
 IDENTITY = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME")
-"""What `corral up` reads to know which node it is on."""
-NOT_OURS = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
-"""Variables that `corral up` would believe before Slurm's; left over in the shell that submits, they are wrong."""
+"""Variables from which `corral up` knows which node it is on."""
+STALE_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
+"""Variables that `corral up` prefers to Slurm's; left over in the shell that submits, they are wrong."""
 RCCL = {
     "NCCL_IB_GID_INDEX": "3",
     "NCCL_CROSS_NIC": "0",
@@ -31,27 +31,29 @@ RCCL = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "HSA_NO_SCRATCH_RECLAIM": "1",
 }
-"""That people train with on nodes of eight MI300X with RoCE."""
-LINE = 110
+"""Settings that people train with on nodes of eight MI300X with RoCE."""
+RCCL_DEFAULTS = (
+    "",
+    "# For RCCL on AMD Instinct with RoCE; what your environment or the lines above say wins.",
+    *(f'export {name}="${{{name}:-{value}}}"' for name, value in RCCL.items()),
+    "# Which adapters, if not all that are there (`ibdev2netdev` lists them):",
+    "# export NCCL_IB_HCA=rdma0,rdma1",
+)
+MAX_LINE = 110
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
     """What the recipe does not say. Paths are absolute, and the same on all nodes."""
 
-    work_folder: Path
-    """Where the commands run: the recipe's relative paths begin here."""
+    work_folder: Path  # where the commands run: the recipe's relative paths begin here
     log_folder: Path
-    ask: Mapping[str, str] = field(default_factory=dict)
-    """Options of sbatch with their values: partition, account, time."""
-    setup: Sequence[str] = ()
-    """Lines of shell, as they are."""
+    sbatch: Mapping[str, str] = field(default_factory=dict)  # options with their values: partition, account, time
+    setup: Sequence[str] = ()  # lines of shell, as they are
     check_timeout_s: int = 600
-    grace_s: int = 120
-    """Before the time limit, for the training to save itself."""
-    port: int | None = None
-    """Of Ray's head process. None: made of the job's number."""
-    engine: Engine | None = None
+    grace_s: int = 120  # before the time limit, for the training to save a checkpoint
+    port: int | None = None  # of Ray's head process; None: made of the job's number
+    engine: ContainerEngine | None = None
     image: str = ""
     shm: str = "10g"
     mounts: Sequence[str] = ()
@@ -59,46 +61,43 @@ class SlurmOptions:
     """Names of variables for the containers. Without containers, everything in the shell that submits is there."""
 
 
-def slurm_launch(work: Work, options: SlurmOptions, folder: Path) -> Launch:
+def slurm_launch(spec: LaunchSpec, options: SlurmOptions, folder: Path) -> LaunchFiles:
     """`folder`: where the script will be. The folder for logs must be there before it is submitted: Slurm does not make
     it, and a job that cannot write its log fails without a word."""
-    name = f"{work.name}.sbatch"
+    name = f"{spec.name}.sbatch"
     notes = []
-    if work.accelerator != "none" and "cpus-per-task" not in options.ask:
+    if spec.accelerator != "none" and "cpus-per-task" not in options.sbatch:
         notes.append("without --cpus-per-task each node gets as few CPUs as your site gives by default, perhaps one")
     if options.engine is not None:
-        seen = ", ".join(mounts(work, options))
+        seen = ", ".join(mounts(spec, options))
         notes.append(f"the containers see {seen}; for models and data elsewhere use --mount")
     notes.append("to stop it with a checkpoint: scancel --batch --signal=TERM JOB (plain scancel saves nothing)")
-    return Launch(
-        files={name: script(work, options)},
-        commands=[["sbatch", str(folder / name)]],
-        notes=notes,
-    )
+    return LaunchFiles({name: script(spec, options)}, [["sbatch", str(folder / name)]], notes)
 
 
-def script(work: Work, options: SlurmOptions) -> str:
+def script(spec: LaunchSpec, options: SlurmOptions) -> str:
     parts = [
-        heading(work),
-        *[f"#SBATCH {line}" for line in asked(work, options)],
+        heading(spec),
+        *[f"#SBATCH {line}" for line in sbatch_options(spec, options)],
         "",
         "set -euo pipefail",
         f"cd {shlex.quote(str(options.work_folder))}",
-        *setup(options.setup),
-        f"unset {' '.join(NOT_OURS)} # of the shell that submitted this",
-        *(accelerator_defaults() if work.accelerator == "amd" else ()),
+        # What `module` and `activate` do would not pass as strict.
+        *(["", "set +u", *options.setup, "set -u", ""] if options.setup else []),
+        f"unset {' '.join(STALE_VARIABLES)} # of the shell that submitted this",
+        *(RCCL_DEFAULTS if spec.accelerator == "amd" else ()),
         "",
-        *settings(work, options),
+        *settings(spec, options),
         "",
-        SAME_FOR_ALL.read_text().rstrip(),
+        SECOND_HALF.read_text().rstrip(),
     ]
     return "\n".join(parts) + "\n"
 
 
-def heading(work: Work) -> str:
-    nodes = "a node" if work.num_nodes == 1 else f"{work.num_nodes} nodes"
-    devices = "a device" if work.devices_per_node == 1 else f"{work.devices_per_node} devices"
-    each = "" if work.num_nodes == 1 else " each"
+def heading(spec: LaunchSpec) -> str:
+    nodes = "a node" if spec.num_nodes == 1 else f"{spec.num_nodes} nodes"
+    devices = "a device" if spec.devices_per_node == 1 else f"{spec.devices_per_node} devices"
+    each = "" if spec.num_nodes == 1 else " each"
     return (
         "#!/bin/bash\n"
         f"# Trains on {nodes} with {devices}{each}. Written by `corral launch slurm`; yours to change.\n"
@@ -108,125 +107,98 @@ def heading(work: Work) -> str:
     )
 
 
-# --- what is asked of Slurm
-
-
-def asked(work: Work, options: SlurmOptions) -> list[str]:
-    """Options of sbatch. Slurm itself reads these lines, by rules of its own, so values are plain or refused."""
+def sbatch_options(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
+    """Slurm itself reads these lines, by rules of its own, so values must be plain."""
     found = {
-        "job-name": work.name,
-        "nodes": str(work.num_nodes),
+        "job-name": spec.name,
+        "nodes": str(spec.num_nodes),
         "ntasks-per-node": "1",
-        **({} if work.accelerator == "none" else {"gpus-per-node": str(work.devices_per_node)}),
-        **options.ask,
-        "output": f"{options.log_folder}/{work.name}-%j.log",
-        "open-mode": "append",  # one that Slurm starts again keeps what the first one said
+        **({} if spec.accelerator == "none" else {"gpus-per-node": str(spec.devices_per_node)}),
+        **options.sbatch,
+        "output": f"{options.log_folder}/{spec.name}-%j.log",
+        "open-mode": "append",  # a job that Slurm starts again keeps the log of the first
         "signal": f"B:TERM@{options.grace_s}",
     }
-    plain = options.log_folder, *options.ask.values()
-    for value in map(str, plain):
+    for value in map(str, [options.log_folder, *options.sbatch.values()]):
         if not re.fullmatch(r"[\w.,:/=+@\[\]-]+", value, re.ASCII):
             raise UserError(
                 f"{value!r} is for a line that Slurm reads, which takes letters, digits and .,:/=+@[]-_ only"
             )
     flags = ["--requeue"]
-    if work.recipe.cluster.min_nodes is not None:
+    if spec.recipe.cluster.min_nodes is not None:
         flags.append("--no-kill")  # the run goes on without a node that is lost
     return [*(f"--{name}={value}" for name, value in found.items()), *flags]
-
-
-def setup(lines: Sequence[str]) -> list[str]:
-    """The user's own. What `module` and `activate` do would not pass as strict."""
-    return ["", "set +u", *lines, "set -u", ""] if lines else []
-
-
-def accelerator_defaults() -> list[str]:
-    return [
-        "",
-        "# For RCCL on AMD Instinct with RoCE; what your environment or the lines above say wins.",
-        *(f'export {name}="${{{name}:-{value}}}"' for name, value in RCCL.items()),
-        "# Which adapters, if not all that are there (`ibdev2netdev` lists them):",
-        "# export NCCL_IB_HCA=rdma0,rdma1",
-    ]
 
 
 # --- the commands
 
 
-def settings(work: Work, options: SlurmOptions) -> list[str]:
-    cpus = options.ask.get("cpus-per-task")
+def settings(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
+    cpus = options.sbatch.get("cpus-per-task")
     port = options.port or "$((20000 + SLURM_JOB_ID % 10000))"
     return [
-        f"job_name={work.name}",
+        f"job_name={spec.name}",
         f"log_folder={shlex.quote(str(options.log_folder))}",
-        f"num_devices={work.num_devices}",
+        f"num_devices={spec.num_devices}",
         f"check_timeout_s={options.check_timeout_s}",
         f"port={port}" + ("" if options.port else " # so jobs that share a node do not meet"),
         array("srun_options", ["--overlap", "--nodes=1", "--ntasks=1", *([f"--cpus-per-task={cpus}"] if cpus else [])]),
-        *(bare(work) if options.engine is None else contained(work, options, options.engine)),
+        *(plain_commands(spec) if options.engine is None else container_commands(spec, options, options.engine)),
     ]
 
 
-def bare(work: Work) -> list[str]:
-    shell = list(ON_NODE) if work.accelerator == "amd" else []
+def plain_commands(spec: LaunchSpec) -> list[str]:
+    shell = list(ON_NODE) if spec.accelerator == "amd" else []
     return [
         "engine='' container='' # none",
         *([f"on_node={shlex.quote(AMD_DEVICES)}"] if shell else []),
-        array("up_command", [*shell, *up_words(work)]),
+        array("up_command", [*shell, *up_command(spec)]),
         array("check_command", [*shell, "corral", "check"]),
-        array("train_command", [*shell, *work.train_command]),
+        array("train_command", [*shell, *spec.train_command]),
     ]
 
 
-def contained(work: Work, options: SlurmOptions, engine: Engine) -> list[str]:
+def container_commands(spec: LaunchSpec, options: SlurmOptions, engine: ContainerEngine) -> list[str]:
     """`corral up` is the first process of a container on each node, which ends with it. The training is started in the
-    head's. Waiting is done in containers of their own, for the head's may not be there yet."""
-    choose = CONTAINER_DEVICES.format(variable=variable_of(work), infiniband=shlex.join(INFINIBAND))
-    inside = [engine, "exec", Variable("container"), "bash", "-c", 'echo $$ >/tmp/corral-train.pid; exec "$@"', "bash"]
+    head's. `corral check` runs in containers of their own, for the head's may not be there yet."""
+    choose = CONTAINER_DEVICES.format(variable=device_variable(spec), infiniband=shlex.join(INFINIBAND))
+    remember_pid = ["bash", "-c", 'echo $$ >/tmp/corral-train.pid; exec "$@"', "bash"]
+    inside = [engine, "exec", ScriptVariable("container"), *remember_pid]
     return [
         f"engine={engine}",
         "container=corral-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
         f"on_node={shlex.quote(choose)}",
-        array("up_command", [*ON_NODE, *container_run(work, options, engine), *up_words(work)]),
-        array("check_command", [*plain_run(work, options, engine), "corral", "check"]),
-        array("train_command", [*inside, *work.train_command]),
+        array("up_command", [*ON_NODE, *foreground_run(spec, options, engine, is_node=True), *up_command(spec)]),
+        array("check_command", [*foreground_run(spec, options, engine, is_node=False), "corral", "check"]),
+        array("train_command", [*inside, *spec.train_command]),
     ]
 
 
-def up_words(work: Work) -> list[str]:
-    """Nobody waits here for the other nodes: that is a step of its own."""
-    devices = ["--devices", str(work.devices_per_node)] if work.accelerator == "none" else []
-    return ["corral", "up", "--block", "--no-wait", "--beside", "--port", Variable("port"), *devices]
+def up_command(spec: LaunchSpec) -> list[str]:
+    """Does not wait for the other nodes: that is a step of its own."""
+    return spec.up_command("--block", "--no-wait", "--beside", "--port", ScriptVariable("port"))
 
 
-def container_run(work: Work, options: SlurmOptions, engine: Engine) -> list[str]:
-    """In the foreground, up to the image: the step is the container's life."""
-    devices = [] if work.accelerator == "none" else [variable_of(work)]
-    defaults = RCCL if work.accelerator == "amd" else {}
-    flags = container_flags(
+def foreground_run(spec: LaunchSpec, options: SlurmOptions, engine: ContainerEngine, *, is_node: bool) -> list[str]:
+    """Runs a container in the foreground: it lives as long as the step. One that is no node has no name or devices."""
+    devices = [] if spec.accelerator == "none" else [device_variable(spec)]
+    defaults = RCCL if spec.accelerator == "amd" else {}
+    variables = [*IDENTITY, *devices, *defaults, *options.environment] if is_node else IDENTITY
+    return run_command(
         engine,
-        work,
+        spec.accelerator if is_node else "none",
         options.image,
-        name="",
+        folder=options.work_folder,
+        mode=("--rm", *(("--name", ScriptVariable("container")) if is_node else ())),
         shm=options.shm,
-        mounts=mounts(work, options),
-        environment=list(dict.fromkeys([*IDENTITY, *devices, *defaults, *options.environment])),
+        mounts=mounts(spec, options),
+        environment=list(dict.fromkeys(variables)),
     )
-    flags[flags.index("--name") + 1] = Variable("container")
-    flags[flags.index("--detach")] = "--rm"
-    return [*flags[:-1], "--workdir", str(options.work_folder), options.image]
 
 
-def plain_run(work: Work, options: SlurmOptions, engine: Engine) -> list[str]:
-    """Without a name or devices, for a moment."""
-    found = container_run(replace(work, accelerator="none"), replace(options, environment=()), engine)
-    place = found.index("--name")
-    return [*found[:place], *found[place + 2 :]]
-
-
-def mounts(work: Work, options: SlurmOptions) -> list[str]:
-    """Each under its own path, so that the recipe's are right inside too."""
-    needed = [options.work_folder, options.log_folder, (options.work_folder / work.file).parent.resolve()]
+def mounts(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
+    """Mounts folders under their own paths, so that the recipe's paths are right in the container too."""
+    needed = [options.work_folder, options.log_folder, (options.work_folder / spec.file).parent.resolve()]
     found: list[Path] = []
     for path in needed:
         if not any(path.is_relative_to(other) for other in found):
@@ -234,27 +206,24 @@ def mounts(work: Work, options: SlurmOptions) -> list[str]:
     return [*map(str, found), *options.mounts]
 
 
-def variable_of(work: Work) -> str:
-    """That chooses devices, and that Ray understands."""
-    return "HIP_VISIBLE_DEVICES" if work.accelerator == "amd" else "CUDA_VISIBLE_DEVICES"
+def device_variable(spec: LaunchSpec) -> str:
+    """Variable that selects devices, and that Ray understands."""
+    return "HIP_VISIBLE_DEVICES" if spec.accelerator == "amd" else "CUDA_VISIBLE_DEVICES"
 
 
-# --- words of the script
+# --- syntax of the script
 
 
-class Variable(str):
-    """A word that is a variable of the script, to be put in by it."""
-
-
-def word_of(word: str) -> str:
-    return f'"${word}"' if isinstance(word, Variable) else shlex.quote(word)
+class ScriptVariable(str):
+    """A word that is a variable of the script, which the shell replaces."""
 
 
 def array(name: str, command: Sequence[str]) -> str:
-    """A long one on several lines, which begin with an option if they can."""
+    """An array of the shell. A long one is on several lines, which begin with an option if they can."""
     lines = [f"{name}=("]
-    for word in map(word_of, command):
-        if len(lines[-1]) + len(word) > (LINE * 3 // 4 if word.startswith("-") else LINE) and len(lines[-1]) > 2:
+    for word in (f'"${one}"' if isinstance(one, ScriptVariable) else shlex.quote(one) for one in command):
+        longest = MAX_LINE * 3 // 4 if word.startswith("-") else MAX_LINE
+        if len(lines[-1]) + len(word) > longest and len(lines[-1]) > 2:
             lines.append("  ")
         lines[-1] += word if lines[-1][-1] in "( " else f" {word}"
     return "\n".join(lines) + ")"
@@ -262,7 +231,7 @@ def array(name: str, command: Sequence[str]) -> str:
 
 # --- what the nodes' shells do before a command
 
-ON_NODE = ("bash", "-c", Variable("on_node"), "bash")
+ON_NODE = ("bash", "-c", ScriptVariable("on_node"), "bash")
 
 AMD_DEVICES = """\
 devices=${ROCR_VISIBLE_DEVICES:-${CUDA_VISIBLE_DEVICES:-${HIP_VISIBLE_DEVICES:-}}}

@@ -1,6 +1,6 @@
 """ssh: from this machine to each line of a hosts file, brings a cluster up, trains on its head, and takes it down.
 
-The head first, then the others at the same time; each step is awaited, has a deadline, and names the hosts where it
+The head is first, then the others at the same time; each step has a deadline, and its error names the hosts where it
 failed. The token goes through ssh's standard input into a file that only its owner can read: it is on no command line,
 here or there.
 """
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from corral.cluster.launchers.base import Work
+from corral.cluster.launchers.launch_spec import LaunchSpec
 from corral.recipe.errors import RunError, UserError
 
-LINE = re.compile(r"(?:(?P<user>\w[\w.-]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>\d{1,5}))?", re.ASCII)
+HOST_LINE = re.compile(r"(?:(?P<user>\w[\w.-]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>\d{1,5}))?", re.ASCII)
 CONNECTION = {
     "BatchMode": "yes",  # a question nobody answers is a wait without end
     "ConnectTimeout": "15",
@@ -35,8 +35,7 @@ SSH_FAILED = 255
 
 @dataclass(frozen=True)
 class SshHost:
-    name: str
-    """As ssh and the other hosts know it."""
+    name: str  # as ssh and the other hosts know it
     user: str | None = None
     port: int | None = None
     devices: int | None = None
@@ -54,7 +53,7 @@ def read_hosts(path: Path) -> list[SshHost]:
         if not words:
             continue
         where = f"{path}:{number}"
-        found = LINE.fullmatch(words[0])
+        found = HOST_LINE.fullmatch(words[0])
         if found is None:
             raise UserError(f"{where}: {words[0]!r} is not [user@]host[:port]")
         devices = None
@@ -76,13 +75,12 @@ def read_hosts(path: Path) -> list[SshHost]:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteCommand:
     """A line of shell for a host."""
 
     host: SshHost
     line: str
-    what: str
-    """In words, for messages."""
+    what: str  # for messages
     timeout_s: float | None = None
     stdin: str | None = None
 
@@ -98,10 +96,11 @@ class Remote:
 
 @dataclass(frozen=True)
 class SshCluster:
-    """`folder`: on the hosts, where the recipe's relative paths begin. `head`: what the others call the first host.
-    `program`: how `corral` is called there. `config`: for ssh, instead of the user's."""
+    """Commands that start, use and stop a cluster on hosts. `folder`: on the hosts, where the recipe's relative paths
+    begin. `head`: the first host's name for the others. `program`: name of `corral` on the hosts. `config`: for ssh,
+    instead of the user's."""
 
-    work: Work
+    spec: LaunchSpec
     hosts: Sequence[SshHost]
     id: str
     head: str
@@ -111,41 +110,36 @@ class SshCluster:
     config: Path | None = None
     start_timeout_s: int = 600
 
-    def prepare(self, token: str | None = None) -> list[Remote]:
-        """The token arrives, and what is needed is there."""
-        program, recipe = shlex.quote(self.program), shlex.quote(str(self.work.file))
+    def prepare(self, token: str | None = None) -> list[RemoteCommand]:
+        """Commands that store the token, and check that the hosts have what is needed."""
+        program, recipe = shlex.quote(self.program), shlex.quote(str(self.spec.file))
         has_program = or_else(
             f"command -v {program} > /dev/null", f"{self.program} is not there; name it with --corral"
         )
-        has_recipe = or_else(f"test -r {recipe}", f"there is no {self.work.file} in {self.folder}")
+        has_recipe = or_else(f"test -r {recipe}", f"there is no {self.spec.file} in {self.folder}")
         line = f'umask 077 && mkdir -p "$HOME/.corral" && cat > {self._token} && {self._cd} && {has_program}'
         lines = [f"{line} && {has_recipe}", *([line] * (len(self.hosts) - 1))]
         pairs = zip(self.hosts, lines, strict=True)
-        return [Remote(host, line, "getting ready", PREPARE_S, token) for host, line in pairs]
+        return [RemoteCommand(host, line, "getting ready", PREPARE_S, token) for host, line in pairs]
 
-    def start_head(self) -> Remote:
-        return self._up(0)
-
-    def start_workers(self) -> list[Remote]:
-        return [self._up(rank) for rank in range(1, len(self.hosts))]
-
-    def check(self) -> Remote:
+    def check(self) -> RemoteCommand:
         timeout = ["--timeout", str(self.start_timeout_s)]
-        words = ["check", str(self._num_devices), "--nodes", str(len(self.hosts)), *timeout]
-        return Remote(self.hosts[0], self._there(words), "corral check", self.start_timeout_s + PREPARE_S)
+        num_devices = sum(host.devices or self.spec.devices_per_node for host in self.hosts)
+        words = ["check", str(num_devices), "--nodes", str(len(self.hosts)), *timeout]
+        return RemoteCommand(self.hosts[0], self._on_host(words), "corral check", self.start_timeout_s + PREPARE_S)
 
-    def train(self) -> Remote:
-        return Remote(self.hosts[0], self._there(self.work.train_command[1:]), "corral train")
+    def train(self) -> RemoteCommand:
+        return RemoteCommand(self.hosts[0], self._on_host(self.spec.train_command[1:]), "corral train")
 
-    def stop(self, host: SshHost) -> Remote:
-        line = f"{self.forget(host).line}; {self._there(['down', '--port', str(self.port), '--force'])}"
-        return Remote(host, line, "corral down", DOWN_S)
+    def stop(self, host: SshHost) -> RemoteCommand:
+        line = f"{self.remove_token(host).line}; {self._on_host(['down', '--port', str(self.port), '--force'])}"
+        return RemoteCommand(host, line, "corral down", DOWN_S)
 
-    def forget(self, host: SshHost) -> Remote:
-        """The token, on a host that did not come up."""
-        return Remote(host, f"rm -f {self._token}", "removing the token", PREPARE_S)
+    def remove_token(self, host: SshHost) -> RemoteCommand:
+        """Command for a host that did not come up."""
+        return RemoteCommand(host, f"rm -f {self._token}", "removing the token", PREPARE_S)
 
-    def _up(self, rank: int) -> Remote:
+    def up(self, rank: int) -> RemoteCommand:
         host = self.hosts[rank]
         who = {
             "RANK": str(rank),
@@ -154,12 +148,13 @@ class SshCluster:
             "MASTER_PORT": str(self.port),
         }
         words = ["up", "--no-wait", "--id", self.id, "--timeout", str(self.start_timeout_s)]
-        if (devices := host.devices or self._slots) is not None:
+        slots = self.spec.devices_per_node if self.spec.accelerator == "none" else None
+        if (devices := host.devices or slots) is not None:
             words += ["--devices", str(devices)]
-        line = f"{self._there(words, who)} --token-file {self._token}"
-        return Remote(host, line, "corral up", self.start_timeout_s + PREPARE_S)
+        line = f"{self._on_host(words, who)} --token-file {self._token}"
+        return RemoteCommand(host, line, "corral up", self.start_timeout_s + PREPARE_S)
 
-    def _there(self, words: Sequence[str], variables: dict[str, str] | None = None) -> str:
+    def _on_host(self, words: Sequence[str], variables: dict[str, str] | None = None) -> str:
         settings = [f"{name}={value}" for name, value in (variables or {}).items()]
         command = shlex.join([*(["env", *settings] if settings else []), self.program, *words])
         return f"{self._cd} && {command}"
@@ -170,16 +165,8 @@ class SshCluster:
 
     @property
     def _token(self) -> str:
-        """For a shell on the host. Of this launch alone: the user's own token stays what it is."""
+        """Path of the token for a shell on the host. It belongs to this launch alone: the user's own token stays."""
         return f'"$HOME/.corral/{self.id}.token"'
-
-    @property
-    def _slots(self) -> int | None:
-        return self.work.devices_per_node if self.work.accelerator == "none" else None
-
-    @property
-    def _num_devices(self) -> int:
-        return sum(host.devices or self.work.devices_per_node for host in self.hosts)
 
 
 def or_else(line: str, complaint: str) -> str:
@@ -187,66 +174,62 @@ def or_else(line: str, complaint: str) -> str:
 
 
 def new_id(name: str) -> str:
-    """No other cluster has it, so none is mistaken for this one."""
+    """An id that no other cluster has, so that none is mistaken for this one."""
     return f"{name}-{secrets.token_hex(4)}"
 
 
-def run_over_ssh(cluster: SshCluster, say: Callable[[str], None], *, is_kept: bool = False) -> None:
-    """All of it. However it ends, the hosts that came up are taken down, unless they are to be kept."""
+def run_over_ssh(cluster: SshCluster, report: Callable[[str], None], *, is_kept: bool = False) -> None:
+    """Starts the cluster, trains on it, and takes the hosts that came up down however it ends, unless they are kept."""
     token = secrets.token_hex(32)
     up: list[SshHost] = []
     try:
-        all_at_once(cluster.prepare(token), cluster.config)
-        for group in ([cluster.start_head()], cluster.start_workers()):
+        run_together(cluster.prepare(token), cluster.config)
+        for ranks in (range(1), range(1, len(cluster.hosts))):
+            group = [cluster.up(rank) for rank in ranks]
             for remote in group:
-                say(f"{remote.host.target}: {remote.what}")
+                report(f"{remote.host.target}: {remote.what}")
             up += [remote.host for remote in group]
-            all_at_once(group, cluster.config, on_refusal=up.remove)
+            run_together(group, cluster.config, on_refusal=up.remove)
         for remote in (cluster.check(), cluster.train()):
-            say(f"{remote.host.target}: {remote.what}")
+            report(f"{remote.host.target}: {remote.what}")
             run_shown(remote, cluster.config)
     finally:
         if is_kept:
-            say("the cluster is kept; end it with:")
+            report("the cluster is kept; end it with:")
             for host in up:
-                say(shlex.join(cluster.stop(host).command(cluster.config)))
+                report(shlex.join(cluster.stop(host).command(cluster.config)))
         else:
-            clean(cluster, up, say)
+            if up:
+                report(f"{', '.join(host.target for host in up)}: corral down")
+            commands = [cluster.stop(host) if host in up else cluster.remove_token(host) for host in cluster.hosts]
+            try:
+                run_together(commands, cluster.config)
+            except RunError as error:  # must not hide the error that is being raised
+                report(str(error))
 
 
-def clean(cluster: SshCluster, up: Sequence[SshHost], say: Callable[[str], None]) -> None:
-    """Takes down what came up. That it cannot be reached is said, and hides no other error."""
-    if up:
-        say(f"{', '.join(host.target for host in up)}: corral down")
-    remotes = [cluster.stop(host) if host in up else cluster.forget(host) for host in cluster.hosts]
-    try:
-        all_at_once(remotes, cluster.config)
-    except RunError as error:
-        say(str(error))
-
-
-def all_at_once(
-    remotes: Sequence[Remote], config: Path | None, on_refusal: Callable[[SshHost], object] = lambda host: None
+def run_together(
+    remotes: Sequence[RemoteCommand], config: Path | None, on_refusal: Callable[[SshHost], object] = lambda host: None
 ) -> None:
-    """Waits for all of them, and then says where it went wrong. `on_refusal`: told of hosts where the command itself
-    failed and so left nothing behind; one that was cut off may have."""
+    """Runs all at the same time, waits for all, and raises with those that failed. `on_refusal`: called with hosts
+    where the command itself failed and so left nothing behind; one that was cut off may have."""
     failed = []
     with ExitStack() as cleanup:
-        running = [Running(remote, config, cleanup) for remote in remotes]
+        running = [RunningCommand(remote, config, cleanup) for remote in remotes]
         for one in running:
-            code, said = one.result()
+            code, reason = one.result()
             if code != 0:
-                failed.append(f"{one.remote.host.target}: {one.remote.what} failed: {said}")
+                failed.append(f"{one.remote.host.target}: {one.remote.what} failed: {reason}")
             if code not in (0, None, SSH_FAILED):
                 on_refusal(one.remote.host)
     if failed:
         raise RunError("\n".join(failed))
 
 
-class Running:
-    """A line that a host works on; it is ended here with the cleanup, at the latest."""
+class RunningCommand:
+    """A command that runs on a host; it is ended with the cleanup, at the latest."""
 
-    def __init__(self, remote: Remote, config: Path | None, cleanup: ExitStack) -> None:
+    def __init__(self, remote: RemoteCommand, config: Path | None, cleanup: ExitStack) -> None:
         self.remote = remote
         self.errors = cleanup.enter_context(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
         self.deadline = None if remote.timeout_s is None else time.monotonic() + remote.timeout_s
@@ -259,7 +242,7 @@ class Running:
             stdin.write(remote.stdin or "")
 
     def result(self) -> tuple[int | None, str]:
-        """Its exit code, and the last thing that it said. None: it was cut off by its deadline."""
+        """Exit code, and the last error that was printed. None: it was cut off by its deadline."""
         try:
             code = self.process.wait(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -270,8 +253,8 @@ class Running:
         return code, (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
 
 
-def run_shown(remote: Remote, config: Path | None) -> None:
-    """What it says is seen as it is said."""
+def run_shown(remote: RemoteCommand, config: Path | None) -> None:
+    """Runs a command with its output on this terminal."""
     where = f"{remote.host.target}: {remote.what}"
     try:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,238 @@
+"""The verbs of a cluster: up, down, check, status, doctor, stacks."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from corral.cli.planning import AsJson, Overrides
+from corral.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from corral.runtime.membership import Membership
+
+HeadAddress = Annotated[str | None, typer.Option(help="HOST:PORT of the head; default: the cluster of this node.")]
+HeadFilePath = Annotated[
+    Path | None,
+    typer.Option("--head-file", help="File with the head's address, on a file system that all nodes share."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    for command in (up, down, check, status, stacks, doctor):
+        app.command()(command)
+
+
+def up(
+    head: Annotated[bool, typer.Option("--head", help="Start a cluster here; the same as RANK=0.")] = False,
+    join: Annotated[str | None, typer.Option(help="Join the cluster at HOST[:PORT].")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node; default: $RANK.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; default: $WORLD_SIZE.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the head; default: $MASTER_PORT, else 6379.")] = None,
+    devices: Annotated[int | None, typer.Option(min=0, help="Devices of this node; default: its GPUs, or one.")] = None,
+    head_file: HeadFilePath = None,
+    id: Annotated[
+        str | None,
+        typer.Option(help="Id of this start, the same on all nodes; head files of other starts are ignored."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the head, and for all nodes.")] = 600.0,
+    wait: Annotated[bool, typer.Option(help="Wait for all nodes to join.")] = True,
+    block: Annotated[bool, typer.Option("--block", help="Stay in the foreground until a signal comes.")] = False,
+    address: Annotated[str | None, typer.Option(help="Address of this node; default: that towards the head.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; default: ~/.corral/token.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Use no token: whoever reaches this node can run commands on it.")
+    ] = False,
+    dashboard_host: Annotated[str, typer.Option(help="Address on which the head serves its dashboard.")] = "127.0.0.1",
+    dashboard_port: Annotated[int, typer.Option(help="Port of the dashboard; the next free one is taken.")] = 8265,
+    debugger: Annotated[str | None, typer.Option(help="legacy: allow `ray debug`.")] = None,
+    beside: Annotated[bool, typer.Option("--beside", help="Another Ray may run on this node.")] = False,
+    temp_dir: Annotated[Path | None, typer.Option(help="Folder for Ray's logs and spilled objects.")] = None,
+    ray_options: Annotated[
+        list[str] | None, typer.Argument(help="Options for `ray start`, after --.", metavar="[-- RAY OPTIONS]")
+    ] = None,
+) -> None:
+    """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
+    from corral.cluster.identity import IdentityOptions, check_port, find_identity
+    from corral.cluster.ray_node import stop_ray
+    from corral.cluster.up import EndedBySignal, Foreground, UpOptions, wait_for_all
+    from corral.cluster.up import up as bring_up
+    from corral.observe.status_line import Countdown, StatusLine
+
+    if debugger not in (None, "legacy"):
+        raise UserError(f"--debugger {debugger}: there is only `legacy`; Ray's other debugger needs nothing here")
+    if debugger is not None:
+        from corral.runtime.remote_debugger import has_legacy_debugger
+
+        if not has_legacy_debugger():
+            raise UserError(f"--debugger {debugger}: the installed Ray has no `ray debug` any more")
+    if port is not None:
+        check_port(port, "--port")
+    options = UpOptions(
+        identity=find_identity(IdentityOptions(head, join, rank, nodes, port, id, head_file is not None), os.environ),
+        devices=devices,
+        head_file=head_file,
+        timeout_s=timeout,
+        address=address,
+        token_file=token_file,
+        is_insecure=insecure,
+        dashboard=(dashboard_host, check_port(dashboard_port, "--dashboard-port")),
+        debugger=debugger,
+        is_beside=beside,
+        temp_dir=temp_dir,
+        ray_options=tuple(ray_options or ()),
+    )
+    line, foreground, member = StatusLine(), Foreground() if block else None, None
+    try:
+        member = bring_up(options, line)
+        print_membership(member)
+        if wait and member.num_nodes is not None:
+            wait_for_all(member, member.num_nodes, Countdown(timeout, line))
+            print(f"all {member.num_nodes} nodes are there", flush=True)
+        if member.is_head:
+            print(f"dashboard {member.dashboard}", flush=True)
+        if foreground is not None:
+            foreground.stay(member)
+    except EndedBySignal:
+        pass
+    finally:
+        line.clear()
+        if block and member is not None:
+            stop_ray(member)
+
+
+def print_membership(member: "Membership") -> None:
+    rank = "joined" if member.rank is None else f"rank {member.rank}{' (head)' if member.is_head else ''}"
+    print(f"{rank}: {member.node_address}, {member.devices} devices, cluster {member.address}", flush=True)
+    if member.token_file is None:
+        print("no token: whoever reaches this node can run commands on it (--insecure)", flush=True)
+    if member.is_head and member.num_nodes != 1 and not member.address.startswith("127."):
+        how = f"--head-file {member.head_file}" if member.head_file else f"--join {member.address}"
+        token = "" if member.head_file else ", where ~/.corral/token is that of this node"
+        print(f"others join with: corral up {how} and their own RANK{token}", flush=True)
+
+
+def down(
+    port: Annotated[int | None, typer.Option(help="Port of one cluster; default: all.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="End it even if training runs.")] = False,
+) -> None:
+    """End what `corral up` started on this node, and nothing else."""
+    from corral.cluster.up import down as bring_down
+
+    ended = bring_down(port, force)
+    for member, count in ended:
+        print(f"ended {count} processes of the cluster {member.address}")
+    if not ended:
+        print("nothing was up on this node")
+
+
+def check(
+    devices: Annotated[int, typer.Argument(min=0, help="Least number of devices.")],
+    nodes: Annotated[int, typer.Option(min=0, help="Least number of nodes.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 300.0,
+    address: HeadAddress = None,
+    head_file: HeadFilePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Wait until the cluster has so many devices, and list them. Exits with 1 and what is missing."""
+    from corral.cluster.cluster_status import TooFewDevices, wait_for_devices
+    from corral.cluster.gcs import wait_for_cluster
+    from corral.observe.status_line import Countdown, StatusLine
+
+    countdown = Countdown(timeout, StatusLine())
+    gcs = wait_for_cluster(address, head_file, countdown)
+    error = None
+    try:
+        found = wait_for_devices(gcs, devices, nodes, countdown)
+    except TooFewDevices as too_few:
+        found, error = too_few.status, too_few
+    print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
+    if error is not None:
+        raise error
+    if found.mixtures:
+        raise typer.Exit(1)
+
+
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Describe this job instead.")] = None,
+    address: HeadAddress = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the nodes of the cluster and the jobs that run on it; or describe one job."""
+    from corral.cluster.cluster_status import ClusterStatus
+    from corral.cluster.gcs import Gcs, find_head
+    from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs
+    from corral.cluster.jobs.job_api import open_jobs
+
+    if job is not None:
+        found, text = describe_job(open_jobs(address), job)
+        print(json.dumps(found.as_dict(), indent=2) if as_json else text)
+        return
+    cluster = ClusterStatus.query(Gcs(find_head(address)))
+    try:
+        jobs = [one for one in list_jobs(open_jobs(address)) if one.is_open]
+    except UserError:  # the dashboard may listen on the head's loopback only
+        jobs = []
+    if as_json:
+        print(json.dumps({**cluster.as_dict(), "jobs": [one.as_dict() for one in jobs]}, indent=2))
+    else:
+        print("\n".join([cluster.text(), *([format_jobs(jobs)] if jobs else [])]))
+
+
+def stacks(
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of the head; default: this node's cluster.")] = None,
+    as_json: AsJson = False,
+    native: Annotated[bool, typer.Option("--native", help="Print frames of compiled libraries, too. Slower.")] = False,
+) -> None:
+    """Print what every process of Corral is doing right now: on all nodes of the cluster, or else on this machine."""
+    from corral.cluster.stacks import format_stacks, stacks_here, stacks_of_cluster
+    from corral.runtime.connection import find_cluster
+
+    problems: list[str] = []
+    if find_cluster(address) is None:
+        processes = stacks_here(native)
+    else:
+        from corral.cluster.gcs import attached
+
+        with attached(address):
+            processes, problems = stacks_of_cluster(native)
+    if as_json:
+        print(json.dumps({"processes": [one.as_dict() for one in processes], "problems": problems}, indent=2))
+    else:
+        print(format_stacks(processes) or "no process of Corral is running")
+        for problem in problems:
+            print(f"warning: {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+
+
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="Also check what this recipe needs.")] = None,
+    overrides: Overrides = None,
+    everywhere: Annotated[bool, typer.Option("--all", help="Check all nodes; an error without a cluster.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Check this node only, also where a cluster is up.")] = False,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster's head.")] = None,
+    shared: Annotated[list[str] | None, typer.Option(help="A folder that all nodes are to share. Repeatable.")] = None,
+    as_json: AsJson = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for any one answer of a node.")] = 120.0,
+) -> None:
+    """Look for what is wrong with this node, or with all nodes of the cluster: devices, memory, disks, network,
+    versions, shared folders; with a recipe, what that needs. Exits with 1 if there is an error."""
+    from corral.cluster.doctor.diagnose import DoctorOptions, diagnose
+
+    if here and (everywhere or address):
+        raise UserError("--here is this node only: leave out --all and --address")
+    options = DoctorOptions(recipe, overrides or (), shared or (), timeout, show_progress)
+    diagnosis = diagnose(options, address, everywhere, here)
+    show_progress("")
+    print(json.dumps(diagnosis.as_dict(), indent=2) if as_json else diagnosis.text())
+    if diagnosis.num_errors:
+        raise typer.Exit(1)
+
+
+def show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)

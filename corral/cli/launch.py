@@ -1,0 +1,407 @@
+"""`corral launch`: writes or prints what a launcher needs to run a recipe, and with --go starts it."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from corral.cli.planning import Overrides, RecipeFile
+from corral.recipe.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from corral.cluster.launchers.containers import ContainerCluster, ContainerEngine
+    from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
+
+LONGEST_CONTAINER_NAME = 60
+OutputFolder = Annotated[Path, typer.Option(help="Folder for the files that are written.")]
+Go = Annotated[bool, typer.Option("--go", help="Run the commands as well.")]
+AcceleratorName = Annotated[str, typer.Option("--accelerator", help="nvidia, amd, or none for worker slots on CPUs.")]
+Image = Annotated[str, typer.Option(help="Image with Corral in it, where the nodes can pull it from.")]
+VariableNames = Annotated[list[str] | None, typer.Option(help="Name of a variable for the containers: WANDB_API_KEY.")]
+HeadName = Annotated[str | None, typer.Option(help="The first node's name or address, as the others know it.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Leave the cluster up at the end.")]
+HeadPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of the head.")]
+
+
+def register(app: typer.Typer) -> None:
+    launch = typer.Typer(no_args_is_help=True, help="Write what a launcher needs to run a recipe, and start it.")
+    launch.command()(slurm)
+    for engine in ("docker", "podman"):
+        help = f"Print how to start each node as a {engine} container, check them, and train."
+        launch.command(name=engine, help=help)(container_command(engine))
+    launch.command()(dstack)
+    launch.command()(kuberay)
+    launch.command(name="host-setup")(host_setup)
+    launch.command()(ssh)
+    app.add_typer(launch, name="launch")
+
+
+def make_spec(recipe: Path, overrides: Sequence[str] | None, accelerator: str = "nvidia") -> "LaunchSpec":
+    """The recipe as it would be trained, checked as `corral plan` checks it."""
+    from corral.cli.planning import planned
+    from corral.cluster.launchers.launch_spec import Accelerator, LaunchSpec
+
+    if accelerator not in Accelerator.__args__:  # type: ignore[attr-defined]
+        known = ", ".join(Accelerator.__args__)  # type: ignore[attr-defined]
+        raise UserError(f"--accelerator {accelerator} is not one of {known}")
+    loaded, _ = planned(recipe, overrides)
+    return LaunchSpec(loaded, recipe, tuple(overrides or ()), accelerator)  # type: ignore[arg-type]
+
+
+def write_files(launch: "LaunchFiles", out: Path, go: bool) -> None:
+    """Writes the files, prints the commands, and with `go` runs them."""
+    for name, text in launch.files.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if text.startswith("#!"):
+            path.chmod(0o755)
+        print(f"wrote {path}")
+    for note in launch.notes:
+        print(note)
+    if launch.commands and not go:
+        print("start it with --go, or with:" if launch.files else "run it with --go, or yourself:")
+    for command in launch.commands:
+        print(f"  {shlex.join(command)}", flush=True)
+        if go and (code := subprocess.run(list(command), cwd=out).returncode):
+            raise RunError(f"{command[0]} failed with exit code {code}")
+
+
+def absolute(path: Path) -> Path:
+    """The path as the user wrote it, links and all, but for `..` and `~`."""
+    return Path(os.path.abspath(path.expanduser()))
+
+
+def end_cleanly() -> None:
+    """Lets signals that would end this process at once end it like Ctrl-C does: what it has started is stopped
+    first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+
+
+# --- slurm
+
+
+def slurm(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: OutputFolder = Path("launch"),
+    go: Go = False,
+    accelerator: AcceleratorName = "nvidia",
+    partition: Annotated[str | None, typer.Option(help="Partition, as for sbatch.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account, as for sbatch.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as for sbatch: 2-00:00:00")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(min=1, help="CPUs of each node.")] = None,
+    mem: Annotated[str | None, typer.Option(help="Memory of each node: 200G")] = None,
+    gpus_per_node: Annotated[str | None, typer.Option(help="GPUs of a node: 8, h100:8; default: the recipe's.")] = None,
+    nodelist: Annotated[str | None, typer.Option(help="Nodes, as for sbatch: gpu-[0,1]")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Shared folder for logs; default: beside the script.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="Line of shell to begin with: 'module load cuda'.")] = None,
+    check_timeout: Annotated[int, typer.Option(min=1, help="Seconds for the nodes to come up.")] = 600,
+    grace: Annotated[int, typer.Option(min=1, help="Seconds before the time limit, to save a checkpoint.")] = 120,
+    port: Annotated[int | None, typer.Option(help="Port of Ray's head; default: made of the job's number.")] = None,
+    container: Annotated[str | None, typer.Option(help="Engine for containers: docker or podman.")] = None,
+    image: Annotated[str | None, typer.Option(help="Image with Corral in it, for containers.")] = None,
+    shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
+    mount: Annotated[list[str] | None, typer.Option(help="Folder for containers: /here[:/there[:ro]].")] = None,
+    env: VariableNames = None,
+) -> None:
+    """Write a batch script that starts a cluster on the job's nodes, trains, and ends it."""
+    from corral.cluster.launchers.slurm import SlurmOptions, slurm_launch
+
+    if container not in (None, "docker", "podman"):
+        raise UserError(f"--container {container} is not docker or podman")
+    if (container is None) != (image is None):
+        raise UserError("--container docker|podman and --image go together")
+    if container is None and (mount or env):
+        raise UserError(
+            "--mount and --env are for containers; without --container the job has your files and variables"
+        )
+    sbatch = {
+        "partition": partition,
+        "account": account,
+        "time": time,
+        "cpus-per-task": cpus_per_task,
+        "mem": mem,
+        "gpus-per-node": gpus_per_node,
+        "nodelist": nodelist,
+    }
+    spec = make_spec(recipe, overrides, accelerator)
+    options = SlurmOptions(
+        work_folder=Path.cwd(),
+        log_folder=absolute(log_dir or out / "logs"),
+        sbatch={name: str(value) for name, value in sbatch.items() if value is not None},
+        setup=tuple(setup or ()),
+        check_timeout_s=check_timeout,
+        grace_s=grace,
+        port=port,
+        engine=container,  # type: ignore[arg-type]
+        image=image or "",
+        shm=shm,
+        mounts=tuple(mount or ()),
+        environment=tuple(env or ()),
+    )
+    launch = slurm_launch(spec, options, absolute(out))
+    options.log_folder.mkdir(parents=True, exist_ok=True)
+    write_files(launch, out, go)
+
+
+# --- docker and podman
+
+
+def container_command(engine: "ContainerEngine") -> Callable[..., None]:
+    def command(
+        recipe: RecipeFile,
+        overrides: Overrides = None,
+        go: Go = False,
+        image: Annotated[str, typer.Option(help="Image with Corral in it; docker/Dockerfile makes one.")] = "corral",
+        head: HeadName = None,
+        name: Annotated[str | None, typer.Option(help="Name of the containers; default: the run's.")] = None,
+        accelerator: AcceleratorName = "nvidia",
+        shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
+        mount: Annotated[list[str] | None, typer.Option(help="Other folder to mount: /here[:/there[:ro]].")] = None,
+        env: VariableNames = None,
+        token_file: Annotated[
+            Path | None,
+            typer.Option(
+                help="File with the cluster's token, the same on each node; default: ~/.corral/token. With `--env "
+                "RAY_AUTH_TOKEN` it is in the environment instead."
+            ),
+        ] = None,
+        port: HeadPort = 6379,
+        infiniband: Annotated[bool, typer.Option("--infiniband", help="Pass /dev/infiniband to containers.")] = False,
+        local: Annotated[bool, typer.Option("--local", help="Run all nodes as containers of this machine.")] = False,
+        keep: Keep = False,
+    ) -> None:
+        from corral.cluster.launchers.containers import ContainerCluster
+        from corral.runtime.token import default_token, make_token
+
+        spec = make_spec(recipe, overrides, accelerator)
+        if local and spec.accelerator != "none" and spec.num_nodes > 1:
+            raise UserError("--local: several containers would share this machine's GPUs; use --accelerator none")
+        if head is None and spec.num_nodes > 1 and not local:
+            raise UserError("where is the head? --head HOST: the first node, as the others know it (or --local)")
+        if go and spec.num_nodes > 1 and not local:
+            raise UserError(
+                f"these lines belong on {spec.num_nodes} machines, and --go starts containers on this one: run each "
+                "line where it belongs, or start all nodes here with --local"
+            )
+        token = None if "RAY_AUTH_TOKEN" in (env or ()) else absolute(token_file or default_token())
+        if go and token == default_token() and not token.is_file():
+            make_token()
+        called = name or spec.short_name(LONGEST_CONTAINER_NAME)
+        cluster = ContainerCluster(
+            engine=engine,
+            spec=spec,
+            image=image,
+            name=called,
+            head=f"{called}-0" if local else head,
+            folder=Path.cwd(),
+            token_file=token,
+            shm=shm,
+            mounts=tuple(mount or ()),
+            environment=tuple(env or ()),
+            port=port,
+            infiniband=infiniband,
+            is_local=local,
+        )
+        if go:
+            run_containers(cluster, keep)
+        else:
+            print_containers(cluster)
+
+    return command
+
+
+def print_containers(cluster: "ContainerCluster") -> None:
+    """Prints the commands as a shell would read them; a comment says where each must run."""
+    if cluster.token_file is not None:
+        file, folder = (shlex.quote(str(path)) for path in (cluster.token_file, cluster.token_file.parent))
+        print("# the token is the same on all nodes: make it on one, and copy it to the others")
+        print(f"# (umask 077 && mkdir -p {folder} && openssl rand -hex 32 > {file})")
+    if cluster.engine == "podman" and cluster.spec.accelerator != "none":
+        print("# as root; for another user, leave out each --ulimit that is above the user's own")
+    last = ""
+    steps = cluster.bring_up()
+    commands = [(step.where, step.command) for step in [*steps, cluster.train()]]
+    commands += [(step.where, step.undo) for step in reversed(steps) if step.undo is not None]
+    for where, command in commands:
+        if where != last:
+            print(f"# {where}")
+            last = where
+        print(shlex.join(command))
+
+
+def run_containers(cluster: "ContainerCluster", is_kept: bool) -> None:
+    """Runs one step after the other. What was started is removed at the end, unless it is to be kept."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    undo: list[Sequence[str]] = []
+    end_cleanly()
+    try:
+        for step in [*cluster.bring_up(), cluster.train(is_terminal)]:
+            if step.made is not None and subprocess.run(step.made, capture_output=True).returncode == 0:
+                raise UserError(
+                    f"{step.made[-1]} is there already, perhaps with a run in it; remove it with "
+                    f"`{shlex.join(step.undo or ())}`, or choose another --name"
+                )
+            print(shlex.join(step.command), flush=True)
+            undo += [step.undo] if step.undo is not None else []
+            if code := subprocess.run(step.command).returncode:
+                for rank in range(cluster.spec.num_nodes):
+                    subprocess.run(cluster.logs(rank))
+                raise RunError(f"{shlex.join(step.command[:3])} ... failed with exit code {code}")
+    finally:
+        if is_kept:
+            print("the containers are kept; remove them with:")
+        for command in reversed(undo):
+            print(shlex.join(command), flush=True)
+            if not is_kept:
+                subprocess.run(command, stdout=subprocess.DEVNULL)
+
+
+# --- dstack, KubeRay, and the set-up of a machine
+
+
+def dstack(
+    recipe: RecipeFile,
+    image: Image,
+    overrides: Overrides = None,
+    out: OutputFolder = Path("launch"),
+    go: Go = False,
+    accelerator: AcceleratorName = "nvidia",
+    gpu: Annotated[str | None, typer.Option(help="Kind of GPU, as for dstack: H100, 80GB, A100:80GB.")] = None,
+    shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "16GB",
+    env: VariableNames = None,
+    volume: Annotated[list[str] | None, typer.Option(help="/on/the/instance:/path, or name-of-a-volume:/path.")] = None,
+    fleet: Annotated[list[str] | None, typer.Option(help="Fleet to run on.")] = None,
+) -> None:
+    """Write a dstack task that starts a cluster on its nodes and trains on the first."""
+    from corral.cluster.launchers.dstack import TOKEN, dstack_launch
+    from corral.runtime.token import find_token, make_token
+
+    launch = dstack_launch(
+        make_spec(recipe, overrides, accelerator),
+        folder=absolute(out),
+        image=image,
+        gpu=gpu,
+        shm=shm,
+        environment=env or (),
+        volumes=volume or (),
+        fleets=fleet or (),
+    )
+    if go and TOKEN not in os.environ:
+        os.environ[TOKEN] = find_token(None, None, os.environ) or make_token()
+    write_files(launch, out, go)
+
+
+def kuberay(
+    recipe: RecipeFile,
+    image: Image,
+    overrides: Overrides = None,
+    out: OutputFolder = Path("launch"),
+    go: Go = False,
+    accelerator: AcceleratorName = "nvidia",
+    kind: Annotated[str, typer.Option(help="job: trains and ends. cluster: stays, for you to train on.")] = "job",
+    namespace: Annotated[str | None, typer.Option(help="Namespace of Kubernetes.")] = None,
+    shm: Annotated[str, typer.Option(help="Size of the pods' /dev/shm.")] = "16Gi",
+    cpus: Annotated[str | None, typer.Option(help="CPUs of each pod.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each pod: 200Gi.")] = None,
+    claim: Annotated[list[str] | None, typer.Option(help="Persistent volume claim and path: models:/models")] = None,
+    secret: Annotated[list[str] | None, typer.Option(help="A Secret whose keys become environment variables.")] = None,
+    token_secret: Annotated[str | None, typer.Option(help="Secret with auth_token; default: KubeRay's own.")] = None,
+    ray_version: Annotated[str | None, typer.Option(help="Version of Ray in the image; default: this one.")] = None,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds for a job's pods to start.")] = 1800,
+) -> None:
+    """Write a RayJob or RayCluster for KubeRay, with the recipe as a ConfigMap."""
+    from corral.cluster.launchers.kuberay import kuberay_launch
+    from corral.cluster.node_report import installed_version
+
+    if kind not in ("job", "cluster"):
+        raise UserError(f"--kind {kind} is not job or cluster")
+    ray_version = ray_version or installed_version("ray")
+    if ray_version == "none":
+        raise UserError("Ray is not installed here: say with --ray-version which one the image has")
+    launch = kuberay_launch(
+        make_spec(recipe, overrides, accelerator),
+        folder=absolute(out),
+        image=image,
+        kind=kind,  # type: ignore[arg-type]
+        ray_version=ray_version,
+        namespace=namespace,
+        shm=shm,
+        cpus=cpus,
+        memory=memory,
+        claims=claim or (),
+        secrets=secret or (),
+        token_secret=token_secret,
+        start_timeout_s=timeout,
+    )
+    write_files(launch, out, go)
+
+
+def host_setup(
+    family: Annotated[str | None, typer.Option(help="Package manager, apt or yum; default: this machine's.")] = None,
+    amd: Annotated[bool, typer.Option("--amd", help="Prepare for AMD's GPUs instead of NVIDIA's.")] = False,
+) -> None:
+    """Print a script that installs docker and what containers need for GPUs."""
+    from shutil import which
+
+    from corral.cluster.launchers.host_setup import host_setup as make_script
+
+    found = family or ("yum" if which("dnf") or which("yum") else "apt")
+    if found not in ("apt", "yum"):
+        raise UserError(f"--family {found} is not apt or yum")
+    print(make_script(found, amd), end="")  # type: ignore[arg-type]
+
+
+# --- ssh
+
+
+def ssh(
+    recipe: RecipeFile,
+    hosts: Annotated[Path, typer.Option(help="A file: [user@]host[:port] [devices=N] per line; the head first.")],
+    overrides: Overrides = None,
+    go: Go = False,
+    accelerator: AcceleratorName = "nvidia",
+    head: HeadName = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Folder on the hosts; default: this one.")] = None,
+    port: HeadPort = 6379,
+    program: Annotated[str, typer.Option("--corral", help="Name of the program `corral` on the hosts.")] = "corral",
+    ssh_config: Annotated[Path | None, typer.Option(help="Configuration for ssh, instead of yours.")] = None,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds for the hosts to come up.")] = 600,
+    keep: Keep = False,
+) -> None:
+    """Start a cluster over ssh, train on its head, and take it down."""
+    from corral.cluster.launchers.ssh import SshCluster, new_id, read_hosts, run_over_ssh
+
+    spec = make_spec(recipe, overrides, accelerator)
+    named = read_hosts(hosts)
+    if len(named) < spec.num_nodes:
+        raise UserError(f"the recipe is for {spec.num_nodes} nodes (`cluster.nodes`), and {hosts} has {len(named)}")
+    cluster = SshCluster(
+        spec=spec,
+        hosts=named[: spec.num_nodes],
+        id=new_id(spec.name),
+        head=head or named[0].name,
+        folder=directory or Path.cwd(),
+        port=port,
+        program=program,
+        config=None if ssh_config is None else absolute(ssh_config),
+        start_timeout_s=timeout,
+    )
+    if go:
+        end_cleanly()
+        run_over_ssh(cluster, lambda line: print(line, flush=True), is_kept=keep)
+        return
+    print("# the cluster's token, which travels in ssh's standard input: openssl rand -hex 32 > token")
+    for remote in cluster.prepare():
+        print(f"{shlex.join(remote.command(cluster.config))} < token")
+    steps = [*map(cluster.up, range(spec.num_nodes)), cluster.check(), cluster.train()]
+    for remote in [*steps, *(cluster.stop(host) for host in cluster.hosts)]:
+        print(shlex.join(remote.command(cluster.config)))

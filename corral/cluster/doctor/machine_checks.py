@@ -1,0 +1,267 @@
+"""Checks of what a node has for its processes: shared memory, memory, open files, disks."""
+
+import os
+import re
+import resource
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from corral.cluster.doctor.findings import Finding
+from corral.recipe.memory import human_bytes
+
+MIB, GIB = 2**20, 2**30
+ContainerKind = Literal["", "docker", "podman", "kubernetes", "container"]
+"""Empty: no container, as far as one can tell from inside."""
+
+LEAST_SHM = 512 * MIB
+"""NCCL takes about 10 MB for each pair of GPUs of a node, torch puts tensors there that processes share, and Ray its
+object store. Containers have 64 MiB by default, and NCCL then fails with `unhandled system error`."""
+GOOD_SHM = 8 * GIB
+OBJECT_STORE_SHARE = 0.3
+"""Ray wants this part of the memory for its objects, and uses the disk where /dev/shm is smaller."""
+NEARLY_FULL = 0.1
+LEAST_FILES, GOOD_FILES = 1024, 8192  # each worker has connections to all others; below 8192 Ray itself warns
+GOOD_PROCESSES = 2048
+LEAST_DISK, GOOD_DISK = 256 * MIB, 10 * GIB
+RAYS = "Ray's logs and objects"
+RAY_STOPS_AT = 0.95
+"""Used part of the memory, above which Ray kills workers; and of the disk with its temporary folder, above which it
+writes no more objects there."""
+LEAST_MEMORY = 2 * GIB
+UNLIMITED = 2**60  # version 1 of cgroups has a number of that size for `no limit`
+
+
+# --- shared memory
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    total: int
+    free: int
+    objects: int  # bytes that Ray's objects may take
+    largest: tuple[str, ...]  # files in it, with sizes: what is left of processes that were killed
+    container: ContainerKind
+
+
+def shared_memory(objects: int | None) -> SharedMemory:
+    """`objects`: bytes that Ray was configured to take, where that is known."""
+    files = [path for path in Path("/dev/shm").glob("*") if path.is_file()]
+    sizes = sorted(((path.stat().st_blocks * 512, str(path)) for path in files), reverse=True)
+    largest = tuple(f"{path} ({human_bytes(size)})" for size, path in sizes[:3] if size)
+    total, free = disk_space("/dev/shm")
+    return SharedMemory(total, free, objects or int(OBJECT_STORE_SHARE * memory().total), largest, container_kind())
+
+
+def disk_space(path: Path | str) -> tuple[int, int]:
+    """Bytes of a file system in all, and free ones."""
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def check_shared_memory(shm: SharedMemory) -> Iterator[Finding]:
+    check, size = "shared memory", human_bytes(shm.total)
+    larger = "mount -o remount,size=16g /dev/shm, and in /etc/fstab"
+    if shm.container == "kubernetes":
+        larger = "mount an emptyDir with `medium: Memory` at /dev/shm of the pod"
+    elif shm.container:
+        larger = "start the container with --shm-size=16g (or --ipc=host)"
+    if shm.total < LEAST_SHM:
+        why = "NCCL between the GPUs of a node, tensors that processes share and Ray's objects are in it, and they fail"
+        yield Finding("error", check, f"/dev/shm has {size}: {why}", larger)
+    elif shm.total < min(GOOD_SHM, shm.objects):
+        what = f"/dev/shm has {size}, and Ray's objects may take {human_bytes(shm.objects)}: they go to the disk then"
+        yield Finding("warning", check, what, larger)
+    elif shm.free < NEARLY_FULL * shm.total:
+        what = f"/dev/shm is nearly full: {human_bytes(shm.free)} of {size} left"
+        what += f". The largest in it: {', '.join(shm.largest)}." if shm.largest else ""
+        yield Finding("warning", check, what, "remove what ended processes have left there")
+    else:
+        yield Finding("ok", check, f"/dev/shm {human_bytes(shm.free)} free of {size}")
+
+
+def container_kind() -> ContainerKind:
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "kubernetes"
+    if Path("/.dockerenv").exists():
+        return "docker"
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    try:
+        groups = Path("/proc/1/cgroup").read_text()
+    except OSError:
+        return ""
+    if "kubepods" in groups:
+        return "kubernetes"
+    return "container" if re.search(r"docker|libpod|containerd|lxc", groups) else ""
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    total: int  # that this node's processes may use: the machine's, or the limit of the container or job
+    available: int
+    limited: bool  # by a cgroup
+
+
+def memory() -> NodeMemory:
+    fields = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
+    total, available = int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
+    limits = cgroup_memory(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
+    for limit, used in limits:
+        if limit < min(total, UNLIMITED):
+            total, available = limit, min(available, max(0, limit - used))
+    return NodeMemory(total, available, any(limit == total for limit, _ in limits))
+
+
+def cgroup_memory(own: str, root: Path) -> list[tuple[int, int]]:
+    """Limit and use of the cgroups that this process is in, of both versions. `own`: /proc/self/cgroup.
+
+    What is cached of files counts as used, and the kernel frees it before the limit strikes; it is left out."""
+    found = []
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, files = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        for folder in (base / path.lstrip("/"), base):  # in a container the group's own path is not visible
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in files[:2])
+                cached = re.search(rf"^{files[2]} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            except OSError:
+                continue
+            if limit != "max":
+                found.append((int(limit), int(used) - int(cached[1] if cached else 0)))
+            break
+    return [(limit, used) for limit, used in found if limit < UNLIMITED]
+
+
+def check_memory(found: NodeMemory) -> Iterator[Finding]:
+    limit = " (the limit of its container or job)" if found.limited else ""
+    what = f"{human_bytes(found.available)} of {human_bytes(found.total)}{limit} available"
+    if found.available < max(LEAST_MEMORY, (1 - RAY_STOPS_AT) * found.total):
+        why = f"{what}; Ray kills workers when {RAY_STOPS_AT:.0%} is used"
+        yield Finding("warning", "memory", why, "end what uses it, or raise the container's or job's limit")
+    else:
+        yield Finding("ok", "memory", what)
+
+
+# --- limits of the process
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    files: int  # soft limit
+    files_hard: int
+    processes: int  # and threads
+    locked: int  # bytes that may be locked in memory
+    has_infiniband: bool
+    container: ContainerKind
+
+
+def limits() -> ProcessLimits:
+    def limit(kind: int) -> tuple[int, int]:
+        soft, hard = (UNLIMITED if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(kind))
+        return soft, hard
+
+    # The group of a container is at the root; of both versions of cgroups.
+    files = [Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max")]
+    group = [int(text) for file in files if file.is_file() and (text := file.read_text().strip()).isdecimal()]
+    return ProcessLimits(
+        *limit(resource.RLIMIT_NOFILE),
+        processes=min(limit(resource.RLIMIT_NPROC)[0], *group, UNLIMITED),
+        locked=limit(resource.RLIMIT_MEMLOCK)[0],
+        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        container=container_kind(),
+    )
+
+
+def check_limits(found: ProcessLimits) -> Iterator[Finding]:
+    def fix(option: str, line: str) -> str:
+        return option if found.container else f"{line} in /etc/security/limits.conf"
+
+    what = f"{found.files} files may be open at once"
+    if found.files >= GOOD_FILES:
+        yield Finding("ok", "file limit", what)
+    else:
+        more = "nofile 65536 in /etc/security/limits.conf (or LimitNOFILE= of the service), then log in again"
+        if found.container:
+            more = "start the container with --ulimit nofile=65536:65536"
+        elif found.files_hard >= GOOD_FILES:
+            more = f"`ulimit -n {min(found.files_hard, 65536)}` in the shell that starts `corral up`"
+        why = f"{what}; every connection between workers is one, and Ray wants {GOOD_FILES}"
+        yield Finding("error" if found.files < LEAST_FILES else "warning", "file limit", why, more)
+    if found.processes < GOOD_PROCESSES:
+        what = f"{found.processes} processes and threads may run at once; each worker of Ray has about a hundred"
+        yield Finding("warning", "process limit", what, fix("--pids-limit=-1 and --ulimit nproc=65536", "nproc 65536"))
+    if found.has_infiniband and found.locked < UNLIMITED:
+        what = f"only {human_bytes(found.locked)} may be locked in memory, so NCCL cannot use InfiniBand"
+        yield Finding("warning", "locked memory", what, fix("--ulimit memlock=-1", "memlock unlimited"))
+
+
+# --- disks
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    path: str
+    purpose: str
+    total: int
+    free: int
+    free_files: float  # the part of all inodes that is left
+    device: int
+    needs: int = 0  # bytes that the recipe will write
+
+
+def disks(runs: Path, needs: int, ray: Path | None) -> list[DiskSpace]:
+    """The disks that a run writes to. `ray`: where a Ray that `corral up` started keeps its files."""
+    folders = [
+        (runs, "runs", needs),
+        (ray or Path(tempfile.gettempdir()), RAYS, 0),
+        (hugging_face_cache(), "the Hugging Face cache", 0),
+    ]
+    found = []
+    for path, purpose, bytes_needed in folders:
+        existing = next((folder for folder in [path, *path.parents] if folder.exists()), None)
+        if existing is not None:
+            total, free = disk_space(existing)
+            inodes, device = os.statvfs(existing), existing.stat().st_dev
+            free_files = inodes.f_favail / inodes.f_files if inodes.f_files else 1.0
+            found.append(DiskSpace(str(path), purpose, total, free, free_files, device, bytes_needed))
+    return found
+
+
+def hugging_face_cache() -> Path:
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def check_disks(found: Sequence[DiskSpace]) -> Iterator[Finding]:
+    """Folders on the same disk share a finding."""
+    for device in dict.fromkeys(disk.device for disk in found):
+        yield check_disk([disk for disk in found if disk.device == device])
+
+
+def check_disk(same: Sequence[DiskSpace]) -> Finding:
+    one, needs = same[0], max(disk.needs for disk in same)
+    folders = ", ".join(f"{disk.path} ({disk.purpose})" for disk in same)
+    what = f"{human_bytes(one.free)} of {human_bytes(one.total)} free for {folders}"
+    fix = "make room there, or choose other places: `logging.runs`, `corral up --temp-dir`, HF_HOME"
+    if needs and one.free < needs:
+        return Finding("error", "disk", f"{what}; the recipe's checkpoints take {human_bytes(needs)}", fix)
+    if one.free < LEAST_DISK:
+        return Finding("error", "disk", what, fix)
+    if one.free < (1 - RAY_STOPS_AT) * one.total and any(disk.purpose == RAYS for disk in same):
+        why = f"when {RAY_STOPS_AT:.0%} is used, Ray makes no more objects that do not fit its memory"
+        return Finding("warning", "disk", f"{what}; {why}", fix)
+    if one.free_files < 0.01:
+        return Finding("warning", "disk", f"{what}, but hardly any more files can be made (`df -i`)", fix)
+    return Finding("warning", "disk", what, fix) if one.free < GOOD_DISK else Finding("ok", "disk", what)

@@ -1,0 +1,219 @@
+"""Checks of the network: which nodes can connect to which, by which names and interfaces, and how far their clocks are
+apart."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from corral.cluster.doctor.findings import Finding, NodeRef, format_hosts
+from corral.runtime.network import INTERFACE_VARIABLES, is_loopback, split_address
+
+CONNECT_S = 3.0
+MAX_CONNECTIONS = 32
+ANSWER_BYTES = 64
+COMPARED = ("NCCL_", "GLOO_", "UCX_", "RCCL_", "HSA_", "FI_")
+"""Prefixes of variables that change how nodes communicate: a node that alone has them does not match the others."""
+FIREWALL = "open the ports between the nodes to each other (all of them: workers use any), on the firewall of {host}"
+CLOCK_WARNING_S, CLOCK_ERROR_S = 1.0, 30.0
+SET_CLOCK = "let chrony or systemd-timesyncd set the clock there (timedatectl set-ntp true)"
+
+
+class Listener:
+    """Answers every connection with its own name, so that the other side knows which node it has reached."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.socket = socket.create_server((address, 0), backlog=MAX_CONNECTIONS)
+        self.port = int(self.socket.getsockname()[1])
+        self.name = name
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):  # one that only wanted to connect is gone already
+                connection.sendall(self.name.encode())
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@dataclass(frozen=True)
+class ConnectionTarget:
+    host: str
+    port: int
+    name: str = ""  # that it must answer with; empty: a connection is enough
+
+
+def try_connections(targets: Sequence[ConnectionTarget]) -> list[str]:
+    """Connects to all at once. Returns what went wrong with each, or an empty text."""
+    if not targets:
+        return []
+    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(targets))) as pool:
+        return list(pool.map(try_connection, targets))
+
+
+def try_connection(target: ConnectionTarget) -> str:
+    try:
+        with socket.create_connection((target.host, target.port), CONNECT_S) as connection:
+            if not target.name:
+                return ""
+            connection.settimeout(CONNECT_S)
+            answer = connection.recv(ANSWER_BYTES).decode(errors="replace")
+            return "" if answer == target.name else "another machine answers there"
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+def check_connections(ports: Mapping[NodeRef, int], tried: Mapping[tuple[NodeRef, NodeRef], str]) -> Iterator[Finding]:
+    """`ports`: where each node listens. `tried`: from, to, and what went wrong."""
+    failed = {pair: why for pair, why in tried.items() if why}
+    senders = {to: [pair for pair in tried if pair[1] == to] for to in ports}
+    unreachable = [to for to, pairs in senders.items() if len(pairs) > 1 and all(pair in failed for pair in pairs)]
+    for to in unreachable:
+        what = f"no other node can connect to {to.host}:{ports[to]} ({failed[senders[to][0]]})"
+        yield Finding("error", "ports", what, FIREWALL.format(host=to.host), (to,))
+    for (start, to), why in failed.items():
+        if to in unreachable:
+            continue
+        back = tried.get((to, start))
+        what = f"{start.host} cannot connect to {to.host}:{ports[to]} ({why})"
+        if back == "":
+            what += f"; {to.host} to {start.host} works: a firewall on {to.host}, or a rule on the way"
+        elif back:
+            if list(ports).index(to) < list(ports).index(start):
+                continue  # reported for the other direction
+            what += f", nor {to.host} to {start.host} ({back}): no way between them"
+        yield Finding("error", "ports", what, FIREWALL.format(host=to.host), (start, to))
+    if tried and not failed:
+        yield Finding("ok", "ports", "every node can connect to every other", nodes=tuple(ports))
+
+
+def check_head(address: str, tried: Mapping[NodeRef, str]) -> Iterator[Finding]:
+    """`tried`: what went wrong when each node connected to Ray's head process."""
+    for why in dict.fromkeys(why for why in tried.values() if why):
+        nodes = tuple(node for node, own in tried.items() if own == why)
+        what = f"a new connection to the cluster's head, {address}, fails ({why}); those from before still work"
+        yield Finding("error", "ports", what, f"open port {split_address(address)[1]} of the head to the nodes", nodes)
+
+
+# --- names and interfaces
+
+
+def check_own_name(name: str, addresses: Sequence[str]) -> Iterator[Finding]:
+    """`addresses`: what the node's own name resolves to."""
+    if not addresses:
+        what = f"its own name, {name}, has no address; gloo and NCCL are told an interface, other programs may not be"
+        yield Finding("note", "names", what, f"a line with {name} in /etc/hosts")
+    elif all(is_loopback(address) for address in addresses):
+        what = f"its own name, {name}, is {addresses[0]}, which other nodes cannot reach; Corral does not use it"
+        yield Finding("note", "names", what, f"the node's real address for {name} in /etc/hosts, for other programs")
+
+
+def check_interfaces(
+    variables: Mapping[str, str], interfaces: Mapping[str, str], chosen: str | None
+) -> Iterator[Finding]:
+    """`interfaces`: the node's, with addresses. `chosen`: the one towards the head."""
+    for variable in INTERFACE_VARIABLES:
+        written = variables.get(variable, "")
+        if not written or written.startswith("^"):
+            continue
+        is_prefix = variable.startswith("NCCL") and not written.startswith("=")
+        names = [name for name in written.lstrip("=").split(",") if name]
+        known = [*interfaces, "lo"]
+        missing = [name for name in names if not any(is_named(name, one, is_prefix) for one in known)]
+        if missing:
+            present = ", ".join(f"{name} {address}" for name, address in interfaces.items()) or "none"
+            what = f"{variable}={written}, and no interface {', '.join(missing)} has an address; there are {present}"
+            yield Finding("error", "interfaces", what, f"unset {variable}: Corral finds the one that leads to the head")
+        elif chosen is not None and not any(is_named(name, chosen, is_prefix) for name in names):
+            what = f"{variable}={written}, and the way to the head is over {chosen}"
+            yield Finding("note", "interfaces", what, f"unset {variable}, unless the other network is faster")
+
+
+def is_named(written: str, interface: str, is_prefix: bool) -> bool:
+    return interface.startswith(written) if is_prefix else interface == written
+
+
+def own_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(COMPARED)}
+
+
+def check_variables(variables: Mapping[NodeRef, Mapping[str, str]]) -> Iterator[Finding]:
+    """Variables must be the same everywhere; only an interface's name may differ with the machine."""
+    for name in dict.fromkeys(name for own in variables.values() for name in own):
+        values = {node: own.get(name) for node, own in variables.items()}
+        if len(set(values.values())) == 1:
+            continue
+        without = tuple(node for node, value in values.items() if value is None)
+        if without:
+            what = f"{name} is set on {format_hosts(node for node in values if node not in without)} and not here"
+            fix = "set it on all nodes or on none, before `corral up`"
+            yield Finding("warning", "variables", what, fix, without)
+        elif name not in INTERFACE_VARIABLES:
+            what = f"{name} differs: " + ", ".join(f"{value} on {node.host}" for node, value in values.items())
+            yield Finding("warning", "variables", what, "set it to the same on all nodes, before `corral up`")
+
+
+def check_proxy(variables: Mapping[str, str], addresses: Sequence[str]) -> Iterator[Finding]:
+    """`addresses`: of the nodes. Requests to Ray's dashboard would go through a proxy that does not know them."""
+    if not (variables.get("http_proxy") or variables.get("HTTP_PROXY")):
+        return
+    excluded = (variables.get("no_proxy") or variables.get("NO_PROXY") or "").split(",")
+    wanted = ["127.0.0.1", *addresses]
+    missing = [address for address in wanted if not any(excludes(one.strip(), address) for one in excluded)]
+    if missing:
+        what = f"http_proxy is set, and no_proxy does not leave out {', '.join(missing[:4])}: jobs may not reach Ray"
+        yield Finding("note", "proxy", what, f"export no_proxy={','.join(['localhost', *wanted[:4]])}")
+
+
+def excludes(entry: str, address: str) -> bool:
+    """Whether an entry of no_proxy matches: `*`, a prefix, or a network as `10.0.0.0/8`."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address) in ipaddress.ip_network(entry)
+    return entry == "*" or (entry != "" and address.startswith(entry.removesuffix("*")))
+
+
+# --- clocks: logs and file times of several nodes are compared, and a data hub's certificates are refused by a clock
+# that is far off
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    seconds: float  # by which the other clock is ahead of this one
+    error_s: float  # the true offset is within so much of it: half of the round trip
+
+
+def clock_offset(round_trips: Iterable[tuple[float, float, float]]) -> ClockOffset:
+    """Offset of a clock from times of (sent here, answered there, received here). The shortest round trip is the most
+    exact: the answer was made at some time between the two."""
+    sent, answered, received = min(round_trips, key=lambda one: one[2] - one[0])
+    return ClockOffset(answered - (sent + received) / 2, (received - sent) / 2)
+
+
+def check_clocks(offsets: Mapping[NodeRef, ClockOffset]) -> Iterator[Finding]:
+    """Compares with the median clock of the nodes."""
+    if len(offsets) < 2:
+        return
+    usual = sorted(offsets.values(), key=lambda offset: offset.seconds)[(len(offsets) - 1) // 2]
+    is_fine = True
+    for node, offset in offsets.items():
+        apart = offset.seconds - usual.seconds
+        certain = abs(apart) - offset.error_s - usual.error_s
+        if certain > CLOCK_WARNING_S:
+            is_fine = False
+            way = "ahead of" if apart > 0 else "behind"
+            what = f"its clock is {abs(apart):.3g} s (± {offset.error_s:.1g}) {way} that of the other nodes"
+            yield Finding("error" if certain > CLOCK_ERROR_S else "warning", "clocks", what, SET_CLOCK, (node,))
+    if is_fine:
+        most = max(abs(offset.seconds - usual.seconds) + offset.error_s for offset in offsets.values())
+        yield Finding("ok", "clocks", f"within {max(most, 0.001):.1g} s of each other", nodes=tuple(offsets))

@@ -1,0 +1,219 @@
+"""What the doctor finds out on one node. On this node the inspector is an object; on the others an actor, beside
+whatever runs there.
+
+It imports no torch: what needs torch is done by a probe process, which can be killed.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.cluster.addresses import own_addresses, resolve
+from corral.cluster.doctor import file_checks, machine_checks, network_checks, recipe_checks
+from corral.cluster.doctor.findings import Finding
+from corral.cluster.doctor.gpu_checks import TorchFacts, check_gpus, check_torch, describe_models
+from corral.cluster.doctor.ray_checks import OpenPort, check_processes, check_token_files, open_ports, token_files
+from corral.cluster.doctor.torch_probe import ProbeFailed, TorchProbe
+from corral.cluster.node_processes import NodeProcess, ProcessTable, all_processes, raylet_of
+from corral.cluster.smi import Gpu, device_vendor, query_gpus
+from corral.data.plugins import error_line
+from corral.runtime.membership import find_membership, own_memberships
+from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards, split_address
+
+WORKER = "ray::DeviceProcess"
+"""Ray calls a worker by the name of its class, `runtime.process.DeviceProcess`."""
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class InspectionRequest:
+    """What a node is to look at."""
+
+    cluster: str | None  # host:port of its head; None: there is none
+    address: str  # of the node itself, as the others reach it
+    folder: str  # in which the doctor was called; a run would be started there
+    runs: str  # folder of the runs
+    writes: int  # bytes that a run will write there
+    objects: int | None  # bytes that Ray's object store may take, where it runs
+    environment: Mapping[str, str]  # interface variables of the calling process, which a run would pass on
+    limit_s: float  # for torch to be imported and to find its devices
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What the node found, and what has to be compared with others."""
+
+    findings: tuple[Finding, ...]
+    versions: Mapping[str, str]
+    variables: Mapping[str, str]
+    interface: str  # that gloo and NCCL would use
+    ports: tuple[OpenPort, ...]
+    gpus: tuple[Gpu, ...]
+    torch: TorchFacts
+    memory: int
+    offline: bool  # no downloads from the hub
+    port: int  # on which it listens for the others
+    is_busy: bool  # a run of this cluster is on the node
+
+
+class NodeInspector:
+    """Each public method is one request to a node. Failures that concern other nodes come back as text."""
+
+    def __init__(self, request: InspectionRequest) -> None:
+        self.request = request
+        if os.path.isdir(request.folder):
+            os.chdir(request.folder)
+            if request.folder not in sys.path:
+                sys.path.append(request.folder)
+        self.towards_head = None if request.cluster is None else interface_towards(split_address(request.cluster)[0])
+        given = os.environ.get(INTERFACE_VARIABLES[0]) or request.environment.get(INTERFACE_VARIABLES[0])
+        self.interface = given or self.towards_head or ""
+        self.probes: dict[int, TorchProbe] = {}
+        self._probe(0).start()
+        self.listener = None
+        if request.cluster:
+            self.listener = network_checks.Listener(request.address, f"corral {request.address}")
+
+    def clock(self) -> float:
+        return time.time()
+
+    # --- alone
+
+    def examine(self) -> NodeState:
+        request, table, inventory, machine = self.request, all_processes(), query_gpus(), machine_checks
+        torch, host = self._torch(), socket.gethostname()
+        gpus = inventory.gpus if inventory is not None else ()
+        raylet = next((one for one in table.values() if one.name == "raylet" and one.head == request.cluster), None)
+        member = None if request.cluster is None else find_membership(request.cluster)
+        ray_folder = None if member is None else Path(member.temp_dir)
+        own_heads = [member.address for member in own_memberships()]
+        checks: dict[str, Callable[[], Iterable[Finding]]] = {
+            "torch": lambda: check_torch(torch, inventory, device_vendor()),
+            "GPU memory": lambda: check_gpus(inventory, table, None if raylet is None else raylet.pid),
+            "shared memory": lambda: machine.check_shared_memory(machine.shared_memory(request.objects)),
+            "memory": lambda: machine.check_memory(machine.memory()),
+            "file limit": lambda: machine.check_limits(machine.limits()),
+            "disk": lambda: machine.check_disks(machine.disks(Path(request.runs), request.writes, ray_folder)),
+            "stray processes": lambda: check_processes(table, request.cluster, answers, own_heads),
+            "names": lambda: network_checks.check_own_name(host, resolve(host)) if request.cluster else (),
+            "interfaces": lambda: network_checks.check_interfaces(os.environ, own_addresses(), self.towards_head),
+            "token file": lambda: check_token_files(token_files()),
+        }
+        return NodeState(
+            findings=tuple(finding for name, check in checks.items() for finding in guarded(name, check)),
+            versions=file_checks.own_versions(inventory.driver if inventory is not None else "", describe_models(gpus)),
+            variables=network_checks.own_variables(),
+            interface=self.interface,
+            ports=tuple(open_ports(table)),
+            gpus=gpus,
+            torch=torch,
+            memory=machine.memory().total,
+            offline=file_checks.is_offline(),
+            port=self.listener.port if self.listener else 0,
+            is_busy=raylet is not None and any(is_worker_of(raylet, one, table) for one in table.values()),
+        )
+
+    def digests(self, required: Sequence[file_checks.RequiredFile]) -> list[str]:
+        return [file_checks.digest_of(one) for one in required]
+
+    try_reward = staticmethod(recipe_checks.try_reward)
+
+    # --- with other nodes
+
+    try_connections = staticmethod(network_checks.try_connections)
+    write_marker = staticmethod(file_checks.write_marker)
+    unseen_markers = staticmethod(file_checks.unseen_markers)
+    remove_marker = staticmethod(file_checks.remove_marker)
+
+    def open_store(self, limit_s: float) -> int | str:
+        """Opens a store through which processes find each other. Returns its port, or what went wrong."""
+        try:
+            port: int = self._probe(0).call("open_store", limit_s, address=self.request.address, limit_s=limit_s)
+            return port
+        except ProbeFailed as failure:
+            return str(failure)
+
+    def all_reduce(
+        self, address: str, port: int, rank: int, size: int, backend: str, limit_s: float, number: int = 0
+    ) -> list[float] | str:
+        """Latency and bandwidth, or what went wrong. `number`: of the node's probe and GPU."""
+        device = "cpu" if backend == "gloo" else f"cuda:{number}"
+        arguments = {"address": address, "port": port, "rank": rank, "size": size, "backend": backend, "device": device}
+        try:
+            measured: list[float] = self._probe(number).call("all_reduce", limit_s, limit_s=limit_s, **arguments)
+            return measured
+        except ProbeFailed as failure:
+            return str(failure)
+
+    def all_reduce_inside(self, size: int, backend: str, limit_s: float) -> list[float] | str:
+        """Latency and bandwidth between the GPUs of this node, each in a process of its own; or what went wrong."""
+        port = self.open_store(limit_s)
+        if isinstance(port, str):
+            return port
+        for number in range(size):
+            self._probe(number).start()  # not by a thread: a probe ends with the thread that started it
+        with ThreadPoolExecutor(size) as pool:
+            ranks = [
+                pool.submit(self.all_reduce, self.request.address, port, rank, size, backend, limit_s, rank)
+                for rank in range(size)
+            ]
+            results = [rank.result() for rank in ranks]
+        return next((result for result in results if isinstance(result, str)), results[0])
+
+    def close(self) -> None:
+        for probe in self.probes.values():
+            probe.end()
+        if self.listener is not None:
+            self.listener.close()
+
+    # --- the probe
+
+    def _torch(self) -> TorchFacts:
+        try:
+            return TorchFacts(**self._probe(0).call("torch", self.request.limit_s))
+        except ProbeFailed as failure:
+            return TorchFacts(error=f"`import torch` and a look at its devices: {failure}")
+
+    def _probe(self, number: int) -> TorchProbe:
+        if number not in self.probes:
+            self.probes[number] = TorchProbe(self._environment())
+        return self.probes[number]
+
+    def _environment(self) -> dict[str, str]:
+        """Environment as a worker of a run would have it. Ray hides the GPUs from an actor that requested none, so what
+        the node's raylet sees is taken."""
+        interfaces = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+        environment = {**interfaces, **self.request.environment, **os.environ}
+        if raylet := os.environ.get("RAY_RAYLET_PID"):
+            seen = variables_of(raylet)
+            for name in VISIBLE:
+                environment.pop(name, None)
+                if name in seen:
+                    environment[name] = seen[name]
+        return environment
+
+
+def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """A machine that is unlike all others must not stop the other checks."""
+    try:
+        return list(check())
+    except Exception as error:
+        return [Finding("warning", name, f"could not be checked: {error_line(error)}")]
+
+
+def is_worker_of(raylet: NodeProcess, process: NodeProcess, table: ProcessTable) -> bool:
+    """While a worker is called, the name of the method follows its own."""
+    return process.name.partition(".")[0] == WORKER and raylet_of(process, table) == raylet
+
+
+def variables_of(pid: str) -> dict[str, str]:
+    try:
+        entries = Path("/proc", pid, "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -1,0 +1,179 @@
+"""A process that uses torch on behalf of the doctor, and may hang or crash in its place.
+
+It reads one request per line from its standard input and answers each with one line. What libraries print goes to its
+standard error. `TorchProbe` is the caller's side, `serve` the process itself.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from corral.child_process import describe_exit, die_with_parent, start_child, terminate_group
+from corral.data.plugins import error_line
+
+LATENCY_CALLS = 20
+SIZES = {"gloo": 8 * 2**20, "nccl": 128 * 2**20}  # bytes of the tensor that is summed to measure bandwidth
+MEASURE_S = 0.3
+
+
+class ProbeFailed(Exception):
+    """The probe did not answer in time, or ended. The message says which."""
+
+
+class TorchProbe:
+    """Sends one request at a time. A process that failed is ended, and the next request starts another."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self.process is None:
+            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+            self.process = start_child(
+                [sys.executable, "-c", program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**self.environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            )
+
+    def call(self, function: str, within_s: float, **arguments: Any) -> Any:
+        """Result of one of `FUNCTIONS` in the probe."""
+        self.start()
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps([function, arguments]).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise ProbeFailed(f"its process {self.end()}") from None
+        answer, deadline, ready = b"", time.monotonic() + within_s, select.poll()
+        ready.register(self.process.stdout, select.POLLIN)
+        while not answer.endswith(b"\n"):
+            if not ready.poll(max(0, deadline - time.monotonic()) * 1000):
+                self.end()
+                raise ProbeFailed(f"no result within {within_s:g} s")
+            if not (more := os.read(self.process.stdout.fileno(), 65536)):
+                raise ProbeFailed(f"its process {self.end()}")
+            answer += more
+        response = json.loads(answer)
+        if "error" in response:
+            raise ProbeFailed(response["error"])
+        return response["result"]
+
+    def end(self) -> str:
+        """Ends the process. Returns how it ended."""
+        process, self.process = self.process, None
+        if process is None:
+            return "had ended"
+        code = terminate_group(process)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        return describe_exit(code)
+
+
+# --- in the process
+
+
+def serve() -> None:
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        function, arguments = json.loads(line)
+        try:
+            answers.write(json.dumps({"result": FUNCTIONS[function](**arguments)}) + "\n")
+        except Exception as error:
+            answers.write(json.dumps({"error": error_line(error)}) + "\n")
+
+
+def inspect_torch() -> dict[str, Any]:
+    """Fields of `TorchFacts`."""
+    try:
+        import torch
+    except Exception as error:  # a library that is missing or of another version, most often
+        return {"error": error_line(error)}
+    facts: dict[str, Any] = {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "available": torch.cuda.is_available(),
+        "num_devices": torch.cuda.device_count(),
+    }
+    if (facts["cuda"] or facts["hip"]) and not facts["available"]:
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            facts["why_not"] = " ".join(str(error).split())
+    return facts
+
+
+STORES: dict[int, Any] = {}  # of the process groups that this process is the first of, by port; one at a time
+
+
+def open_store(address: str, limit_s: float) -> int:
+    """Opens the store of a process group, of which this process is rank 0. Returns its port."""
+    from torch._C._distributed_c10d import TCPStore
+
+    STORES.clear()
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
+    STORES[store.port] = store
+    return int(store.port)
+
+
+def all_reduce(address: str, port: int, rank: int, size: int, backend: str, device: str, limit_s: float) -> list[float]:
+    """Seconds for an all-reduce of one number, and bytes per second that each rank sends and receives in one of
+    many."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    timeout = timedelta(seconds=limit_s)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    store = STORES.get(port) or TCPStore(address, port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        one, many = (torch.ones(number, device=device) for number in (1, SIZES[backend] // 4))
+        latency_s = min(timed(lambda: dist.all_reduce(one), device) for _ in range(LATENCY_CALLS))
+        bulk_s, began = [timed(lambda: dist.all_reduce(many), device)], time.monotonic()
+        while agree(time.monotonic() - began < MEASURE_S, device):  # all ranks must stop after the same call
+            bulk_s.append(timed(lambda: dist.all_reduce(many), device))
+        return [latency_s, SIZES[backend] * 2 * (size - 1) / size / min(bulk_s)]
+    finally:
+        dist.destroy_process_group()
+        STORES.clear()
+
+
+def agree(more: bool, device: str) -> bool:
+    """Whether all ranks want to go on."""
+    import torch
+    import torch.distributed as dist
+
+    votes = torch.tensor([float(more)], device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
+def timed(call: Callable[[], object], device: str) -> float:
+    import torch
+
+    began = time.perf_counter()
+    call()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"torch": inspect_torch, "open_store": open_store, "all_reduce": all_reduce}
