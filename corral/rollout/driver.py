@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -139,18 +140,14 @@ class _Episode:
         self.tokens += opening
 
     async def run(self, sampling: Sampling) -> Trajectory:
-        if self.kind.limit is None:
-            return await self._run(sampling)
-        async with self.kind.limit:
-            await self.reset()
-            return await self._run(sampling)
-
-    async def _run(self, sampling: Sampling) -> Trajectory:
-        try:
-            stop = StopReason.ERROR if self.error else await self._run_turns(sampling)
-            self._add_summary()
-        finally:
-            await self.close()
+        async with self.kind.limit or nullcontext():
+            if self.kind.limit is not None:
+                await self.reset()  # the others were reset before the first token was generated
+            try:
+                stop = StopReason.ERROR if self.error else await self._run_turns(sampling)
+                self._add_summary()
+            finally:
+                await self.close()
         return self._trajectory(stop)
 
     def _trajectory(self, stop: StopReason) -> Trajectory:
