@@ -44,10 +44,10 @@ def train(
 
     With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
     """
-    from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
     from corral.recipe.plan import describe_batch, describe_schedule
+    from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
@@ -91,7 +91,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
-    from corral.loop.evaluate import evaluate as run_evaluation
+    from corral.loop.validation import evaluate as run_evaluation
     from corral.observe.console import Console
 
     loaded, _ = planned(recipe, overrides)
@@ -108,7 +108,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
-    from corral.train.export import export_model
+    from corral.train.checkpoint import export_model
 
     export_model(checkpoint, out, dtype)
     print(f"wrote {out}")
@@ -141,9 +141,9 @@ def ledger(
         raise UserError(f"{run} has no {Ledger.name}; is it the folder of a run?")
     opened = Ledger(path)
     if prompt is not None:
-        story = opened.story(prompt)
-        text = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in story or ["was never issued"])])
-        print(json.dumps({"prompt": prompt, "story": story}, indent=2) if as_json else text)
+        history = opened.history_of(prompt)
+        text = "\n".join([f"prompt {prompt}", *(f"  {line}" for line in history or ["was never issued"])])
+        print(json.dumps({"prompt": prompt, "history": history}, indent=2) if as_json else text)
         return
     audit = opened.audit()
     print(json.dumps(audit.as_dict(), indent=2) if as_json else audit.text())

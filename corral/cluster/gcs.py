@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from corral.observe.files import write_atomically
+from corral.observe.run_files import write_atomically
 from corral.observe.status_line import Countdown
 from corral.recipe.errors import RunError, UserError
 from corral.runtime.network import answers

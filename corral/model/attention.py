@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.data.token_tree import Chunk, TokenTree
+from corral.data.token_tree import TokenTree, TreeChunk
 from corral.kernels.gather_kv import GatherIndex, gather_kv
 from corral.kernels.host_to_device import on_device
 from corral.kernels.varlen_attention import has_flash, varlen_attention
@@ -199,7 +199,7 @@ class _AttentionBlock:
         return _AttentionBlock(start - queries.start, end - queries.start, path, mask)
 
 
-def _dense_block(chunks: tuple[Chunk, ...], device: torch.device) -> _AttentionBlock:
+def _dense_block(chunks: tuple[TreeChunk, ...], device: torch.device) -> _AttentionBlock:
     """A whole tree in one call, with a mask [nodes, nodes] unless it is a single sequence."""
     start, end = chunks[0].start, chunks[-1].end
     if len(chunks) == 1:
@@ -213,7 +213,7 @@ def _dense_block(chunks: tuple[Chunk, ...], device: torch.device) -> _AttentionB
     return _AttentionBlock(start, end, slice(start, end), torch.from_numpy(mask).to(device))
 
 
-def _chunk_block(chunk: Chunk, device: torch.device) -> _AttentionBlock:
+def _chunk_block(chunk: TreeChunk, device: torch.device) -> _AttentionBlock:
     """One chunk against its path, whose last nodes are the chunk itself."""
     size, length = chunk.end - chunk.start, len(chunk.path)
     if size == length:

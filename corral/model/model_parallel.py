@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from corral.data.token_tree import Chunk, TokenTree
+from corral.data.token_tree import TokenTree, TreeChunk
 from corral.model.attention import AttentionKernel, TreeAttention
 from corral.recipe.errors import UserError
 
@@ -230,7 +230,7 @@ def pad_tree(tree: TokenTree, multiple: int) -> TokenTree:
         tree,
         tokens=np.concatenate([tree.tokens, zeros]),
         positions=np.concatenate([tree.positions, zeros]),
-        chunks=(*tree.chunks, *(Chunk(node, node + 1, np.array([node])) for node in added.tolist())),
+        chunks=(*tree.chunks, *(TreeChunk(node, node + 1, np.array([node])) for node in added.tolist())),
     )
 
 

@@ -31,7 +31,7 @@ from corral.cluster.doctor.recipe_checks import (
 from corral.data.rows import Message, Row
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import Plan
-from corral.rollout.prefix import THOUGHTS, TURNS, breaks
+from corral.rollout.chat_rendering import THOUGHTS, TURNS, find_breaks
 
 H1, H2, H3 = (NodeRef(f"h{number}", f"10.0.0.{number}", number - 1) for number in (1, 2, 3))
 THINKING = (
@@ -179,12 +179,12 @@ def tokenizer_with(template: str) -> Any:
 
 def test_a_template_that_only_appends_has_no_breaks() -> None:
     tokenizer = tiny_tokenizer()
-    assert list(breaks(tokenizer, TURNS)) == []
-    assert list(breaks(tokenizer, THOUGHTS)) == []
+    assert list(find_breaks(tokenizer, TURNS)) == []
+    assert list(find_breaks(tokenizer, THOUGHTS)) == []
 
 
 def test_the_first_token_that_changes_is_shown() -> None:
-    [found] = breaks(tokenizer_with(THINKING), THOUGHTS)
+    [found] = find_breaks(tokenizer_with(THINKING), THOUGHTS)
     assert (found.num_messages, found.opening) == (2, False)
     assert "<" in found.began
     assert "It" in found.became

@@ -84,7 +84,7 @@ def diagnose_cluster(options: DoctorOptions, address: str) -> Diagnosis:
     """Checks all nodes of the cluster that this process has joined, whose head is at `address`."""
     import ray
 
-    from corral.runtime.nodes import place as rank_order
+    from corral.runtime.nodes import node_order as rank_order
 
     plan, findings = options.plan()
     known = sorted(ray.nodes(), key=rank_order)
@@ -313,7 +313,7 @@ class Survey:
                 self.add(at_node(node, recipe_checks.check_reward(trial, plan, tag)))
 
     def check_tokenizer(self, plan: Plan, rows: Sequence[Any]) -> None:
-        from corral.model.load import load_tokenizer
+        from corral.model.model_loading import load_tokenizer
 
         recipe = plan.recipe
         model = next(one for one in file_checks.required_files(recipe, Path()) if one.key == "model.path")

@@ -18,7 +18,8 @@ from corral.cluster.doctor.findings import Finding, FindingLevel, NodeRef, forma
 from corral.cluster.doctor.machine_checks import hugging_face_cache
 from corral.cluster.node_report import installed_version, torch_version
 from corral.data.plugins import is_spec
-from corral.model.smollm2 import SMOLLM2, cached_folder
+from corral.model.builtin_models import SMOLLM2, cached_folder
+from corral.recipe.keys import dotted
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.schema import Recipe
 
@@ -121,7 +122,7 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
     for part in ("model", "critic", "reference"):
         path = getattr(recipe, part).path
         if path is not None and path.lower() == SMOLLM2:
-            found.append(RequiredFile(f"{part}.path", str(cached_folder()), "path", everywhere))
+            found.append(RequiredFile(f"{part}.path", str(cached_folder(SMOLLM2)), "path", everywhere))
         elif path is not None:
             is_path = Path(path).expanduser().exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
             key = f"{part}.path"
@@ -129,14 +130,10 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
     for name, service in recipe.cluster.services.items():
         if service.retriever is not None:
             found.append(at_path(f"cluster.services.{name}.retriever", service.retriever))
-    for tag, environment in recipe.tagged_environments.items():
-        where = f"environments.{tag}" if tag else "environment"
-        for key, spec in {f"{where}.reward.name": environment.reward.name, f"{where}.name": environment.name}.items():
-            module = spec.rpartition(":")[0]
-            if is_spec(spec) and module.endswith(".py"):
-                found.append(at_path(key, module))
-            elif is_spec(spec):
-                found.append(RequiredFile(key, module, "module", everywhere))
+    for path, spec in recipe.code_names.items():
+        key, module = dotted(path), spec.rpartition(":")[0]
+        is_file = module.endswith(".py")
+        found.append(at_path(key, module) if is_file else RequiredFile(key, module, "module", everywhere))
     template = recipe.model.chat_template
     if template is not None and "{" not in template:
         found.append(at_path("model.chat_template", os.path.abspath(template)))
@@ -193,7 +190,7 @@ def check_required(
         fix = "download it once to a folder that all nodes share, and name that"
         what = f"{name} is not in the Hugging Face cache{then}"
         yield Finding("error" if offline else "note", "files", what, fix, missing)
-    elif missing and required.name == str(cached_folder()):
+    elif missing and required.name == str(cached_folder(SMOLLM2)):
         what = (
             f"`{required.key}`: the built-in model has not been converted yet; the first use does it, in half a minute"
         )

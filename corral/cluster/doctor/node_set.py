@@ -93,7 +93,7 @@ class ClusterNodes(NodeSet):
     ) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from corral.runtime.cluster import remote_class
+        from corral.runtime.nodes import remote_class
 
         super().__init__()
         self.members: dict[NodeRef, InspectedNode] = {}

@@ -118,8 +118,7 @@ def compare_memory(needs: int, present: int, user: str, node: NodeRef, device: s
 
 def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
     """Checks whether the chat template takes a conversation, and only ever extends it (see `rollout/prefix.py`)."""
-    from corral.rollout.chat import Chat
-    from corral.rollout.prefix import DROPS_THOUGHTS, FIX, THOUGHTS, TURNS, breaks
+    from corral.rollout.chat_rendering import DROPS_THOUGHTS, FIX, THOUGHTS, TURNS, ChatRenderer, find_breaks
 
     if not recipe.data.chat:
         return
@@ -130,15 +129,17 @@ def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
     system = [Message(role="system", content=recipe.data.system)] if recipe.data.system else []
     several = recipe.rollout.max_turns > 1
     try:
-        found = next(breaks(tokenizer, [*system, *TURNS]), None)
-        thought = found or next(breaks(tokenizer, [*system, *THOUGHTS]), None)
+        found = next(find_breaks(tokenizer, [*system, *TURNS]), None)
+        thought = found or next(find_breaks(tokenizer, [*system, *THOUGHTS]), None)
     except Exception as error:  # templates raise their own
         what = f"the chat template refuses a plain conversation: {error_line(error)}"
         yield Finding("error" if several else "note", "chat template", what, FIX)
         return
     if several:
         try:  # as the rollout does it
-            Chat(tokenizer, recipe.data.chat).continuation([Message(role="user", content="And now?")], ended=True)
+            ChatRenderer(tokenizer, recipe.data.chat).continuation(
+                [Message(role="user", content="And now?")], ended=True
+            )
         except UserError as error:
             yield Finding("error", "chat template", str(error), FIX)
     if found is None and thought is None:

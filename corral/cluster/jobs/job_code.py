@@ -69,10 +69,7 @@ def collect_code(
 
 def code_specs(recipe: Recipe) -> Mapping[KeyPath, str]:
     """Every `module:name` and `file.py:name` of the recipe."""
-    names: dict[KeyPath, str | list[str]] = {("data", "train", "path"): recipe.data.train.path}
-    for tag, environment in recipe.tagged_environments.items():
-        where = ("environments", tag) if tag else ("environment",)
-        names |= {(*where, "name"): environment.name, (*where, "reward", "name"): environment.reward.name}
+    names: dict[KeyPath, str | list[str]] = {("data", "train", "path"): recipe.data.train.path, **recipe.code_names}
     if recipe.data.validation is not None:
         names["data", "validation", "path"] = recipe.data.validation.path
     specs = {key: name for key, name in names.items() if isinstance(name, str) and is_spec(name)}
