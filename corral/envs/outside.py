@@ -11,23 +11,20 @@ import inspect
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from corral.child_process import command_dying_with_parent, describe_exit, last_lines, signal_group
 from corral.data.plugins import load_object, without_exit
 from corral.data.rows import Row
 from corral.envs.endpoint import HOST, Endpoint, Session
 from corral.envs.threads import LoopThread, call_in_thread
 from corral.recipe.errors import UserError
-from corral.rewards.parent import dying_with_parent
 
 OFFERED = ("row", "base_url", "api_key", "model")
-TAIL_BYTES = 64 * 1024
 
 
 class Agents:
@@ -110,7 +107,7 @@ async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, 
         row_file.write(row_as_json(row))
         row_file.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *dying_with_parent(command, signal.SIGKILL),
+            *command_dying_with_parent(command),
             stdin=row_file,
             stdout=output,
             stderr=errors,
@@ -120,19 +117,16 @@ async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, 
         try:
             code = await process.wait()
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_group(process.pid)
             await process.wait()
         if code:
-            how = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-            raise RuntimeError(f"{how}: {last_line(errors)}")
+            raise RuntimeError(f"it {describe_exit(code)}: {last_line(errors)}")
         return result_in(last_line(output))
 
 
 def last_line(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-    lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "(it said nothing)"
+    lines = last_lines(file, 1)
+    return lines[0].strip() if lines else "(it printed nothing)"
 
 
 def row_as_json(row: Row) -> bytes:

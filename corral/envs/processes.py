@@ -173,7 +173,7 @@ class EnvProcesses:
             return TimeoutError(f"the environment took longer than {self._timeout_s:g} s and its process was killed")
         except (EOFError, OSError, ValueError):
             ended = self._workers.end(worker)
-            return self._workers.unusable or RuntimeError(f"the environment's process died: {ended}")
+            return self._workers.unusable or RuntimeError(f"the environment's process died: it {ended}")
         call.future.set_result(reply)
         return None
 

@@ -217,7 +217,7 @@ class ScorerPool:
             self._workers.end(worker)
             return "timed_out", self._failed(f"the reward function took longer than {timeout_s:g} s and was killed")
         except (EOFError, OSError, ValueError):
-            return "died", self._failed(f"the reward function's process died: {self._workers.end(worker)}")
+            return "died", self._failed(f"the reward function's process died: it {self._workers.end(worker)}")
         if "error" in reply:
             return "raised", self._failed(reply["error"])
         return "ok", Score(reply["score"], metrics=reply["metrics"])

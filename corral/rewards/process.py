@@ -3,18 +3,15 @@
 What runs inside is `worker.py`, or another module with such a `main`.
 """
 
-import contextlib
 import json
-import os
 import select
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from corral.child_process import describe_exit, signal_group, start_child, terminate_group
 from corral.rewards.messages import Inbox, framed
 
 _BOOTSTRAP = (
@@ -25,7 +22,7 @@ _BOOTSTRAP = (
 class WorkerProcess:
     """A process that runs a module's `main`, and the socket to it.
 
-    Belongs to the thread that made it: Linux kills the process when that thread ends (see `worker._die_with_parent`).
+    Belongs to the thread that made it: Linux kills the process when that thread ends (see `die_with_parent`).
     """
 
     def __init__(self, module: str) -> None:
@@ -34,12 +31,10 @@ class WorkerProcess:
         self._connection.setblocking(False)
         self._inbox, self._outbox = Inbox(self._connection), bytearray()
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [sys.executable, "-u", "-c", bootstrap, json.dumps(sys.path), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
                 stdout=2,
-                start_new_session=True,  # Ctrl-C is not for it, and what it starts is killed with it
             )
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
@@ -91,16 +86,11 @@ class WorkerProcess:
             self._inbox.read()  # first: what a process said before it died is heard
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        signal_group(self._process.pid)
 
     def end(self) -> str:
         """Kill it, if it isn't dead; returns how it ended."""
         if self._process.returncode is None:
-            self.kill()
-            self._process.wait()
+            terminate_group(self._process)
             self._connection.close()
-        code = self._process.returncode
-        if code >= 0:
-            return f"exit code {code}"
-        return f"killed by signal {-code} ({signal.strsignal(-code)})"
+        return describe_exit(self._process.returncode)

@@ -3,21 +3,18 @@
 It holds no state that matters and may be killed at any moment. Whatever the function prints goes to the run's stderr.
 """
 
-import ctypes
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 from typing import Any
 
+from corral.child_process import die_with_parent
 from corral.data.plugins import error_line
 from corral.recipe.errors import UserError
 from corral.rewards.calling import call, load_function
 from corral.rewards.messages import Inbox, framed
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int) -> None:
@@ -40,7 +37,7 @@ def main(descriptor: int) -> None:
 
 def connect(descriptor: int) -> socket.socket:
     """What a worker process does first: its socket, and how it ends."""
-    _die_with_parent()
+    die_with_parent()
     sys.breakpointhook = _no_terminal
     os.set_inheritable(descriptor, False)  # not for programs that the function starts
     return socket.socket(fileno=descriptor)
@@ -62,9 +59,3 @@ def _score(function: Any, request: bytes, options: dict[str, Any]) -> dict[str, 
 def _no_terminal(*_: Any, **__: Any) -> None:
     if os.environ.get("PYTHONBREAKPOINT") != "0":
         raise RuntimeError("code in a process of its own has no terminal for breakpoint(); `corral train --debug` has")
-
-
-def _die_with_parent() -> None:
-    """Without this, a function that never returns would outlive a killed run: it does not see its socket close."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -41,7 +41,7 @@ class Workers:
                 self.end(worker)
                 raise UserError(reply["unusable"])
             return worker
-        raise UserError(f"{self.what}: its process died {START_ATTEMPTS} times while loading it: {ended}")
+        raise UserError(f"{self.what}: its process died {START_ATTEMPTS} times while loading it: it {ended}")
 
     def end(self, worker: WorkerProcess) -> str:
         """How it ended."""

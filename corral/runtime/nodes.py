@@ -22,10 +22,10 @@ from typing import Any
 
 import ray
 
+from corral import child_process
 from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Service
-from corral.runtime import exits
 from corral.runtime.network import CONNECT_S, answers, interface_towards
 from corral.runtime.remote_debugger import Kind, kind_here
 from corral.runtime.services import Services
@@ -37,7 +37,6 @@ WORKER_SLOT = "corral_device"
 HEAD_RESOURCE = "node:__internal_head__"
 TICK_S = 1.0
 LAST_LINES = 10
-LAST_BYTES = 4096
 EXIT_WAIT_S = 3.0
 """For the exit status of a process that Ray found dead."""
 
@@ -67,8 +66,8 @@ class NodeFacts:
     """What the node itself knows."""
 
     python: str
-    exits: str
-    """Where `exits.py` is there."""
+    shim: str
+    """Path of `child_process.py` on that node."""
     num_cores: int
     interface: str | None
     folder: Path
@@ -96,7 +95,7 @@ class NodeAgent:
         cores = len(os.sched_getaffinity(0))
         interface = interface_towards(self.head)
         sees_logs = self.marker.exists()
-        return NodeFacts(sys.executable, exits.__file__, cores, interface, self.folder, sees_logs, kind_here())
+        return NodeFacts(sys.executable, child_process.__file__, cores, interface, self.folder, sees_logs, kind_here())
 
     def ping(self) -> None:
         """To answer is enough."""
@@ -108,24 +107,15 @@ class NodeAgent:
     def last_words(self, pid: int, log: Path) -> tuple[int | None, list[str]]:
         """The exit code of a worker that has ended, and the end of its log."""
         deadline = time.monotonic() + EXIT_WAIT_S
-        while (code := exits.read_exit(self.folder, pid)) is None and time.monotonic() < deadline:
+        while (code := child_process.read_exit(self.folder, pid)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return code, tail(log)
+        return code, child_process.last_lines(log, LAST_LINES)
 
     def close(self) -> None:
         """Logs that are nowhere else stay."""
         self.services.close()
         if not any(self.folder.glob("*.log")):
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def tail(log: Path) -> list[str]:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LAST_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    except FileNotFoundError:
-        return []
 
 
 def arrange(entries: Iterable[dict[str, Any]], num_nodes: int, without: frozenset[str]) -> list[Node]:

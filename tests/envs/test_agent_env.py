@@ -600,7 +600,7 @@ def test_a_program_says_its_score_or_leaves_it_to_the_reward_function(
 
 
 def test_a_program_that_fails_is_its_trajectorys_error(program: list[str]) -> None:
-    with pytest.raises(RuntimeError, match="the agent failed: RuntimeError: exit code 1: no such luck"):
+    with pytest.raises(RuntimeError, match="the agent failed: RuntimeError: it ended with exit code 1: no such luck"):
         run_program(program, "crash")
 
 

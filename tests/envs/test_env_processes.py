@@ -72,7 +72,7 @@ def test_several_are_played_at_the_same_time_and_more_wait_for_a_free_process() 
     ("fault", "error", "message"),
     [
         ("hang", TimeoutError, "the environment took longer than 1 s and its process was killed"),
-        ("die", RuntimeError, "the environment's process died: exit code 7"),
+        ("die", RuntimeError, "the environment's process died: it ended with exit code 7"),
         ("exit", RuntimeError, "SystemExit: 3"),
         ("nonsense", RuntimeError, "TypeError: it returned 'not a result', which is not a StepResult"),
     ],

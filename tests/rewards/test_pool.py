@@ -302,7 +302,7 @@ def test_a_function_whose_import_kills_the_process_is_an_error(tmp_path: Path) -
     (tmp_path / "deadly.py").write_text("import os\nos._exit(9)\n")
     pool = ScorerPool(Reward(name=f"{tmp_path}/deadly.py:score", workers=1))
     try:
-        with pytest.raises(UserError, match="died 3 times while loading it: exit code 9"):
+        with pytest.raises(UserError, match="died 3 times while loading it: it ended with exit code 9"):
             pool.check()
     finally:
         pool.close()

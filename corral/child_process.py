@@ -1,0 +1,168 @@
+"""Child processes: start one in a process group of its own, let it die with its parent, end its whole group, and say
+how it ended.
+
+The file is also a program, the shim around each worker of a run: Ray only says that an actor died, and the one who
+knows how is the process's parent. `python -I -S child_process.py FOLDER COMMAND...` runs the command as its child,
+passes signals on, and writes the exit code to `FOLDER/exit-PID`. So this file needs nothing but the standard library.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+POLL_EVERY_S = 0.02
+TAIL_BYTES = 64 * 1024
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HINTS: dict[int, str] = {
+    signal.SIGKILL: "often out of memory, ended by the kernel or by Ray",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGABRT: "native code gave up",
+    signal.SIGBUS: "often no room left in /dev/shm",
+}
+PR_SET_PDEATHSIG = 1
+_SET_DEATH_SIGNAL_AND_EXEC = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[1])); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+
+def start_child(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[Any] = subprocess.DEVNULL,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Collection[int] = (),
+    death_signal: signal.Signals | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a program as the leader of a process group of its own: Ctrl-C in the terminal does not reach it, and
+    whatever it starts can be ended with it. `death_signal`: sent to it when the starting thread ends, see
+    `command_dying_with_parent`."""
+    return subprocess.Popen(
+        list(command) if death_signal is None else command_dying_with_parent(command, death_signal),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
+        cwd=cwd,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+
+
+def signal_group(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to every process of the group that `pid` leads; nothing happens if there is none left."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def terminate_group(process: "subprocess.Popen[Any]", grace_s: float = 0.0) -> int:
+    """End a child and all that is left of its group: SIGTERM, `grace_s` for the child to end by itself, then SIGKILL.
+    Returns its exit code; negative: the signal that ended it."""
+    if grace_s > 0:
+        signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_EVERY_S)
+    signal_group(process.pid)  # also after a child that ended in time: what it had started may be left
+    return process.wait()
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, as the rest of a sentence that begins with its name."""
+    if code is None:
+        return "ended, nobody knows how"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
+    hint = f"; {HINTS[-code]}" if -code in HINTS else ""
+    return f"was killed by signal {-code} ({name}{hint})"
+
+
+def last_lines(output: Path | IO[bytes], number: int) -> list[str]:
+    """The last lines of a log or temporary file that are not blank; none if there is no such file."""
+    if isinstance(output, Path):
+        try:
+            with output.open("rb") as file:
+                return last_lines(file, number)
+        except OSError:
+            return []
+    output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
+    lines = (line.rstrip() for line in output.read().decode(errors="replace").splitlines())
+    return [line for line in lines if line][-number:]
+
+
+# --- dying with the parent. Linux only: elsewhere a child may outlive it.
+
+
+def command_dying_with_parent(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command for a program that gets this signal when the thread which starts it ends, however that came about.
+    PR_SET_PDEATHSIG outlasts exec, so a first, tiny program sets it and becomes the real one."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _SET_DEATH_SIGNAL_AND_EXEC, str(number.value), *command]
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Called in a child that is Python of our own: the kernel sends it this signal when the thread that started it
+    ends. Without it, code that never returns would outlive a killed run, since it does not see its socket close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def die_with_stdin() -> None:
+    """Called in a child whose standard input is a pipe from its parent: a thread waits for the end of it, which comes
+    with the parent's, and then kills the whole group. Unlike `die_with_parent` this ends what the child has started,
+    too."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# --- the shim that records how a worker ended
+
+
+def run_and_record_exit(folder: Path, command: list[str]) -> int:
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        os.execvp(command[0], command)
+    for number in PASSED_ON:
+        signal.signal(number, lambda received, _: os.kill(child, received))
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # not reaped yet, so that a signal still has a receiver
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if folder.is_dir():  # it is removed at the end of a run, when nobody asks any more
+        work = folder / f".exit-{child}"
+        work.write_text(str(code))
+        work.rename(folder / f"exit-{child}")
+    return code if code >= 0 else 128 - code
+
+
+def read_exit(folder: Path, pid: int) -> int | None:
+    """The exit code that the shim has recorded; negative: the signal that ended it. None: not known, or still
+    running."""
+    try:
+        return int((folder / f"exit-{pid}").read_text())
+    except FileNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(run_and_record_exit(Path(sys.argv[1]), sys.argv[2:]))
