@@ -30,13 +30,13 @@ NODE_S = 60.0
 AT_ONCE = 4
 Kind = Literal["controller", "worker", "reward", "environment"]
 MARKS: dict[Kind, bytes] = {
-    "reward": b"from corral.rewards.worker import main",
-    "environment": b"from corral.envs.process_worker import main",
+    "reward": b"from corral.rewards.scorer_worker import main",
+    "environment": b"from corral.envs.env_processes import main",
 }
 """In the command line of a process that runs a reward function, or plays environments that block."""
 BESIDE = {"Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
 """Functions of threads that look after a run: what they are at says least of it."""
-AT_REST = {"ScorerPool._serve", "EnvProcesses._serve", "Place.next_call", *BESIDE}
+AT_REST = {"WorkerPool._serve", "EnvSlot.next_call", *BESIDE}
 """Functions in which a thread waits for work."""
 NO_PERMISSION = (
     "no permission to look into it. Be the same user, or root; in a container, start that with --cap-add SYS_PTRACE "

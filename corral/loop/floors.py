@@ -1,10 +1,10 @@
-"""What random and optimal play would score on the held-out boards: the lines between which a score is read."""
+"""Random and optimal baselines on the held-out boards: the lines between which a score is read."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 
 from corral.data.rows import Row
-from corral.envs.agents import Floor, floors
+from corral.envs.baselines import Baseline, baselines
 from corral.envs.registry import EnvSet, find_class
 from corral.recipe.schema import Recipe
 
@@ -13,34 +13,36 @@ MOST_ROWS = 1000
 
 async def floor_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, float]:
     """`validation/floor/...` (random) and `validation/ceiling/...` (optimal) of reward and success, by tag where there
-    are several environments. Nothing for environments that code cannot play."""
+    are several environments. Nothing for environments without such policies."""
     playable = {
         tag: environment
         for tag, environment in recipe.tagged_environments.items()
-        if any(hasattr(find_class(environment.name), player) for player in ("random_reply", "best_reply"))
+        if any(find_class(environment.name).overrides(method) for method in ("random_reply", "best_reply"))
     }
     own = [row for row in rows if len(recipe.tagged_environments) == 1 or row.extra.get("environment") in playable]
     if not own:
         return {}
     env_set = EnvSet(playable, {}, recipe.rollout)
-    games = floors(env_set, own[:MOST_ROWS], recipe.rollout.max_turns, recipe.seed)
+    episodes = baselines(env_set, own[:MOST_ROWS], recipe.rollout.max_turns, recipe.seed)
     try:
-        found = await asyncio.to_thread(asyncio.run, games)  # solvers compute, and the event loop has others to serve
+        found = await asyncio.to_thread(
+            asyncio.run, episodes
+        )  # solvers compute, and the event loop has others to serve
     finally:
         env_set.close()
     return as_metrics(found)
 
 
-def as_metrics(found: Mapping[str, Floor | None]) -> dict[str, float]:
+def as_metrics(found: Mapping[str, Baseline | None]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for tag, floor in found.items():
-        if floor is not None:
+    for tag, baseline in found.items():
+        if baseline is not None:
             where = f"{tag}/" if tag else ""
             values = {
-                f"validation/floor/{where}reward": floor.random_reward,
-                f"validation/floor/{where}success": floor.random_success,
-                f"validation/ceiling/{where}reward": floor.best_reward,
-                f"validation/ceiling/{where}success": floor.best_success,
+                f"validation/floor/{where}reward": baseline.random_reward,
+                f"validation/floor/{where}success": baseline.random_success,
+                f"validation/ceiling/{where}reward": baseline.best_reward,
+                f"validation/ceiling/{where}success": baseline.best_success,
             }
             metrics |= {name: value for name, value in values.items() if value is not None}
     return metrics

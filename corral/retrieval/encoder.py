@@ -95,7 +95,7 @@ class Encoder:
         used = self.settings
         return (
             f"encoder {used.model}: query prefix {used.query_prefix!r}, passage prefix {used.passage_prefix!r}, "
-            f"pooling {pooling_in(self.query_model)}, {'' if used.normalise else 'not '}normalised, "
+            f"pooling {pooling_in(self.query_model)}, {'' if used.normalise else 'not '}normalized, "
             f"{self.dimension} numbers"
         )
 

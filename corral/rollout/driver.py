@@ -17,17 +17,8 @@ import numpy as np
 from corral.data.plugins import error_line, without_exit
 from corral.data.rows import Row
 from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.base import (
-    Env,
-    StepResult,
-    bounds_itself,
-    first_state,
-    is_inline,
-    num_last_turns,
-    summary_of,
-    tools_of,
-)
-from corral.envs.registry import EnvSet, Kind
+from corral.envs.base import Env, StepResult
+from corral.envs.registry import EnvFactory, EnvSet
 from corral.recipe.errors import UserError
 from corral.rollout.chat import Chat
 from corral.rollout.engine import Completion, Engine, Finish, Memory, Sampling
@@ -87,7 +78,7 @@ class Driver:
             return trajectories
 
         try:
-            await asyncio.gather(*(episode.reset() for episode in episodes if episode.kind.limit is None))
+            await asyncio.gather(*(episode.reset() for episode in episodes if episode.factory.limit is None))
             finished = await asyncio.gather(*(finish(group) for group in groups))
         finally:
             unfinished = [episode for episode in episodes if episode.env is not None]
@@ -115,8 +106,8 @@ class _Episode:
     error: str | None = None
 
     @cached_property
-    def kind(self) -> Kind:
-        return self.driver.envs.kind_of(self.prompt.row)
+    def factory(self) -> EnvFactory:
+        return self.driver.envs.factory_for(self.prompt.row)
 
     async def reset(self) -> None:
         driver, prompt = self.driver, self.prompt
@@ -124,9 +115,9 @@ class _Episode:
             self.metrics["cut_observations"] = 0.0
         opening = prompt.tokens
         try:
-            self.env = self.kind.make()
+            self.env = self.factory.make()
             messages = await self._call(self.env.reset(prompt.row, self.seed))
-            tools, self.state = tools_of(self.env), first_state(self.env)
+            tools, self.state = list(self.env.tools), self.env.first_state()
             if messages != prompt.row.prompt or tools:
                 opening = driver.chat.opening(messages, tools)
             if len(opening) > driver.max_prompt_tokens:
@@ -134,14 +125,14 @@ class _Episode:
                     f"{len(opening)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
-            self.error = f"reset: {describe(error, self.kind.timeout_s)}"
+            self.error = f"reset: {describe(error, self.factory.timeout_s)}"
             opening = prompt.tokens
         self.tokens += opening
 
     async def play(self, sampling: Sampling) -> Trajectory:
-        if self.kind.limit is None:
+        if self.factory.limit is None:
             return await self._play(sampling)
-        async with self.kind.limit:
+        async with self.factory.limit:
             await self.reset()
             return await self._play(sampling)
 
@@ -172,14 +163,15 @@ class _Episode:
             row=self.prompt.index,
             metrics=self.metrics,
             error=self.error,
-            tag=self.kind.tag,
+            tag=self.factory.tag,
             turn_states=self.turn_states,
         )
 
     async def _turns(self, sampling: Sampling) -> StopReason:
+        assert self.env is not None
         driver, start = self.driver, len(self.tokens)
         memories: list[Memory | None] = [None]  # a list, so that nobody else holds what the engine is given back
-        budget, num_turns = driver.max_response_tokens, driver.max_turns + num_last_turns(self.env)
+        budget, num_turns = driver.max_response_tokens, driver.max_turns + self.env.last_turns
         for turn in range(num_turns):
             left = budget - (len(self.tokens) - start)
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
@@ -213,9 +205,8 @@ class _Episode:
         last = len(self.tokens) - 1
         self.turn_states.append(hash_of(self.state))
         try:
-            if hasattr(self.env, "count_turn"):
-                num = len(completion.tokens)
-                self.env.count_turn(len(self.tokens) - num, num, completion.finish is Finish.LENGTH)
+            num = len(completion.tokens)
+            self.env.count_turn(len(self.tokens) - num, num, completion.finish is Finish.LENGTH)
             reply = await self.driver.chat.text(completion.tokens)
             result = checked(await self._call(self.env.step(reply)))
             ended = completion.finish is Finish.STOP_TOKEN
@@ -223,8 +214,8 @@ class _Episode:
         except UserError:  # about the chat template; the next conversation would fail in the same way
             raise
         except Exception as error:
-            self.error = f"step: {describe(error, self.kind.timeout_s)}"
-            self.turn_rewards.append((last, self.kind.on_error))
+            self.error = f"step: {describe(error, self.factory.timeout_s)}"
+            self.turn_rewards.append((last, self.factory.on_error))
             return None
         self.turn_rewards.append((last, result.reward))
         self.error = self.error or result.error
@@ -240,17 +231,16 @@ class _Episode:
             messages = chat.cut(messages, limit, result.closing)
             if messages != result.messages:
                 self.metrics["cut_observations"] += 1
-                if hasattr(self.env, "was_shown"):
-                    self.env.was_shown(messages)
-        if is_inline(self.env) and not ended:
+                self.env.was_shown(messages)
+        if self.env.inline and not ended:
             return chat.inline(messages)
         return chat.continuation(messages, ended)
 
     def _sum_up(self) -> None:
         try:
-            self.metrics |= finite(summary_of(self.env))
+            self.metrics |= finite(self.env.summary() if self.env is not None else {})
         except Exception as error:
-            self.error = self.error or f"summary: {describe(error, self.kind.timeout_s)}"
+            self.error = self.error or f"summary: {describe(error, self.factory.timeout_s)}"
 
     async def close(self) -> None:
         env, self.env = self.env, None
@@ -258,7 +248,7 @@ class _Episode:
             try:
                 await self._call(env.close())
             except Exception as error:
-                self.error = self.error or f"close: {describe(error, self.kind.timeout_s)}"
+                self.error = self.error or f"close: {describe(error, self.factory.timeout_s)}"
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """The environment's answer, or TimeoutError. A late one is not waited for: it may ignore its cancellation.
@@ -267,10 +257,10 @@ class _Episode:
         episode is closed, while others go on.
         """
         task = asyncio.ensure_future(without_exit(call))
-        if bounds_itself(self.env):
+        if self.env is not None and self.env.bounds_itself:
             return await task
         try:
-            await asyncio.wait({task}, timeout=self.kind.timeout_s)
+            await asyncio.wait({task}, timeout=self.factory.timeout_s)
         finally:
             task.cancel()
         if not task.done():

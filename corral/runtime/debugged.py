@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
+from corral.envs.base import Env, EnvWrapper, StepResult
 from corral.recipe.schema import Recipe
-from corral.rewards.here import RewardsHere
-from corral.rewards.pools import Pools
+from corral.rewards.scorer_pool import InProcessScorer, ScorerPools
 from corral.runtime.player import Player
 from corral.runtime.roles import build_role, rewarded
 from corral.runtime.terminal import open_at
@@ -24,44 +23,43 @@ OPENED = "corral.runtime.debugged:build_opened"
 
 def build_here(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
     if role == "rewards":
-        return Pools(rewarded(recipe), RewardsHere)
+        return ScorerPools({tag: InProcessScorer(one.reward) for tag, one in rewarded(recipe).items()})
     made = build_role(role, site, recipe, resume_from)
     if isinstance(made, Player):
-        for kind in made.driver.envs.kinds.values():
-            kind.timeout_s = math.inf
-            if kind.make_here is not None:
-                kind.make, kind.limit = kind.make_here, None
+        for factory in made.driver.envs.factories.values():
+            factory.timeout_s = math.inf
+            if factory.make_in_process is not None:
+                factory.make, factory.limit = factory.make_in_process, None
     return made
 
 
 def build_opened(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
     if role == "rewards":
-        return Pools(rewarded(recipe), lambda reward: RewardsHere(reward, on_error=open_at))
+        return ScorerPools({tag: InProcessScorer(one.reward, open_at) for tag, one in rewarded(recipe).items()})
     made = build_here(role, site, recipe, resume_from)
     if isinstance(made, Player):
-        for kind in made.driver.envs.kinds.values():
-            kind.make = partial(Opened, kind.make)
+        for factory in made.driver.envs.factories.values():
+            factory.make = partial(Opened, factory.make)
     return made
 
 
-class Opened:
+class Opened(EnvWrapper):
     """An environment, with a debugger for what it raises."""
 
     def __init__(self, make_env: Callable[[], Env]) -> None:
         with opening():
-            self.env = make_env()
-
-    def __getattr__(self, name: str) -> Any:
-        """What else an environment may have (see `envs/base.py`) is its own."""
-        return getattr(self.env, name)
+            super().__init__(make_env())
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         with opening():
-            return await self.env.reset(row, seed)
+            messages: list[Message] = await self.env.reset(row, seed)
+        self.copy_attributes()
+        return messages
 
     async def step(self, reply: str) -> StepResult:
         with opening():
-            return await self.env.step(reply)
+            result: StepResult = await self.env.step(reply)
+        return result
 
     async def close(self) -> None:
         with opening():

@@ -14,7 +14,7 @@ from corral.envs.registry import EnvSet
 from corral.model.load import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
-from corral.rewards.pools import Pools
+from corral.rewards.scorer_pool import ScorerPools
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt
 from corral.rollout.engine import Sampling
@@ -46,7 +46,7 @@ class Player:
 
     channel: Channel | None = None
 
-    def __init__(self, site: Site, recipe: Recipe, model: Any, pools: Pools) -> None:
+    def __init__(self, site: Site, recipe: Recipe, model: Any, pools: ScorerPools) -> None:
         self.site, self.recipe, self.pools = site, recipe, pools
         self.tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, self.tokenizer)
@@ -181,7 +181,7 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     )
 
 
-def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pools: Pools) -> Driver:
+def make_driver(recipe: Recipe, engine: NativeEngine, tokenizer: Any, pools: ScorerPools) -> Driver:
     rollout = recipe.rollout
     return Driver(
         engine=engine,

@@ -7,7 +7,7 @@ from corral.envs.registry import EnvSet, uses_rewards
 from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.schema import Environment, Recipe
-from corral.rewards.pools import Pools
+from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.player import Player
 from corral.runtime.trainers import Actor, Critic, Scorer
 from corral.runtime.worker import Site
@@ -22,7 +22,7 @@ def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) 
     trained = recipe.model.path if resume_from is None else str(resume_from)
     match role:
         case "rewards":
-            pools = Pools.start(rewarded(recipe))
+            pools = ScorerPools.start(rewarded(recipe))
             try:
                 EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout).close()  # before any model is loaded
             except BaseException:

@@ -9,7 +9,7 @@ from typing import Any
 from corral.data.boards import board_rows
 from corral.data.rows import Message, Row
 from corral.envs.base import StepResult
-from corral.envs.games.kit import GameEnv
+from corral.envs.games import GameEnv
 from corral.envs.registry import EnvSet
 from corral.recipe.schema import Environment, Rollout, Source
 
@@ -27,7 +27,7 @@ def opened(name: str, max_turns: int = 10, **settings: Any) -> Iterator[Callable
     """Something that makes environments."""
     envs = EnvSet({"": Environment(name=name, **settings)}, {}, Rollout(max_turns=max_turns))
     try:
-        yield envs.kinds[""].make
+        yield envs.factories[""].make
     finally:
         envs.close()
 

@@ -6,9 +6,9 @@ import pytest
 from playing import board, say
 
 from corral.data.rows import Row
-from corral.envs.games.frozen_lake import FrozenLakeEnv
-from corral.envs.games.kit import Game, GameEnv, Move
-from corral.envs.games.sokoban import SokobanEnv
+from corral.envs.built_in.frozen_lake import FrozenLakeEnv
+from corral.envs.built_in.sokoban import SokobanEnv
+from corral.envs.games import Game, GameEnv, Move
 from corral.recipe.errors import UserError
 
 

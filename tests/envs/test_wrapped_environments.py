@@ -5,8 +5,8 @@ from playing import board, boards, opened
 
 from corral.data.rows import Row
 from corral.data.sources import load_rows
-from corral.envs.agents import floor_of, play_best
-from corral.envs.gymnasium import GymnasiumEnv
+from corral.envs.baselines import baseline_of, run_optimal
+from corral.envs.built_in.gymnasium import GymnasiumEnv
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Source
 
@@ -29,7 +29,7 @@ def test_gymnasiums_frozen_lake_is_played_in_words() -> None:
 def test_the_best_play_comes_from_the_table_of_transitions(name: str, moves: int | None, reward: float | None) -> None:
     options = {"id": name, "kwargs": {"is_slippery": False} if name == "FrozenLake-v1" else {}}
     with opened("gymnasium", 20, options=options, processes=1) as make:
-        played = asyncio.run(play_best(make, board(2), 0, 20))
+        played = asyncio.run(run_optimal(make, board(2), 0, 20))
     assert played is not None
     assert played.success == 1.0
     assert moves in (None, played.turns)
@@ -57,7 +57,7 @@ def test_what_has_no_drawing_is_told_as_its_value() -> None:
     [
         ({"id": "FrozenLak-v1"}, "FrozenLak-v1 can't be made"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "has 4 actions, not 1"),
-        ({"id": "Pendulum-v1"}, "only Discrete from 0 on can be played"),
+        ({"id": "Pendulum-v1"}, "only Discrete from 0 on is supported"),
         ({"id": "Blackjack-v1", "observe": "drawing"}, "can't draw itself in text"),
     ],
 )
@@ -90,11 +90,11 @@ def test_a_reasoning_gym_task_gives_several_attempts_and_the_best_counts() -> No
 
 def test_a_floor_needs_only_the_players_that_there_are() -> None:
     with opened("reasoning_gym", processes=1) as make:
-        floor = asyncio.run(floor_of(make, reasoning_gym_rows(2), 1, seed=0, timeout_s=10))
+        floor = asyncio.run(baseline_of(make, reasoning_gym_rows(2), 1, seed=0, timeout_s=10))
     assert (floor.random_reward, floor.best_reward, floor.best_success) == (None, 1.0, 1.0)
 
 
 def test_boards_are_enough_for_gymnasium() -> None:
     with opened("gymnasium", options={"id": "CliffWalking-v1"}, processes=1) as make:
-        floor = asyncio.run(floor_of(make, boards(2), 5, seed=0, timeout_s=10))
+        floor = asyncio.run(baseline_of(make, boards(2), 5, seed=0, timeout_s=10))
     assert floor.random_success == 0.0

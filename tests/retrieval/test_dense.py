@@ -158,7 +158,7 @@ def test_what_was_found_out_of_an_encoder_is_written_down_and_said(minilm: Path,
     encoder = Encoder(EncoderSettings(str(folder), passage_prefix="p: "), "cpu")
     used = encoder.settings
     assert (used.query_prefix, used.passage_prefix, used.pooling, used.normalise) == (BGE, "p: ", "cls", True)
-    said = f"query prefix {BGE!r}, passage prefix 'p: ', pooling cls, normalised, 384 numbers"
+    said = f"query prefix {BGE!r}, passage prefix 'p: ', pooling cls, normalized, 384 numbers"
     assert encoder.in_words() == f"encoder {folder}: {said}"
 
 

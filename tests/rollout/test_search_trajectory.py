@@ -16,7 +16,7 @@ from corral.data.sources import render_prompt
 from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
 from corral.recipe.schema import Environment, Reward, Rollout
-from corral.rewards.here import RewardsHere
+from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat import Chat
 from corral.rollout.driver import Driver, Prompt
 from corral.rollout.engine import Completion, Finish, Memory, Sampling
@@ -80,7 +80,7 @@ def play(retriever: StandInRetriever, answer: str = "Ann", max_observation_token
         },
     )
     rollout = Rollout(max_turns=2, max_response_tokens=400)
-    envs = EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, rollout)
+    envs = EnvSet({"": environment}, {"": InProcessScorer(environment.reward)}, rollout)
     driver = Driver(
         engine=Scripted(tokenizer, REPLIES),  # type: ignore[arg-type]
         envs=envs,

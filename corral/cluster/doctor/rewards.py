@@ -13,7 +13,7 @@ from corral.envs.registry import EnvSet, uses_rewards
 from corral.recipe.errors import UserError
 from corral.recipe.plan import Plan, num_trajectories
 from corral.recipe.schema import Environment
-from corral.rewards.pool import ScorerPool
+from corral.rewards.scorer_pool import ScorerPool
 
 NUM_ROWS = 4
 BUDGET_S = 30.0

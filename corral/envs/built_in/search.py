@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.data.rows import Message, Row
-from corral.envs.base import StepResult
+from corral.envs.base import Env, StepResult
 from corral.recipe.errors import UserError
 from corral.retrieval.client import RetrievalClient
 from corral.retrieval.endpoint import Document
-from corral.rewards.pool import Rewards
 from corral.rewards.question_answering import ANSWER, TAG, is_in
+from corral.rewards.scorer_pool import RewardScorer
 
 ACTION = re.compile(r"<(?P<tag>search|answer)>(?P<text>.*?)</(?P=tag)>", re.DOTALL)
 
@@ -55,14 +55,14 @@ class NoRetriever:
         pass
 
 
-class SearchEnv:
+class SearchEnv(Env):
     bounds_itself = True
     """The retriever's patience and the reward's deadline are its own."""
     inline = True
 
     def __init__(
         self,
-        pool: Rewards,
+        pool: RewardScorer,
         max_turns: int,
         shared: RetrievalClient | NoRetriever,
         do_search: bool = True,

@@ -1,4 +1,11 @@
-"""From a Python function to the JSON schema that the model is shown, and from that to what is wrong with a call."""
+"""Tool calls: the JSON schema of a Python function, finding calls in what a model wrote, and what is wrong with one.
+
+- hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, with text around them.
+- openai: `{"tool_calls": [...]}`, behind text or not, or a reply that is nothing but one call or a list of calls,
+  `{"name": ..., "arguments": {...}}` (also `parameters`, as some templates have it).
+
+A call that cannot be read is a call all the same: the model gets to know what is wrong with it.
+"""
 
 import enum
 import inspect
@@ -7,15 +14,116 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from corral.recipe.errors import UserError
 
+Style = Literal["hermes", "openai"]
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+OPENAI = re.compile(r'\{\s*"tool_calls"\s*:')
+FENCE = re.compile(r"\A```(?:json)?\s*\n(.*?)\n?\s*```\Z", re.DOTALL)
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 SUPPORTED = "str, int, float, bool, None, list, dict, Literal, unions of these, or Any"
 MAX_QUOTED_CHARACTERS = 60
 SECTION = re.compile(r"^\s*(Args|Arguments|Parameters):\s*$")
 ARGUMENT = re.compile(r"^(?P<name>\*{0,2}\w+)\s*(\([^)]*\))?\s*:\s*(?P<text>.*)$")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+    """Why it cannot be read, if so."""
+
+
+@dataclass(frozen=True)
+class ParsedReply:
+    text: str
+    """The text beside the calls."""
+    calls: list[ToolCall]
+
+
+def parse_reply(reply: str, style: Style) -> ParsedReply:
+    return _parse_hermes(reply) if style == "hermes" else _parse_openai(reply)
+
+
+def _parse_hermes(reply: str) -> ParsedReply:
+    calls = [_read_text(match[1]) for match in HERMES.finditer(reply)]
+    return ParsedReply(HERMES.sub("", reply).strip(), calls)
+
+
+def _parse_openai(reply: str) -> ParsedReply:
+    whole = reply.strip()
+    fenced = FENCE.match(whole)
+    whole = fenced[1].strip() if fenced else whole
+    begun = OPENAI.search(whole)
+    if begun is not None:
+        try:
+            value, _ = json.JSONDecoder().raw_decode(whole, begun.start())
+        except (ValueError, RecursionError) as error:
+            return ParsedReply(whole[: begun.start()].strip(), [ToolCall(problem=_not_json(error))])
+        calls = value["tool_calls"]
+        read = (
+            [_read(one) for one in calls]
+            if isinstance(calls, list) and calls
+            else [ToolCall(problem="no list of calls")]
+        )
+        return ParsedReply(whole[: begun.start()].strip(), read)
+    try:
+        value = json.loads(whole)
+    except (ValueError, RecursionError) as error:
+        if re.match(r'\[?\s*\{\s*"name"\s*:', whole):
+            return ParsedReply("", [ToolCall(problem=_not_json(error))])
+        return ParsedReply(reply.strip(), [])
+    several = value if isinstance(value, list) else [value]
+    if several and all(_looks_like_a_call(one) for one in several):
+        return ParsedReply("", [_read(one) for one in several])
+    return ParsedReply(reply.strip(), [])  # an answer that happens to be JSON
+
+
+def _looks_like_a_call(value: Any) -> bool:
+    return isinstance(value, dict) and (
+        ("name" in value and ("arguments" in value or "parameters" in value)) or "function" in value
+    )
+
+
+def _read_text(text: str) -> ToolCall:
+    try:
+        return _read(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return ToolCall(problem=_not_json(error))
+
+
+def _read(value: Any) -> ToolCall:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        return ToolCall(problem='a call is an object, {"name": ..., "arguments": {...}}')
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return ToolCall(problem="the call has no name")
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # JSON within JSON, as the OpenAI API has it
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name, problem=f"its arguments: {_not_json(error)}")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return ToolCall(name, problem="its arguments must be an object")
+    return ToolCall(name, arguments)
+
+
+def _not_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg} at character {error.pos}"
+    return f"not valid JSON: {error}"
+
+
+# --- schemas
 
 
 def function_schema(function: Callable[..., Any], name: str, is_method: bool = False) -> dict[str, Any]:
@@ -28,15 +136,15 @@ def function_schema(function: Callable[..., Any], name: str, is_method: bool = F
     except Exception as error:
         raise UserError(f"tool `{name}`: its type hints can't be read: {error}") from error
     parameters = list(inspect.signature(function).parameters.values())[is_method:]
-    description, said = read_docstring(inspect.getdoc(function) or "")
+    description, described = read_docstring(inspect.getdoc(function) or "")
     properties, required = {}, []
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"tool `{name}`: the model can't name its parameter `{parameter}`; give it plain ones")
         where = f"tool `{name}`: its parameter `{parameter.name}`"
         schema = type_schema(hints.get(parameter.name, Any), where)
-        if parameter.name in said:
-            schema["description"] = said[parameter.name]
+        if parameter.name in described:
+            schema["description"] = described[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
         elif is_json(parameter.default):
@@ -71,7 +179,7 @@ def type_schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph on one line, and what is said of each parameter."""
+    """The first paragraph on one line, and the description of each parameter."""
     lines = text.splitlines()
     paragraph: list[str] = []
     for line in lines:
@@ -82,10 +190,10 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _read_arguments(lines: list[str]) -> dict[str, str]:
-    said: dict[str, str] = {}
+    described: dict[str, str] = {}
     start = next((number for number, line in enumerate(lines) if SECTION.match(line)), None)
     if start is None:
-        return said
+        return described
     outer, first, name = _indent(lines[start]), None, None
     for line in lines[start + 1 :]:
         if not line.strip():
@@ -96,10 +204,10 @@ def _read_arguments(lines: list[str]) -> dict[str, str]:
         match = ARGUMENT.match(line.strip()) if _indent(line) <= first else None
         if match is not None:
             name = match["name"]
-            said[name] = match["text"]
+            described[name] = match["text"]
         elif name is not None:  # a description that goes over several lines
-            said[name] = f"{said[name]} {line.strip()}".strip()
-    return said
+            described[name] = f"{described[name]} {line.strip()}".strip()
+    return described
 
 
 def _indent(line: str) -> int:
@@ -115,7 +223,7 @@ def is_json(value: Any) -> bool:
 
 
 def problem_with(value: Any, schema: Mapping[str, Any], where: str = "") -> str | None:
-    """What is wrong with `value`, in words for the model; None if nothing is. Knows the keywords made above."""
+    """What is wrong with `value`, as text for the model; None if nothing is. Knows the keywords of `type_schema`."""
     if "enum" in schema:
         allowed = schema["enum"]
         same = any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in allowed)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.data.answers import after_hashes, as_number, last_boxed, numbers
-from corral.rewards.functions import exact, gsm8k, number, regex
+from corral.rewards.scorers import exact, gsm8k, number, regex
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""A question, answered in one step and scored by the reward function."""
+"""The `question` environment: a question, answered in one step and scored by the reward function."""
 
 from corral.data.rows import Message, Row
-from corral.envs.base import StepResult
-from corral.rewards.pool import Rewards
+from corral.envs.base import Env, StepResult
+from corral.rewards.scorer_pool import RewardScorer
 
 
-class QuestionEnv:
+class QuestionEnv(Env):
     bounds_itself = True
     """Each call of the reward function has its own deadline in the pool; waiting for a free worker has none."""
 
-    def __init__(self, pool: Rewards) -> None:
+    def __init__(self, pool: RewardScorer) -> None:
         self._pool = pool
         self._row: Row | None = None
 

@@ -14,9 +14,9 @@ import pytest
 from corral.data.rows import Row
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Reward
-from corral.rewards.pool import Counts, Score, ScorerPool
+from corral.rewards.scorer_pool import Score, ScoreCounts, ScorerPool
 
-SCORERS = Path(__file__).with_name("scorers.py")
+SCORER_OF_SOURCE = Path(__file__).with_name("scorers.py")
 ROW = Row([{"role": "user", "content": "?"}], "1", "", {})
 
 
@@ -25,7 +25,7 @@ def make_pool() -> Iterator[Callable[..., ScorerPool]]:
     pools: list[ScorerPool] = []
 
     def make(function: str, **settings: Any) -> ScorerPool:
-        pools.append(ScorerPool(Reward(name=f"{SCORERS}:{function}", **settings)))
+        pools.append(ScorerPool(Reward(name=f"{SCORER_OF_SOURCE}:{function}", **settings)))
         return pools[-1]
 
     yield make
@@ -67,7 +67,7 @@ def test_two_hundred_calls_at_once_are_all_answered(make_pool: Callable[..., Sco
     pool = make_pool("length")
     responses = ["x" * number for number in range(200)]
     assert [score.reward for score in score_all(pool, responses)] == [float(number) for number in range(200)]
-    assert pool.counts == Counts(ok=200)
+    assert pool.counts == ScoreCounts(ok=200)
 
 
 def test_a_pool_works_in_one_event_loop_after_another(make_pool: Callable[..., ScorerPool]) -> None:
@@ -96,7 +96,7 @@ def test_a_function_that_raises_costs_one_sample_and_keeps_its_worker(
     assert failed.error is not None
     assert failed.error.startswith(error)
     assert good == Score(1.0)
-    assert pool.counts == Counts(ok=1, raised=1)
+    assert pool.counts == ScoreCounts(ok=1, raised=1)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_function_that_dies_costs_one_sample(make_pool: Callable[..., ScorerPo
     assert failed.error is not None
     assert how in failed.error
     assert good == Score(1.0)
-    assert pool.counts == Counts(ok=1, died=1)
+    assert pool.counts == ScoreCounts(ok=1, died=1)
 
 
 @pytest.mark.parametrize("response", ["sleep", "hang in C", "spin"])
@@ -123,7 +123,7 @@ def test_a_function_that_hangs_costs_one_sample_and_one_timeout(
     assert time.monotonic() - started < 5
     assert failed == Score(0.0, "the reward function took longer than 1 s and was killed")
     assert good == Score(1.0)
-    assert pool.counts == Counts(ok=1, timed_out=1)
+    assert pool.counts == ScoreCounts(ok=1, timed_out=1)
 
 
 def test_every_kind_of_failure_among_many_calls_costs_only_its_own_sample(
@@ -134,14 +134,15 @@ def test_every_kind_of_failure_among_many_calls_costs_only_its_own_sample(
     responses[5], responses[20], responses[40], responses[50] = "die", "sleep", "raise", "crash"
     scores = score_all(pool, responses)
     assert [score.error is None for score in scores] == [response == "fine" for response in responses]
-    assert pool.counts == Counts(ok=56, raised=1, timed_out=1, died=2)
+    assert pool.counts == ScoreCounts(ok=56, raised=1, timed_out=1, died=2)
 
 
 @pytest.mark.parametrize(
-    ("response", "counts"), [("die", Counts(died=3)), ("sleep", Counts(timed_out=3)), ("raise", Counts(raised=3))]
+    ("response", "counts"),
+    [("die", ScoreCounts(died=3)), ("sleep", ScoreCounts(timed_out=3)), ("raise", ScoreCounts(raised=3))],
 )
 def test_what_is_sent_together_fails_one_by_one(
-    make_pool: Callable[..., ScorerPool], response: str, counts: Counts
+    make_pool: Callable[..., ScorerPool], response: str, counts: ScoreCounts
 ) -> None:
     pool = make_pool("act", workers=1, timeout_s=0.5)
     score_all(pool, ["fine"] * 50)  # from now on the function is known to be quick
@@ -182,7 +183,7 @@ def test_a_row_that_can_not_be_sent_costs_one_sample(make_pool: Callable[..., Sc
     [score] = score_all(pool, ["x"], Row([], "1", "", {"file": sys.stdout.fileno}))
     assert score.error is not None
     assert "can't be sent to another process" in score.error
-    assert pool.counts == Counts(raised=1)
+    assert pool.counts == ScoreCounts(raised=1)
 
 
 def test_a_worker_that_is_killed_while_idle_costs_nothing(make_pool: Callable[..., ScorerPool]) -> None:
@@ -212,7 +213,7 @@ def test_close_kills_the_workers_and_ends_calls_in_flight(make_pool: Callable[..
 
     started = time.monotonic()
     results = asyncio.run(close_during_calls())
-    assert [str(result) for result in results] == ["the reward pool is closed"] * 2
+    assert [str(result) for result in results] == [f"{pool.label} is closed"] * 2
     assert time.monotonic() - started < 3
 
 
@@ -226,7 +227,7 @@ def test_close_ends_calls_that_were_sent_together(make_pool: Callable[..., Score
         pool.close()
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert [str(result) for result in asyncio.run(close_during_calls())] == ["the reward pool is closed"] * 50
+    assert [str(result) for result in asyncio.run(close_during_calls())] == [f"{pool.label} is closed"] * 50
 
 
 def test_a_cancelled_call_leaves_the_others_alone(make_pool: Callable[..., ScorerPool]) -> None:
@@ -256,8 +257,8 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path) -> None:
 import asyncio
 from corral.data.rows import Row
 from corral.recipe.schema import Reward
-from corral.rewards.pool import ScorerPool
-pool = ScorerPool(Reward(name="{SCORERS}:start_a_child_and_hang", timeout_s=1000))
+from corral.rewards.scorer_pool import ScorerPool
+pool = ScorerPool(Reward(name="{SCORER_OF_SOURCE}:start_a_child_and_hang", timeout_s=1000))
 asyncio.run(pool.score("x", Row([], {str(note)!r}, "", {{}})))
 """
     run = subprocess.Popen([sys.executable, "-c", program])
@@ -282,7 +283,7 @@ def children_of(process_id: int) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{SCORERS}:lenght", "has no `lenght`; did you mean `length`?"),
+        (f"{SCORER_OF_SOURCE}:lenght", "has no `lenght`; did you mean `length`?"),
         ("no_such_module_here:score", "there is no module `no_such_module_here`"),
         ("no_such_file.py:score", "no file .*no_such_file.py"),
     ],

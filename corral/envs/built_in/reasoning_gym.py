@@ -1,19 +1,21 @@
-"""A task of reasoning-gym with several attempts: who is wrong is told so, and may try again.
+"""A task of reasoning-gym with several attempts: a wrong answer gets feedback, and another attempt.
 
-Rows are those of a `reasoning_gym:TASK` source; the score is that of the task's own scorer. What a step earns is by how
-much it is better than all before it, so a trajectory earns the score of its best attempt. Scorers may take long, so the
-methods are plain functions and it is played in processes.
+Rows are those of a `reasoning_gym:TASK` source; the score is that of the task's own scorer. The reward of a step is by
+how much its score is better than all before it, so a trajectory earns the score of its best attempt. Scorers may take
+long, so the methods are plain functions and run in processes.
 """
 
 from corral.data.rows import Message, Row
-from corral.envs.base import StepResult
+from corral.envs.base import BlockingEnv, StepResult
 from corral.recipe.errors import UserError
-from corral.rewards.procedural import reasoning_gym
+from corral.rewards.reward_function import load_function
 
+score_reply = load_function("reasoning_gym", {})
+"""Loaded here, since that raises at once if the package is missing."""
 FEEDBACK = "That is not right. Attempts left: {attempts_left}."
 
 
-class ReasoningGymEnv:
+class ReasoningGymEnv(BlockingEnv):
     def __init__(self, attempts: int = 1, feedback: str = FEEDBACK, tag: str = "answer") -> None:
         """`feedback` may have {attempts_left} and {score} in it."""
         if attempts < 1:
@@ -30,14 +32,14 @@ class ReasoningGymEnv:
 
     def step(self, reply: str) -> StepResult:
         assert self._row is not None, "step before reset"
-        score = reasoning_gym(reply, self._row.extra, tag=self._tag)
+        score = score_reply(reply, self._row.extra, tag=self._tag)
         gain = max(score - max(self._scores, default=0.0), 0.0)
         self._scores.append(score)
         left = self._attempts - len(self._scores)
         if score >= 1 or left == 0:
             return StepResult([], gain, done=True)
-        told = self._feedback.replace("{attempts_left}", str(left)).replace("{score}", f"{score:.2f}")
-        return StepResult([Message(role="user", content=told)], gain, done=False)
+        feedback = self._feedback.replace("{attempts_left}", str(left)).replace("{score}", f"{score:.2f}")
+        return StepResult([Message(role="user", content=feedback)], gain, done=False)
 
     def close(self) -> None:
         self._row = None

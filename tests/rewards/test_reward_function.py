@@ -8,7 +8,7 @@ import pytest
 
 from corral.data.rows import Row
 from corral.recipe.errors import UserError
-from corral.rewards.calling import BUILT_IN, call, load_function
+from corral.rewards.reward_function import built_in_rewards, call_reward, load_function
 
 ROW = Row([{"role": "user", "content": "2 + 2?"}], "4", "sums", {"level": 1, "extra_info": {"index": 3}})
 
@@ -20,7 +20,7 @@ def test_a_function_gets_what_its_signature_asks_for() -> None:
         seen.update(locals())
         return bonus
 
-    assert call(function, "four", ROW, {"bonus": 0.5}).score == 0.5
+    assert call_reward(function, "four", ROW, {"bonus": 0.5}).score == 0.5
     assert {key: seen[key] for key in ("response", "extra", "source")} == {
         "response": "four",
         "extra": ROW.extra,
@@ -33,35 +33,35 @@ def test_a_function_that_takes_anything_gets_everything() -> None:
         assert sorted(others) == ["answer", "extra", "prompt", "source"]
         return 1.0
 
-    assert call(function, "four", ROW, {}).score == 1.0
+    assert call_reward(function, "four", ROW, {}).score == 1.0
 
 
 def test_a_function_written_for_verl_works_as_it_is() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return float((data_source, solution_str, ground_truth, extra_info) == ("sums", "4", "4", {"index": 3}))
 
-    assert call(compute_score, "4", ROW, {}).score == 1.0
+    assert call_reward(compute_score, "4", ROW, {}).score == 1.0
 
 
 def test_an_async_function_is_awaited() -> None:
     async def function(response: str) -> float:
         return 0.25
 
-    assert call(function, "four", ROW, {}).score == 0.25
+    assert call_reward(function, "four", ROW, {}).score == 0.25
 
 
 def test_a_dict_gives_score_and_metrics() -> None:
     def function(response: str) -> dict[str, Any]:
         return {"score": True, "length": 4, "said": "four"}
 
-    result = call(function, "four", ROW, {})
+    result = call_reward(function, "four", ROW, {})
     assert (result.score, result.metrics) == (1.0, {"length": 4.0})
 
 
 def test_scalars_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    assert call(lambda response: numpy.float32(0.5), "", ROW, {}).score == 0.5
-    assert call(lambda response: numpy.bool_(True), "", ROW, {}).score == 1.0
+    assert call_reward(lambda response: numpy.float32(0.5), "", ROW, {}).score == 0.5
+    assert call_reward(lambda response: numpy.bool_(True), "", ROW, {}).score == 1.0
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_scalars_of_numpy_are_numbers() -> None:
 )
 def test_a_result_that_is_no_finite_number_raises(returned: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(lambda response: returned, "", ROW, {})
+        call_reward(lambda response: returned, "", ROW, {})
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_built_in_function_with_bad_options_is_an_error(name: str, options: di
         load_function(name, options)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("regex", "math", "reasoning_gym")])
+@pytest.mark.parametrize("name", sorted({*built_in_rewards()} - {"regex", "math", "reasoning_gym"}))
 def test_built_in_functions_need_no_options(name: str) -> None:
     assert callable(load_function(name, {}))
 
@@ -139,7 +139,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name: str, package: 
 import sys
 sys.modules[{package!r}] = None
 from corral.recipe.errors import UserError
-from corral.rewards.calling import load_function
+from corral.rewards.reward_function import load_function
 try:
     load_function({name!r}, {{}})
 except UserError as error:

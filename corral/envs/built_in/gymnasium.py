@@ -1,8 +1,8 @@
-"""Gymnasium's toy-text environments, and any other with a few numbered actions, played in words.
+"""Gymnasium's toy-text environments, and any other with a few numbered actions, as text.
 
-What the model sees is what the environment draws as text, or its observation as it is. The board's seed goes to the
+What the model sees is what the environment renders as text, or its observation as it is. The board's seed goes to the
 environment's own `reset`; chance after that comes from the trajectory's seed. Where the environment has a table of its
-transitions, the best play is known. Its methods block, so it is played in processes.
+transitions, the optimal policy is known. Its methods block, so it runs in processes.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
-from corral.envs.base import StepResult
-from corral.envs.games.kit import Game, GameBase, Move
+from corral.envs.base import BlockingEnv, StepResult
+from corral.envs.games import Game, GameBase, Move
 from corral.recipe.errors import UserError
 
 try:
@@ -23,26 +23,26 @@ except ImportError as error:
     raise UserError("the environment `gymnasium` needs gymnasium: pip install 'corral[gymnasium]'") from error
 
 
-class Known(NamedTuple):
+class ToyTextGame(NamedTuple):
     actions: tuple[str, ...] = ()
     success_reward: float = 1.0
     instruction: str = "Play this game."
 
 
-KNOWN = {
-    "FrozenLake": Known(
+TOY_TEXT = {
+    "FrozenLake": ToyTextGame(
         ("Left", "Down", "Right", "Up"), 1, "Walk from S to the goal G over frozen cells F. In a hole H you have lost."
     ),
-    "CliffWalking": Known(
+    "CliffWalking": ToyTextGame(
         ("Up", "Right", "Down", "Left"), -1, "Walk from x to T. Every step costs 1; a step onto the cliff C costs 100."
     ),
-    "Taxi": Known(
+    "Taxi": ToyTextGame(
         ("South", "North", "East", "West", "Pickup", "Dropoff"),
         20,
         "Drive the taxi to the passenger, pick them up, and drop them off at their destination, which are two of the "
         "places R, G, Y and B. You can't drive through |.",
     ),
-    "Blackjack": Known(
+    "Blackjack": ToyTextGame(
         ("Stick", "Hit"),
         1,
         "You play Blackjack. You see the sum of your cards, the dealer's card, and whether you have a usable ace.",
@@ -52,7 +52,7 @@ HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.)\x1b\[0m")
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
 
 DISCOUNT = 1 - 1e-6
-"""Of two ways that earn the same the best player takes the shorter one."""
+"""Discount, so that of two ways that earn the same the optimal policy takes the shorter one."""
 
 Outcomes = list[tuple[float, int, float, bool]]
 """Probability, next state, reward, whether it ends."""
@@ -72,7 +72,7 @@ class GymnasiumGame(Game):
     def text(self) -> str:
         if not self.drawn:
             return str(self.observation)
-        # A colour is where the player is; in plain text it needs a sign.
+        # A color marks where the player is; in plain text it needs a sign.
         return ESCAPES.sub("", HIGHLIGHTED.sub(r"[\1]", self.env.render())).strip("\n")
 
     def state(self) -> str:
@@ -97,26 +97,29 @@ class GymnasiumGame(Game):
             self._values.append(dict.fromkeys(table, 0.0))
         while len(self._values) < actions_left:
             after = self._values[-1]
-            self._values.append({state: max(value(to, after) for to in table[state].values()) for state in table})
+            self._values.append(
+                {state: max(expected_return(to, after) for to in table[state].values()) for state in table}
+            )
         choices, after = table[int(self.observation)], self._values[actions_left - 1]
-        return self.actions[max(choices, key=lambda action: value(choices[action], after))]
+        return self.actions[max(choices, key=lambda action: expected_return(choices[action], after))]
 
 
 @dataclass(kw_only=True)
-class GymnasiumEnv(GameBase):
+class GymnasiumEnv(GameBase, BlockingEnv):
     id: str
-    """Such as FrozenLake-v1."""
+    """Gymnasium's id, such as FrozenLake-v1."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Of `gymnasium.make`."""
+    """Further arguments of `gymnasium.make`."""
     action_names: list[str] | None = None
-    """In the order of their numbers. None: known ones for toy-text environments, the numbers for others."""
+    """Names of the actions, in the order of their numbers. None: known ones for toy-text environments, the numbers for
+    others."""
     observe: Literal["drawing", "value"] | None = None
-    """None: the drawing, where there is one in text."""
+    """What the model sees. None: the drawing, where there is one in text."""
     success_reward: float | None = None
     """An episode that ends with a step of at least this reward is a success. None: known, or 1."""
 
     def __post_init__(self) -> None:
-        known = KNOWN.get(self.id.rpartition("/")[2].partition("-v")[0], Known())
+        known = TOY_TEXT.get(self.id.rpartition("/")[2].partition("-v")[0], ToyTextGame())
         self.prompts = {"instruction": known.instruction, **self.prompts}
         env = make(self.id, self.kwargs)
         draws = "ansi" in env.metadata.get("render_modes", ())
@@ -140,10 +143,10 @@ class GymnasiumEnv(GameBase):
         return self._gymnasium
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        return self.begin(row, seed)
+        return self.reset_game(row, seed)
 
     def step(self, reply: str) -> StepResult:
-        return self.take(reply)
+        return self.step_game(reply)
 
     def close(self) -> None:
         self._gymnasium.env.close()
@@ -158,12 +161,12 @@ def make(name: str, arguments: Mapping[str, Any]) -> Any:
 
 def num_actions(env: Any, name: str) -> int:
     if not isinstance(env.action_space, gymnasium.spaces.Discrete) or env.action_space.start != 0:
-        raise UserError(f"gymnasium: {name} has {env.action_space} as actions; only Discrete from 0 on can be played")
+        raise UserError(f"gymnasium: {name} has {env.action_space} as actions; only Discrete from 0 on is supported")
     return int(env.action_space.n)
 
 
-def value(outcomes: Outcomes, after: Mapping[int, float]) -> float:
-    """The expected sum of rewards of an action, and of the best ones after it."""
+def expected_return(outcomes: Outcomes, after: Mapping[int, float]) -> float:
+    """The expected sum of rewards of an action, and of the optimal ones after it."""
     return sum(
         chance * (reward + (0.0 if ends else DISCOUNT * after[state])) for chance, state, reward, ends in outcomes
     )

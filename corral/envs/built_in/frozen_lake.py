@@ -1,18 +1,16 @@
 """FrozenLake: walk over ice to the goal, around the holes.
 
-Start and goal are any two cells that a way around the holes connects. Reward 1 on the goal, 0 for all else; falling in
+Start and goal are any two cells that a path around the holes connects. Reward 1 on the goal, 0 for all else; falling in
 ends the game. On slippery ice a step goes where it should in one of three times, and to either side in the others.
 """
 
+import functools
 import random
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from corral.envs.games.kit import Game, GameEnv, Move, draw_board, override, require
-from corral.envs.games.prompts import Prompts
+from corral.envs.games import Game, GridGameEnv, Move, Prompts, draw_board, require, shortest_path
 
 Cell = tuple[int, int]
 DIRECTIONS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -64,7 +62,7 @@ class FrozenLake(Game):
 
     def act(self, action: str) -> Move:
         before = self.player
-        self.player = walk(self.lake, before, self.rng.choice(ways(action)) if self.slippery else action)
+        self.player = walk(self.lake, before, self.rng.choice(slip_directions(action)) if self.slippery else action)
         return Move(float(self.solved), self.solved or self.player in self.lake.holes, self.player != before)
 
     @property
@@ -72,43 +70,37 @@ class FrozenLake(Game):
         return self.player == self.lake.goal
 
     def solution(self) -> list[str] | None:
-        return shortest_way(self.lake, self.player)
+        return solve(self.lake, self.player)
 
     def best_action(self, actions_left: int) -> str | None:
         if self.slippery:
-            return max(DIRECTIONS, key=lambda action: chance_of(self.lake, self.player, action, actions_left))
+            return max(DIRECTIONS, key=lambda action: win_probability(self.lake, self.player, action, actions_left))
         return super().best_action(actions_left)
 
 
 @dataclass(kw_only=True)
-class FrozenLakeEnv(GameEnv):
+class FrozenLakeEnv(GridGameEnv):
     size: int = 4
     p: float = 0.8
-    """Chance of a cell to be ice."""
+    """Probability that a cell is ice."""
     slippery: bool = False
-    grid_vocab: Mapping[str, str] = field(default_factory=dict)
-    """Other signs: {hole: H}."""
-    separator: str = ""
-    """Between the cells of a line; a space lets most tokenizers see them one by one."""
 
     ACTIONS: ClassVar = tuple(DIRECTIONS)
+    SYMBOLS: ClassVar = SYMBOLS
+    MEANINGS: ClassVar = MEANINGS
     PROMPTS: ClassVar = Prompts("Walk over the ice to the goal. If you step into a hole, you have lost.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.size >= 2, f"size must be at least 2, not {self.size}")
         require(0 <= self.p <= 1, f"p must be from 0 to 1, not {self.p}")
-        self._signs = override(SYMBOLS, self.grid_vocab, "grid_vocab")
 
     def new_game(self, board_seed: int, seed: int) -> Game:
         lake = make_lake(board_seed, self.size, self.p)
         return FrozenLake(lake, self.slippery, random.Random(seed), self._signs, self.separator)
 
-    def symbols(self) -> dict[str, str]:
-        return {self._signs[name]: meaning for name, meaning in MEANINGS.items()}
 
-
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def make_lake(seed: int, size: int, p: float) -> Lake:
     rng = random.Random(seed)
     cells = [(row, column) for row in range(size) for column in range(size)]
@@ -116,7 +108,7 @@ def make_lake(seed: int, size: int, p: float) -> Lake:
         holes = frozenset(cell for cell in cells if rng.random() >= p)
         start, goal = rng.sample(cells, 2)
         lake = Lake(size, holes - {start, goal}, start, goal)
-        if shortest_way(lake, start) is not None:
+        if solve(lake, start) is not None:
             return lake
 
 
@@ -126,48 +118,39 @@ def walk(lake: Lake, cell: Cell, direction: str) -> Cell:
     return (min(max(cell[0] + row, 0), last), min(max(cell[1] + column, 0), last))
 
 
-def ways(action: str) -> list[str]:
-    """Where one may slip."""
+def slip_directions(action: str) -> list[str]:
+    """The directions in which one may move on slippery ice."""
     directions = list(DIRECTIONS)
     here = directions.index(action)
     return [directions[(here + turned) % 4] for turned in (-1, 0, 1)]
 
 
-def shortest_way(lake: Lake, start: Cell) -> list[str] | None:
-    came_from: dict[Cell, tuple[Cell, str] | None] = {start: None}
-    reached = deque([start])
-    while reached:
-        cell = reached.popleft()
-        if cell == lake.goal:
-            way: list[str] = []
-            while (step := came_from[cell]) is not None:
-                cell = step[0]
-                way.append(step[1])
-            return way[::-1]
-        for direction in DIRECTIONS:
-            neighbour = walk(lake, cell, direction)
-            if neighbour not in came_from and neighbour not in lake.holes:
-                came_from[neighbour] = (cell, direction)
-                reached.append(neighbour)
-    return None
+def solve(lake: Lake, start: Cell) -> list[str] | None:
+    """The shortest path around the holes."""
+    return shortest_path(
+        start, DIRECTIONS, functools.partial(walk, lake), lambda cell: cell == lake.goal, lake.holes.__contains__
+    )
 
 
-def chance_of(lake: Lake, cell: Cell, action: str, actions_left: int) -> float:
-    """To win on slippery ice with that action and the best ones after it."""
-    chances = chances_to_win(lake, actions_left - 1)
-    return sum(chances[walk(lake, cell, way)] for way in ways(action)) / 3
+def win_probability(lake: Lake, cell: Cell, action: str, actions_left: int) -> float:
+    """The probability to win on slippery ice with that action and the optimal ones after it."""
+    after = win_probabilities(lake, actions_left - 1)
+    return sum(after[walk(lake, cell, direction)] for direction in slip_directions(action)) / 3
 
 
-@lru_cache(maxsize=10_000)
-def chances_to_win(lake: Lake, actions_left: int) -> dict[Cell, float]:
-    """By value iteration, one action after the other."""
+@functools.lru_cache(maxsize=10_000)
+def win_probabilities(lake: Lake, actions_left: int) -> dict[Cell, float]:
+    """The probability to win from each cell, by value iteration, one action after the other."""
     cells = [(row, column) for row in range(lake.size) for column in range(lake.size)]
     if actions_left == 0:
         return {cell: float(cell == lake.goal) for cell in cells}
-    after = chances_to_win(lake, actions_left - 1)
+    after = win_probabilities(lake, actions_left - 1)
     return {
         cell: after[cell]
         if cell == lake.goal or cell in lake.holes
-        else max(sum(after[walk(lake, cell, way)] for way in ways(action)) / 3 for action in DIRECTIONS)
+        else max(
+            sum(after[walk(lake, cell, direction)] for direction in slip_directions(action)) / 3
+            for action in DIRECTIONS
+        )
         for cell in cells
     }
