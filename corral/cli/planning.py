@@ -31,7 +31,7 @@ def services_in_words(recipe: Recipe) -> list[str]:
 
 def index_in_words(index: Path, corpus: str | None) -> list[str]:
     from corral.retrieval.estimate import estimate, of_index
-    from corral.retrieval.manifest import MANIFEST
+    from corral.retrieval.index import MANIFEST
 
     if (index.expanduser() / MANIFEST).is_file():
         return of_index(index.expanduser()).lines()

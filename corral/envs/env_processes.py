@@ -89,6 +89,8 @@ class EnvSlot:
 class EnvProcesses(WorkerPool[EnvSlot]):
     """`num_processes` processes that run environments, from the first trajectory on."""
 
+    thread_name = "environment process"
+
     def __init__(
         self, name: str, env_class: Any, arguments: dict[str, Any], num_processes: int, timeout_s: float
     ) -> None:

@@ -128,8 +128,7 @@ def search_here(values: dict[str, Any]) -> None:
 
 def prepare(shrunk: Recipe) -> None:
     """Makes the index, where the recipe needs one and it is not there yet."""
-    from corral.retrieval.index import build
-    from corral.retrieval.manifest import MANIFEST
+    from corral.retrieval.index import MANIFEST, build
 
     service = shrunk.cluster.services.get(SERVICE)
     if service is None or service.retriever is None or (Path(service.retriever) / MANIFEST).is_file():

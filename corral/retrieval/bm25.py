@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError
-from corral.retrieval.base import Found, retriever_extra
+from corral.retrieval.base import Hit, retriever_extra
 from corral.retrieval.corpus import Corpus, Progress, silent
 
 LANGUAGES = ("english", "german", "french", "spanish", "italian", "portuguese", "dutch", "russian", "swedish", "none")
@@ -189,12 +189,12 @@ class Bm25Searcher:
         self.totals = np.zeros(len(corpus), np.float32)
         self.lock = Lock()
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         found = []
         for query in queries:
             with self.lock:
                 rows, scores = self.best(query, k)
-            found.append([Found(self.corpus[row], score) for row, score in zip(rows, scores, strict=True)])
+            found.append([Hit(self.corpus[row], score) for row, score in zip(rows, scores, strict=True)])
         return found
 
     def best(self, query: str, k: int) -> tuple[list[int], list[float]]:

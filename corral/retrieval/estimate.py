@@ -8,10 +8,9 @@ import json
 import math
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,10 +18,9 @@ from corral.recipe.errors import UserError
 from corral.retrieval.base import check_kind
 from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
 from corral.retrieval.corpus import parse_line, stat
-from corral.retrieval.dense import DenseSettings
+from corral.retrieval.dense import DenseSettings, empty_hnsw
 from corral.retrieval.encoder import Encoder
-from corral.retrieval.manifest import read_finished
-from corral.retrieval.vectors import empty_hnsw
+from corral.retrieval.index import read_finished
 
 SAMPLE = 2_000
 """Lines, from all over the file."""
@@ -44,7 +42,7 @@ PLAIN_BYTES = 80 * 2**20
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IndexEstimate:
     kind: str
     num_passages: int
     corpus_bytes: int
@@ -60,9 +58,6 @@ class Estimate:
     """On top, for files that are mapped: with less memory than this it is slower, not impossible."""
     build_s: float | None
     """None: not measured."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines(self) -> list[str]:
         took = "not measured" if self.build_s is None else duration(self.build_s)
@@ -80,7 +75,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CorpusSample:
     contents: list[str]
     corpus_bytes: int
     num_passages: int
@@ -96,7 +91,7 @@ def estimate(
     device: str | None = None,
     batch: int = 64,
     measure: bool = True,
-) -> Estimate:
+) -> IndexEstimate:
     """`measure=False`: without loading an encoder or timing anything; its dimension is then read from its folder."""
     check_kind(kind, dense is not None)
     sample = take_sample(corpus)
@@ -106,7 +101,7 @@ def estimate(
     return estimate_dense(sample, kind, dense, device, batch, measure)
 
 
-def estimate_bm25(sample: Sample, settings: Bm25Settings) -> Estimate:
+def estimate_bm25(sample: CorpusSample, settings: Bm25Settings) -> IndexEstimate:
     split, n = splitter(settings.language), sample.num_passages
     began = time.perf_counter()
     words = [Counter(split(text)) for text in sample.contents]
@@ -115,7 +110,7 @@ def estimate_bm25(sample: Sample, settings: Bm25Settings) -> Estimate:
     num_words = vocabulary_size(words, n)
     matrix, vocabulary = entries * 8, num_words * 25
     disk = matrix + vocabulary + n * 8
-    return Estimate(
+    return IndexEstimate(
         kind="bm25",
         num_passages=n,
         corpus_bytes=sample.corpus_bytes,
@@ -140,8 +135,8 @@ def vocabulary_size(words: "list[Counter[str]]", num_passages: int) -> int:
 
 
 def estimate_dense(
-    sample: Sample, kind: str, settings: DenseSettings, device: str | None, batch: int, measure: bool
-) -> Estimate:
+    sample: CorpusSample, kind: str, settings: DenseSettings, device: str | None, batch: int, measure: bool
+) -> IndexEstimate:
     n = sample.num_passages
     encoder = Encoder(settings.encoder, device, batch) if measure else None
     dimension = encoder.dimension if encoder is not None else dimension_in(Path(settings.encoder.model))
@@ -153,7 +148,7 @@ def estimate_dense(
         if kind == "hnsw":
             build_s += n * linking_s(dimension, settings, n)
     disk = vectors + graph + n * 8
-    return Estimate(
+    return IndexEstimate(
         kind=kind,
         num_passages=n,
         corpus_bytes=sample.corpus_bytes,
@@ -198,7 +193,7 @@ def dimension_in(model: Path) -> int:
     return int(fields.get("hidden_size", 768))
 
 
-def take_sample(corpus: Path) -> Sample:
+def take_sample(corpus: Path) -> CorpusSample:
     """Lines at equal distances. A file of no more lines than that is read whole."""
     total = stat(corpus).st_size
     lines: list[tuple[int, bytes]] = []
@@ -220,7 +215,7 @@ def take_sample(corpus: Path) -> Sample:
         raise UserError(f"{corpus} has no passages")
     number = len(lines) if whole else round(total / (sum(len(line) for _, line in lines) / len(lines)))
     contents = [contents_at(start, line, corpus) for start, line in lines[:: max(1, len(lines) // SAMPLE)]]
-    return Sample(contents, total, number)
+    return CorpusSample(contents, total, number)
 
 
 def contents_at(start: int, line: bytes, corpus: Path) -> str:
@@ -236,7 +231,7 @@ def contents_at(start: int, line: bytes, corpus: Path) -> str:
         return parse_line(line, corpus, number).contents
 
 
-def of_index(folder: Path) -> Estimate:
+def of_index(folder: Path) -> IndexEstimate:
     """The same for an index that is there: its sizes are known."""
     manifest = read_finished(folder)
     disk = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
@@ -249,7 +244,7 @@ def of_index(folder: Path) -> Estimate:
         settings = DenseSettings.of(manifest.settings)
         held = n * (settings.num_links * 8 + 16)
         memory += held
-    return Estimate(
+    return IndexEstimate(
         kind=manifest.kind,
         num_passages=n,
         corpus_bytes=manifest.corpus.size,

@@ -26,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.base import Found, Passage
+from corral.retrieval.base import Hit, Passage
 
 MAX_ANSWER = 8 * 2**20
 PLACE = re.compile(r"\{(query|topk|key)\}")
@@ -79,15 +79,15 @@ class OnlineSearcher:
         """Whether an answer has had a list of results, where the settings say that it is."""
         self.opener = urllib.request.build_opener(NoRedirects())
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         return [self.one(query, k) for query in queries]
 
-    def one(self, query: str, k: int) -> list[Found]:
+    def one(self, query: str, k: int) -> list[Hit]:
         found = []
         for place, result in enumerate(self._results(self._ask(query, k))[:k], 1):
             title, text = (str(field(result, name) or "") for name in (self.settings.title, self.settings.text))
             name = None if self.settings.id is None else field(result, self.settings.id)
-            found.append(Found(Passage(str(name or place), f'"{title}"\n{text}'), 1 / place))
+            found.append(Hit(Passage(str(name or place), f'"{title}"\n{text}'), 1 / place))
         return found
 
     def _results(self, answer: Any) -> list[Any]:

@@ -130,6 +130,8 @@ class ScoringJob:
 class ScorerPool(WorkerPool[ScoringJob]):
     """`reward.workers` processes that run the reward function, from `start`, `check` or the first `score` on."""
 
+    thread_name = "reward worker"
+
     def __init__(self, reward: Reward) -> None:
         check_name(reward.name)
         load = pickle.dumps((reward.name, reward.options))

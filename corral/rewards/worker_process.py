@@ -162,6 +162,8 @@ class WorkerPool(ABC, Generic[Job]):
     `label` names what they run, for errors; `module` is that of their `main`; `load` is their first message.
     """
 
+    thread_name = "worker"
+
     def __init__(self, label: str, module: str, load: bytes, num_workers: int) -> None:
         self.label, self.module, self.load, self.num_workers = label, module, load, num_workers
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -184,7 +186,7 @@ class WorkerPool(ABC, Generic[Job]):
         with self._lock:
             if not self._threads and self._unusable is None:
                 self._threads = [
-                    threading.Thread(target=self._serve, name=f"{self.label}, worker {number}", daemon=True)
+                    threading.Thread(target=self._serve, name=f"{self.thread_name} {number}", daemon=True)
                     for number in range(self.num_workers)
                 ]
                 for thread in self._threads:

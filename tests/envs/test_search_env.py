@@ -16,8 +16,7 @@ from corral.envs.built_in.search import INVALID_FEEDBACK, NoRetriever, SearchEnv
 from corral.envs.registry import EnvSet
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
-from corral.retrieval.client import RetrievalError
-from corral.retrieval.endpoint import Document
+from corral.retrieval.client import RetrievalError, RetrievedDocument
 from corral.rewards.question_answering import TAG, TAGS, is_well_formed
 from corral.rewards.scorer_pool import InProcessScorer
 
@@ -166,7 +165,7 @@ def test_the_time_of_searches_is_measured(server: StandInRetriever) -> None:
 @given(st.lists(st.sampled_from(["<", ">", "/", "[", "]", *(f"<{tag}>" for tag in TAGS), *TAGS]), max_size=12))
 def test_no_document_has_a_tag_when_it_is_shown(parts: list[str]) -> None:
     half = len(parts) // 2
-    document = Document("1", "".join(parts[:half]), "".join(parts[half:]), 0.0)
+    document = RetrievedDocument("1", "".join(parts[:half]), "".join(parts[half:]), 0.0)
     shown = show(document, 1, "{title}{text}")
     assert TAG.search(shown) is None
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult
 from corral.recipe.errors import UserError
-from corral.retrieval.client import RetrievalClient
-from corral.retrieval.endpoint import Document
+from corral.retrieval.client import RetrievalClient, RetrievedDocument
 from corral.rewards.question_answering import ANSWER, TAG, is_in
 from corral.rewards.scorer_pool import RewardScorer
 
@@ -48,7 +47,7 @@ I put the answer between the tags named answer. I try again.
 class NoRetriever:
     """What the trajectories share where nothing is searched."""
 
-    async def search(self, query: str) -> list[Document]:
+    async def search(self, query: str) -> list[RetrievedDocument]:
         return []
 
     def close(self) -> None:
@@ -211,7 +210,7 @@ def read_action(reply: str) -> Action:
     return Action(match["tag"], text, said)
 
 
-def show(document: Document, number: int, template: str) -> str:
+def show(document: RetrievedDocument, number: int, template: str) -> str:
     """Tags in documents get square brackets, so that nothing that was found is taken for the model's own doing."""
     values = {"{number}": str(number), "{title}": document.title, "{text}": document.text}
     filled = re.sub(r"\{(?:number|title|text)\}", lambda match: values[match[0]], template)
