@@ -56,8 +56,8 @@ class EnvDefaults:
 
     @classmethod
     def open_shared(cls, *args: Any, **kwargs: Any) -> SharedResource | None:
-        """Opens what all trajectories of a worker share. It may name arguments as the constructor does, which gets the
-        result as its argument `shared`; it is closed at the end."""
+        """Opens what all trajectories of a worker share. It has options of its own, or the same ones as the
+        constructor, which gets the result as its argument `shared`; it is closed at the end."""
         return None
 
     def count_turn(self, num_before: int, num_generated: int, is_cut: bool) -> None:

@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "function_call": ("functions are given as `tools`", lambda value: value == "none"),
     "modalities": ("answers are text", lambda value: value == ["text"]),
 }
-"""Fields that cannot be honoured: what to say, and which values ask for nothing."""
+"""Fields that cannot be honored: the reason for the client, and which values want nothing."""
 EXCERPT = 60
 
 
@@ -121,7 +121,7 @@ class ChatSession:
             self._is_open = False
             if self._last is not None:
                 self._last.refuse("the trajectory is over")
-        self._endpoint.forget(self)
+        self._endpoint.remove(self)
 
     def _is_retry(self, last: PendingRequest, request: ChatRequest) -> bool:
         """Whether the client hung up before it had the answer, and now tries again."""
@@ -143,7 +143,7 @@ class ChatEndpoint:
         self._sessions[session.key] = session
         return session
 
-    def forget(self, session: ChatSession) -> None:
+    def remove(self, session: ChatSession) -> None:
         self._sessions.pop(session.key, None)
 
     def close(self) -> None:
@@ -361,11 +361,11 @@ def assistant_message(reply: str, request: ChatRequest, style: Style, number: in
 
 
 def new_messages(before: Sequence[Message], request: ChatRequest) -> list[Message]:
-    """What the request adds to all that was said before."""
+    """The messages that the request adds to all those before."""
     for number, old in enumerate(before):
         if number == len(request.messages):
             raise ChangedHistory(
-                f"the request has {number} messages, and {len(before)} had been said, the model's reply included; "
+                f"the request has {number} messages, and there were {len(before)} before, the model's reply included; "
                 "each request must repeat them all and add to them"
             )
         difference = difference_between(old, request.messages[number])
@@ -383,7 +383,7 @@ def difference_between(old: Message, new: Message) -> str | None:
     if calls_of(old) != calls_of(new):
         return f"its tool calls were {excerpt(calls_of(old))} and are {excerpt(calls_of(new))}"
     was, now = old["content"].strip(), new["content"].strip()
-    if was == now or (calls_of(new) and not now):  # some agents keep the calls and not the words before them
+    if was == now or (calls_of(new) and not now):  # some agents keep the calls and not the text before them
         return None
     same = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     start = max(0, same - EXCERPT // 3)

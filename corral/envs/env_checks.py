@@ -36,42 +36,19 @@ GRACE_S = 1.0
 """Seconds after its deadline at which a call that does not even yield is interrupted."""
 DEFAULT_REPLIES = ("<answer>1</answer>", "I don't know.", "")
 """Replies to an environment that has no random policy."""
+# fmt: off
 MALFORMED_REPLIES = (
-    "",
-    " \n\t ",
-    "\x00",
-    "\x1b[2J\x07\x08",
-    "<answer></answer>",
-    "<answer>   </answer>",
-    "<answer>",
-    "</answer>",
-    "</answer>up<answer>",
-    "<answer><answer></answer></answer>",
-    "<answer>no such action</answer>",
-    "<answer>left right</answer>",
-    "<answer>\nnothing\n</answer>\n<answer>",
-    "<ANSWER>nothing</ANSWER>",
-    "<answer>{turn} {0} %s \\1 ${x}</answer>",
-    "<answer>" * 1000,
-    "<answer>x</answer>" * 1000,
-    "<|im_end|><|im_start|>assistant",
-    "<answer><|im_end|></answer>",
-    '{"name": "move", "arguments": {"to": ',
-    "<search></search><tool_call></tool_call><information></information>",
-    "None",
-    "-1",
-    "1e999",
-    "nan",
-    "٣",
-    "Ｌｅｆｔ",
-    "\u202eleft\u202c",
-    "a\u0301" * 50,
-    "👩‍👩‍👧‍👦🀄️",
-    "\ud800",
-    "\ufeff<answer>\u200b</answer>",
-    "x" * 200_000,
-    "\n" * 10_000,
+    "", " \n\t ", "\x00", "\x1b[2J\x07\x08", "<answer></answer>", "<answer>   </answer>", "<answer>",
+    "</answer>", "</answer>up<answer>", "<answer><answer></answer></answer>",
+    "<answer>no such action</answer>", "<answer>left right</answer>",
+    "<answer>\nnothing\n</answer>\n<answer>", "<ANSWER>nothing</ANSWER>",
+    "<answer>{turn} {0} %s \\1 ${x}</answer>", "<answer>" * 1000, "<answer>x</answer>" * 1000,
+    "<|im_end|><|im_start|>assistant", "<answer><|im_end|></answer>", '{"name": "move", "arguments": {"to": ',
+    "<search></search><tool_call></tool_call><information></information>", "None", "-1", "1e999", "nan", "٣",
+    "Ｌｅｆｔ", "\u202eleft\u202c", "a\u0301" * 50, "👩‍👩‍👧‍👦🀄️", "\ud800", "\ufeff<answer>\u200b</answer>",
+    "x" * 200_000, "\n" * 10_000,
 )
+# fmt: on
 """Replies that a model may come up with and nobody thinks of."""
 NUM_RANDOM_REPLIES = 40
 PIECES = ("<answer>", "</answer>", "<think>", "</think>", "<", ">", "/", "\\", "(", "[", "{", "}", "*", "\n", " ")

@@ -60,7 +60,8 @@ class EnvFactory:
 
     @classmethod
     def open(cls, tag: str, environment: Environment, pool: RewardScorer | None, rollout: Rollout) -> "EnvFactory":
-        """`options` are the class's arguments. A class that names one of the others below as an argument gets it."""
+        """`options` are arguments of the class, of its `open_shared`, or of both. Either also gets those of the others
+        below that it names."""
         env_class = find_class(environment.name)
         offered: dict[str, Any] = {
             "pool": pool,
@@ -68,14 +69,19 @@ class EnvFactory:
             "max_response_tokens": rollout.max_response_tokens,
             "timeout_s": environment.timeout_s,
         }
-        names = inspect.signature(env_class.open_shared).parameters
-        given = {name: value for name, value in {**offered, **environment.options}.items() if name in names}
+        for_shared = inspect.signature(env_class.open_shared).parameters
+        given = {name: value for name, value in {**offered, **environment.options}.items() if name in for_shared}
         check_arguments(env_class.open_shared, given, environment.name)
         shared = env_class.open_shared(**given)
         if shared is not None:
             offered["shared"] = shared
         names = inspect.signature(env_class).parameters
-        arguments = {name: value for name, value in offered.items() if name in names} | environment.options
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+        arguments = {name: value for name, value in offered.items() if name in names} | {
+            name: value
+            for name, value in environment.options.items()
+            if takes_all or name in names or name not in for_shared
+        }
         factory = cls(
             tag=tag,
             make=lambda: env_class(**arguments),

@@ -10,7 +10,7 @@ from one after another.
 
 What waits for what: `search` waits for its own future, `patience_s` and two timeouts at most. A thread waits for the
 first query of a batch (unblocked by `close`), for others to join it (`batch_wait_s`), for a server (`timeout_s`), or
-for the moment at which a server may be asked again (unblocked by `close`). However it leaves a batch, it resolves all
+for the moment at which a server may be tried again (unblocked by `close`). However it leaves a batch, it resolves all
 of the batch's futures.
 """
 
@@ -36,6 +36,16 @@ NUM_THREADS = 4
 """Requests in flight."""
 MAX_QUERY_CHARACTERS = 2000
 """What is longer is cut: one endless query must not have the server refuse the others in its request."""
+COUNTS = {
+    "queries": "queries",
+    "cache_hits": "queries answered from the cache",
+    "shared": "queries that were under way already",
+    "requests": "requests sent, those that failed included",
+    "retries": "requests after a first one that failed",
+    "failures": "queries that were given up",
+    "seconds": "seconds spent in requests",
+}
+"""What a client counts."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Pause after which a server that failed is used again; each failure in a row doubles it."""
 BUSY = (408, 429, 502, 503, 504)
@@ -72,22 +82,6 @@ class PendingQuery:
     waiting: list["Future[list[RetrievedDocument]]"] = field(default_factory=list)
 
 
-@dataclass
-class ClientCounts:
-    queries: int = 0
-    cache_hits: int = 0
-    """Queries answered from the cache."""
-    shared: int = 0
-    """Queries that were under way already."""
-    requests: int = 0
-    """Requests sent, those that failed included."""
-    retries: int = 0
-    failures: int = 0
-    """Queries that were given up."""
-    seconds: float = 0.0
-    """Seconds spent in requests."""
-
-
 class RetrievalClient:
     def __init__(
         self,
@@ -113,7 +107,7 @@ class RetrievalClient:
         self._queue: queue.SimpleQueue[PendingQuery | None] = queue.SimpleQueue()
         self._pending: dict[str, PendingQuery] = {}
         self._cache: OrderedDict[str, list[RetrievedDocument]] = OrderedDict()
-        self._counts = ClientCounts()
+        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
@@ -135,7 +129,7 @@ class RetrievalClient:
     @property
     def counts(self) -> dict[str, float]:
         with self._lock:
-            return dict(vars(self._counts))
+            return dict(self._counts)
 
     def where(self) -> str:
         return ", ".join(endpoint.url for endpoint in self.endpoints)
@@ -153,30 +147,27 @@ class RetrievalClient:
         with self._lock:
             if self._closed.is_set():
                 raise RuntimeError("the retrieval client is closed")
-            self._counts.queries += 1
+            self._counts["queries"] += 1
             if text in self._cache:
-                self._counts.cache_hits += 1
+                self._counts["cache_hits"] += 1
                 self._cache.move_to_end(text)
                 return self._cache[text]
             future: Future[list[RetrievedDocument]] = Future()
             if text in self._pending:
-                self._counts.shared += 1
+                self._counts["shared"] += 1
                 self._pending[text].waiting.append(future)
                 return future
             query = PendingQuery(text, time.monotonic() + self.patience_s, [future])
             self._pending[text] = query
-            self._start()
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._serve, name=f"retrieval {number}", daemon=True)
+                    for number in range(NUM_THREADS)
+                ]
+                for thread in self._threads:
+                    thread.start()
         self._queue.put(query)
         return future
-
-    def _start(self) -> None:
-        if not self._threads:
-            self._threads = [
-                threading.Thread(target=self._serve, name=f"retrieval {number}", daemon=True)
-                for number in range(NUM_THREADS)
-            ]
-            for thread in self._threads:
-                thread.start()
 
     def _serve(self) -> None:
         """A thread's loop: consumes queries, produces documents; `close` ends it."""
@@ -217,39 +208,32 @@ class RetrievalClient:
                 latest = max(query.deadline for query in batch)
                 self._closed.wait(min(pause, max(0.0, latest - time.monotonic()) + 0.01))
             self._count(requests=1, retries=min(attempts, 1))
-            attempts += 1
+            attempts, started = attempts + 1, time.monotonic()
             try:
-                results = self._send(batch, endpoint, connections)
+                results = connections.search(endpoint, [query.text for query in batch], self.topk)
             except ServerUnavailable as error:
-                batch = self._without_late(batch, error, attempts)
+                endpoint.failed(started, error.retry_after_s)
+                tries = "one try" if attempts == 1 else f"{attempts} tries"
+                message = f"no retriever has answered within {self.patience_s:g} s ({tries}); the last one: {error}"
+                now = time.monotonic()
+                self._fail([query for query in batch if query.deadline <= now], RetrievalError(message))
+                batch = [query for query in batch if query.deadline > now]
             except ValueError as error:
-                self._refused(batch, RetrievalError(str(error)), connections)
-                return
+                refusal = RetrievalError(str(error))
+                break
             else:
+                endpoint.worked()
                 self._resolve(batch, results)
                 return
-
-    def _send(
-        self, batch: Sequence[PendingQuery], endpoint: "RetrieverEndpoint", connections: "Connections"
-    ) -> list[list[RetrievedDocument]]:
-        started = time.monotonic()
-        try:
-            results = connections.search(endpoint, [query.text for query in batch], self.topk)
-        except ServerUnavailable as error:
-            endpoint.failed(started, error.retry_after_s)
-            raise
-        finally:
-            self._count(seconds=time.monotonic() - started)
-        endpoint.worked()
-        return results
-
-    def _refused(self, batch: list[PendingQuery], error: RetrievalError, connections: "Connections") -> None:
-        """The server refuses the request. One query may be the reason: each is sent alone."""
-        if len(batch) == 1:
-            self._fail(batch, error)
+            finally:
+                self._count(seconds=time.monotonic() - started)
+        else:
             return
-        for query in batch:
-            self._answer([query], connections)
+        if len(batch) == 1:
+            self._fail(batch, refusal)
+        else:  # one query may be the reason: each is sent alone
+            for query in batch:
+                self._answer([query], connections)
 
     def _choose(self) -> "RetrieverEndpoint":
         """The next server that is not paused, else the one whose pause ends first."""
@@ -258,14 +242,6 @@ class RetrievalClient:
             first = self._turn % len(self.endpoints)
             order = self.endpoints[first:] + self.endpoints[:first]
             return min(order, key=RetrieverEndpoint.pause_left_s)
-
-    def _without_late(self, batch: list[PendingQuery], error: ServerUnavailable, attempts: int) -> list[PendingQuery]:
-        now = time.monotonic()
-        late = [query for query in batch if query.deadline <= now]
-        tries = "one try" if attempts == 1 else f"{attempts} tries"
-        message = f"no retriever has answered within {self.patience_s:g} s ({tries}); the last one: {error}"
-        self._fail(late, RetrievalError(message))
-        return [query for query in batch if query.deadline > now]
 
     def _resolve(self, batch: Sequence[PendingQuery], results: Sequence[list[RetrievedDocument]]) -> None:
         with self._lock:
@@ -296,7 +272,7 @@ class RetrievalClient:
     def _count(self, **more: float) -> None:
         with self._lock:
             for name, value in more.items():
-                setattr(self._counts, name, getattr(self._counts, name) + value)
+                self._counts[name] += value
 
 
 def read_token(path: Path) -> str:
@@ -341,7 +317,7 @@ class RetrieverEndpoint:
         self.failures = 0
 
     def failed(self, started: float, retry_after_s: float | None) -> None:
-        """Requests that were sent before the last failure was seen say nothing new. The server may ask for a longer
+        """Requests that were sent before the last failure was seen tell nothing new. The server may demand a longer
         pause, not for a shorter one."""
         if started < self.failed_at:
             return

@@ -363,7 +363,7 @@ def test_the_same_history_in_other_words_is_the_same(agents: Path) -> None:
     [
         ("forgetful", "message 0 of the request was changed: from character 19 on .* the Seine.* the Loire"),
         ("rewrites_replies", "message 1 of the request was changed: from character 0 on it was 'yes' and is 'no'"),
-        ("starts_again", "the request has 1 messages, and 2 had been said"),
+        ("starts_again", "the request has 1 messages, and there were 2 before"),
         ("other_tools", "the request has other `tools` than the one before"),
     ],
 )

@@ -59,15 +59,12 @@ class AgentEnv(Env):
         pool: RewardScorer,
         shared: "AgentRunner",
         timeout_s: float,
-        agent: str | None = None,
-        command: Sequence[str] | None = None,
-        model: str = "corral",
         style: Style = "hermes",
         told_by: ToldBy = "template",
-        ignore: Collection[str] = (),
     ) -> None:
-        """`style`: how the model calls tools. `told_by`: who tells it of them, as in the `tools` environment.
-        `ignore`: fields of a request that are ignored, though they cannot be honoured."""
+        """`style`: how the model calls tools. `told_by`: who tells it of them, as in the `tools` environment."""
+        check_choice("style", style, get_args(Style))
+        check_choice("told_by", told_by, get_args(ToldBy))
         self.tools: list[dict[str, Any]] = []
         self._pool, self._agents, self._timeout_s = pool, shared, timeout_s
         self._style, self._told_by = style, told_by
@@ -85,14 +82,11 @@ class AgentEnv(Env):
         agent: str | None = None,
         command: Sequence[str] | None = None,
         model: str = "corral",
-        style: str = "hermes",
-        told_by: str = "template",
         ignore: Collection[str] = (),
     ) -> "AgentRunner":
+        """`ignore`: fields of a request that are ignored, though they cannot be honored."""
         if (agent is None) is (command is None):
             raise UserError("environment.options must have either `agent` (module:function) or `command` (a program)")
-        check_choice("style", style, get_args(Style))
-        check_choice("told_by", told_by, get_args(ToldBy))
         for name in ignore:
             check_choice("ignore", name, tuple(REFUSED))
         return AgentRunner(agent, command, model, ignore)

@@ -45,7 +45,7 @@ I put the answer between the tags named answer. I try again.
 
 
 class NoRetriever:
-    """What the trajectories share where nothing is searched."""
+    """Stands in for a `RetrievalClient` where nothing is searched."""
 
     async def search(self, query: str) -> list[RetrievedDocument]:
         return []
@@ -56,7 +56,7 @@ class NoRetriever:
 
 class SearchEnv(Env):
     bounds_itself = True
-    """The retriever's patience and the reward's deadline are its own."""
+    """The retrieval client's patience and the reward's deadline bound every call."""
     inline = True
 
     def __init__(
@@ -69,14 +69,7 @@ class SearchEnv(Env):
         observation: str = OBSERVATION,
         document: str = DOCUMENT,
         invalid_feedback: str = INVALID_FEEDBACK,
-        retriever: str | Sequence[str] = (),
-        topk: int = 3,
-        patience_s: float = 300.0,
-        request_timeout_s: float = 30.0,
-        cache_size: int = 10_000,
-        token_file: str | None = None,
     ) -> None:
-        """Those from `retriever` on are for `open_shared`."""
         self.last_turns = 1 if do_search else 0
         self._client = shared
         self._pool, self._max_turns, self._do_search = pool, max_turns, do_search
@@ -132,7 +125,7 @@ class SearchEnv(Env):
     async def step(self, reply: str) -> StepResult:
         self._read()
         action = read_action(reply)
-        self._transcript += action.said
+        self._transcript += action.transcript
         self._turns += 1
         may_search = self._do_search and self._turns <= self._max_turns
         self._answered = action.tag == "answer"
@@ -190,24 +183,24 @@ class SearchEnv(Env):
 
 
 @dataclass(frozen=True)
-class Action:
+class SearchAction:
     tag: str | None
     """search, answer, or None for a reply that is neither."""
     text: str
-    said: str
-    """The reply up to the end of the action. What the model goes on to say then, having no stop strings, is in its
+    transcript: str
+    """The reply up to the end of the action. What the model goes on to write then, having no stop strings, is in its
     context, but it counts for nothing: documents that it makes up, or an answer to them."""
 
 
-def read_action(reply: str) -> Action:
+def read_action(reply: str) -> SearchAction:
     """The first complete tag decides. A search for nothing is none."""
     match = ACTION.search(reply)
     if match is None:
-        return Action(None, "", reply)
-    text, said = match["text"].strip(), reply[: match.end()]
+        return SearchAction(None, "", reply)
+    text, transcript = match["text"].strip(), reply[: match.end()]
     if match["tag"] == "search" and not text:
-        return Action(None, "", said)
-    return Action(match["tag"], text, said)
+        return SearchAction(None, "", transcript)
+    return SearchAction(match["tag"], text, transcript)
 
 
 def show(document: RetrievedDocument, number: int, template: str) -> str:
@@ -224,8 +217,8 @@ def with_question(prompt: Sequence[Message], template: str) -> list[Message]:
     question = prompt[position]["content"].strip()
     if not question.endswith(QUESTION_MARKS):
         question += "?"
-    asked = Message(role="user", content=template.replace("{question}", question))
-    return [*prompt[:position], asked, *prompt[position + 1 :]]
+    message = Message(role="user", content=template.replace("{question}", question))
+    return [*prompt[:position], message, *prompt[position + 1 :]]
 
 
 def check_text(option: str, text: str | None, place: str) -> None:

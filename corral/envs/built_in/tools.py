@@ -43,7 +43,6 @@ class ToolsEnv(Env):
         self,
         pool: RewardScorer,
         shared: "ToolBox",
-        tools: Sequence[str],
         style: Style = "hermes",
         result_role: ResultRole = "tool",
         told_by: ToldBy = "template",
@@ -54,6 +53,9 @@ class ToolsEnv(Env):
     ) -> None:
         """`told_by`: who tells the model of its tools, the chat template or, where that knows of none, a system
         message. `format_penalty` is taken off for every reply with a call that could not be made."""
+        check_choice("style", style, get_args(Style))
+        check_choice("result_role", result_role, get_args(ResultRole))
+        check_choice("told_by", told_by, get_args(ToldBy))
         self.tools = shared.schemas if told_by == "template" else []
         self._schemas = shared.schemas
         self._pool, self._style, self._result_role, self._told_by = pool, style, result_role, told_by
@@ -63,16 +65,7 @@ class ToolsEnv(Env):
         self._turns = self._calls = self._valid = self._errors = 0
 
     @classmethod
-    def open_shared(
-        cls,
-        tools: Sequence[str],
-        style: str = "hermes",
-        result_role: str = "tool",
-        told_by: str = "template",
-    ) -> "ToolBox":
-        check_choice("style", style, get_args(Style))
-        check_choice("result_role", result_role, get_args(ResultRole))
-        check_choice("told_by", told_by, get_args(ToldBy))
+    def open_shared(cls, tools: Sequence[str]) -> "ToolBox":
         return ToolBox(tools)
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
