@@ -136,7 +136,7 @@ class EnvWrapper(Env):
         self.copy_attributes()
 
     def copy_attributes(self) -> None:
-        """To be called again after `reset`, which may have set them."""
+        """Take over the attributes; to be called again after `reset`, which may have set them."""
         for name in ("bounds_itself", "inline", "last_turns", "tools"):
             setattr(self, name, getattr(self.env, name))
 

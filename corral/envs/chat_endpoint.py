@@ -60,7 +60,7 @@ class ChangedHistory(Exception):
 @dataclass(frozen=True)
 class ChatRequest:
     messages: list[Message]
-    """With text as content and, where there were any, `tool_calls`, `tool_call_id` and `name`."""
+    """Messages with text as content and, where there were any, `tool_calls`, `tool_call_id` and `name`."""
     tools: list[dict[str, Any]]
     model: str
     parse_calls: bool
@@ -83,7 +83,7 @@ class PendingRequest:
 
     request: ChatRequest
     reader: asyncio.StreamReader
-    """Of the connection that waits for the answer."""
+    """The reader of the connection that waits for the answer."""
     answer: "Future[ChatReply]" = field(default_factory=Future)
     was_sent: bool = False
 

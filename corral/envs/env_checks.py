@@ -233,7 +233,7 @@ async def check_close(trial: EnvTrial) -> str:
 
 
 async def check_all_rows(trial: EnvTrial) -> str:
-    """As many episodes as asked for, none of which may fail."""
+    """No episode may fail."""
     episodes = [await trial.run_episode(row, trial.seed + number) for number, row in enumerate(trial.rows)]
     num_done = sum(bool(episode[-1].get("done")) for episode in episodes)
     return f"{len(episodes)} episodes, {num_done} to their end"

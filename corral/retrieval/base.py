@@ -128,7 +128,7 @@ def check_device(device: str | None) -> None:
 
 @contextmanager
 def retriever_extra() -> Iterator[None]:
-    """Around imports of packages that are not always installed."""
+    """To be used around imports of packages that are not always installed."""
     try:
         yield
     except ModuleNotFoundError as error:

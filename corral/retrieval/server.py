@@ -47,23 +47,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one client may ask for, and how much may wait."""
+    """Bounds of one request, and of the queue."""
 
     body_bytes: int = 16 * 2**20
     queries: int = 4096
     topk: int = 100
     passages: int = 20_480
-    """In one answer: queries times `topk`."""
+    """Passages in one answer: queries times `topk`."""
     query_chars: int = 8192
     waiting: int = 8192
-    """Queries of all clients."""
+    """Queries of all clients that may wait."""
     timeout_s: float = 25.0
-    """For a request to arrive, and to be answered: less than the 30 s of `RetrievalClient`, which then learns why."""
+    """Time for a request to arrive, and to be answered; below the 30 s of `RetrievalClient`, so that it learns why."""
     connections: int = 1000
 
 
 class RequestRefused(Exception):
-    """With the status and one line that says why."""
+    """A request that is not answered, with the status and the reason."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -173,7 +173,7 @@ def overloaded(batcher: QueryBatcher) -> RequestRefused:
 
 
 async def read_body(request: "Request", limit: int) -> bytes:
-    """No more of it than is allowed, whatever its header says."""
+    """The body, and no more of it than is allowed, whatever its header has."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -225,7 +225,7 @@ def make_app(service: RetrieverService, token: str | None) -> "FastAPI":
 
 
 class TokenMiddleware:
-    """Before everything else: who has not the token learns nothing, not even whether the index is loaded."""
+    """Refuses requests without the token before everything else: they learn nothing, not even whether it is loaded."""
 
     def __init__(self, app: "ASGIApp", token: str) -> None:
         self.app, self.expected = app, f"Bearer {token}".encode()
@@ -256,14 +256,14 @@ def serve(
     limits: ServerLimits | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Until SIGTERM or Ctrl-C. Raises what `load` raises."""
+    """Serve until SIGTERM or Ctrl-C. Raises what `load` raises."""
     with retriever_extra():
         import uvicorn
 
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """As uvicorn's own, but a signal that ended it well does not kill the process afterwards."""
+            """Like uvicorn's own, but a signal that ended it well does not kill the process afterwards."""
             if threading.current_thread() is not threading.main_thread():
                 yield
                 return

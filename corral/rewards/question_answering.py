@@ -49,7 +49,7 @@ def sub_em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
 
 @built_in()
 def f1(response: str, answer: Any, *, format_score: float = 0.0) -> float:
-    """How much of the words of answer and reference they have in common; an answer gets `format_score` at least."""
+    """F1 of the words of answer and reference; an answer gets `format_score` at least."""
     accepted, found = normalized_references(answer), last_answer(response)
     if found is None:
         return 0.0

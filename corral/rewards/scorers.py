@@ -17,7 +17,7 @@ from corral.data.rows import Message, Row
 from corral.rewards.reward_function import arguments_for, built_in, check_name, load_function
 
 GSM8K_LAST_CHARACTERS = 300
-"""Where a final answer is looked for, as verl does."""
+"""A final answer is looked for in so many characters at the end, as verl does."""
 SCORER_OF_SOURCE = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -26,7 +26,7 @@ SCORER_OF_SOURCE = {
     **dict.fromkeys(("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"), "em"),
 }
 SCORER_OF_PREFIX = {"math_dapo": "math", "aime": "math", "numina_": "math", "searchR1_": "em", "arithmetic/": "number"}
-"""For sources that are not in `SCORER_OF_SOURCE`, by how their names begin."""
+"""Scorers of sources that are not in `SCORER_OF_SOURCE`, by how their names begin."""
 
 
 @built_in()

@@ -254,13 +254,13 @@ class WorkerPool(ABC, Generic[Job]):
         return self._start_worker()
 
     def _end_worker(self, worker: WorkerProcess) -> str:
-        """How it ended."""
+        """End a worker; returns how it ended."""
         with self._lock:
             self._alive.discard(worker)  # first, so that `close` signals no process that is gone
         return worker.end()
 
     def _refuse(self, error: Exception) -> None:
-        """From now on, and for all who wait: `error`."""
+        """Refuse all jobs that wait and that come, with this error."""
         with self._lock:
             self._unusable = self._unusable or error
             for job in drained(self._jobs):

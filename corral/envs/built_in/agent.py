@@ -114,7 +114,7 @@ class AgentEnv(Env):
         return request.messages
 
     def count_turn(self, num_before: int, num_generated: int, is_cut: bool) -> None:
-        """Kept for the `usage` and `finish_reason` that the agent reads."""
+        """Keeps the counts for the `usage` and `finish_reason` that the agent reads."""
         self._counts = (num_before, num_generated, is_cut)
 
     async def step(self, reply: str) -> StepResult:

@@ -89,7 +89,7 @@ class GymnasiumGame(Game):
         return self._solved
 
     def best_action(self, actions_left: int) -> str | None:
-        """By value iteration over the table of transitions, where there is one."""
+        """The optimal action by value iteration over the table of transitions, where there is one."""
         table: dict[int, dict[int, Outcomes]] | None = getattr(self.env.unwrapped, "P", None)
         if table is None:
             return None

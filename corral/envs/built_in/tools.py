@@ -182,7 +182,7 @@ def load_tools(spec: str) -> list[Tool]:
 
 
 def public_methods(tool_class: type) -> list[str]:
-    """In the order of their definition, those of base classes first."""
+    """Public methods in the order of their definition, those of base classes first."""
     names = dict.fromkeys(name for base in reversed(tool_class.__mro__) for name in vars(base))
     return [
         name
