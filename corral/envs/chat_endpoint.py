@@ -107,8 +107,13 @@ class ChatSession:
             if not self._is_open:
                 raise BadRequest(NO_KEY)
             last = self._last
-            if last is not None and self._is_retry(last, request):
-                last.reader = reader
+            if (
+                last is not None
+                and (last.request.messages, last.request.tools) == (request.messages, request.tools)
+                and not last.was_sent
+                and has_hung_up(last.reader)
+            ):
+                last.reader = reader  # the client hung up before it had the answer, and now tries again
                 return last
             if last is not None and not last.answer.done():
                 raise BadRequest("another request is still being answered: a trajectory is one conversation")
@@ -123,18 +128,14 @@ class ChatSession:
                 self._last.refuse("the trajectory is over")
         self._endpoint.remove(self)
 
-    def _is_retry(self, last: PendingRequest, request: ChatRequest) -> bool:
-        """Whether the client hung up before it had the answer, and now tries again."""
-        same = (last.request.messages, last.request.tools) == (request.messages, request.tools)
-        return same and not last.was_sent and has_hung_up(last.reader)
-
 
 class ChatEndpoint:
     def __init__(self, model: str, ignored: Collection[str] = ()) -> None:
         self._model, self._ignored = model, frozenset(ignored)
         self._sessions: dict[str, ChatSession] = {}
         self._loop = LoopThread("agents' endpoint")
-        self._server = self._loop.submit(self._listen()).result(START_TIMEOUT_S)
+        listen = asyncio.start_server(self._serve, HOST, 0, limit=MAX_HEAD_BYTES, backlog=1024)
+        self._server = self._loop.submit(listen).result(START_TIMEOUT_S)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self.base_url = f"http://{HOST}:{self.port}/v1"
 
@@ -151,9 +152,6 @@ class ChatEndpoint:
             session.close()
         self._loop.submit(self._stop_listening()).result(START_TIMEOUT_S)
         self._loop.close()
-
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, HOST, 0, limit=MAX_HEAD_BYTES, backlog=1024)
 
     async def _stop_listening(self) -> None:
         self._server.close()

@@ -15,7 +15,6 @@ import pickle
 import queue
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -245,19 +244,14 @@ def pickled(name: str, arguments: dict[str, Any]) -> bytes:
 
 
 def main(descriptor: int) -> None:
-    serve_requests(descriptor, load_server)
-
-
-def load_server(message: bytes) -> Callable[[bytes], Reply]:
-    name, arguments = pickle.loads(message)
-    return EnvServer(find_class(name), arguments).answer
+    serve_requests(descriptor, lambda message: EnvServer(*pickle.loads(message)).answer)
 
 
 class EnvServer:
     """Holds the environment of the present trajectory, and calls its methods."""
 
-    def __init__(self, env_class: Any, arguments: dict[str, Any]) -> None:
-        self._env_class, self._arguments = env_class, arguments
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        self._env_class, self._arguments = find_class(name), arguments
         self._env: Any = None
 
     def answer(self, request: bytes) -> Reply:

@@ -46,11 +46,14 @@ class ParsedReply:
 
 
 def parse_reply(reply: str, style: Style) -> ParsedReply:
-    return _parse_hermes(reply) if style == "hermes" else _parse_openai(reply)
-
-
-def _parse_hermes(reply: str) -> ParsedReply:
-    calls = [_read_text(match[1]) for match in HERMES.finditer(reply)]
+    if style == "openai":
+        return _parse_openai(reply)
+    calls = []
+    for match in HERMES.finditer(reply):
+        try:
+            calls.append(_read(json.loads(match[1])))
+        except (ValueError, RecursionError) as error:
+            calls.append(ToolCall(problem=_not_json(error)))
     return ParsedReply(HERMES.sub("", reply).strip(), calls)
 
 
@@ -87,13 +90,6 @@ def _looks_like_a_call(value: Any) -> bool:
     return isinstance(value, dict) and (
         ("name" in value and ("arguments" in value or "parameters" in value)) or "function" in value
     )
-
-
-def _read_text(text: str) -> ToolCall:
-    try:
-        return _read(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return ToolCall(problem=_not_json(error))
 
 
 def _read(value: Any) -> ToolCall:

@@ -91,19 +91,18 @@ class Retriever:
     def retrieve(self, requests: Sequence[SearchRequest]) -> list[list[list[Hit]]]:
         """All queries of all requests in one search. What a request gets does not depend on the others."""
         queries = [query for request in requests for query in request.queries]
-        widths = [self._num_hits(request) for request in requests for _ in request.queries]
+        widths = [
+            # the re-ranker looks at more than it returns
+            request.topk if self.reranker is None else max(request.topk, request.num_candidates or self.num_candidates)
+            for request in requests
+            for _ in request.queries
+        ]
         hits = self.searcher.search(queries, max(widths, default=1))
         hits = [own[:width] for own, width in zip(hits, widths, strict=True)]
         if self.reranker is not None:
             hits = self.reranker.order(queries, hits)
         rest = iter(hits)
         return [[own[: request.topk] for own in islice(rest, len(request.queries))] for request in requests]
-
-    def _num_hits(self, request: SearchRequest) -> int:
-        """How many passages the search must find for each query."""
-        if self.reranker is None:
-            return request.topk
-        return max(request.topk, request.num_candidates or self.num_candidates)
 
 
 def check_kind(kind: str, has_encoder: bool) -> None:

@@ -54,7 +54,10 @@ def build_dense(
 ) -> None:
     vectors = VectorFile(folder / FLAT, len(corpus), encoder.dimension, settings.half)
     try:
-        encode_all(corpus, vectors, encoder, progress)
+        while vectors.done < len(corpus):
+            stop = min(len(corpus), vectors.done + BATCHES_PER_WRITE * encoder.batch)
+            vectors.append(encoder.passages(corpus.contents(vectors.done, stop)))
+            progress("encoding passages", vectors.done, len(corpus))
     except KeyboardInterrupt:
         raise RunError(
             f"stopped; {vectors.done:,} of {len(corpus):,} passages are encoded, and the same command goes on there"
@@ -65,13 +68,6 @@ def build_dense(
             build_graph(vectors, folder / HNSW, settings, progress)
         except KeyboardInterrupt:
             raise RunError("stopped; all passages are encoded, and the same command begins with the graph") from None
-
-
-def encode_all(corpus: Corpus, vectors: "VectorFile", encoder: Encoder, progress: Progress) -> None:
-    while vectors.done < len(corpus):
-        stop = min(len(corpus), vectors.done + BATCHES_PER_WRITE * encoder.batch)
-        vectors.append(encoder.passages(corpus.contents(vectors.done, stop)))
-        progress("encoding passages", vectors.done, len(corpus))
 
 
 def build_graph(vectors: "VectorFile", path: Path, settings: DenseSettings, progress: Progress) -> None:
@@ -174,7 +170,11 @@ class VectorFile:
 
 
 def faiss_header(total: int, dimension: int, half: bool) -> bytes:
-    empty = bytes(faiss().serialize_index(empty_flat(dimension, half)))
+    if half:
+        index = faiss().IndexScalarQuantizer(dimension, faiss().ScalarQuantizer.QT_fp16, faiss().METRIC_INNER_PRODUCT)
+    else:
+        index = faiss().IndexFlatIP(dimension)
+    empty = bytes(faiss().serialize_index(index))
     items = total * dimension * (2 if half else 1)  # counted in bytes in the one, in numbers in the other
     return (
         empty[: NUMBER_BYTES.start]
@@ -182,12 +182,6 @@ def faiss_header(total: int, dimension: int, half: bool) -> bytes:
         + empty[NUMBER_BYTES.stop : -8]
         + struct.pack("<Q", items)
     )
-
-
-def empty_flat(dimension: int, half: bool) -> Any:
-    if half:
-        return faiss().IndexScalarQuantizer(dimension, faiss().ScalarQuantizer.QT_fp16, faiss().METRIC_INNER_PRODUCT)
-    return faiss().IndexFlatIP(dimension)
 
 
 def empty_hnsw(dimension: int, half: bool, num_links: int) -> Any:

@@ -88,14 +88,20 @@ def build(
         try:
             facts = known_facts(corpus, folder) or scan(corpus, folder / OFFSETS, progress)
             manifest = IndexManifest(kind, facts, settings, installed_versions(*packages))
-            refuse_other_build(folder, manifest)
+            if (folder / BUILDING).is_file() and (differs := manifest.differs_from(read_manifest(folder / BUILDING))):
+                raise UserError(
+                    f"{folder} is the beginning of an index with another {', '.join(differs)}; delete it to begin again"
+                )
             manifest.write(folder / BUILDING)
             opened = Corpus(corpus, folder / OFFSETS)
             if encoder is None:
                 build_bm25(opened, folder, bm25, progress)
         except UserError:  # the corpus is wrong; nothing of it is worth keeping
             if was_empty:
-                remove_content(folder, is_new_folder)
+                for path in folder.iterdir():
+                    path.unlink()
+                if is_new_folder:
+                    folder.rmdir()
             raise
         if encoder is not None and dense is not None:  # from here on everything is kept
             build_dense(opened, folder, kind, dense, encoder, progress)
@@ -134,13 +140,6 @@ def build_lock(folder: Path) -> Iterator[None]:
             (folder / LOCK).unlink(missing_ok=True)
 
 
-def remove_content(folder: Path, also_folder: bool) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    if also_folder:
-        folder.rmdir()
-
-
 def known_facts(corpus: Path, folder: Path) -> CorpusFacts | None:
     """The facts of a build that was stopped after the first pass over the same corpus, which may be elsewhere now."""
     if not (folder / BUILDING).is_file():
@@ -149,13 +148,6 @@ def known_facts(corpus: Path, folder: Path) -> CorpusFacts | None:
     if not same_file(corpus, facts):
         raise UserError(f"{folder} is the beginning of an index with another corpus; delete it to begin again")
     return replace(facts, path=str(corpus.resolve()), mtime_ns=stat(corpus).st_mtime_ns)
-
-
-def refuse_other_build(folder: Path, manifest: IndexManifest) -> None:
-    if (folder / BUILDING).is_file() and (differs := manifest.differs_from(read_manifest(folder / BUILDING))):
-        raise UserError(
-            f"{folder} is the beginning of an index with another {', '.join(differs)}; delete it to begin again"
-        )
 
 
 def open_index(

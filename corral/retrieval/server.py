@@ -379,9 +379,8 @@ def format_validation_error(error: ValidationError) -> str:
 
 
 def format_result(hits: Sequence[Sequence[Hit]], return_scores: bool) -> dict[str, Any]:
-    return {"result": [[format_hit(one, return_scores) for one in own] for own in hits]}
+    def item(hit: Hit) -> dict[str, Any]:
+        document = {"id": hit.passage.id, "contents": hit.passage.contents}
+        return {"document": document, "score": hit.score} if return_scores else document
 
-
-def format_hit(hit: Hit, return_scores: bool) -> dict[str, Any]:
-    document = {"id": hit.passage.id, "contents": hit.passage.contents}
-    return {"document": document, "score": hit.score} if return_scores else document
+    return {"result": [[item(hit) for hit in own] for own in hits]}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from torch import Tensor
@@ -470,6 +470,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_arguments_are_judged_as_a_json_schema_validator_would(value: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema")

@@ -192,9 +192,16 @@ class AgentRunner:
 
     def start(self, row: Row, session: ChatSession) -> "Future[Any]":
         """The agent's result, to come. Cancelling it ends a program or an `async` function."""
-        values = {"row": row, "base_url": self.endpoint.base_url, "api_key": session.key, "model": self._model}
+        values: dict[str, Any] = {
+            "row": row,
+            "base_url": self.endpoint.base_url,
+            "api_key": session.key,
+            "model": self._model,
+        }
         if self._run is None:
-            return self._loop.submit(run_program(self._command, row, program_variables(values)))
+            names = {"OPENAI_BASE_URL": "base_url", "OPENAI_API_KEY": "api_key", "OPENAI_MODEL": "model"}
+            variables = {**os.environ, **{variable: values[name] for variable, name in names.items()}}
+            return self._loop.submit(run_program(self._command, row, variables))
         parameters = inspect.signature(self._run).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         arguments = {name: value for name, value in values.items() if takes_all or name in parameters}
@@ -242,20 +249,12 @@ def bypass_proxies(host: str) -> None:
         os.environ[name] = "*" if "*" in bypassed else ",".join(dict.fromkeys([*bypassed, host]))
 
 
-def program_variables(values: Mapping[str, Any]) -> dict[str, str]:
-    variables = {
-        "OPENAI_BASE_URL": values["base_url"],
-        "OPENAI_API_KEY": values["api_key"],
-        "OPENAI_MODEL": values["model"],
-    }
-    return {**os.environ, **variables}
-
-
 async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, str]) -> Any:
     """The last line of its output, if that is JSON with `score`. RuntimeError if it ends with another code than 0."""
     # Files, because a pipe is open until everything that the program started has ended, too.
     with TemporaryFile() as row_file, TemporaryFile() as output, TemporaryFile() as errors:
-        row_file.write(row_as_json(row))
+        fields = {"prompt": row.prompt, "answer": row.answer, "source": row.source, "extra": row.extra}
+        row_file.write(json.dumps(fields, default=str).encode() + b"\n")
         row_file.seek(0)
         process = await asyncio.create_subprocess_exec(
             *command_dying_with_parent(command),
@@ -272,22 +271,13 @@ async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, 
             await process.wait()
         if code:
             raise RuntimeError(f"it {describe_exit(code)}: {last_line(errors)}")
-        return result_in(last_line(output))
+        try:
+            result = json.loads(last_line(output))
+        except ValueError:
+            return None
+        return result if isinstance(result, dict) and "score" in result else None
 
 
 def last_line(file: IO[bytes]) -> str:
     lines = last_lines(file, 1)
     return lines[0].strip() if lines else "(it printed nothing)"
-
-
-def row_as_json(row: Row) -> bytes:
-    fields = {"prompt": row.prompt, "answer": row.answer, "source": row.source, "extra": row.extra}
-    return json.dumps(fields, default=str).encode() + b"\n"
-
-
-def result_in(line: str) -> Any:
-    try:
-        result = json.loads(line)
-    except ValueError:
-        return None
-    return result if isinstance(result, dict) and "score" in result else None
