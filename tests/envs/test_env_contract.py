@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playing import boards
+from env_helpers import boards
 
 import corral
 from corral.data.rows import Message, Row

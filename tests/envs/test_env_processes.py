@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playing import opened
+from env_helpers import opened
 
 from corral.data.rows import Row
 from corral.envs.base import StepResult

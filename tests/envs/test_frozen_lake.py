@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from playing import board, boards, opened, say, share_won_at_random
+from env_helpers import board, boards, opened, say, share_won_at_random
 
 from corral.envs.baselines import baseline_of
 from corral.envs.built_in.frozen_lake import (
@@ -154,7 +154,7 @@ def test_the_best_player_always_wins_within_ten_moves() -> None:
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
 def test_boards_and_first_prompts_are_the_same_in_every_process(name: str) -> None:
     code = (
-        "import asyncio, json; from playing import boards, opened\n"
+        "import asyncio, json; from env_helpers import boards, opened\n"
         f"with opened({name!r}) as make:\n"
         "    firsts = [asyncio.run(make().reset(row, seed)) for seed, row in enumerate(boards(20))]\n"
         "print(json.dumps(firsts))"

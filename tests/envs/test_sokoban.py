@@ -4,7 +4,7 @@ from itertools import product
 from statistics import fmean
 
 import pytest
-from playing import board, opened, say, share_won_at_random
+from env_helpers import board, opened, say, share_won_at_random
 
 from corral.envs.baselines import run_optimal
 from corral.envs.built_in.sokoban import DIRECTIONS, SYMBOLS, Room, Sokoban, SokobanEnv, make_room, push

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from playing import board, boards, opened
+from env_helpers import board, boards, opened
 
 from corral.data.rows import Row
 from corral.data.sources import load_rows

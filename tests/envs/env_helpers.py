@@ -1,4 +1,4 @@
-"""Helpers for tests that play games."""
+"""Helpers for tests of environments."""
 
 import asyncio
 import random

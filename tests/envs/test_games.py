@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from playing import board, say
+from env_helpers import board, say
 
 from corral.data.rows import Row
 from corral.envs.built_in.frozen_lake import FrozenLakeEnv
