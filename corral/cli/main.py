@@ -28,7 +28,7 @@ INTERRUPTED = 130
 RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimiser.learning_rate=1e-5", show_default=False),
+    typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5", show_default=False),
 ]
 
 
@@ -59,7 +59,7 @@ def train(
     from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
-    from corral.recipe.plan import batch_in_words, schedule_in_words
+    from corral.recipe.plan import describe_batch, describe_schedule
 
     debugging = Debugging(debug, post_mortem, insecure)
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
@@ -69,7 +69,7 @@ def train(
     for warning in plan.warnings:
         console.warn(warning)
     with debugging.watching(loaded, console):
-        run_training(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console, debugging)
+        run_training(loaded, plan.text(), [*describe_batch(plan), *describe_schedule(plan)], console, debugging)
 
 
 @app.command()
@@ -124,7 +124,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.", show_default=False)],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
 ) -> None:
-    """Write a checkpoint's model and tokenizer, without optimiser state, for transformers, vLLM and others."""
+    """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.train.export import export_model
 
     export_model(checkpoint, out, dtype)

@@ -143,7 +143,7 @@ class SokobanEnv(GridGameEnv):
     def new_game(self, board_seed: int, seed: int) -> Game:
         height, width = self.dim_room
         return Sokoban(
-            make_room(board_seed, height, width, self.num_boxes, self.search_depth), self._signs, self.separator
+            release_cache(board_seed, height, width, self.num_boxes, self.search_depth), self._signs, self.separator
         )
 
 
@@ -186,7 +186,7 @@ def is_lost(state: SokobanState, room: Room) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def make_room(seed: int, height: int, width: int, num_boxes: int, search_depth: int) -> Room:
+def release_cache(seed: int, height: int, width: int, num_boxes: int, search_depth: int) -> Room:
     rng = random.Random(seed)
     for _ in range(MAX_LAYOUTS):
         floor = carve(height, width, rng)
