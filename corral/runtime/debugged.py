@@ -13,6 +13,7 @@ from corral.recipe.schema import Recipe
 from corral.rewards.scorer_pool import InProcessScorer, ScorerPools
 from corral.runtime.rollout_worker import Player
 from corral.runtime.roles import build_role, rewarded
+from corral.runtime.rollout_worker import Player
 from corral.runtime.terminal import open_at
 from corral.runtime.worker import WorkerContext
 

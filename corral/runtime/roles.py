@@ -10,6 +10,7 @@ from corral.recipe.schema import Environment, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.rollout_worker import Player
 from corral.runtime.model_workers import Actor, Critic, Scorer
+from corral.runtime.rollout_worker import Player
 from corral.runtime.worker import WorkerContext
 
 ORDER = ("rewards", "actor", "reference", "critic", "rollout")
