@@ -9,9 +9,10 @@ ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := corral tests docs recipes $(wildcard benchmarks)
+SOURCES := corral tests docs examples recipes $(wildcard benchmarks)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: help quickstart seeds test lint install reference clean
+.PHONY: help quickstart seeds test test-slow test-all lint install reference clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -20,11 +21,16 @@ help:  ## this list
 quickstart: .venv/.installed  ## install, then train a real model on this machine's CPU (5 minutes on 2 cores)
 	$(BIN)/corral train recipes/quickstart.yaml checkpoint.resume=never $(ARGS)
 
-seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what each learnt (15 minutes)
+seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what each reached (15 minutes)
 	$(BIN)/python recipes/three_seeds.py $(ARGS)
 
-test: .venv/.installed-dev  ## install, then run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+test: .venv/.installed-dev  ## install, then run the tests that need no root and no patience (5 minutes on 2 cores)
+	$(PYTEST) -m "not slow and not lab" $(ARGS)
+
+test-slow: .venv/.installed-dev  ## the rest: long runs, and clusters of namespaces, Slurm, containers (needs root)
+	$(PYTEST) -m "slow or lab" $(ARGS)
+
+test-all: test test-slow  ## both
 
 lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check $(SOURCES)

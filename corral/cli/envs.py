@@ -26,28 +26,28 @@ def env() -> None:
 def try_environment(
     name: Annotated[str, typer.Argument(help="frozen_lake, sokoban, ..., module:Class or file.py:Class.")],
     options: Annotated[str, typer.Option(help="Its options, as in a recipe: '{size: 5, slippery: true}'.")] = "{}",
-    episodes: Annotated[int, typer.Option(min=1, help="Games to play.")] = 200,
-    max_turns: Annotated[int, typer.Option(min=1, help="Of a game.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of boards and players.")] = 0,
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 200,
+    max_turns: Annotated[int, typer.Option(min=1, help="Turns of an episode, at most.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of boards and of the random policy.")] = 0,
     rows: Annotated[
         str | None,
-        typer.Option(help="Rows to play with instead of boards: rows.jsonl, reasoning_gym:TASK.", show_default=False),
+        typer.Option(help="Rows to use instead of boards: rows.jsonl, reasoning_gym:TASK.", show_default=False),
     ] = None,
     reward: Annotated[str, typer.Option(help="Reward function, for environments that ask for one.")] = "exact",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one call of the environment.")] = 10.0,
 ) -> None:
-    """Play an environment with random and best players, and check that it keeps the rules.
+    """Run an environment with random and optimal policies, and check that it keeps the contract.
 
-    The same seed must be the same game, here and in another process; no reply may make it raise or hang. Exits with 1
-    if something is wrong.
+    The same seed must be the same episode, here and in another process; no reply may make it raise or hang. Exits
+    with 1 if something is wrong.
     """
-    from corral.envs.checks import try_out
+    from corral.envs.env_checks import check_environment
     from corral.recipe.schema import Environment, Reward
 
     environment = Environment(name=name, options=parsed(options), reward=Reward(name=reward), timeout_s=timeout)
-    played = load(rows, episodes, seed)
-    print(f"{name}: {episodes} games of at most {max_turns} turns")
-    report = try_out(environment, [played[number % len(played)] for number in range(episodes)], max_turns, seed)
+    loaded = load(rows, episodes, seed)
+    print(f"{name}: {episodes} episodes of at most {max_turns} turns")
+    report = check_environment(environment, [loaded[n % len(loaded)] for n in range(episodes)], max_turns, seed)
     for line in report.passed:
         print(f"  ok      {line}")
     for line in report.failed:
@@ -55,9 +55,9 @@ def try_environment(
     if report.failed:
         raise RunError(f"{name}: {len(report.failed)} of {len(report.failed) + len(report.passed)} checks failed")
     print(f"  {report.steps_per_s:,.0f} steps/s")
-    print(f"  random  {scores(report.floor.random_reward, report.floor.random_success)}")
-    print(f"  best    {scores(report.floor.best_reward, report.floor.best_success)}")
-    print("\nthe first messages of a game:")
+    print(f"  random  {scores(report.baseline.random_reward, report.baseline.random_success)}")
+    print(f"  best    {scores(report.baseline.best_reward, report.baseline.best_success)}")
+    print("\nthe first messages of an episode:")
     for message in report.first_messages:
         print("\n".join(f"  {message['role']:>9} | {line}" for line in message["content"].splitlines()))
 
@@ -88,5 +88,5 @@ def load(rows: str | None, episodes: int, seed: int) -> "list[Row]":
 
 def scores(reward: float | None, success: float | None) -> str:
     if reward is None:
-        return "it has no such player"
+        return "it has no such policy"
     return f"reward {reward:.3f}" + ("" if success is None else f", success {success:.1%}")

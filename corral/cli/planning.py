@@ -44,7 +44,7 @@ def describe_services(recipe: "Recipe") -> list[str]:
 
 def describe_index(index: Path, corpus: str | None) -> list[str]:
     from corral.retrieval.estimate import estimate, of_index
-    from corral.retrieval.manifest import MANIFEST
+    from corral.retrieval.index import MANIFEST
 
     if (index.expanduser() / MANIFEST).is_file():
         return of_index(index.expanduser()).lines()

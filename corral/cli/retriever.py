@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from corral.cli.planning import AsJson
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from corral.retrieval.answer import Answerer
+    from corral.retrieval.base import Retriever
 
 Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
 CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
@@ -81,10 +82,12 @@ def build(
     bm25 = Bm25Settings(k1, b, language)
     if dry_run:
         cost = estimate(corpus, kind, bm25=bm25, dense=dense, device=device, batch=batch)
-        print(json.dumps(cost.as_dict(), indent=2) if as_json else "\n".join(cost.lines()))
+        print(json.dumps(asdict(cost), indent=2) if as_json else "\n".join(cost.lines()))
         return
     with progress_shown() as show:
-        build_index(corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show, say=print)
+        build_index(
+            corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show, report=print
+        )
     made = of_index(index)
     print(f"{kind} index of {made.num_passages:,} passages in {index}, {size(made.disk_bytes)}")
 
@@ -121,8 +124,8 @@ def serve(
     device: Device = None,
 ) -> None:
     """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
+    from corral.retrieval.server import ServerLimits
     from corral.retrieval.server import serve as run_server
-    from corral.retrieval.wire import Limits
     from corral.runtime.network import is_loopback
     from corral.runtime.token import read_token
 
@@ -139,9 +142,9 @@ def serve(
     if reranker is None:
         refuse_given(context, ("candidates",), "without --reranker")
     token = None if token_file is None else read_token(token_file)
-    limits = Limits(max_body, max_queries, max_topk, max_passages, max_query_chars, max_waiting, timeout)
+    limits = ServerLimits(max_body, max_queries, max_topk, max_passages, max_query_chars, max_waiting, timeout)
     load = loader(index, online, corpus, encoder, reranker, candidates, device)
-    run_server(load, host, port, token=token, topk=topk, limits=limits, say=lambda text: print(text, flush=True))
+    run_server(load, host, port, token=token, topk=topk, limits=limits, report=lambda text: print(text, flush=True))
 
 
 def search(
@@ -157,15 +160,15 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search once, without a server."""
-    from corral.retrieval.answer import Ask
-    from corral.retrieval.wire import result
+    from corral.retrieval.base import SearchRequest
+    from corral.retrieval.server import format_result
 
     if reranker is None:
         refuse_given(context, ("candidates",), "without --reranker")
-    answerer = loader(index, None, corpus, encoder, reranker, candidates, device)()
-    [found] = answerer.answer([Ask([query], topk)])
+    retriever = loader(index, None, corpus, encoder, reranker, candidates, device)()
+    [found] = retriever.retrieve([SearchRequest([query], topk)])
     if as_json:
-        print(json.dumps(result(found, return_scores=True)["result"][0], indent=2, ensure_ascii=False))
+        print(json.dumps(format_result(found, return_scores=True)["result"][0], indent=2, ensure_ascii=False))
     elif not found[0]:
         print("nothing found")
     else:
@@ -181,14 +184,11 @@ def loader(
     reranker: str | None,
     candidates: int,
     device: str | None,
-) -> "Callable[[], Answerer]":
+) -> "Callable[[], Retriever]":
     """Returns a function that loads the index. What is quickly seen to be wrong raises here."""
-    from corral.retrieval.answer import Answerer
-    from corral.retrieval.base import Searcher
-    from corral.retrieval.index import encoder_name, open_index
-    from corral.retrieval.manifest import read_finished
+    from corral.retrieval.base import Reranker, Retriever, Searcher
+    from corral.retrieval.index import encoder_name, open_index, read_finished
     from corral.retrieval.online import OnlineSearcher, read_online
-    from corral.retrieval.rerank import Reranker
 
     service: Searcher | None = None
     if online is not None:
@@ -201,11 +201,11 @@ def loader(
 
     moved_to = None if encoder is None else encoder_name(encoder)
 
-    def load() -> Answerer:
+    def load() -> Retriever:
         searcher = service if index is None else open_index(index, corpus, device, moved_to)
         assert searcher is not None
         second = None if reranker is None else Reranker(encoder_name(reranker), device)
-        return Answerer(searcher, second, candidates)
+        return Retriever(searcher, second, candidates)
 
     return load
 

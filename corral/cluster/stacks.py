@@ -29,13 +29,13 @@ NODE_S = 60.0  # for a node to answer
 NUM_THREADS = 4
 ProcessKind = Literal["controller", "worker", "reward", "environment"]
 MARKS: dict[ProcessKind, str] = {
-    "reward": "from corral.rewards.worker import main",
-    "environment": "from corral.envs.process_worker import main",
+    "reward": "from corral.rewards.scorer_worker import main",
+    "environment": "from corral.envs.env_processes import main",
 }
 """Parts of the command line of a process that runs a reward function, or environments that block."""
 BACKGROUND = {"Heartbeats._ask_nodes", "Heartbeats._ask_ray", "Lookout._look", "TrackerThread._live"}
 """Functions of threads that look after a run: their position says least about it."""
-IDLE = {"ScorerPool._serve", "EnvProcesses._serve", "Place.next_call", *BACKGROUND}
+IDLE = {"WorkerPool._serve", "EnvSlot.next_call", *BACKGROUND}
 """Functions in which a thread waits for work."""
 NO_PERMISSION = (
     "no permission to look into it. Be the same user, or root; in a container, start that with --cap-add SYS_PTRACE "

@@ -1,11 +1,16 @@
 """Loading the Python objects that a recipe names: `module:name`, or `path/to/file.py:name`; and calling them.
 
 Modules are searched where Python searches, then in the current folder. Every failure is one line for the user.
+
+Objects that a Python program hands over (`corral.train(reward=...)`) get a name too. One that other processes can import
+has that name; any other is put into a module that exists in memory only, under which it is found again here, and is
+sent as code to the processes on this machine that run it.
 """
 
 import difflib
 import importlib
 import importlib.util
+import pickle
 import sys
 import traceback
 from collections.abc import Awaitable, Iterable
@@ -17,6 +22,8 @@ from corral.recipe.errors import UserError
 
 Result = TypeVar("Result")
 MAX_ERROR_CHARACTERS = 500
+IN_MEMORY = "corral_objects"
+"""The module, in memory only, of objects that cannot be imported."""
 
 
 def load_object(spec: str, setting: str) -> Any:
@@ -24,6 +31,8 @@ def load_object(spec: str, setting: str) -> Any:
     location, _, name = spec.rpartition(":")
     if not location or not name.isidentifier():
         raise UserError(f"{setting}: `{spec}` is neither `module:name` nor `file.py:name`")
+    if location == IN_MEMORY and not hasattr(sys.modules.get(IN_MEMORY), name):
+        raise UserError(f"{setting}: `{name}` was given as a Python object, and only the program that gave it has it")
     try:
         module = _load_file(Path(location).expanduser()) if location.endswith(".py") else _load_module(location)
     except UserError as error:
@@ -38,6 +47,46 @@ def load_object(spec: str, setting: str) -> Any:
 def is_spec(name: str) -> bool:
     """Whether `name` is meant to name something in Python (as opposed to something built in)."""
     return ":" in name
+
+
+def name_object(value: Any, name: str) -> str:
+    """The spec under which `load_object` finds the object; `name` is used where it cannot be imported."""
+    if is_importable(value):
+        return f"{value.__module__}:{value.__name__}"
+    module = sys.modules.setdefault(IN_MEMORY, ModuleType(IN_MEMORY))
+    name = name if name.isidentifier() else "given_object"  # a lambda has no name
+    setattr(module, name, value)
+    return f"{IN_MEMORY}:{name}"
+
+
+def is_importable(value: Any) -> bool:
+    """Whether another process finds the object by its module and name: not what a notebook, the program that was
+    started, or a function has defined, nor what was loaded from a file outside of Python's search path."""
+    module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+    if module in ("__main__", IN_MEMORY) or not all(part.isidentifier() for part in [*module.split("."), name]):
+        return False
+    return getattr(sys.modules.get(module), name, None) is value
+
+
+def portable(spec: str) -> tuple[str, bytes | None]:
+    """The spec, with the object's code where other processes cannot import it; `adopt` takes both there."""
+    location, _, name = spec.rpartition(":")
+    if location != IN_MEMORY:
+        return spec, None
+    import cloudpickle
+
+    try:
+        return spec, cloudpickle.dumps(load_object(spec, name))
+    except Exception as error:
+        raise UserError(f"`{name}` can't be sent to the process that is to run it: {error_line(error)}") from error
+
+
+def adopt(spec: str, code: bytes | None) -> str:
+    """Makes an object that another process sent known here, and returns its spec."""
+    if code is not None:
+        module = sys.modules.setdefault(IN_MEMORY, ModuleType(IN_MEMORY))
+        setattr(module, spec.rpartition(":")[2], pickle.loads(code))
+    return spec
 
 
 def error_line(error: BaseException) -> str:

@@ -57,7 +57,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, call: Coroutine[Any, Any, Answer]) -> "Future[Answer]":
-        """From any other thread. Cancelling the future cancels the call."""
+        """Run a call from any other thread. Cancelling the future cancels the call."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:

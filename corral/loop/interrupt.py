@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -29,8 +30,9 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        for number, handler in self.handlers.items():
-            self._before[number] = signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor gets signals
+            for number, handler in self.handlers.items():
+                self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +60,10 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
+        self.request()
+
+    def request(self) -> None:
+        """Asks the run to stop; may be called from any thread."""
         self.requested = True
         if self._waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then

@@ -129,8 +129,7 @@ def use_own_retriever(values: dict[str, Any]) -> None:
 
 def prepare_index(shrunk: Recipe) -> None:
     """Builds the retriever's index, where the recipe needs one and it is not there yet."""
-    from corral.retrieval.index import build
-    from corral.retrieval.manifest import MANIFEST
+    from corral.retrieval.index import MANIFEST, build
 
     service = shrunk.cluster.services.get(SERVICE)
     if service is None or service.retriever is None or (Path(service.retriever) / MANIFEST).is_file():

@@ -28,9 +28,15 @@ from corral.train.checkpoint import find_checkpoint, read_state, step_folder
 
 
 def train(
-    recipe: Recipe, plan_text: str, plan_lines: list[str], console: Console, debugging: Debugging = Debugging()
+    recipe: Recipe,
+    plan_text: str,
+    plan_lines: list[str],
+    console: Console,
+    debugging: Debugging = Debugging(),
+    interrupt: Interrupt | None = None,
 ) -> Path:
-    """Runs the recipe to its end and returns the run folder."""
+    """Runs the recipe to its end and returns the run folder. `interrupt`: the caller's, if it has its own."""
+    interrupt = interrupt or Interrupt(console.warn, debugging.on_ctrl_c)
     runner = asyncio.Runner()
     try:
         with RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder:
@@ -40,7 +46,7 @@ def train(
             step = None if checkpoint is None else read_state(checkpoint)["step"]
             announce("controller", folder.name)
             console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
-            with Interrupt(console.warn, debugging.on_ctrl_c) as interrupt, run_log(folder.logs / "main.log", console):
+            with interrupt, run_log(folder.logs / "main.log", console):
                 open_workers = partial(open_runtime, debugging=debugging)
                 runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
         return folder.path

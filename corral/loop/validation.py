@@ -12,7 +12,7 @@ import numpy as np
 from corral.data.rows import Row
 from corral.data.sources import BOARDS
 from corral.data.trajectory import Trajectory
-from corral.envs.agents import Floor, floors
+from corral.envs.baselines import Baseline, baselines
 from corral.envs.registry import EnvSet, find_class
 from corral.loop.components import RolloutComponents, open_rollout_components
 from corral.loop.interrupt import close_runner
@@ -125,7 +125,7 @@ async def baseline_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, flo
     if not own or not known:
         return {}
     env_set = EnvSet(known, {}, recipe.rollout)
-    computed = floors(env_set, own[:MAX_BASELINE_ROWS], recipe.rollout.max_turns, recipe.seed)
+    computed = baselines(env_set, own[:MAX_BASELINE_ROWS], recipe.rollout.max_turns, recipe.seed)
     try:
         # In a thread: solvers compute, and the event loop has others to serve.
         return metrics_of_baselines(await asyncio.to_thread(asyncio.run, computed))
@@ -133,7 +133,7 @@ async def baseline_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, flo
         env_set.close()
 
 
-def metrics_of_baselines(baselines: Mapping[str, Floor | None]) -> dict[str, float]:
+def metrics_of_baselines(baselines: Mapping[str, Baseline | None]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for tag, baseline in baselines.items():
         if baseline is not None:

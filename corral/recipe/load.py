@@ -35,6 +35,11 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     document = read_document(Path(path))
     for override in overrides:
         apply_override(document, override)
+    return recipe_from(document)
+
+
+def recipe_from(document: Document) -> Recipe:
+    """The recipe that a document with all its overrides is. Raises as `load_recipe` does."""
     resolve_references(document)
     return validate(document)
 

@@ -24,18 +24,18 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError
-from corral.retrieval.base import Found, retriever_extra
+from corral.retrieval.base import Hit, retriever_extra
 from corral.retrieval.corpus import Corpus, Progress, silent
 
 LANGUAGES = ("english", "german", "french", "spanish", "italian", "portuguese", "dutch", "russian", "swedish", "none")
 WORD = re.compile(r"\b\w\w+\b")
-"""As in bm25s."""
+"""A word, as bm25s has it."""
 DATA, INDICES, INDPTR = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
 VOCABULARY, PARAMETERS = "vocab.index.json", "params.index.json"
 TEMPORARY = {"terms": np.int32, "counts": np.int32, "words": np.int32, "distinct": np.int32}
 """For each word of each passage, which it is and how often it is there; for each passage, all and distinct words."""
 BLOCK = 6_000_000
-"""Entries of the matrix that are put in their places at once: about 300 MB of memory."""
+"""Entries of the matrix that are put in their places at once, in about 300 MB of memory."""
 BATCH = 2_000
 
 Split = Callable[[str], list[str]]
@@ -46,7 +46,7 @@ class Bm25Settings:
     k1: float = 1.5
     b: float = 0.75
     language: str = "english"
-    """Of the stop words that are left out and of the endings that are cut off. `none`: neither."""
+    """Language of stop words, which are left out, and of the stemmer. `none`: neither is used."""
 
 
 def check_bm25(settings: Bm25Settings) -> None:
@@ -135,7 +135,7 @@ def blocks(distinct: npt.NDArray[np.int32], num_entries: int) -> Iterator[tuple[
 
 
 def inverse_document_frequencies(frequencies: npt.NDArray[np.int64], num_passages: int) -> npt.NDArray[np.float32]:
-    """As Lucene has them. By math.log, whose last bit is not always that of numpy's."""
+    """Inverse document frequencies as Lucene has them. By math.log, whose last bit is not always that of numpy's."""
     different, which = np.unique(frequencies, return_inverse=True)
     values = [math.log(1 + (num_passages - n + 0.5) / (n + 0.5)) for n in different.tolist()]
     return np.array(values, np.float32)[which]
@@ -189,12 +189,12 @@ class Bm25Searcher:
         self.totals = np.zeros(len(corpus), np.float32)
         self.lock = Lock()
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         found = []
         for query in queries:
             with self.lock:
                 rows, scores = self.best(query, k)
-            found.append([Found(self.corpus[row], score) for row, score in zip(rows, scores, strict=True)])
+            found.append([Hit(self.corpus[row], score) for row, score in zip(rows, scores, strict=True)])
         return found
 
     def best(self, query: str, k: int) -> tuple[list[int], list[float]]:

@@ -20,9 +20,9 @@ from corral.recipe.errors import UserError, first_line
 from corral.retrieval.base import Passage
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, out of how much."""
+"""Called with what is being done, how much of it is done, out of how much."""
 
-EVERY = 20_000
+REPORT_EVERY = 20_000
 """Lines between two reports, and lines whose offsets are written at once."""
 
 
@@ -32,7 +32,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """What an index remembers of the file it was made from."""
+    """The identity of the file that an index was made from."""
 
     path: str
     size: int
@@ -45,7 +45,7 @@ class Corpus:
     def __init__(self, path: Path, offsets: Path) -> None:
         self.path = path
         self.offsets: npt.NDArray[np.int64] = np.load(offsets, mmap_mode="r")
-        """Where each line begins, and where the last one ends."""
+        """Offsets at which each line begins, and where the last one ends."""
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -61,7 +61,7 @@ class Corpus:
 
 
 def scan(path: Path, offsets: Path, progress: Progress = silent) -> CorpusFacts:
-    """Checks every line, and writes down where each begins."""
+    """Checks every line, and writes the offsets at which they begin."""
     status = stat(path)
     digest, row = hashlib.sha256(), 0
     with path.open("rb") as file, offsets.open("wb") as out:
@@ -72,7 +72,7 @@ def scan(path: Path, offsets: Path, progress: Progress = silent) -> CorpusFacts:
             digest.update(line)
             position += len(line)
             starts.append(position)
-            if len(starts) >= EVERY:
+            if len(starts) >= REPORT_EVERY:
                 out.write(np.array(starts, np.int64).tobytes())
                 starts = []
                 progress("reading the corpus", position, status.st_size)
@@ -85,7 +85,7 @@ def scan(path: Path, offsets: Path, progress: Progress = silent) -> CorpusFacts:
 
 
 def whole_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """With their numbers. Empty lines are allowed at the end only, so that the number of a line tells its passage."""
+    """Lines with their numbers. Empty ones are allowed at the end only, so that a line's number is its passage's."""
     empty = 0
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -136,7 +136,7 @@ def stat(path: Path) -> Any:
 
 
 def write_header(file: BinaryIO, num_offsets: int) -> int:
-    """Of a .npy file. Returns its length."""
+    """Writes the header of a .npy file; returns its length."""
     description = {"descr": "<i8", "fortran_order": False, "shape": (num_offsets,)}
     np.lib.format.write_array_header_1_0(file, description)
     return file.tell()

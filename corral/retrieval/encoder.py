@@ -1,9 +1,8 @@
 """Texts to vectors, by a sentence-transformers model.
 
-Families of encoders want to be asked in their own way: e5 with prefixes, bge with an instruction before the query, DPR
-without normalisation and with two models. What the model says of itself goes before what is known of its family by its
-name; what the user says goes before both. What was used for the passages is written in the index, so that queries are
-always treated the same.
+Families of encoders want their own format: e5 prefixes, bge an instruction before the query, DPR no normalization and
+two models. What the model's configuration has goes before what is known of its family by its name; the user's settings
+go before both. What was used for the passages is written in the index, so that queries are always treated the same.
 """
 
 import re
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError, first_line
-from corral.retrieval.base import retriever_extra
+from corral.retrieval.base import check_device, retriever_extra
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -26,28 +25,28 @@ BGE = "Represent this sentence for searching relevant passages: "
 BGE_CHINESE = "为这个句子生成表示以用于检索相关文章："
 
 Vectors = npt.NDArray[np.float32]
-Prompts = Mapping[str, str]
-"""Of a sentence-transformers model, by name."""
+ModelPrompts = Mapping[str, str]
+"""The prompts of a sentence-transformers model, by name."""
 
 
 @dataclass(frozen=True)
 class EncoderSettings:
     model: str
     query_model: str | None = None
-    """If queries have a model of their own, as in DPR."""
+    """The model of queries, if they have one of their own, as in DPR."""
     query_prefix: str | None = None
-    """None: as the model says; where it says nothing, as the family has it."""
+    """None: that of the model's configuration, else of its family."""
     passage_prefix: str | None = None
     pooling: str | None = None
-    """mean or cls. None: as the model says; where it says nothing, as the family has it."""
+    """mean or cls. None: that of the model's configuration, else of its family."""
     normalise: bool | None = None
-    """None: as the family has it, else yes."""
+    """Whether vectors are normalized. None: as the family has it, else yes."""
     max_tokens: int = MAX_TOKENS
-    """What a text is cut to."""
+    """Texts are cut to this many tokens."""
 
 
 @dataclass(frozen=True)
-class Family:
+class EncoderFamily:
     name: str
     query_prefix: str = ""
     passage_prefix: str = ""
@@ -55,26 +54,26 @@ class Family:
     normalise: bool = True
 
 
-FAMILIES: tuple[tuple[str, Family], ...] = (
-    (r"\be5\b", Family("e5", "query: ", "passage: ")),
-    (r"\bbge\b.*\bm3\b", Family("bge-m3", pooling="cls")),
-    (r"\bbge\b.*\bzh\b", Family("bge", BGE_CHINESE, pooling="cls")),
-    (r"\bbge\b", Family("bge", BGE, pooling="cls")),
-    (r"\bdpr\b", Family("dpr", pooling="cls", normalise=False)),
+FAMILIES: tuple[tuple[str, EncoderFamily], ...] = (
+    (r"\be5\b", EncoderFamily("e5", "query: ", "passage: ")),
+    (r"\bbge\b.*\bm3\b", EncoderFamily("bge-m3", pooling="cls")),
+    (r"\bbge\b.*\bzh\b", EncoderFamily("bge", BGE_CHINESE, pooling="cls")),
+    (r"\bbge\b", EncoderFamily("bge", BGE, pooling="cls")),
+    (r"\bdpr\b", EncoderFamily("dpr", pooling="cls", normalise=False)),
 )
 
 
-OTHERS = re.compile(r"\b(instruct|icl|gemma\d*)\b")
-"""In the name of a model that is asked in another way than the family whose name it has."""
+OTHER_FORMATS = re.compile(r"\b(instruct|icl|gemma\d*)\b")
+"""Words in the name of a model whose format is another than that of the family whose name it has."""
 SNAPSHOT = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+/?$")
 """How the hub's cache names a model's folder."""
 
 
-def family_of(model: str) -> Family | None:
-    """By the last part of the name: `intfloat/e5-base-v2` is an e5."""
+def family_of(model: str) -> EncoderFamily | None:
+    """The family by the last part of the name: `intfloat/e5-base-v2` is an e5."""
     snapshot = SNAPSHOT.search(model)
     name = (snapshot[1] if snapshot else Path(model).name).lower().replace("_", "-")
-    if OTHERS.search(name):
+    if OTHER_FORMATS.search(name):
         return None
     return next((family for pattern, family in FAMILIES if re.search(pattern, name)), None)
 
@@ -91,11 +90,11 @@ class Encoder:
         if dimension_of(self.query_model) != self.dimension:
             raise UserError(f"{settings.query_model} and {settings.model} have vectors of different lengths")
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         used = self.settings
         return (
             f"encoder {used.model}: query prefix {used.query_prefix!r}, passage prefix {used.passage_prefix!r}, "
-            f"pooling {pooling_in(self.query_model)}, {'' if used.normalise else 'not '}normalised, "
+            f"pooling {pooling_in(self.query_model)}, {'' if used.normalise else 'not '}normalized, "
             f"{self.dimension} numbers"
         )
 
@@ -141,11 +140,11 @@ def load(name: str, settings: EncoderSettings, device: str | None) -> "SentenceT
     return model.eval()
 
 
-def resolved(settings: EncoderSettings, query_prompts: Prompts, passage_prompts: Prompts) -> EncoderSettings:
-    """Without anything left open, so that a model that is moved is still asked in the same way."""
-    family = family_of(settings.model) or Family("")
-    query = own(query_prompts, family.query_prefix, "query", "web_search_query")
-    passage = own(passage_prompts, family.passage_prefix, "passage", "document")
+def resolved(settings: EncoderSettings, query_prompts: ModelPrompts, passage_prompts: ModelPrompts) -> EncoderSettings:
+    """Settings without anything left open, so that a model that is moved is still used in the same way."""
+    family = family_of(settings.model) or EncoderFamily("")
+    query = own_prompt(query_prompts, family.query_prefix, "query", "web_search_query")
+    passage = own_prompt(passage_prompts, family.passage_prefix, "passage", "document")
     poolings = {pooling_for(name, settings) for name in (settings.model, settings.query_model) if name}
     return replace(
         settings,
@@ -156,39 +155,26 @@ def resolved(settings: EncoderSettings, query_prompts: Prompts, passage_prompts:
     )
 
 
-def own(prompts: Prompts, of_family: str, *names: str) -> str:
-    """A model that has prompts at all wants none where it has none."""
+def own_prompt(prompts: ModelPrompts, of_family: str, *names: str) -> str:
+    """The model's prompt of one of these names. A model that has prompts at all wants none where it has none."""
     if not any(prompts.values()):
         return of_family
     return next(filter(None, map(prompts.get, names)), "")
 
 
 def pooling_for(name: str, settings: EncoderSettings) -> str | None:
-    """None: as the model says."""
+    """The pooling to set up. None: the model has its own."""
     with retriever_extra():
         from sentence_transformers.util import is_sentence_transformer_model
     if settings.pooling is not None or is_sentence_transformer_model(name):
         return settings.pooling
-    return (family_of(name) or Family("")).pooling
+    return (family_of(name) or EncoderFamily("")).pooling
 
 
 def pooling_in(model: "SentenceTransformer") -> str:
     modes = (getattr(module, "pooling_mode", None) for module in model)
     mode = next(filter(None, modes), "of its own")
     return mode if isinstance(mode, str) else " and ".join(mode)
-
-
-def check_device(device: str | None) -> None:
-    if device is None:
-        return
-    import torch
-
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"--device {device} is not a device; there are cpu, cuda, cuda:1 and so on") from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices")
 
 
 def dimension_of(model: "SentenceTransformer") -> int:

@@ -8,10 +8,9 @@ import json
 import math
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,50 +18,45 @@ from corral.recipe.errors import UserError
 from corral.retrieval.base import check_kind
 from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
 from corral.retrieval.corpus import parse_line, stat
-from corral.retrieval.dense import DenseSettings
+from corral.retrieval.dense import DenseSettings, empty_hnsw
 from corral.retrieval.encoder import Encoder
-from corral.retrieval.manifest import read_finished
-from corral.retrieval.vectors import empty_hnsw
+from corral.retrieval.index import read_finished
 
-SAMPLE = 2_000
-"""Lines, from all over the file."""
-ENCODED = 512
-ENCODED_S = 5.0
-"""Passages that are encoded to see how long it takes, or until so many seconds are over."""
-LINKED = 2_000
+SAMPLE_LINES = 2_000
+MAX_ENCODED, MAX_ENCODING_S = 512, 5.0
+"""Passages that are encoded to measure the time, or until so many seconds are over."""
+MAX_LINKED = 2_000
+"""Vectors that are put into a graph to measure the time."""
 READ_BYTES_S = 150e6
-"""Of the first pass over the corpus, which reads JSON."""
-PLACE_S = 1.5e-7
-"""For one entry of the BM25 matrix to be put in its place."""
+"""Speed of the first pass over the corpus, which parses JSON."""
+ENTRY_S = 1.5e-7
+"""Time to put one entry of the BM25 matrix in its place."""
 WORD_BYTES = 180
-"""Of memory for a word of the vocabulary."""
+"""Memory of a word of the vocabulary."""
 BLOCK_BYTES = 400 * 2**20
 LIBRARIES_BYTES = 600 * 2**20
-"""Python, torch and an encoder of about 100 million parameters."""
+"""Memory of Python, torch and an encoder of about 100 million parameters."""
 PLAIN_BYTES = 80 * 2**20
-"""Python and numpy."""
+"""Memory of Python and numpy."""
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IndexEstimate:
     kind: str
     num_passages: int
     corpus_bytes: int
     disk_bytes: int
-    """Of the index; the corpus stays where it is, and is needed."""
+    """Size of the index; the corpus stays where it is, and is needed."""
     build_disk_bytes: int
-    """With what is deleted at the end."""
+    """Size while it is built, with what is deleted at the end."""
     build_memory_bytes: int
-    """0: it is built."""
+    """Memory to build it; 0: it is built already."""
     serve_memory_bytes: int
-    """That the server must have."""
+    """Memory that the server must have."""
     cache_bytes: int
-    """On top, for files that are mapped: with less memory than this it is slower, not impossible."""
+    """Further memory for mapped files: with less than this the server is slower, not impossible."""
     build_s: float | None
-    """None: not measured."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    """Time to build it; None: not measured."""
 
     def lines(self) -> list[str]:
         took = "not measured" if self.build_s is None else duration(self.build_s)
@@ -80,11 +74,11 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CorpusSample:
     contents: list[str]
     corpus_bytes: int
     num_passages: int
-    """In the whole file, by the mean length of the lines."""
+    """Number of passages in the whole file, by the mean length of the lines."""
 
 
 def estimate(
@@ -96,7 +90,7 @@ def estimate(
     device: str | None = None,
     batch: int = 64,
     measure: bool = True,
-) -> Estimate:
+) -> IndexEstimate:
     """`measure=False`: without loading an encoder or timing anything; its dimension is then read from its folder."""
     check_kind(kind, dense is not None)
     sample = take_sample(corpus)
@@ -106,7 +100,7 @@ def estimate(
     return estimate_dense(sample, kind, dense, device, batch, measure)
 
 
-def estimate_bm25(sample: Sample, settings: Bm25Settings) -> Estimate:
+def estimate_bm25(sample: CorpusSample, settings: Bm25Settings) -> IndexEstimate:
     split, n = splitter(settings.language), sample.num_passages
     began = time.perf_counter()
     words = [Counter(split(text)) for text in sample.contents]
@@ -115,7 +109,7 @@ def estimate_bm25(sample: Sample, settings: Bm25Settings) -> Estimate:
     num_words = vocabulary_size(words, n)
     matrix, vocabulary = entries * 8, num_words * 25
     disk = matrix + vocabulary + n * 8
-    return Estimate(
+    return IndexEstimate(
         kind="bm25",
         num_passages=n,
         corpus_bytes=sample.corpus_bytes,
@@ -124,12 +118,12 @@ def estimate_bm25(sample: Sample, settings: Bm25Settings) -> Estimate:
         build_memory_bytes=PLAIN_BYTES + BLOCK_BYTES + num_words * (WORD_BYTES + 30),
         serve_memory_bytes=PLAIN_BYTES + num_words * (WORD_BYTES + 8) + n * 4,
         cache_bytes=matrix + sample.corpus_bytes,
-        build_s=sample.corpus_bytes / READ_BYTES_S + n * split_s + entries * PLACE_S,
+        build_s=sample.corpus_bytes / READ_BYTES_S + n * split_s + entries * ENTRY_S,
     )
 
 
 def vocabulary_size(words: "list[Counter[str]]", num_passages: int) -> int:
-    """By Heaps' law, from the growth over the second half of the sample."""
+    """The number of different words by Heaps' law, from the growth over the second half of the sample."""
     half = len(words) // 2
     first = len(set().union(*words[:half])) if half else 0
     whole = len(set().union(*words))
@@ -140,8 +134,8 @@ def vocabulary_size(words: "list[Counter[str]]", num_passages: int) -> int:
 
 
 def estimate_dense(
-    sample: Sample, kind: str, settings: DenseSettings, device: str | None, batch: int, measure: bool
-) -> Estimate:
+    sample: CorpusSample, kind: str, settings: DenseSettings, device: str | None, batch: int, measure: bool
+) -> IndexEstimate:
     n = sample.num_passages
     encoder = Encoder(settings.encoder, device, batch) if measure else None
     dimension = encoder.dimension if encoder is not None else dimension_in(Path(settings.encoder.model))
@@ -153,7 +147,7 @@ def estimate_dense(
         if kind == "hnsw":
             build_s += n * linking_s(dimension, settings, n)
     disk = vectors + graph + n * 8
-    return Estimate(
+    return IndexEstimate(
         kind=kind,
         num_passages=n,
         corpus_bytes=sample.corpus_bytes,
@@ -167,11 +161,11 @@ def estimate_dense(
 
 
 def encoding_s(encoder: Encoder, contents: list[str]) -> float:
-    """For one passage, in a few seconds. The first few are not counted: they wake things up."""
-    texts = contents[:: max(1, len(contents) // ENCODED)][:ENCODED]
+    """Time to encode one passage, measured in a few seconds. The first two warm up and are not counted."""
+    texts = contents[:: max(1, len(contents) // MAX_ENCODED)][:MAX_ENCODED]
     encoder.passages(texts[:2])
     began, done = time.perf_counter(), 0
-    while done < len(texts) and time.perf_counter() - began < ENCODED_S:
+    while done < len(texts) and time.perf_counter() - began < MAX_ENCODING_S:
         part = texts[done : done + 16]
         encoder.passages(part)
         done += len(part)
@@ -179,8 +173,8 @@ def encoding_s(encoder: Encoder, contents: list[str]) -> float:
 
 
 def linking_s(dimension: int, settings: DenseSettings, num_passages: int) -> float:
-    """For one passage in a graph of so many: walks get longer with their logarithm."""
-    number = min(LINKED, num_passages)
+    """Time to put one passage into a graph of so many: walks get longer with their logarithm."""
+    number = min(MAX_LINKED, num_passages)
     vectors = np.random.default_rng(0).normal(size=(number, dimension)).astype(np.float32)
     index = empty_hnsw(dimension, settings.half, settings.num_links)
     index.hnsw.efConstruction = settings.ef_construction
@@ -192,25 +186,24 @@ def linking_s(dimension: int, settings: DenseSettings, num_passages: int) -> flo
 
 
 def dimension_in(model: Path) -> int:
-    """Of an encoder that is not loaded; 768 is what most have."""
+    """The dimension of an encoder that is not loaded; 768 is what most have."""
     config = model / "config.json"
     fields = json.loads(config.read_text()) if config.is_file() else {}
     return int(fields.get("hidden_size", 768))
 
 
-def take_sample(corpus: Path) -> Sample:
-    """Lines at equal distances. A file of no more lines than that is read whole."""
+def take_sample(corpus: Path) -> CorpusSample:
+    """Lines at equal distances. A small file is read whole."""
     total = stat(corpus).st_size
-    lines: list[tuple[int, bytes]] = []
-    """Where they begin, and what they are."""
+    lines: list[tuple[int, bytes]] = []  # offset and content
     with corpus.open("rb") as file:
-        head = file.readlines(SAMPLE * 400)
+        head = file.readlines(SAMPLE_LINES * 400)
         if whole := file.tell() >= total:
             starts = accumulate(map(len, head), initial=0)
             lines = [(start, line) for start, line in zip(starts, head, strict=False) if line.strip()]
         else:
-            for step in range(SAMPLE):
-                file.seek(total * step // SAMPLE)
+            for step in range(SAMPLE_LINES):
+                file.seek(total * step // SAMPLE_LINES)
                 if step:
                     file.readline()  # the rest of a line
                 start = file.tell()
@@ -219,12 +212,12 @@ def take_sample(corpus: Path) -> Sample:
     if not lines:
         raise UserError(f"{corpus} has no passages")
     number = len(lines) if whole else round(total / (sum(len(line) for _, line in lines) / len(lines)))
-    contents = [contents_at(start, line, corpus) for start, line in lines[:: max(1, len(lines) // SAMPLE)]]
-    return Sample(contents, total, number)
+    contents = [contents_at(start, line, corpus) for start, line in lines[:: max(1, len(lines) // SAMPLE_LINES)]]
+    return CorpusSample(contents, total, number)
 
 
 def contents_at(start: int, line: bytes, corpus: Path) -> str:
-    """Only of a line that is wrong the number is wanted: those before it are counted then."""
+    """The passage of a line. Its number is needed only if it is wrong: then those before it are counted."""
     try:
         return parse_line(line, corpus, 0).contents
     except UserError:
@@ -236,8 +229,8 @@ def contents_at(start: int, line: bytes, corpus: Path) -> str:
         return parse_line(line, corpus, number).contents
 
 
-def of_index(folder: Path) -> Estimate:
-    """The same for an index that is there: its sizes are known."""
+def of_index(folder: Path) -> IndexEstimate:
+    """The sizes of an index that is built."""
     manifest = read_finished(folder)
     disk = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     n = manifest.corpus.num_passages
@@ -249,7 +242,7 @@ def of_index(folder: Path) -> Estimate:
         settings = DenseSettings.of(manifest.settings)
         held = n * (settings.num_links * 8 + 16)
         memory += held
-    return Estimate(
+    return IndexEstimate(
         kind=manifest.kind,
         num_passages=n,
         corpus_bytes=manifest.corpus.size,

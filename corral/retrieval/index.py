@@ -1,34 +1,56 @@
 """Building an index of a corpus, and opening it: the one place that knows all kinds.
 
-Memory stays small whatever the size of the corpus, but for HNSW, whose graph faiss makes in memory.
+An index is a folder. What is in it stands in `manifest.json`, which is written last: without it, the folder is the rest
+of a build that did not end. Memory stays small whatever the size of the corpus, but for HNSW, whose graph faiss makes
+in memory.
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
 from corral.retrieval.base import Searcher, check_kind
 from corral.retrieval.bm25 import Bm25Searcher, Bm25Settings, build_bm25, check_bm25
 from corral.retrieval.corpus import Corpus, CorpusFacts, Progress, same_file, scan, silent, stat
-from corral.retrieval.dense import DenseSearcher, DenseSettings, build_dense, remove_vectors_of_graph
+from corral.retrieval.dense import DenseSearcher, DenseSettings, build_dense, faiss, remove_vectors_of_graph
 from corral.retrieval.encoder import Encoder
-from corral.retrieval.manifest import (
-    BUILDING,
-    MANIFEST,
-    OFFSETS,
-    Manifest,
-    corpus_of,
-    installed_versions,
-    read,
-    read_finished,
-)
-from corral.retrieval.vectors import faiss
 
+MANIFEST = "manifest.json"
+BUILDING = "building.json"
+"""The manifest of an index that is being built: so that only the same build is gone on with."""
+OFFSETS = "offsets.npy"
+FORMAT = 1
 LOCK = "build.lock"
+
+
+@dataclass(frozen=True)
+class IndexManifest:
+    kind: str
+    corpus: CorpusFacts
+    settings: dict[str, Any]
+    """Settings of the kind: BM25's parameters, or the encoder's."""
+    versions: dict[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    def differs_from(self, other: "IndexManifest") -> list[str]:
+        """What is not the same, as far as the result of a build goes."""
+        mine, its = asdict(self), asdict(other)
+        names = [name for name in ("kind", "format") if mine[name] != its[name]]
+        names += sorted(
+            key for key in {*self.settings, *other.settings} if self.settings.get(key) != other.settings.get(key)
+        )
+        return names + ["corpus"] * (self.corpus.sha256 != other.corpus.sha256)
 
 
 def build(
@@ -41,9 +63,9 @@ def build(
     device: str | None = None,
     batch: int = 64,
     progress: Progress = silent,
-    say: Callable[[str], None] = lambda text: None,
-) -> Manifest:
-    """Makes the index in `folder`, or goes on with making it. `say`: is told how texts are encoded."""
+    report: Callable[[str], None] = lambda text: None,
+) -> IndexManifest:
+    """Makes the index in `folder`, or goes on with making it. `report` is called with how texts are encoded."""
     check_kind(kind, dense is not None)
     check_folder(folder)
     stat(corpus)
@@ -55,25 +77,31 @@ def build(
         assert dense is not None
         faiss()
         encoder = Encoder(dense.encoder, device, batch)
-        say(encoder.in_words())
+        report(encoder.describe())
         dense = replace(dense, encoder=encoder.settings)
-        settings = dense.as_dict()
+        settings = asdict(dense)
     packages = ("bm25s", "PyStemmer") if kind == "bm25" else ("faiss-cpu", "sentence-transformers", "transformers")
     is_new_folder = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
+    with build_lock(folder):
         was_empty = check_folder(folder)
         try:
             facts = known_facts(corpus, folder) or scan(corpus, folder / OFFSETS, progress)
-            manifest = Manifest(kind, facts, settings, installed_versions(*packages))
-            refuse_other_build(folder, manifest)
+            manifest = IndexManifest(kind, facts, settings, installed_versions(*packages))
+            if (folder / BUILDING).is_file() and (differs := manifest.differs_from(read_manifest(folder / BUILDING))):
+                raise UserError(
+                    f"{folder} is the beginning of an index with another {', '.join(differs)}; delete it to begin again"
+                )
             manifest.write(folder / BUILDING)
             opened = Corpus(corpus, folder / OFFSETS)
             if encoder is None:
                 build_bm25(opened, folder, bm25, progress)
         except UserError:  # the corpus is wrong; nothing of it is worth keeping
             if was_empty:
-                remove_content(folder, is_new_folder)
+                for path in folder.iterdir():
+                    path.unlink()
+                if is_new_folder:
+                    folder.rmdir()
             raise
         if encoder is not None and dense is not None:  # from here on everything is kept
             build_dense(opened, folder, kind, dense, encoder, progress)
@@ -94,8 +122,8 @@ def check_folder(folder: Path) -> bool:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Two builds in one folder would write to the same files."""
+def build_lock(folder: Path) -> Iterator[None]:
+    """Locks the folder: two builds in it would write to the same files."""
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,28 +140,14 @@ def alone(folder: Path) -> Iterator[None]:
             (folder / LOCK).unlink(missing_ok=True)
 
 
-def remove_content(folder: Path, also_folder: bool) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    if also_folder:
-        folder.rmdir()
-
-
 def known_facts(corpus: Path, folder: Path) -> CorpusFacts | None:
-    """Of a build that was stopped behind the first pass over the same file, which may be elsewhere now."""
+    """The facts of a build that was stopped after the first pass over the same corpus, which may be elsewhere now."""
     if not (folder / BUILDING).is_file():
         return None
-    facts = read(folder / BUILDING).corpus
+    facts = read_manifest(folder / BUILDING).corpus
     if not same_file(corpus, facts):
         raise UserError(f"{folder} is the beginning of an index with another corpus; delete it to begin again")
     return replace(facts, path=str(corpus.resolve()), mtime_ns=stat(corpus).st_mtime_ns)
-
-
-def refuse_other_build(folder: Path, manifest: Manifest) -> None:
-    if (folder / BUILDING).is_file() and (differs := manifest.differs_from(read(folder / BUILDING))):
-        raise UserError(
-            f"{folder} is the beginning of an index with another {', '.join(differs)}; delete it to begin again"
-        )
 
 
 def open_index(
@@ -150,3 +164,43 @@ def open_index(
 def encoder_name(given: str) -> str:
     """A folder by its whole path, so that the index finds it from everywhere; other names are for the hub."""
     return str(Path(given).resolve()) if Path(given).is_dir() else given
+
+
+# --- manifests
+
+
+def read_manifest(path: Path) -> IndexManifest:
+    try:
+        fields = json.loads(path.read_text())
+        if (number := fields["format"]) == FORMAT:
+            return IndexManifest(**{**fields, "corpus": CorpusFacts(**fields["corpus"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not the manifest of an index: {error}") from error
+    raise UserError(f"{path} has format {number}, this version of corral reads {FORMAT}; build the index again")
+
+
+def read_finished(folder: Path) -> IndexManifest:
+    """The manifest of an index that can be searched."""
+    if (folder / MANIFEST).is_file():
+        return read_manifest(folder / MANIFEST)
+    if (folder / BUILDING).is_file():
+        raise UserError(f"the index {folder} is unfinished: run the same `corral retriever build` again")
+    raise UserError(f"{folder} is not an index; `corral retriever build CORPUS {folder}` makes one")
+
+
+def corpus_of(manifest: IndexManifest, folder: Path, given: Path | None) -> Path:
+    """Where the corpus is now. It must be the one that the index was built from, to the last byte."""
+    path = given or Path(manifest.corpus.path)
+    if given is None and not path.is_file():
+        raise UserError(f"the corpus of {folder} is no longer at {path}; say where it is with --corpus")
+    if not same_file(path, manifest.corpus):
+        raise UserError(f"{path} is not what the index {folder} was built from; build it again")
+    return path
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in ("corral", *packages):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

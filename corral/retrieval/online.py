@@ -10,7 +10,7 @@ What differs from one service to the next is in a small file:
     text: snippet
     id: url
 
-With `body` it is a POST of JSON. A result has no score; its place stands in for it: 1, 1/2, 1/3 and so on.
+With `body` it is a POST of JSON. A result has no score; its rank stands in for it: 1, 1/2, 1/3 and so on.
 """
 
 import json
@@ -26,10 +26,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.base import Found, Passage
+from corral.retrieval.base import Hit, Passage
 
 MAX_ANSWER = 8 * 2**20
-PLACE = re.compile(r"\{(query|topk|key)\}")
+PLACEHOLDER = re.compile(r"\{(query|topk|key)\}")
 
 
 class OnlineSettings(BaseModel):
@@ -76,18 +76,18 @@ class OnlineSearcher:
         self.settings, self.key = settings, key or ""
         self.num_threads = settings.concurrency
         self.has_found = False
-        """Whether an answer has had a list of results, where the settings say that it is."""
+        """Whether an answer has had a list of results where it should be."""
         self.opener = urllib.request.build_opener(NoRedirects())
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
-        return [self.one(query, k) for query in queries]
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        return [self.search_one(query, k) for query in queries]
 
-    def one(self, query: str, k: int) -> list[Found]:
+    def search_one(self, query: str, k: int) -> list[Hit]:
         found = []
-        for place, result in enumerate(self._results(self._ask(query, k))[:k], 1):
-            title, text = (str(field(result, name) or "") for name in (self.settings.title, self.settings.text))
-            name = None if self.settings.id is None else field(result, self.settings.id)
-            found.append(Found(Passage(str(name or place), f'"{title}"\n{text}'), 1 / place))
+        for rank, result in enumerate(self._results(self._ask(query, k))[:k], 1):
+            title, text = (str(field_at(result, name) or "") for name in (self.settings.title, self.settings.text))
+            name = None if self.settings.id is None else field_at(result, self.settings.id)
+            found.append(Hit(Passage(str(name or rank), f'"{title}"\n{text}'), 1 / rank))
         return found
 
     def _results(self, answer: Any) -> list[Any]:
@@ -107,12 +107,14 @@ class OnlineSearcher:
         quoted = {"query": urllib.parse.quote(query, safe=""), "topk": str(k), "key": urllib.parse.quote(self.key)}
         plain = {"query": query, "topk": str(k), "key": self.key}
         settings = self.settings
-        headers = {"Accept": "application/json"} | {name: put(text, plain) for name, text in settings.headers.items()}
+        headers = {"Accept": "application/json"} | {
+            name: fill_text(text, plain) for name, text in settings.headers.items()
+        }
         data = None
         if settings.body is not None:
             headers["Content-Type"] = "application/json"
-            data = json.dumps(put_all(settings.body, plain)).encode()
-        request = urllib.request.Request(put(settings.url, quoted), data, headers)
+            data = json.dumps(fill_value(settings.body, plain)).encode()
+        request = urllib.request.Request(fill_text(settings.url, quoted), data, headers)
         try:
             with self.opener.open(request, timeout=settings.timeout_s) as answer:
                 return json.loads(answer.read(MAX_ANSWER))
@@ -130,23 +132,23 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def put(text: str, values: dict[str, str]) -> str:
-    """In one pass: what a query says in braces stays what it is."""
-    return PLACE.sub(lambda place: values[place[1]], text)
+def fill_text(text: str, values: dict[str, str]) -> str:
+    """Replaces placeholders in one pass: braces in a query stay what they are."""
+    return PLACEHOLDER.sub(lambda match: values[match[1]], text)
 
 
-def put_all(value: Any, values: dict[str, str]) -> Any:
-    """Also in lists and mappings. A text that is nothing but {topk} becomes a number."""
+def fill_value(value: Any, values: dict[str, str]) -> Any:
+    """Replaces placeholders also in lists and mappings. A text that is nothing but {topk} becomes a number."""
     if isinstance(value, dict):
-        return {name: put_all(item, values) for name, item in value.items()}
+        return {name: fill_value(item, values) for name, item in value.items()}
     if isinstance(value, list):
-        return [put_all(item, values) for item in value]
+        return [fill_value(item, values) for item in value]
     if value == "{topk}":
         return int(values["topk"])
-    return put(value, values) if isinstance(value, str) else value
+    return fill_text(value, values) if isinstance(value, str) else value
 
 
-def field(result: Any, path: str) -> Any:
+def field_at(result: Any, path: str) -> Any:
     for part in path.split("."):
         result = result.get(part) if isinstance(result, dict) else None
     return result

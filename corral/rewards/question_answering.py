@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral.data.answers import references
+from corral.rewards.reward_function import built_in
 
 TAGS = ("think", "search", "information", "answer")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -25,33 +26,37 @@ FOLLOWS = {"start": ("think",), "think": ("search", "answer"), "search": ("infor
 """Which block may come after which."""
 
 
+@built_in()
 def em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
     """1 if the answer is the reference, `format_score` if there is one but wrong, else 0."""
-    references, said = normalised_references(answer), last_answer(response)
-    if said is None:
+    accepted, found = normalized_references(answer), last_answer(response)
+    if found is None:
         return 0.0
-    return 1.0 if normalised(said) in references else format_score
+    return 1.0 if normalized(found) in accepted else format_score
 
 
+@built_in()
 def sub_em(response: str, answer: Any, *, format_score: float = 0.0) -> float:
     """1 if the reference is in the answer, word for word, `format_score` if there is an answer without it, else 0.
 
     Search-R1 takes any piece of the text, so that a model that is asked for `12` does well with `2012`.
     """
-    references, said = normalised_references(answer), last_answer(response)
-    if said is None:
+    accepted, found = normalized_references(answer), last_answer(response)
+    if found is None:
         return 0.0
-    return 1.0 if any(contains(normalised(said), reference) for reference in references) else format_score
+    return 1.0 if any(contains(normalized(found), reference) for reference in accepted) else format_score
 
 
+@built_in()
 def f1(response: str, answer: Any, *, format_score: float = 0.0) -> float:
-    """How much of the words of answer and reference they have in common; an answer gets `format_score` at least."""
-    references, said = normalised_references(answer), last_answer(response)
-    if said is None:
+    """F1 of the words of answer and reference; an answer gets `format_score` at least."""
+    accepted, found = normalized_references(answer), last_answer(response)
+    if found is None:
         return 0.0
-    return max(format_score, *(word_overlap(normalised(said), reference) for reference in references))
+    return max(format_score, *(word_overlap(normalized(found), reference) for reference in accepted))
 
 
+@built_in()
 def search_r1(
     response: str,
     answer: Any,
@@ -87,7 +92,7 @@ def is_found(response: str, answer: Any) -> bool:
 
 
 def is_in(text: str, answer: Any) -> bool:
-    return any(contains(normalised(text), reference) for reference in normalised_references(answer))
+    return any(contains(normalized(text), reference) for reference in normalized_references(answer))
 
 
 def is_well_formed(response: str) -> bool:
@@ -109,17 +114,17 @@ def is_well_formed(response: str) -> bool:
     return last == "answer" and inside is None
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Lower case without punctuation, articles and superfluous spaces; a text that is nothing else is left as it is."""
     lowered = text.lower()
     words = ARTICLES.sub(" ", lowered.translate(NO_PUNCTUATION)).split()
     return " ".join(words or lowered.split())
 
 
-def normalised_references(answer: Any) -> set[str]:
+def normalized_references(answer: Any) -> set[str]:
     if isinstance(answer, Mapping):
         answer = answer.get("target")
-    return {normalised(str(one)) for one in references(answer)}
+    return {normalized(str(one)) for one in references(answer)}
 
 
 def contains(text: str, words: str) -> bool:
@@ -127,8 +132,8 @@ def contains(text: str, words: str) -> bool:
     return f" {words} " in f" {text} "
 
 
-def word_overlap(said: str, reference: str) -> float:
-    """Harmonic mean of the shares of words that are in the other text as well."""
-    ours, theirs = Counter(said.split()), Counter(reference.split())
+def word_overlap(text: str, reference: str) -> float:
+    """Harmonic mean of precision and recall of words."""
+    ours, theirs = Counter(text.split()), Counter(reference.split())
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0

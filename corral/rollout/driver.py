@@ -18,17 +18,8 @@ import numpy as np
 from corral.data.plugins import error_line, without_exit
 from corral.data.rows import Row
 from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.base import (
-    Env,
-    StepResult,
-    bounds_itself,
-    first_state,
-    is_inline,
-    num_last_turns,
-    summary_of,
-    tools_of,
-)
-from corral.envs.registry import EnvSet, Kind
+from corral.envs.base import Env, StepResult
+from corral.envs.registry import EnvFactory, EnvSet
 from corral.recipe.errors import UserError
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.engine import Completion, Engine, FinishReason, PrefixHandle, Sampling
@@ -88,7 +79,7 @@ class RolloutDriver:
             return trajectories
 
         try:
-            await asyncio.gather(*(episode.reset() for episode in episodes if episode.kind.limit is None))
+            await asyncio.gather(*(episode.reset() for episode in episodes if episode.factory.limit is None))
             finished = await asyncio.gather(*(finish(group) for group in groups))
         finally:
             unfinished = [episode for episode in episodes if episode.env is not None]
@@ -116,8 +107,8 @@ class _Episode:
     error: str | None = None
 
     @cached_property
-    def kind(self) -> Kind:
-        return self.driver.envs.kind_of(self.prompt.row)
+    def factory(self) -> EnvFactory:
+        return self.driver.envs.factory_for(self.prompt.row)
 
     async def reset(self) -> None:
         driver, prompt = self.driver, self.prompt
@@ -125,9 +116,9 @@ class _Episode:
             self.metrics["cut_observations"] = 0.0
         opening = prompt.tokens
         try:
-            self.env = self.kind.make()
+            self.env = self.factory.make()
             messages = await self._call(self.env.reset(prompt.row, self.seed))
-            tools, self.state = tools_of(self.env), first_state(self.env)
+            tools, self.state = list(self.env.tools), self.env.first_state()
             if messages != prompt.row.prompt or tools:
                 opening = driver.chat.prompt_tokens(messages, tools)
             if len(opening) > driver.max_prompt_tokens:
@@ -135,13 +126,13 @@ class _Episode:
                     f"{len(opening)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
-            self.error = f"reset: {describe_error(error, self.kind.timeout_s)}"
+            self.error = f"reset: {describe_error(error, self.factory.timeout_s)}"
             opening = prompt.tokens
         self.tokens += opening
 
     async def run(self, sampling: Sampling) -> Trajectory:
-        async with self.kind.limit or nullcontext():
-            if self.kind.limit is not None:
+        async with self.factory.limit or nullcontext():
+            if self.factory.limit is not None:
                 await self.reset()  # the others were reset before the first token was generated
             try:
                 stop = StopReason.ERROR if self.error else await self._run_turns(sampling)
@@ -169,15 +160,16 @@ class _Episode:
             row=self.prompt.index,
             metrics=self.metrics,
             error=self.error,
-            tag=self.kind.tag,
+            tag=self.factory.tag,
             turn_states=self.turn_states,
         )
 
     async def _run_turns(self, sampling: Sampling) -> StopReason:
+        assert self.env is not None
         driver, start = self.driver, len(self.tokens)
         # Popped from a list when it is passed on: the engine frees its pages when the last reference is gone.
         prefixes: list[PrefixHandle | None] = [None]
-        budget, num_turns = driver.max_response_tokens, driver.max_turns + num_last_turns(self.env)
+        budget, num_turns = driver.max_response_tokens, driver.max_turns + self.env.last_turns
         for turn in range(num_turns):
             left = budget - (len(self.tokens) - start)
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
@@ -209,9 +201,8 @@ class _Episode:
         last = len(self.tokens) - 1
         self.turn_states.append(hash_of(self.state))
         try:
-            if hasattr(self.env, "count_turn"):
-                num = len(completion.tokens)
-                self.env.count_turn(len(self.tokens) - num, num, completion.finish_reason is FinishReason.LENGTH)
+            num = len(completion.tokens)
+            self.env.count_turn(len(self.tokens) - num, num, completion.finish_reason is FinishReason.LENGTH)
             reply = await self.driver.chat.decode_reply(completion.tokens)
             result = checked(await self._call(self.env.step(reply)))
             ended = completion.finish_reason is FinishReason.STOP_TOKEN
@@ -219,8 +210,8 @@ class _Episode:
         except UserError:  # about the chat template; the next conversation would fail in the same way
             raise
         except Exception as error:
-            self.error = f"step: {describe_error(error, self.kind.timeout_s)}"
-            self.turn_rewards.append((last, self.kind.on_error))
+            self.error = f"step: {describe_error(error, self.factory.timeout_s)}"
+            self.turn_rewards.append((last, self.factory.on_error))
             return None
         self.turn_rewards.append((last, result.reward))
         self.error = self.error or result.error
@@ -236,17 +227,16 @@ class _Episode:
             messages = chat.truncate(messages, limit, result.closing)
             if messages != result.messages:
                 self.metrics["cut_observations"] += 1
-                if hasattr(self.env, "was_shown"):
-                    self.env.was_shown(messages)
-        if is_inline(self.env) and not ended:
+                self.env.was_shown(messages)
+        if self.env.inline and not ended:
             return chat.inline_continuation(messages)
         return chat.continuation(messages, ended)
 
     def _add_summary(self) -> None:
         try:
-            self.metrics |= finite(summary_of(self.env))
+            self.metrics |= finite(self.env.summary() if self.env is not None else {})
         except Exception as error:
-            self.error = self.error or f"summary: {describe_error(error, self.kind.timeout_s)}"
+            self.error = self.error or f"summary: {describe_error(error, self.factory.timeout_s)}"
 
     async def close(self) -> None:
         env, self.env = self.env, None
@@ -254,7 +244,7 @@ class _Episode:
             try:
                 await self._call(env.close())
             except Exception as error:
-                self.error = self.error or f"close: {describe_error(error, self.kind.timeout_s)}"
+                self.error = self.error or f"close: {describe_error(error, self.factory.timeout_s)}"
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """What the environment returns, or TimeoutError. A late call is not awaited: it may ignore its cancellation.
@@ -263,10 +253,10 @@ class _Episode:
         and not when this episode is closed, while others continue.
         """
         task = asyncio.ensure_future(without_exit(call))
-        if bounds_itself(self.env):
+        if self.env is not None and self.env.bounds_itself:
             return await task
         try:
-            await asyncio.wait({task}, timeout=self.kind.timeout_s)
+            await asyncio.wait({task}, timeout=self.factory.timeout_s)
         finally:
             task.cancel()
         if not task.done():

@@ -20,14 +20,13 @@ from types import FrameType
 from typing import Any
 
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
+from corral.envs.base import Env, EnvWrapper, StepResult
 from corral.observe.console import Console
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Cluster, Parallel, Recipe
-from corral.rewards.here import RewardsHere
-from corral.rewards.pools import Pools
+from corral.rewards.scorer_pool import InProcessScorer, ScorerPools
 from corral.runtime.rollout_worker import RolloutWorker
 from corral.runtime.worker import BUILDER, RewardWorker, Role, WorkerContext, build_role, environments_with_rewards
 
@@ -154,45 +153,46 @@ def open_at_error(error: BaseException) -> None:
 
 def build_debug_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
     if role == "rewards":
-        return RewardWorker(Pools(environments_with_rewards(recipe), RewardsHere))
+        scorers = {tag: InProcessScorer(one.reward) for tag, one in environments_with_rewards(recipe).items()}
+        return RewardWorker(ScorerPools(scorers))
     built = build_role(role, context, recipe, resume_from)
     if isinstance(built, RolloutWorker):
-        for kind in built.driver.envs.kinds.values():
-            kind.timeout_s = math.inf
-            if kind.make_here is not None:
-                kind.make, kind.limit = kind.make_here, None
+        for factory in built.driver.envs.factories.values():
+            factory.timeout_s = math.inf
+            if factory.make_in_process is not None:
+                factory.make, factory.limit = factory.make_in_process, None
     return built
 
 
 def build_post_mortem_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
     if role == "rewards":
-        make_rewards = partial(RewardsHere, on_error=open_at_error)
-        return RewardWorker(Pools(environments_with_rewards(recipe), make_rewards))
+        environments = environments_with_rewards(recipe).items()
+        scorers = {tag: InProcessScorer(one.reward, open_at_error) for tag, one in environments}
+        return RewardWorker(ScorerPools(scorers))
     built = build_debug_role(role, context, recipe, resume_from)
     if isinstance(built, RolloutWorker):
-        for kind in built.driver.envs.kinds.values():
-            kind.make = partial(DebuggedEnv, kind.make)
+        for factory in built.driver.envs.factories.values():
+            factory.make = partial(DebuggedEnv, factory.make)
     return built
 
 
-class DebuggedEnv:
+class DebuggedEnv(EnvWrapper):
     """An environment, with a debugger for what it raises."""
 
     def __init__(self, make_env: Callable[[], Env]) -> None:
         with post_mortem():
-            self.env = make_env()
-
-    def __getattr__(self, name: str) -> Any:
-        """What else an environment may have (see `envs/base.py`) is its own."""
-        return getattr(self.env, name)
+            super().__init__(make_env())
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         with post_mortem():
-            return await self.env.reset(row, seed)
+            messages: list[Message] = await self.env.reset(row, seed)
+        self.copy_attributes()
+        return messages
 
     async def step(self, reply: str) -> StepResult:
         with post_mortem():
-            return await self.env.step(reply)
+            result: StepResult = await self.env.step(reply)
+        return result
 
     async def close(self) -> None:
         with post_mortem():

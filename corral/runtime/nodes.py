@@ -24,10 +24,10 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from corral import child_process
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster, Service
-from corral.runtime import exits
 from corral.runtime.network import CONNECT_S, answers, interface_towards
 from corral.runtime.remote_debugger import DebuggerKind, installed_debugger
 from corral.runtime.services import Services
@@ -78,8 +78,8 @@ class NodeFacts:
     """What only the node itself knows."""
 
     python: str
-    exits: str
-    """Path of `exits.py`."""
+    shim: str
+    """Path of `child_process.py` on that node."""
     num_cores: int
     interface: str | None
     folder: Path
@@ -106,7 +106,7 @@ class NodeAgent:
     def facts(self) -> NodeFacts:
         return NodeFacts(
             python=sys.executable,
-            exits=exits.__file__,
+            shim=child_process.__file__,
             num_cores=len(os.sched_getaffinity(0)),
             interface=interface_towards(self.head),
             folder=self.folder,
@@ -124,7 +124,7 @@ class NodeAgent:
     def exit_report(self, pid: int, log: Path) -> tuple[int | None, list[str]]:
         """Returns the exit code of a worker that has ended, and the end of its log."""
         deadline = time.monotonic() + EXIT_WAIT_S
-        while (code := exits.read_exit(self.folder, pid)) is None and time.monotonic() < deadline:
+        while (code := child_process.read_exit(self.folder, pid)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         try:
             with log.open("rb") as file:

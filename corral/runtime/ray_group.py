@@ -19,9 +19,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
-from corral.runtime.exits import describe_exit
 from corral.runtime.group import Group, RoleT, WorkerLost
 from corral.runtime.nodes import EXIT_WAIT_S, HEARTBEAT_S, Node
 from corral.runtime.presence import announce

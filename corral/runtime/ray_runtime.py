@@ -260,7 +260,7 @@ class RayRuntime:
 
     async def _start_process(self, node: Node, bundle: int) -> ActorProcess:
         facts = node.facts
-        shim = [facts.python, "-I", "-S", facts.exits, str(facts.folder), facts.python]
+        shim = [facts.python, "-I", "-S", facts.shim, str(facts.folder), facts.python]
         actor = remote_class(
             DeviceProcess,
             PlacementGroupSchedulingStrategy(self.reservation, bundle),

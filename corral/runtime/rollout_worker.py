@@ -14,7 +14,7 @@ from corral.envs.registry import EnvSet
 from corral.model.model_loading import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
-from corral.rewards.pools import Pools
+from corral.rewards.scorer_pool import ScorerPools
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Engine, Sampling
@@ -47,7 +47,7 @@ class RolloutWorker(Role):
 
     channel: Channel | None = None
 
-    def __init__(self, context: WorkerContext, recipe: Recipe, model: Any, pools: Pools) -> None:
+    def __init__(self, context: WorkerContext, recipe: Recipe, model: Any, pools: ScorerPools) -> None:
         self.context, self.recipe = context, recipe
         tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, tokenizer)
@@ -183,7 +183,7 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     )
 
 
-def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: Pools) -> RolloutDriver:
+def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: ScorerPools) -> RolloutDriver:
     rollout = recipe.rollout
     return RolloutDriver(
         engine=engine,

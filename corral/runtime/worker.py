@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from corral.envs.registry import EnvSet, uses_rewards
 from corral.model.model_loading import default_device, load_model
 from corral.recipe.schema import Environment, Recipe
-from corral.rewards.pools import Pools
+from corral.rewards.scorer_pool import ScorerPools
 
 BUILDER = "corral.runtime.worker:build_role"
 """Function that makes a role on a worker. A debugger and benchmarks have another one with the same signature."""
@@ -109,7 +109,7 @@ class Worker:
 class RewardWorker(Role):
     """Processes of the reward functions."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: ScorerPools) -> None:
         self.pools = pools
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
     policy_path = recipe.model.path if resume_from is None else str(resume_from)
     match role:
         case "rewards":
-            pools = Pools.start(environments_with_rewards(recipe))
+            pools = ScorerPools.start(environments_with_rewards(recipe))
             try:
                 # Made once for nothing, so that a mistake in an environment is known before any model is loaded.
                 EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout).close()

@@ -138,7 +138,7 @@ def test_modules_and_models_of_the_hub_are_looked_for(tmp_path: Path, monkeypatc
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     assert digest_of(hub)
-    assert digest_of(RequiredFile("environment.name", "corral.envs.question", "module", True))
+    assert digest_of(RequiredFile("environment.name", "corral.envs.built_in.question", "module", True))
     assert not digest_of(RequiredFile("environment.name", "no.such.module", "module", True))
 
 

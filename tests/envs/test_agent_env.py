@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.agent import AgentEnv
 from corral.envs.base import StepResult
+from corral.envs.built_in.agent import AgentEnv
 from corral.envs.registry import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
-from corral.rewards.here import RewardsHere
+from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Sampling
@@ -270,7 +270,7 @@ def program(tmp_path: Path) -> list[str]:
 
 def open_envs(timeout_s: float = 20.0, **options: Any) -> EnvSet:
     environment = Environment(name="agent", options=options, timeout_s=timeout_s)
-    return EnvSet({"": environment}, {"": RewardsHere(Reward(name="exact"))})
+    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))})
 
 
 async def converse(
@@ -290,7 +290,7 @@ def play(
 ) -> tuple[list[Message], list[StepResult]]:
     envs = open_envs(timeout_s, agent=f"{agents}:{name}", **options)
     try:
-        return asyncio.run(converse(envs.kind_of(row).make(), replies, row))  # type: ignore[arg-type]
+        return asyncio.run(converse(envs.factory_for(row).make(), replies, row))  # type: ignore[arg-type]
     finally:
         envs.close()
 
@@ -320,7 +320,7 @@ def test_without_a_score_of_its_own_the_reward_function_scores_the_last_reply(ag
 def test_calls_of_tools_are_given_to_the_agent_as_such(agents: Path) -> None:
     call = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     envs = open_envs(agent=f"{agents}:with_tools")
-    env: Any = envs.kind_of(ROW).make()
+    env: Any = envs.factory_for(ROW).make()
     _, (first, second, last) = asyncio.run(converse(env, [call, call + call, "5"]))
     envs.close()
     assert [tool["function"]["name"] for tool in env.tools] == ["add"]
@@ -363,7 +363,7 @@ def test_the_same_history_in_other_words_is_the_same(agents: Path) -> None:
     [
         ("forgetful", "message 0 of the request was changed: from character 19 on .* the Seine.* the Loire"),
         ("rewrites_replies", "message 1 of the request was changed: from character 0 on it was 'yes' and is 'no'"),
-        ("starts_again", "the request has 1 messages, and 2 had been said"),
+        ("starts_again", "the request has 1 messages, and there were 2 before"),
         ("other_tools", "the request has other `tools` than the one before"),
     ],
 )
@@ -392,8 +392,8 @@ def test_the_agent_too_hears_that_its_history_was_changed(agents: Path) -> None:
         ("crashes_at_once", [], "the agent failed: ValueError: no idea"),
         ("exits", [], r"the agent failed: RuntimeError: it called sys.exit\(3\)"),
         ("says_nothing", [], "the agent ended without a request"),
-        ("hangs", ["yes"], "the agent neither asked nor ended within 0.5 s"),
-        ("hangs_at_once", [], "the agent neither asked nor ended within 0.5 s"),
+        ("hangs", ["yes"], "the agent neither sent a request nor ended within 0.5 s"),
+        ("hangs_at_once", [], "the agent neither sent a request nor ended within 0.5 s"),
     ],
 )
 def test_an_agent_that_fails_is_its_trajectorys_error(
@@ -441,7 +441,7 @@ def test_what_is_ignored_on_purpose_is_not_refused(agents: Path) -> None:
 
 def test_an_agent_asks_one_thing_at_a_time(agents: Path) -> None:
     envs = open_envs(agent=f"{agents}:two_at_once")
-    env: Any = envs.kind_of(ROW).make()
+    env: Any = envs.factory_for(ROW).make()
     _, [result] = asyncio.run(converse(env, ["yes"], after_reset=lambda: asyncio.sleep(0.5)))
     envs.close()
     assert result.reward == 1.0
@@ -449,7 +449,7 @@ def test_an_agent_asks_one_thing_at_a_time(agents: Path) -> None:
 
 def test_a_client_that_hangs_up_and_asks_again_gets_the_answer(agents: Path) -> None:
     envs = open_envs(agent=f"{agents}:impatient")
-    env: Any = envs.kind_of(ROW).make()
+    env: Any = envs.factory_for(ROW).make()
     _, (first, last) = asyncio.run(converse(env, ["yes", "no"], after_reset=lambda: asyncio.sleep(0.6)))
     envs.close()
     assert first.messages == [Message(role="user", content="Thanks!")]
@@ -458,7 +458,7 @@ def test_a_client_that_hangs_up_and_asks_again_gets_the_answer(agents: Path) -> 
 
 def test_a_client_whose_connection_was_reset_and_asks_again_gets_the_answer(agents: Path) -> None:
     envs = open_envs(agent=f"{agents}:broken_off")
-    env: Any = envs.kind_of(ROW).make()
+    env: Any = envs.factory_for(ROW).make()
     _, [last] = asyncio.run(converse(env, ["0.5"], after_reset=lambda: asyncio.sleep(0.6)))
     envs.close()
     assert last.reward == 0.5
@@ -513,7 +513,7 @@ def test_an_agent_that_needs_what_it_is_not_given_is_refused_before_training(age
 def endpoint(agents: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Its address, and the key of a session that is open."""
     envs = open_envs(agent=f"{agents}:one_turn")
-    server = envs.kinds[""].shared[0].endpoint  # type: ignore[attr-defined]
+    server = envs.factories[""].shared[0].endpoint  # type: ignore[attr-defined]
     session = server.open_session(lambda exchange: None)
     yield server.base_url, {"Authorization": f"Bearer {session.key}"}
     envs.close()
@@ -560,12 +560,12 @@ def test_what_is_no_http_gets_no_answer(endpoint: tuple[str, dict[str, str]]) ->
 
 def test_a_key_is_worth_nothing_once_its_trajectory_is_over(agents: Path) -> None:
     async def play() -> int:
-        env: Any = envs.kind_of(ROW).make()
+        env: Any = envs.factory_for(ROW).make()
         await env.reset(ROW, 0)
         key = env._session.key
         await env.close()
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
-            return (await client.get(f"{envs.kinds[''].shared[0].endpoint.base_url}/models")).status_code  # type: ignore[attr-defined]
+            return (await client.get(f"{envs.factories[''].shared[0].endpoint.base_url}/models")).status_code  # type: ignore[attr-defined]
 
     envs = open_envs(agent=f"{agents}:one_turn")
     assert asyncio.run(play()) == 401
@@ -578,7 +578,7 @@ def test_a_key_is_worth_nothing_once_its_trajectory_is_over(agents: Path) -> Non
 def run_program(program: list[str], reply: str, row: Row = ROW, timeout_s: float = 20.0) -> list[StepResult]:
     envs = open_envs(timeout_s, command=program)
     try:
-        opening, results = asyncio.run(converse(envs.kind_of(row).make(), [reply], row))  # type: ignore[arg-type]
+        opening, results = asyncio.run(converse(envs.factory_for(row).make(), [reply], row))  # type: ignore[arg-type]
         assert opening == row.prompt
         return results
     finally:
@@ -600,13 +600,13 @@ def test_a_program_says_its_score_or_leaves_it_to_the_reward_function(
 
 
 def test_a_program_that_fails_is_its_trajectorys_error(program: list[str]) -> None:
-    with pytest.raises(RuntimeError, match="the agent failed: RuntimeError: exit code 1: no such luck"):
+    with pytest.raises(RuntimeError, match="the agent failed: RuntimeError: it ended with exit code 1: no such luck"):
         run_program(program, "crash")
 
 
 def test_a_program_that_hangs_is_killed_with_all_that_it_started(program: list[str], tmp_path: Path) -> None:
     row = Row(ROW.prompt, "5", "", {"pids": str(tmp_path / "pids")})
-    with pytest.raises(TimeoutError, match="neither asked nor ended within 3 s"):
+    with pytest.raises(TimeoutError, match="neither sent a request nor ended within 3 s"):
         run_program(program, "hang", row, timeout_s=3)
     for pid in (tmp_path / "pids").read_text().split():
         wait_for(lambda pid=pid: not is_alive(int(pid)))  # type: ignore[misc]
@@ -633,7 +633,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
 def test_many_sessions_at_once_do_not_mix(agents: Path) -> None:
     async def one(number: int) -> float:
         row = Row([Message(role="user", content=f"I am {number}")], None, "", {})
-        opening, (first, last) = await converse(envs.kind_of(row).make(), [f"{number}.5", f"{number}"], row)  # type: ignore[arg-type]
+        opening, (first, last) = await converse(envs.factory_for(row).make(), [f"{number}.5", f"{number}"], row)  # type: ignore[arg-type]
         assert opening == row.prompt
         assert first.messages == [Message(role="user", content=f"You said {number}.5")]
         return last.reward

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playing import opened
+from env_helpers import opened
 
 from corral.data.rows import Row
-from corral.envs.agents import play_best, play_random
 from corral.envs.base import StepResult
+from corral.envs.baselines import run_optimal, run_random
 from corral.envs.registry import EnvSet
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment
@@ -72,7 +72,7 @@ def test_several_are_played_at_the_same_time_and_more_wait_for_a_free_process() 
     ("fault", "error", "message"),
     [
         ("hang", TimeoutError, "the environment took longer than 1 s and its process was killed"),
-        ("die", RuntimeError, "the environment's process died: exit code 7"),
+        ("die", RuntimeError, "the environment's process died: it ended with exit code 7"),
         ("exit", RuntimeError, "SystemExit: 3"),
         ("nonsense", RuntimeError, "TypeError: it returned 'not a result', which is not a StepResult"),
     ],
@@ -134,15 +134,15 @@ def test_closing_kills_the_processes_and_calls_in_flight_raise() -> None:
     envs = EnvSet({"": Environment(name=SLOW, processes=1)}, {})
 
     async def play() -> int:
-        env = envs.kinds[""].make()
+        env = envs.factories[""].make()
         first: Any = await env.reset(ROW, 0)
         call = asyncio.ensure_future(env.step("hang"))
         await asyncio.sleep(0.2)
         await asyncio.to_thread(envs.close)
-        with pytest.raises(RuntimeError, match="processes are closed"):
+        with pytest.raises(RuntimeError, match="is closed"):
             await call
-        with pytest.raises(RuntimeError, match="processes are closed"):
-            await envs.kinds[""].make().reset(ROW, 0)
+        with pytest.raises(RuntimeError, match="is closed"):
+            await envs.factories[""].make().reset(ROW, 0)
         return int(first[0]["content"].split()[-1])
 
     process = asyncio.run(play())
@@ -152,8 +152,8 @@ def test_closing_kills_the_processes_and_calls_in_flight_raise() -> None:
 
 def test_players_are_asked_where_the_environment_is() -> None:
     with opened(SLOW, processes=1) as make:
-        at_random = asyncio.run(play_random(make, ROW, 1, max_turns=3))
-        best = asyncio.run(play_best(make, ROW, 1, max_turns=3))
+        at_random = asyncio.run(run_random(make, ROW, 1, max_turns=3))
+        best = asyncio.run(run_optimal(make, ROW, 1, max_turns=3))
     assert at_random is not None
     assert (at_random.turns, at_random.reward) == (3, 1.5)
     assert best is not None

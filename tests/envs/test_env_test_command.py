@@ -31,14 +31,14 @@ def test_a_game_passes_and_its_floor_and_ceiling_are_told() -> None:
 def test_a_sound_class_of_ones_own_passes_without_a_solver() -> None:
     said = env_test(f"{BAD}:Good", "--episodes", "5")
     assert said.exit_code == 0, said.output
-    assert "best    it has no such player" in said.output
+    assert "best    it has no such policy" in said.output
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Chance", "played again with the same seed, its first messages differ"),
-        ("Salted", "played in another process with the same seed, its first messages differ"),
+        ("Chance", "run again with the same seed, its first messages differ"),
+        ("Salted", "run in another process with the same seed, its first messages differ"),
         ("Raises", "step(''): ValueError: invalid literal for int()"),
         ("Changes", "step('') was no valid action, and changed the state"),
         ("Infinite", "the reward must be a finite number; it is inf"),

@@ -10,7 +10,7 @@ from corral.envs.base import StepResult
 from corral.envs.registry import EnvSet
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
-from corral.rewards.pool import ScorerPool
+from corral.rewards.scorer_pool import ScorerPool
 
 ROW = Row([{"role": "user", "content": "2 + 2?"}], "4", "", {})
 
@@ -59,7 +59,7 @@ def counter(tmp_path: Path) -> str:
 
 
 def open_one(environment: Environment, pool: ScorerPool) -> Callable[[], Any]:
-    return EnvSet({"": environment}, {"": pool}).kinds[""].make
+    return EnvSet({"": environment}, {"": pool}).factories[""].make
 
 
 def play(environment: Environment, pool: ScorerPool, reply: str, row: Row = ROW) -> tuple[Any, list[StepResult]]:
@@ -110,7 +110,7 @@ def test_a_users_class_gets_the_pool_if_it_asks(pool: ScorerPool, counter: str) 
         ("{file}:Counter", {}, "its options don't fit: missing a required argument: 'limit'"),
         ("{file}:Conter", {}, "has no `Conter`; did you mean `Counter`?"),
         ("{file}:Incomplete", {}, "must have a method `async def step`"),
-        ("{file}:Mixed", {}, "reset, step, close must all be `async def`, or none of them"),
+        ("{file}:Mixed", {}, "reset, step, close must all be `async def`"),
         ("{file}:function", {}, "is not a class"),
         ("no_such_module_here:Env", {}, "there is no module `no_such_module_here`"),
     ],
@@ -126,4 +126,4 @@ def test_a_row_says_which_of_several_environments_plays_it(pool: ScorerPool, cou
     several = {"lake": Environment(name="frozen_lake"), "count": Environment(name=f"{counter}:Counter")}
     several["count"].options["limit"] = 1
     envs = EnvSet(several, {})
-    assert envs.kind_of(Row([], None, "", {"environment": "count"})).tag == "count"
+    assert envs.factory_for(Row([], None, "", {"environment": "count"})).tag == "count"

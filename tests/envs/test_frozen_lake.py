@@ -9,20 +9,20 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from playing import board, boards, opened, say, share_won_at_random
+from env_helpers import board, boards, opened, say, share_won_at_random
 
-from corral.envs.agents import floor_of
-from corral.envs.games.frozen_lake import (
+from corral.envs.baselines import baseline_of
+from corral.envs.built_in.frozen_lake import (
     DIRECTIONS,
     SYMBOLS,
     FrozenLake,
     FrozenLakeEnv,
     Lake,
-    chance_of,
     make_lake,
-    shortest_way,
+    slip_directions,
+    solve,
     walk,
-    ways,
+    win_probability,
 )
 
 SMALL = Lake(3, frozenset({(0, 1), (2, 2)}), start=(0, 0), goal=(0, 2))
@@ -66,7 +66,7 @@ def test_signs_separator_and_names_are_the_users() -> None:
 
 
 def test_slippery_ice_goes_to_each_side_as_often_as_ahead() -> None:
-    assert ways("Left") == ["Up", "Left", "Down"]
+    assert slip_directions("Left") == ["Up", "Left", "Down"]
     middle = Lake(3, frozenset(), start=(1, 1), goal=(2, 2))
     ends = [game(middle, slippery=True, seed=seed) for seed in range(600)]
     for played in ends:
@@ -95,7 +95,7 @@ def test_chance_comes_from_the_trajectorys_seed_and_the_board_from_the_rows() ->
 def test_the_way_found_is_the_shortest() -> None:
     for seed in range(100):
         lake = make_lake(seed, 3, 0.7)
-        way = shortest_way(lake, lake.start)
+        way = solve(lake, lake.start)
         assert way is not None
         assert reaches(lake, way)
         for shorter in product(DIRECTIONS, repeat=len(way) - 1):
@@ -115,18 +115,21 @@ def test_the_best_chance_on_slippery_ice_is_that_of_trying_everything() -> None:
     def best(lake: Lake, cell: tuple[int, int], left: int) -> float:
         if cell == lake.goal or cell in lake.holes or left == 0:
             return float(cell == lake.goal)
-        return max(fmean(best(lake, walk(lake, cell, way), left - 1) for way in ways(action)) for action in DIRECTIONS)
+        return max(
+            fmean(best(lake, walk(lake, cell, way), left - 1) for way in slip_directions(action))
+            for action in DIRECTIONS
+        )
 
     for seed in range(5):
         lake = make_lake(seed, 3, 0.7)
-        found = max(chance_of(lake, lake.start, action, 4) for action in DIRECTIONS)
+        found = max(win_probability(lake, lake.start, action, 4) for action in DIRECTIONS)
         assert found == pytest.approx(best(lake, lake.start, 4))
 
 
 def test_boards_are_like_those_of_the_game_that_people_compare_with() -> None:
     """4x4 with 0.8 ice: the shortest way is 2.79 moves on average, and never more than 10."""
     lakes = [make_lake(seed, 4, 0.8) for seed in range(4000)]
-    lengths = [len(shortest_way(lake, lake.start) or []) for lake in lakes]
+    lengths = [len(solve(lake, lake.start) or []) for lake in lakes]
     assert fmean(lengths) == pytest.approx(2.79, abs=0.08)
     assert max(lengths) <= 10
     assert min(lengths) == 1
@@ -142,7 +145,7 @@ def test_a_random_player_wins_as_often_as_is_known(options: dict[str, Any], num_
 
 def test_the_best_player_always_wins_within_ten_moves() -> None:
     with opened("frozen_lake", max_turns=10) as make:
-        floor = asyncio.run(floor_of(make, boards(200), 10, seed=0, timeout_s=10))
+        floor = asyncio.run(baseline_of(make, boards(200), 10, seed=0, timeout_s=10))
     assert (floor.best_success, floor.best_reward) == (1.0, 1.0)
     assert floor.random_success is not None
     assert 0.1 < floor.random_success < 0.35
@@ -151,7 +154,7 @@ def test_the_best_player_always_wins_within_ten_moves() -> None:
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
 def test_boards_and_first_prompts_are_the_same_in_every_process(name: str) -> None:
     code = (
-        "import asyncio, json; from playing import boards, opened\n"
+        "import asyncio, json; from env_helpers import boards, opened\n"
         f"with opened({name!r}) as make:\n"
         "    firsts = [asyncio.run(make().reset(row, seed)) for seed, row in enumerate(boards(20))]\n"
         "print(json.dumps(firsts))"

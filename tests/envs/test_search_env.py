@@ -12,14 +12,13 @@ from stand_in_retriever import Answer, StandInRetriever
 
 from corral.data.rows import Row
 from corral.envs.base import StepResult
+from corral.envs.built_in.search import INVALID_FEEDBACK, NoRetriever, SearchEnv, read_action, show, with_question
 from corral.envs.registry import EnvSet
-from corral.envs.search import INVALID_FEEDBACK, NoRetriever, SearchEnv, read_action, show, with_question
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
-from corral.retrieval.client import RetrievalError
-from corral.retrieval.endpoint import Document
-from corral.rewards.here import RewardsHere
+from corral.retrieval.client import RetrievalError, RetrievedDocument
 from corral.rewards.question_answering import TAG, TAGS, is_well_formed
+from corral.rewards.scorer_pool import InProcessScorer
 
 ROW = Row([{"role": "user", "content": "What is the calling code of Benin?"}], ["229", "+229"], "", {})
 SOMEWHERE = {"retriever": "http://127.0.0.1:1"}
@@ -46,12 +45,12 @@ def server() -> Iterator[StandInRetriever]:
 def open_set(options: dict[str, Any], max_turns: int = 2, reward: str | dict[str, Any] = "em") -> EnvSet:
     reward = {"name": reward} if isinstance(reward, str) else reward
     environment = Environment(name="search", options=options, reward=Reward(**reward))
-    return EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, Rollout(max_turns=max_turns))
+    return EnvSet({"": environment}, {"": InProcessScorer(environment.reward)}, Rollout(max_turns=max_turns))
 
 
 def play(made: EnvSet, *replies: str, row: Row = ROW) -> tuple[SearchEnv, list[StepResult]]:
     async def all_replies() -> tuple[SearchEnv, list[StepResult]]:
-        env: Any = made.kind_of(row).make()
+        env: Any = made.factory_for(row).make()
         await env.reset(row, seed=0)
         steps = [await env.step(reply) for reply in replies]
         summary = env.summary()
@@ -141,7 +140,7 @@ def test_the_first_complete_tag_decides_and_what_follows_counts_for_nothing(serv
 
 def test_what_the_model_is_not_shown_is_neither_scored_nor_found(server: StandInRetriever) -> None:
     async def play_on(shown: str | None) -> tuple[float, float]:
-        env: Any = made.kind_of(ROW).make()
+        env: Any = made.factory_for(ROW).make()
         await env.reset(ROW, seed=0)
         result = await env.step("<think></think><search>calling code of Benin</search>")
         assert env.summary()["found"] == 0  # nobody has read it yet
@@ -166,7 +165,7 @@ def test_the_time_of_searches_is_measured(server: StandInRetriever) -> None:
 @given(st.lists(st.sampled_from(["<", ">", "/", "[", "]", *(f"<{tag}>" for tag in TAGS), *TAGS]), max_size=12))
 def test_no_document_has_a_tag_when_it_is_shown(parts: list[str]) -> None:
     half = len(parts) // 2
-    document = Document("1", "".join(parts[:half]), "".join(parts[half:]), 0.0)
+    document = RetrievedDocument("1", "".join(parts[:half]), "".join(parts[half:]), 0.0)
     shown = show(document, 1, "{title}{text}")
     assert TAG.search(shown) is None
 
@@ -198,7 +197,7 @@ def test_observation_and_documents_can_look_otherwise(server: StandInRetriever) 
 
 def first_messages(made: EnvSet, row: Row = ROW) -> list[Any]:
     try:
-        return asyncio.run(made.kind_of(row).make().reset(row, 0))
+        return asyncio.run(made.factory_for(row).make().reset(row, 0))
     finally:
         made.close()
 

@@ -4,11 +4,10 @@ from itertools import product
 from statistics import fmean
 
 import pytest
-from playing import board, opened, say, share_won_at_random
+from env_helpers import board, opened, say, share_won_at_random
 
-from corral.envs.agents import play_best
-from corral.envs.games.sokoban import SYMBOLS, Sokoban, SokobanEnv, push
-from corral.envs.games.sokoban_rooms import DIRECTIONS, Room, release_cache
+from corral.envs.baselines import run_optimal
+from corral.envs.built_in.sokoban import DIRECTIONS, SYMBOLS, Room, Sokoban, SokobanEnv, push, release_cache
 
 LETTERS = {
     "wall": "W",
@@ -127,7 +126,7 @@ def test_rooms_are_like_those_of_the_game_that_people_compare_with() -> None:
 
 def test_the_best_player_earns_eleven_less_a_tenth_a_move() -> None:
     with opened("sokoban") as make:
-        played = asyncio.run(play_best(make, board(5), 0, 10))
+        played = asyncio.run(run_optimal(make, board(5), 0, 10))
     assert played is not None
     assert played.success == 1.0
     assert played.reward == pytest.approx(11 - 0.1 * played.turns)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from torch import Tensor
@@ -19,11 +19,10 @@ from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.base import StepResult
 from corral.envs.registry import EnvSet
-from corral.envs.tools.calls import Style, parse_reply
-from corral.envs.tools.schema import function_schema, problem_with
+from corral.envs.tool_calls import Style, function_schema, parse_reply, problem_with
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
-from corral.rewards.here import RewardsHere
+from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Completion, FinishReason, Sampling
@@ -170,7 +169,7 @@ Play = Callable[..., tuple[list[StepResult], dict[str, float]]]
 def play(file: Path) -> Play:
     def play(replies: Sequence[str], *names: str, **options: Any) -> tuple[list[StepResult], dict[str, float]]:
         async def play() -> tuple[list[StepResult], dict[str, float]]:
-            env: Any = envs.kind_of(ROW).make()
+            env: Any = envs.factory_for(ROW).make()
             await env.reset(ROW, 0)
             try:
                 return [await env.step(reply) for reply in replies], env.summary()
@@ -189,7 +188,7 @@ def play(file: Path) -> Play:
 def environments(file: Path, *names: str, **options: Any) -> EnvSet:
     tools = [f"{file}:{name}" for name in names or ("add",)]
     environment = Environment(name="tools", options={"tools": tools, **options})
-    return EnvSet({"": environment}, {"": RewardsHere(Reward(name="exact"))})
+    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))})
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -206,7 +205,7 @@ def content(result: StepResult) -> str:
 
 def test_a_function_becomes_a_json_schema(file: Path) -> None:
     envs = environments(file, "add")
-    [tool] = envs.kind_of(ROW).make().tools  # type: ignore[attr-defined]
+    [tool] = envs.factory_for(ROW).make().tools  # type: ignore[attr-defined]
     assert tool == {
         "type": "function",
         "function": {
@@ -273,7 +272,7 @@ def test_tools_that_cannot_be_offered_are_refused_before_training(
 
 
 def test_where_the_template_knows_no_tools_a_system_message_tells_of_them(file: Path) -> None:
-    env: Any = environments(file, "add", told_by="system").kind_of(ROW).make()
+    env: Any = environments(file, "add", told_by="system").factory_for(ROW).make()
     system, question = asyncio.run(env.reset(ROW, 0))
     assert env.tools == []
     assert '"name": "add"' in system["content"]
@@ -368,7 +367,7 @@ def test_half_a_character_from_the_model_is_no_problem(play: Play) -> None:
 
 def test_a_class_has_one_object_for_each_trajectory(file: Path) -> None:
     async def play() -> tuple[str, str]:
-        first, second = (envs.kind_of(ROW).make() for _ in range(2))
+        first, second = (envs.factory_for(ROW).make() for _ in range(2))
         await asyncio.gather(first.reset(ROW, 0), second.reset(ROW, 1))
         await first.step(call("write", note="mine"))
         results = [content(await env.step(call("read"))) for env in (first, second)]
@@ -376,10 +375,10 @@ def test_a_class_has_one_object_for_each_trajectory(file: Path) -> None:
         return results[0], results[1]
 
     envs = environments(file, "Notes")
-    assert [tool["function"]["name"] for tool in envs.kind_of(ROW).make().tools] == ["write", "read", "nap"]  # type: ignore[attr-defined]
+    assert [tool["function"]["name"] for tool in envs.factory_for(ROW).make().tools] == ["write", "read", "nap"]  # type: ignore[attr-defined]
     before = threading.active_count()
     assert asyncio.run(play()) == ('["5", "mine"]', '["5"]')
-    notes = envs.kinds[""].shared[0].tools["write"].owner  # type: ignore[attr-defined]
+    notes = envs.factories[""].shared[0].tools["write"].owner  # type: ignore[attr-defined]
     assert notes.closed == [True, True]
     for thread in threading.enumerate():
         if thread.name == "tools Notes":
@@ -389,7 +388,7 @@ def test_a_class_has_one_object_for_each_trajectory(file: Path) -> None:
 
 def test_a_session_that_is_stuck_says_so_and_comes_back(file: Path) -> None:
     async def play() -> list[str]:
-        env = envs.kind_of(ROW).make()
+        env = envs.factory_for(ROW).make()
         await env.reset(ROW, 0)
         said = [content(await env.step(call("nap", seconds=0.6))), content(await env.step(call("read")))]
         await asyncio.sleep(0.8)
@@ -471,6 +470,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_arguments_are_judged_as_a_json_schema_validator_would(value: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema")

@@ -150,7 +150,7 @@ def test_no_board_is_trained_on_and_validated_on(tmp_path: Path, tiny_model: Pat
     assert source is not None
     env_set = EnvSet(recipe.tagged_environments, {}, recipe.rollout)
     for row in load_rows(source, recipe.data, recipe.mixing_weights("validation")):
-        messages = asyncio.run(env_set.kind_of(row).make().reset(row, 0))
+        messages = asyncio.run(env_set.factory_for(row).make().reset(row, 0))
         assert messages[0]["content"] not in trained
 
 

@@ -15,7 +15,7 @@ from corral.observe.run_files import read_metrics
 from corral.retrieval.index import build
 
 ENVIRONMENT = '''
-from corral.envs.search import SearchEnv
+from corral.envs.built_in.search import SearchEnv
 
 
 class SearchesAll(SearchEnv):

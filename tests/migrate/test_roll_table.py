@@ -900,8 +900,8 @@ def test_replies_that_think_have_a_form() -> None:
 
 def test_the_games_that_come_out_can_be_played() -> None:
     """The options are those of the environments."""
-    from corral.envs.games.frozen_lake import FrozenLakeEnv
-    from corral.envs.games.sokoban import SokobanEnv
+    from corral.envs.built_in.frozen_lake import FrozenLakeEnv
+    from corral.envs.built_in.sokoban import SokobanEnv
 
     classes: dict[str, Any] = {"sokoban": SokobanEnv, "frozen_lake": FrozenLakeEnv}
     tags = "[SimpleSokoban, LargerSokoban, SokobanDifferentGridVocab, FrozenLake, FrozenLakeThink]"

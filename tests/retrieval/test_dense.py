@@ -11,12 +11,10 @@ from docstrings import QUERIES, contents
 from sentence_transformers import SentenceTransformer
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.dense import FLAT, DenseSettings, build_graph
-from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, own
-from corral.retrieval.index import build, open_index
-from corral.retrieval.manifest import BUILDING, MANIFEST, OFFSETS, read
-from corral.retrieval.rerank import Reranker
-from corral.retrieval.vectors import VectorFile, open_mapped
+from corral.retrieval.base import Reranker
+from corral.retrieval.dense import FLAT, DenseSettings, VectorFile, build_graph, open_mapped
+from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, own_prompt
+from corral.retrieval.index import BUILDING, MANIFEST, OFFSETS, build, open_index, read_manifest
 
 pytestmark = pytest.mark.xdist_group("dense")
 
@@ -42,7 +40,7 @@ def test_hnsw_goes_on_where_vectors_are_there_and_finds_them(
     folder.mkdir()
     for name in (FLAT, OFFSETS):
         shutil.copy(flat_index / name, folder / name)
-    replace(read(flat_index / MANIFEST), kind="hnsw").write(folder / BUILDING)
+    replace(read_manifest(flat_index / MANIFEST), kind="hnsw").write(folder / BUILDING)
     seen: set[str] = set()
     settings = DenseSettings(EncoderSettings(str(minilm)))
     build(small_corpus, folder, "hnsw", dense=settings, progress=lambda what, done, total: seen.add(what))
@@ -99,7 +97,7 @@ def test_a_stopped_build_goes_on_with_the_rest(
     small_corpus: Path, flat_index: Path, minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C after the first passages; the second attempt encodes only the others."""
-    monkeypatch.setattr("corral.retrieval.dense.ROUND", 1)
+    monkeypatch.setattr("corral.retrieval.dense.BATCHES_PER_WRITE", 1)
     encoded: list[int] = []
 
     def stop_after_first(what: str, done: int, total: int) -> None:
@@ -144,9 +142,9 @@ def test_models_that_are_asked_in_another_way_are_not_of_the_family(name: str) -
 
 
 def test_what_the_model_says_goes_before_what_its_family_has() -> None:
-    assert own({"query": "", "document": ""}, "query: ", "query") == "query: "
-    assert own({"query": "ask: "}, "query: ", "query") == "ask: "
-    assert own({"query": "ask: "}, "passage: ", "passage", "document") == ""
+    assert own_prompt({"query": "", "document": ""}, "query: ", "query") == "query: "
+    assert own_prompt({"query": "ask: "}, "query: ", "query") == "ask: "
+    assert own_prompt({"query": "ask: "}, "passage: ", "passage", "document") == ""
 
 
 def test_what_was_found_out_of_an_encoder_is_written_down_and_said(minilm: Path, tmp_path: Path) -> None:
@@ -158,8 +156,8 @@ def test_what_was_found_out_of_an_encoder_is_written_down_and_said(minilm: Path,
     encoder = Encoder(EncoderSettings(str(folder), passage_prefix="p: "), "cpu")
     used = encoder.settings
     assert (used.query_prefix, used.passage_prefix, used.pooling, used.normalise) == (BGE, "p: ", "cls", True)
-    said = f"query prefix {BGE!r}, passage prefix 'p: ', pooling cls, normalised, 384 numbers"
-    assert encoder.in_words() == f"encoder {folder}: {said}"
+    said = f"query prefix {BGE!r}, passage prefix 'p: ', pooling cls, normalized, 384 numbers"
+    assert encoder.describe() == f"encoder {folder}: {said}"
 
 
 def test_an_encoder_that_was_moved_is_found_when_told(
@@ -198,7 +196,7 @@ def test_a_device_that_is_not_there_is_one_line(minilm: Path, device: str, said:
 def test_what_is_encoded_is_kept_if_the_corpus_turns_out_wrong(
     small_corpus: Path, minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corral.retrieval.dense.ROUND", 1)
+    monkeypatch.setattr("corral.retrieval.dense.BATCHES_PER_WRITE", 1)
     corpus = Path(shutil.copy(small_corpus, tmp_path / "corpus.jsonl"))
 
     def spoil(what: str, done: int, total: int) -> None:

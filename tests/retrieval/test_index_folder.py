@@ -13,8 +13,7 @@ from corral.retrieval.bm25 import Bm25Settings
 from corral.retrieval.dense import DenseSettings
 from corral.retrieval.encoder import EncoderSettings
 from corral.retrieval.estimate import estimate, of_index
-from corral.retrieval.index import build, open_index
-from corral.retrieval.manifest import BUILDING, MANIFEST, read_finished
+from corral.retrieval.index import BUILDING, MANIFEST, build, open_index, read_finished
 
 pytestmark = pytest.mark.xdist_group("retriever")
 

@@ -13,12 +13,10 @@ from docstrings import QUERIES
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.answer import Answerer, Ask
-from corral.retrieval.client import RetrievalClient
-from corral.retrieval.endpoint import Document
+from corral.retrieval.base import Reranker, Retriever, SearchRequest
+from corral.retrieval.client import RetrievalClient, RetrievedDocument
 from corral.retrieval.index import open_index
 from corral.retrieval.online import OnlineSearcher, OnlineSettings, read_online
-from corral.retrieval.rerank import Reranker
 
 pytestmark = pytest.mark.xdist_group("retriever")
 
@@ -47,8 +45,8 @@ def cross_scores(folder: Path, query: str, texts: list[str]) -> list[float]:
 
 def test_each_query_is_compared_with_its_own_candidates_only(bm25_index: Path, cross_encoder: Path) -> None:
     searcher = open_index(bm25_index)
-    asks = [Ask(QUERIES[:2], 3, 6), Ask([QUERIES[2]], 2)]
-    answers = Answerer(searcher, Reranker(str(cross_encoder), "cpu"), num_candidates=4).answer(asks)
+    asks = [SearchRequest(QUERIES[:2], 3, 6), SearchRequest([QUERIES[2]], 2)]
+    answers = Retriever(searcher, Reranker(str(cross_encoder), "cpu"), num_candidates=4).retrieve(asks)
     flat = [own for answer in answers for own in answer]
     for query, width, topk, own in zip(QUERIES, (6, 6, 4), (3, 3, 2), flat, strict=False):
         [candidates] = searcher.search([query], width)
@@ -144,7 +142,7 @@ def test_the_queries_of_one_request_are_asked_at_the_same_time(service: Service,
     with serving(tmp_path, "--online", "online.yaml") as served:
         client = RetrievalClient(served.url, topk=2, batch_wait_s=0.2)
 
-        async def all_at_once() -> list[list[Document]]:
+        async def all_at_once() -> list[list[RetrievedDocument]]:
             return await asyncio.gather(*(client.search(f"query {number}") for number in range(64)))
 
         began = time.monotonic()

@@ -13,8 +13,7 @@ import pytest
 from stand_in_retriever import Answer, StandInRetriever, in_full
 
 from corral.recipe.errors import UserError
-from corral.retrieval.client import Query, RetrievalClient, RetrievalError
-from corral.retrieval.endpoint import Document, Endpoint
+from corral.retrieval.client import PendingQuery, RetrievalClient, RetrievalError, RetrievedDocument, RetrieverEndpoint
 
 
 @pytest.fixture
@@ -31,8 +30,8 @@ def client(server: StandInRetriever) -> Iterator[RetrievalClient]:
     made.close()
 
 
-def search(client: RetrievalClient, *queries: str) -> list[list[Document]]:
-    async def all_at_once() -> list[list[Document]]:
+def search(client: RetrievalClient, *queries: str) -> list[list[RetrievedDocument]]:
+    async def all_at_once() -> list[list[RetrievedDocument]]:
         return await asyncio.gather(*(client.search(query) for query in queries))
 
     return asyncio.run(all_at_once())
@@ -67,7 +66,7 @@ def test_a_query_that_is_under_way_is_not_asked_again(server: StandInRetriever, 
 def test_giving_up_one_of_two_equal_queries_leaves_the_other(server: StandInRetriever, client: RetrievalClient) -> None:
     server.delay_s = 0.1
 
-    async def give_up_one() -> list[Document]:
+    async def give_up_one() -> list[RetrievedDocument]:
         given_up, kept = (asyncio.ensure_future(client.search("a")) for _ in range(2))
         await asyncio.sleep(0.03)
         given_up.cancel()
@@ -99,16 +98,19 @@ def item(**columns: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answered", "expected"),
     [
-        (item(document={"id": 3, "contents": '"T"\ntext\nmore'}, score=1), Document("3", "T", "text\nmore", 1.0)),
-        (item(id="3", contents='"T"\ntext'), Document("3", "T", "text", None)),
-        (item(document={"contents": '"T"\ntext'}), Document("", "T", "text", None)),
-        (item(document='"T"\ntext', score=0.5), Document("", "T", "text", 0.5)),
-        (item(id="3", contents="text"), Document("3", "", "text", None)),
-        (item(id="3", title="T", text="text"), Document("3", "T", "text", None)),
+        (
+            item(document={"id": 3, "contents": '"T"\ntext\nmore'}, score=1),
+            RetrievedDocument("3", "T", "text\nmore", 1.0),
+        ),
+        (item(id="3", contents='"T"\ntext'), RetrievedDocument("3", "T", "text", None)),
+        (item(document={"contents": '"T"\ntext'}), RetrievedDocument("", "T", "text", None)),
+        (item(document='"T"\ntext', score=0.5), RetrievedDocument("", "T", "text", 0.5)),
+        (item(id="3", contents="text"), RetrievedDocument("3", "", "text", None)),
+        (item(id="3", title="T", text="text"), RetrievedDocument("3", "T", "text", None)),
     ],
 )
 def test_documents_come_in_several_shapes(
-    server: StandInRetriever, client: RetrievalClient, answered: dict[str, Any], expected: Document
+    server: StandInRetriever, client: RetrievalClient, answered: dict[str, Any], expected: RetrievedDocument
 ) -> None:
     server.answer = lambda queries: (200, {}, json.dumps({"result": [[answered]] * len(queries)}).encode())
     assert search(client, "a") == [[expected]]
@@ -241,19 +243,19 @@ def test_what_can_not_work_is_refused_at_once(endpoints: Any, options: dict[str,
 
 
 def test_a_server_can_ask_for_a_longer_pause_but_not_for_a_shorter_one() -> None:
-    endpoint = Endpoint("http://127.0.0.1:1", 1.0)
+    endpoint = RetrieverEndpoint("http://127.0.0.1:1", 1.0)
     for _ in range(6):
         endpoint.failed(time.monotonic(), 0.0)
-    assert endpoint.left_alone_s() > 3
+    assert endpoint.pause_left_s() > 3
     endpoint.failed(time.monotonic(), 20.0)
-    assert endpoint.left_alone_s() > 19
+    assert endpoint.pause_left_s() > 19
 
 
 def test_an_answer_that_comes_while_the_client_is_closed_disturbs_nobody(server: StandInRetriever) -> None:
     client = RetrievalClient(server.url)
-    future: Future[list[Document]] = Future()
-    query = Query("a", 0.0, [future])
-    client._under_way["a"] = query
+    future: Future[list[RetrievedDocument]] = Future()
+    query = PendingQuery("a", 0.0, [future])
+    client._pending["a"] = query
     client.close()
     client._resolve([query], [[]])
     with pytest.raises(RuntimeError, match="closed"):

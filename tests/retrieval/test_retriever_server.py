@@ -17,7 +17,7 @@ from docstrings import QUERIES
 
 from corral.retrieval.client import RetrievalClient
 from corral.retrieval.index import open_index
-from corral.retrieval.wire import Limits
+from corral.retrieval.server import ServerLimits
 
 pytestmark = pytest.mark.xdist_group("retriever")
 
@@ -224,7 +224,7 @@ def test_what_nobody_waits_for_any_more_is_not_searched(tmp_path: Path) -> None:
 
 def test_the_server_gives_up_before_its_clients_do() -> None:
     client = RetrievalClient("http://127.0.0.1:1")
-    assert Limits().timeout_s < client.timeout_s
+    assert ServerLimits().timeout_s < client.timeout_s
 
 
 def test_a_request_that_is_not_answered_in_time_is_given_up(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, for test_pool.py; loaded as a file in the workers."""
+"""Reward functions that misbehave, for test_scorer_pool.py; loaded as a file in the workers."""
 
 import asyncio
 import ctypes

@@ -10,14 +10,14 @@ from corral.data.rows import Row
 from corral.data.sources import load_rows
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Reward, Source
-from corral.rewards.by_source import SCORERS, name_of_scorer
-from corral.rewards.calling import call, load_function
-from corral.rewards.here import RewardsHere
+from corral.rewards.reward_function import call_reward, load_function
+from corral.rewards.scorer_pool import InProcessScorer
+from corral.rewards.scorers import SCORER_OF_SOURCE, scorer_for_source
 
 
 def score(response: str, answer: Any, source: str, **options: Any) -> float:
     row = Row([{"role": "user", "content": "?"}], answer, source, {})
-    return call(load_function("by_source", options), response, row, options).score
+    return call_reward(load_function("by_source", options), response, row, options).score
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def score(response: str, answer: Any, source: str, **options: Any) -> float:
     ],
 )
 def test_a_data_source_has_its_scorer(source: str, name: str) -> None:
-    assert name_of_scorer(source, SCORERS) == name
+    assert scorer_for_source(source, SCORER_OF_SOURCE) == name
 
 
 def test_each_row_is_scored_by_its_own() -> None:
@@ -55,7 +55,7 @@ def test_math_rows_are_scored() -> None:
 def test_generated_arithmetic_has_a_scorer() -> None:
     source = Source(path="arithmetic:addition", size=1)
     [row] = load_rows(source, Data(train=source))
-    assert call(load_function("by_source", {}), f"it is {row.answer}", row, {}).score == 1
+    assert call_reward(load_function("by_source", {}), f"it is {row.answer}", row, {}).score == 1
 
 
 def test_sources_of_the_recipe_add_to_ours_and_come_first() -> None:
@@ -68,7 +68,7 @@ def test_a_function_of_ones_own_may_be_async_and_gets_what_it_asks_for(tmp_path:
     (tmp_path / "mine.py").write_text("async def length(response, source): return len(response + source)")
     options = {"sources": {"abc": f"{tmp_path}/mine.py:length"}}
     assert score("four", None, "abc", **options) == 7
-    here = RewardsHere(Reward(name="by_source", options=options))
+    here = InProcessScorer(Reward(name="by_source", options=options))
     assert asyncio.run(here.score("four", Row([], None, "abc", {}))).reward == 7
 
 
@@ -94,11 +94,11 @@ import sys
 sys.modules["math_verify"] = None
 from corral.data.rows import Row
 from corral.recipe.errors import UserError
-from corral.rewards.calling import call, load_function
+from corral.rewards.reward_function import call_reward, load_function
 function = load_function("by_source", {"sources": {"mine": "math"}})
-print(call(function, "#### 2", Row([], "2", "openai/gsm8k", {}), {}).score)
+print(call_reward(function, "#### 2", Row([], "2", "openai/gsm8k", {}), {}).score)
 try:
-    call(function, "2", Row([], "2", "aime24", {}), {})
+    call_reward(function, "2", Row([], "2", "aime24", {}), {})
 except UserError as error:
     print(error)
 """

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.data.rows import Row
-from corral.rewards.calling import call, load_function
-from corral.rewards.question_answering import em, f1, is_well_formed, normalised, search_r1, sub_em
+from corral.rewards.question_answering import em, f1, is_well_formed, normalized, search_r1, sub_em
+from corral.rewards.reward_function import call_reward, load_function
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ from corral.rewards.question_answering import em, f1, is_well_formed, normalised
     ],
 )
 def test_case_punctuation_articles_and_spaces_do_not_count(text: str, expected: str) -> None:
-    assert normalised(text) == expected
+    assert normalized(text) == expected
 
 
 @given(st.text(st.characters(max_codepoint=127)))
 def test_what_is_normalised_stays_as_it_is(text: str) -> None:
-    assert normalised(normalised(text)) == normalised(text)
+    assert normalized(normalized(text)) == normalized(text)
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_a_row_without_an_answer_is_an_error(scorer: object, answer: object) -> 
 def test_they_are_reward_functions_that_a_recipe_can_name(name: str) -> None:
     function = load_function(name, {})
     row = Row([], ["Paris"], "", {})
-    assert call(function, f"{THINK}<answer>Paris</answer>", row, {}).score == 1.0
+    assert call_reward(function, f"{THINK}<answer>Paris</answer>", row, {}).score == 1.0

@@ -16,7 +16,7 @@ from corral.data.sources import render_prompt
 from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
 from corral.recipe.schema import Environment, Reward, Rollout
-from corral.rewards.here import RewardsHere
+from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Completion, FinishReason, PrefixHandle, Sampling
@@ -86,7 +86,7 @@ def rollout(retriever: StandInRetriever, answer: str = "Ann", max_observation_to
         },
     )
     settings = Rollout(max_turns=2, max_response_tokens=400)
-    envs = EnvSet({"": environment}, {"": RewardsHere(environment.reward)}, settings)
+    envs = EnvSet({"": environment}, {"": InProcessScorer(environment.reward)}, settings)
     driver = RolloutDriver(
         engine=Scripted(tokenizer, REPLIES),  # type: ignore[arg-type]
         envs=envs,

@@ -120,9 +120,9 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("command", "timeout_s", "expected"),
     [
-        ([sys.executable, "-c", "print('no index here'); raise SystemExit(3)"], 20.0, "exit code 3; the last it said"),
+        ([sys.executable, "-c", "print('no index here'); raise SystemExit(3)"], 20.0, "exit code 3; the last lines of"),
         ([sys.executable, "-c", "import time; time.sleep(60)"], 0.5, "was not ready at http://127.0.0.1:"),
-        (["no-such-program-anywhere"], 20.0, "exit code 1; the last it said"),
+        (["no-such-program-anywhere"], 20.0, "exit code 1; the last lines of"),
     ],
 )
 def test_what_a_service_lacks_is_said(start: Start, command: list[str], timeout_s: float, expected: str) -> None:

@@ -21,7 +21,7 @@ from corral.recipe.placement import format_devices
 from corral.recipe.plan import Plan, make_plan, num_trajectories
 from corral.recipe.schema import Environment, Recipe
 from corral.recipe.shape import ModelShape
-from corral.rewards.pool import ScorerPool
+from corral.rewards.scorer_pool import ScorerPool
 
 TIGHT = 0.9
 SMALLER = (

@@ -1,0 +1,259 @@
+"""The Python API: what the command line does, with Python objects where a recipe has names.
+
+`import corral` exports these functions. They add nothing to what a run does: objects become names that the recipe
+machinery finds again (`data/plugins.py`), and everything behind is the code that `corral train` runs.
+"""
+
+import asyncio
+import inspect
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from corral.data.plugins import is_importable, name_object
+from corral.observe.console import Console
+from corral.recipe.document import Document, apply_override, compose, read_document
+from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.load import recipe_from
+from corral.recipe.placement import runs_on_ray
+from corral.recipe.plan import Plan, describe_batch, describe_schedule, make_plan
+from corral.recipe.schema import Recipe
+from corral.recipe.shape import ModelShape
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Answer = TypeVar("Answer")
+RecipeSource = str | Path | Mapping[str, Any] | Recipe
+"""A YAML file, the same as nested mappings, or a recipe that was loaded before."""
+Rows = Iterable[Mapping[str, Any]]
+"""A list of rows, or a `datasets.Dataset`."""
+
+
+def train(
+    recipe: RecipeSource,
+    *,
+    reward: Callable[..., Any] | None = None,
+    environment: type | Mapping[str, Any] | None = None,
+    data: Rows | Mapping[str, Any] | None = None,
+    validation: Rows | Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> "Run":
+    """Train as the recipe says, and return the finished run.
+
+    Objects take the place of names: a reward function, an environment class, rows to train and validate on, a policy
+    loss, an advantage. Any section of the recipe is a keyword with a mapping of what to change in it
+    (`schedule={"steps": 5}`), and any key is one with dots (`**{"schedule.steps": 5}`). A run of the same name that was
+    stopped continues, as it does with `corral train`. On a Ray cluster objects must be importable there.
+    """
+    from corral.loop.interrupt import Interrupt
+    from corral.loop.train import train as run_training
+
+    objects = {
+        "environment.reward.name": reward,
+        "environment": environment,
+        "data": data,
+        "validation": validation,
+        "algorithm.loss": loss,
+        "algorithm.advantage": advantage,
+    }
+    loaded = _load(recipe, overrides, objects)
+    planned = make_plan(loaded, ModelShape.find(loaded.model.path))
+    console = Console(io.StringIO()) if quiet else Console()
+    for warning in planned.warnings:
+        console.warn(warning)
+    lines = [*describe_batch(planned), *describe_schedule(planned)]
+    interrupt = Interrupt(console.warn)
+    folder = _outside_of_event_loops(
+        lambda: run_training(loaded, planned.text(), lines, console, interrupt=interrupt), interrupt.request
+    )
+    return Run(folder)
+
+
+def plan(recipe: RecipeSource, **overrides: Any) -> Plan:
+    """Work out what would run: batch arithmetic, algorithm, placement, memory, warnings. Touches no device."""
+    loaded = load_recipe(recipe, **overrides)
+    return make_plan(loaded, ModelShape.find(loaded.model.path))
+
+
+def evaluate(
+    recipe: RecipeSource,
+    model: str | Path | None = None,
+    *,
+    reward: Callable[..., Any] | None = None,
+    environment: type | Mapping[str, Any] | None = None,
+    validation: Rows | Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> dict[str, float]:
+    """Score a model (the recipe's, or a checkpoint) on the recipe's held-out rows, and return the metrics."""
+    from corral.loop.validation import evaluate as run_evaluation
+
+    objects = {"environment.reward.name": reward, "environment": environment, "validation": validation}
+    loaded = _load(recipe, overrides, objects)
+    make_plan(loaded, ModelShape.find(loaded.model.path))
+    return _outside_of_event_loops(
+        lambda: run_evaluation(loaded, None if model is None else str(model), Console(sys.stderr, live=False))
+    )
+
+
+def load_recipe(recipe: RecipeSource, **overrides: Any) -> Recipe:
+    """Read a recipe and check its types. Raises `corral.RecipeError` with one line for each problem."""
+    return _load(recipe, overrides, {})
+
+
+def reward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a reward function, and check at once that it can be called as one.
+
+    It takes `response` and any of `answer`, `prompt`, `extra` and `source`, by name, and returns a number, or a dict
+    with `score` whose other numbers become metrics. It may be `async`.
+    """
+    names = inspect.signature(function).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
+    if not takes_any and not {"response", "solution_str"} & {parameter.name for parameter in names}:
+        raise UserError(f"the reward function `{function.__name__}` must have a parameter `response`")
+    return function
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run, finished or not: `corral.Run("runs/quickstart")` opens one that is there."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        if not (self.folder / "recipe.yaml").is_file():
+            raise UserError(f"{self.folder} is not the folder of a run: there is no recipe.yaml in it")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that was trained, with all overrides."""
+        return load_recipe(self.folder / "recipe.yaml")
+
+    @property
+    def metrics(self) -> "pyarrow.Table":
+        """One row for each logged step, one column for each metric; null where a step did not log it."""
+        import pyarrow
+
+        from corral.observe.run_files import read_metrics
+
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of the last checkpoint, which transformers loads as it is. None: there is none."""
+        from corral.train.checkpoint import find_checkpoint
+
+        return find_checkpoint(self.folder / "checkpoints", "auto")
+
+    def trajectories(self, step: int | None = None, part: str | None = None) -> list[dict[str, Any]]:
+        """The trajectories of a step (None: of the last one), as records with text, tokens, rewards and log-probs.
+
+        `part="validation"` gives those of the validation after that step.
+        """
+        from corral.observe.run_files import read_trajectories
+
+        suffix = f".{part}.jsonl.gz" if part else ".jsonl.gz"
+        found = (self.folder / "trajectories").glob(f"step_??????{suffix}")
+        paths = {int(path.name.split(".")[0].removeprefix("step_")): path for path in found}
+        if not paths:
+            raise UserError(f"{self.folder}: no trajectories were written (`logging.trajectories`)")
+        chosen = max(paths) if step is None else step
+        if chosen not in paths:
+            raise UserError(f"{self.folder}: there are no trajectories of step {chosen}; there are {sorted(paths)}")
+        return list(read_trajectories(paths[chosen]))
+
+
+def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
+    document = _document(recipe)
+    changes = dict(_flat(overrides))
+    named: dict[str, Any] = {}
+    for key, value in objects.items():
+        if isinstance(value, Mapping):  # a section's changes, and no object
+            changes |= dict(_flat({key: value}))
+        elif value is not None:
+            named |= _named(key, value)
+    for key, value in {**changes, **named}.items():
+        try:
+            apply_override(document, f"{key}={json.dumps(value, default=str)}")
+        except TypeError as error:
+            raise UserError(f"{key}: {error}") from error
+    loaded = recipe_from(document)
+    if runs_on_ray(loaded):
+        for key, value in objects.items():
+            if isinstance(value, type) or callable(value):
+                _check_importable(key, value)
+    return loaded
+
+
+def _document(recipe: RecipeSource) -> Document:
+    if isinstance(recipe, str | Path):
+        return read_document(Path(recipe))
+    values = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe
+    try:
+        node = compose(json.dumps(values, default=str, indent=1), "recipe")
+    except TypeError as error:
+        raise RecipeError(f"recipe: {error}") from error
+    document = Document("recipe")
+    document.add_keys((), node)  # type: ignore[arg-type]
+    return document
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted keys; a mapping that is empty, or that holds other things than text keys, stays a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _named(key: str, value: Any) -> dict[str, Any]:
+    """The recipe's keys for an object."""
+    if key in ("data", "validation"):
+        rows = value
+        if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+            raise UserError(f"{key}: rows are a list of mappings, or a datasets.Dataset")
+        place = "data.train" if key == "data" else "data.validation"
+        return {place: {"path": name_object(lambda: iter(rows), "train_rows" if key == "data" else "validation_rows")}}
+    return {f"{key}.name" if key == "environment" else key: name_object(value, getattr(value, "__name__", "object"))}
+
+
+def _check_importable(key: str, value: Any) -> None:
+    if not is_importable(value):
+        raise UserError(
+            f"{key.removesuffix('.name')}: `{getattr(value, '__qualname__', value)}` cannot be imported by the workers of a "
+            "cluster, because it was defined in a notebook, in the program that was started, or inside a function. Put it "
+            "into a module of its own and import it from there"
+        )
+
+
+def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], None] | None = None) -> Answer:
+    """Run `work` here, or in a thread of its own where an event loop runs already, as in a notebook.
+
+    A run has an event loop of its own, and two cannot run in one thread. Ctrl-C then arrives in the notebook's thread,
+    which asks the run to stop as the command line does.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="corral") as threads:
+        result = threads.submit(work)
+        while True:
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                if stop is None:
+                    raise
+                stop()

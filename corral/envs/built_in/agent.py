@@ -1,0 +1,283 @@
+"""The `agent` environment: somebody else's agent, written against the OpenAI API, is trained through its `base_url`.
+
+The usual roles are reversed: the agent calls the model. Its first request begins the trajectory, the model's reply
+answers it, and what the next request adds is the next observation. So the tokens are those that the driver has
+generated and rendered; a request is never tokenized as a whole, and an agent that changes earlier messages has no
+trajectory. When the agent ends, so does the trajectory.
+
+The agent of a row is a function or a program. An `async` function runs in an event loop that all of them share and
+nothing else uses, a plain one in a thread of its own, so one that blocks keeps neither the driver nor the endpoint from
+their work. A program is killed with all that it started when its trajectory is over; a thread cannot be killed: its
+requests are refused from then on.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from tempfile import TemporaryFile
+from typing import IO, Any, get_args
+
+from corral.child_process import command_dying_with_parent, describe_exit, last_lines, signal_group
+from corral.data.plugins import error_line, load_object, without_exit
+from corral.data.rows import Message, Row
+from corral.envs.base import Env, StepResult
+from corral.envs.built_in.tools import ToldBy, check_choice, with_instructions
+from corral.envs.chat_endpoint import (
+    HOST,
+    REFUSED,
+    ChangedHistory,
+    ChatEndpoint,
+    ChatReply,
+    ChatSession,
+    PendingRequest,
+    assistant_message,
+    calls_of,
+    new_messages,
+)
+from corral.envs.threads import LoopThread, call_in_thread
+from corral.envs.tool_calls import Style
+from corral.recipe.errors import UserError
+from corral.rewards.reward_function import is_number, read_result
+from corral.rewards.scorer_pool import RewardScorer
+
+AGENT_PARAMETERS = ("row", "base_url", "api_key", "model")
+
+
+class AgentEnv(Env):
+    bounds_itself = True
+    """The agent has `environment.timeout_s` from each answer to its next request; the reward has its own deadline."""
+
+    def __init__(
+        self,
+        pool: RewardScorer,
+        shared: "AgentRunner",
+        timeout_s: float,
+        style: Style = "hermes",
+        told_by: ToldBy = "template",
+    ) -> None:
+        """`style`: how the model calls tools. `told_by`: who tells it of them, as in the `tools` environment."""
+        check_choice("style", style, get_args(Style))
+        check_choice("told_by", told_by, get_args(ToldBy))
+        self.tools: list[dict[str, Any]] = []
+        self._pool, self._agents, self._timeout_s = pool, shared, timeout_s
+        self._style, self._told_by = style, told_by
+        self._events: asyncio.Queue[PendingRequest | Future[Any]] = asyncio.Queue()
+        self._row: Row | None = None
+        self._session: ChatSession | None = None
+        self._run: Future[Any] | None = None
+        self._pending: PendingRequest | None = None
+        self._counts = (0, 0, False)
+        self._turns = self._tool_calls = 0
+
+    @classmethod
+    def open_shared(
+        cls,
+        agent: str | None = None,
+        command: Sequence[str] | None = None,
+        model: str = "corral",
+        ignore: Collection[str] = (),
+    ) -> "AgentRunner":
+        """`ignore`: fields of a request that are ignored, though they cannot be honored."""
+        if (agent is None) is (command is None):
+            raise UserError("environment.options must have either `agent` (module:function) or `command` (a program)")
+        for name in ignore:
+            check_choice("ignore", name, tuple(REFUSED))
+        return AgentRunner(agent, command, model, ignore)
+
+    async def reset(self, row: Row, seed: int) -> list[Message]:
+        self._row = row
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: "PendingRequest | Future[Any]") -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self._session = self._agents.endpoint.open_session(deliver)
+        self._run = self._agents.start(row, self._session)
+        self._run.add_done_callback(deliver)
+        event = await self._next()
+        if not isinstance(event, PendingRequest):
+            result_of(event)
+            raise RuntimeError("the agent ended without a request")
+        self._pending = event
+        request = event.request
+        if self._told_by == "system" and request.tools:
+            return with_instructions(request.messages, request.tools, self._style)
+        self.tools = request.tools
+        return request.messages
+
+    def count_turn(self, num_before: int, num_generated: int, is_cut: bool) -> None:
+        """Keeps the counts for the `usage` and `finish_reason` that the agent reads."""
+        self._counts = (num_before, num_generated, is_cut)
+
+    async def step(self, reply: str) -> StepResult:
+        assert self._pending is not None, "step before reset"
+        assert self._row is not None
+        last = self._pending.request
+        message = assistant_message(reply, last, self._style, self._turns)
+        self._turns += 1
+        self._tool_calls += len(calls_of(message))
+        num_before, num_generated, is_cut = self._counts
+        finish = "length" if is_cut else "tool_calls" if calls_of(message) else "stop"
+        self._pending.answer.set_result(ChatReply(message, finish, num_before, num_generated))
+        event = await self._next()
+        if not isinstance(event, PendingRequest):
+            return await self._end(result_of(event), reply)
+        self._pending = event
+        try:
+            added = new_messages([*last.messages, message], event.request)
+            if event.request.tools != last.tools:
+                raise ChangedHistory("the request has other `tools` than the one before")
+        except ChangedHistory as error:
+            event.refuse(str(error))
+            raise
+        return StepResult(added, 0.0, done=False)
+
+    async def close(self) -> None:
+        self._row = None
+        if self._run is not None:
+            self._run.cancel()
+        if self._session is not None:
+            self._session.close()
+
+    def summary(self) -> dict[str, float]:
+        return {"turns": float(self._turns), "tool_calls": float(self._tool_calls)}
+
+    async def _next(self) -> "PendingRequest | Future[Any]":
+        """The agent's next request, or its end."""
+        try:
+            return await asyncio.wait_for(self._events.get(), self._timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"the agent neither sent a request nor ended within {self._timeout_s:g} s") from None
+
+    async def _end(self, result: Any, reply: str) -> StepResult:
+        """The reward that the agent returned, or else the reward function's for the last reply."""
+        if is_number(result) or (isinstance(result, Mapping) and "score" in result):
+            own = read_result(result)
+            return StepResult([], own.score, done=True, metrics=own.metrics)
+        assert self._row is not None
+        score = await self._pool.score(reply, self._row)
+        return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+
+
+def result_of(run: "Future[Any]") -> Any:
+    try:
+        return run.result(timeout=0)
+    except Exception as error:
+        raise RuntimeError(f"the agent failed: {error_line(error)}") from error
+
+
+# --- running agents
+
+
+class AgentRunner:
+    """Shared by the trajectories of a worker: the endpoint, and the threads in which agents run."""
+
+    def __init__(
+        self, agent: str | None, command: Sequence[str] | None, model: str, ignored: Collection[str] = ()
+    ) -> None:
+        self._run = load_agent(agent) if agent is not None else None
+        self._command = checked_command(command) if command is not None else []
+        self._model = model
+        bypass_proxies(HOST)
+        self.endpoint = ChatEndpoint(model, ignored)
+        self._loop = LoopThread("agents")
+
+    def start(self, row: Row, session: ChatSession) -> "Future[Any]":
+        """The agent's result, to come. Cancelling it ends a program or an `async` function."""
+        values: dict[str, Any] = {
+            "row": row,
+            "base_url": self.endpoint.base_url,
+            "api_key": session.key,
+            "model": self._model,
+        }
+        if self._run is None:
+            names = {"OPENAI_BASE_URL": "base_url", "OPENAI_API_KEY": "api_key", "OPENAI_MODEL": "model"}
+            variables = {**os.environ, **{variable: values[name] for variable, name in names.items()}}
+            return self._loop.submit(run_program(self._command, row, variables))
+        parameters = inspect.signature(self._run).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        arguments = {name: value for name, value in values.items() if takes_all or name in parameters}
+        if inspect.iscoroutinefunction(self._run):
+            return self._loop.submit(without_exit(self._run(**arguments)))
+        return call_in_thread(functools.partial(self._run, **arguments), "agent")
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self._loop.close()
+
+
+def load_agent(spec: str) -> Callable[..., Any]:
+    function = load_object(spec, "environment.options.agent")
+    if not callable(function):
+        raise UserError(f"environment.options.agent: `{spec}` is not a function")
+    for parameter in inspect.signature(function).parameters.values():
+        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not variable and parameter.name not in AGENT_PARAMETERS:
+            raise UserError(
+                f"environment.options.agent: `{spec}` needs `{parameter.name}`; an agent is given "
+                f"{', '.join(AGENT_PARAMETERS)}"
+            )
+    return function  # type: ignore[no-any-return]
+
+
+def checked_command(command: Sequence[str]) -> list[str]:
+    setting = "environment.options.command"
+    if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+        raise UserError(f"{setting} must be a list of words, such as [python, agent.py]")
+    program, *rest = command
+    if program == "python":  # the one that runs Corral, whatever PATH says
+        program = sys.executable
+    if shutil.which(program) is None:
+        raise UserError(f"{setting}: there is no program `{program}`")
+    return [program, *rest]
+
+
+def bypass_proxies(host: str) -> None:
+    """Requests to the endpoint must not go through a proxy, which would look for it on its own machine and learn the
+    key. Agents that are functions read this process's environment, programs inherit it."""
+    names = ("no_proxy", "NO_PROXY")  # where there is the first, many do not look at the second
+    bypassed = [one.strip() for name in names for one in os.environ.get(name, "").split(",") if one.strip()]
+    for name in names:
+        os.environ[name] = "*" if "*" in bypassed else ",".join(dict.fromkeys([*bypassed, host]))
+
+
+async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, str]) -> Any:
+    """The last line of its output, if that is JSON with `score`. RuntimeError if it ends with another code than 0."""
+    # Files, because a pipe is open until everything that the program started has ended, too.
+    with TemporaryFile() as row_file, TemporaryFile() as output, TemporaryFile() as errors:
+        fields = {"prompt": row.prompt, "answer": row.answer, "source": row.source, "extra": row.extra}
+        row_file.write(json.dumps(fields, default=str).encode() + b"\n")
+        row_file.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command_dying_with_parent(command),
+            stdin=row_file,
+            stdout=output,
+            stderr=errors,
+            env=variables,
+            start_new_session=True,
+        )
+        try:
+            code = await process.wait()
+        finally:
+            signal_group(process.pid)
+            await process.wait()
+        if code:
+            raise RuntimeError(f"it {describe_exit(code)}: {last_line(errors)}")
+        try:
+            result = json.loads(last_line(output))
+        except ValueError:
+            return None
+        return result if isinstance(result, dict) and "score" in result else None
+
+
+def last_line(file: IO[bytes]) -> str:
+    lines = last_lines(file, 1)
+    return lines[0].strip() if lines else "(it printed nothing)"

@@ -1,0 +1,160 @@
+"""`import corral`: the same runs as on the command line, with objects where a recipe has names."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import corral as command_line
+
+import corral
+
+ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(8)]
+
+
+def recipe(folder: Path, model: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"chat": False, "max_prompt_tokens": 16},
+        "rollout": {"max_response_tokens": 4},
+        "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"steps": 2},
+        "logging": {"runs": str(folder / "runs")},
+        **more,
+    }
+
+
+def length(response: str) -> float:
+    return len(response) % 3
+
+
+def without_times(run: corral.Run) -> list[dict[str, Any]]:
+    rows = run.metrics.to_pylist()
+    return [{key: value for key, value in row.items() if not key.startswith(("time/", "speed/"))} for row in rows]
+
+
+def test_a_run_has_metrics_a_checkpoint_and_trajectories(tmp_path: Path, tiny_model: Path) -> None:
+    run = corral.train(recipe(tmp_path, tiny_model), reward=length, data=ROWS, quiet=True)
+    assert run.metrics["step"].to_pylist() == [1, 2]
+    assert run.checkpoint == tmp_path / "runs" / "tiny" / "checkpoints" / "step_000002"
+    records = run.trajectories()
+    assert len(records) == 4
+    assert [record["reward"] for record in records] == [length(record["response"]) for record in records]
+    assert corral.Run(run.folder).recipe.schedule.steps == 2
+
+
+def test_it_is_the_run_of_the_command_line(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "score.py").write_text("def length(response):\n    return len(response) % 3\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    values = recipe(tmp_path, tiny_model, name="shell", environment={"reward": {"name": "score.py:length"}})
+    values["data"] = {**values["data"], "train": {"path": "rows.jsonl"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values))
+    result = command_line(tmp_path, "train", "recipe.yaml")
+    assert result.code == 0, result.stderr
+    shell = corral.Run(tmp_path / "runs" / "shell")
+    python = corral.train(recipe(tmp_path, tiny_model), reward=length, data=ROWS, quiet=True)
+    assert without_times(shell) == without_times(python)
+
+
+def test_a_lambda_and_a_closure_are_rewards(tmp_path: Path, tiny_model: Path) -> None:
+    divisor = 2
+    run = corral.train(
+        recipe(tmp_path, tiny_model), reward=lambda response: len(response) % divisor, data=ROWS, quiet=True
+    )
+    assert all(record["reward"] in (0.0, 1.0) for record in run.trajectories())
+    assert run.metrics["samples/errors"].to_pylist() == [0, 0]
+
+
+class Echo(corral.Env):
+    async def reset(self, row: Any, seed: int) -> Any:
+        return row.prompt
+
+    async def step(self, reply: str) -> corral.StepResult:
+        return corral.StepResult([], float(len(reply)), done=True)
+
+
+class BlockingEcho(corral.BlockingEnv):
+    def reset(self, row: Any, seed: int) -> Any:
+        return row.prompt
+
+    def step(self, reply: str) -> corral.StepResult:
+        return corral.StepResult([], float(len(reply)), done=True)
+
+
+@pytest.mark.parametrize("environment", [Echo, BlockingEcho])
+def test_a_class_is_an_environment(tmp_path: Path, tiny_model: Path, environment: type) -> None:
+    run = corral.train(recipe(tmp_path, tiny_model), environment=environment, data=ROWS, quiet=True)
+    assert [record["reward"] for record in run.trajectories()] == [
+        len(record["response"]) for record in run.trajectories()
+    ]
+
+
+def test_sections_and_dotted_keys_change_a_recipe(tmp_path: Path, tiny_model: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe(tmp_path, tiny_model, data={"train": {"path": "arithmetic:addition"}})))
+    loaded = corral.load_recipe(path, schedule={"steps": 7}, **{"batch.prompts_per_step": 3})
+    assert (loaded.schedule.steps, loaded.batch.prompts_per_step) == (7, 3)
+    assert corral.load_recipe(loaded, seed=5).seed == 5
+    assert corral.plan(loaded).num_steps == 7
+
+
+def test_what_is_wrong_is_an_error_with_a_line_for_each_problem(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(corral.RecipeError) as error:
+        corral.load_recipe(recipe(tmp_path, tiny_model), nonsense=1, schedule={"steps": 0})
+    assert "nonsense" in str(error.value)
+    assert "schedule.steps" in str(error.value)
+    with pytest.raises(corral.UserError, match="must have a parameter `response`"):
+        corral.reward(lambda text: 0.0)
+    with pytest.raises(corral.UserError, match="is not the folder of a run"):
+        corral.Run(tmp_path)
+
+
+def test_it_works_where_an_event_loop_runs_already(tmp_path: Path, tiny_model: Path) -> None:
+    async def cell() -> corral.Run:
+        return corral.train(recipe(tmp_path, tiny_model), reward=length, data=ROWS, quiet=True)
+
+    assert asyncio.run(cell()).metrics.num_rows == 2
+
+
+def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Path) -> None:
+    values = recipe(tmp_path, tiny_model, cluster={"devices_per_node": 2})
+    with pytest.raises(corral.UserError, match="cannot be imported by the workers of a cluster"):
+        corral.train(values, reward=lambda response: 0.0, data=ROWS)
+
+
+def test_a_program_of_its_own_defines_everything_in_one_file(tmp_path: Path, tiny_model: Path) -> None:
+    """What `__main__` defines is not imported again by the processes that run it: that would start another run."""
+    values = recipe(tmp_path, tiny_model)
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(f"""
+        import corral
+        def score(response):
+            return len(response) % 2
+        run = corral.train({values!r}, reward=score, data={ROWS!r}, quiet=True)
+        print(run.metrics.num_rows)
+        """)
+    )
+    result = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.split() == ["2"], result.stderr
+
+
+def test_importing_corral_imports_no_torch() -> None:
+    program = "import corral, sys; corral.Env; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
+
+
+def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
+    values = recipe(tmp_path, tiny_model)
+    run = corral.train(values, reward=length, data=ROWS, quiet=True)
+    rows = [{"prompt": "1 + 1 =", "answer": "2"}]
+    values["data"] = {**values["data"], "train": {"path": "arithmetic:addition"}}
+    metrics = corral.evaluate(values, run.checkpoint, reward=length, validation=rows)
+    assert metrics["validation/mean"] in (0.0, 1.0, 2.0)

@@ -1,0 +1,320 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.data.rows import Row
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Reward
+from corral.rewards.scorer_pool import Score, ScoreCounts, ScorerPool
+
+SCORER_OF_SOURCE = Path(__file__).with_name("scorers.py")
+ROW = Row([{"role": "user", "content": "?"}], "1", "", {})
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., ScorerPool]]:
+    pools: list[ScorerPool] = []
+
+    def make(function: str, **settings: Any) -> ScorerPool:
+        pools.append(ScorerPool(Reward(name=f"{SCORER_OF_SOURCE}:{function}", **settings)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def score_all(pool: ScorerPool, responses: list[str], row: Row = ROW) -> list[Score]:
+    async def score() -> list[Score]:
+        return await asyncio.gather(*(pool.score(response, row) for response in responses))
+
+    return asyncio.run(asyncio.wait_for(score(), timeout=30))
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_built_in_function_scores() -> None:
+    pool = ScorerPool(Reward(name="number", options={"which": "first"}))
+    try:
+        pool.check()
+        assert score_all(pool, ["1 or 2", "2 or 1"]) == [Score(1.0), Score(0.0)]
+    finally:
+        pool.close()
+
+
+def test_two_hundred_calls_at_once_are_all_answered(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("length")
+    responses = ["x" * number for number in range(200)]
+    assert [score.reward for score in score_all(pool, responses)] == [float(number) for number in range(200)]
+    assert pool.counts == ScoreCounts(ok=200)
+
+
+def test_a_pool_works_in_one_event_loop_after_another(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("length")
+    assert [score_all(pool, [text])[0].reward for text in ("a", "bb")] == [1.0, 2.0]
+
+
+def test_an_async_function_scores_with_metrics(make_pool: Callable[..., ScorerPool]) -> None:
+    assert score_all(make_pool("slow_length"), ["a b c"]) == [Score(5.0, metrics={"words": 3.0})]
+
+
+def test_a_large_response_arrives_whole(make_pool: Callable[..., ScorerPool]) -> None:
+    assert score_all(make_pool("length"), ["x" * 5_000_000])[0].reward == 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [("raise", r"RuntimeError: something broke (scorers.py:"), ("exit", "SystemExit: 3 (scorers.py:")],
+)
+def test_a_function_that_raises_costs_one_sample_and_keeps_its_worker(
+    make_pool: Callable[..., ScorerPool], response: str, error: str
+) -> None:
+    pool = make_pool("act", workers=1, on_error=-0.5)
+    [failed, good] = score_all(pool, [response, "fine"])
+    assert failed.reward == -0.5
+    assert failed.error is not None
+    assert failed.error.startswith(error)
+    assert good == Score(1.0)
+    assert pool.counts == ScoreCounts(ok=1, raised=1)
+
+
+@pytest.mark.parametrize(
+    ("response", "how"), [("die", "exit code 7"), ("crash", "signal 11"), ("close everything", "died")]
+)
+def test_a_function_that_dies_costs_one_sample(make_pool: Callable[..., ScorerPool], response: str, how: str) -> None:
+    pool = make_pool("act", workers=1, on_error=-0.5)
+    [failed, good] = score_all(pool, [response, "fine"])
+    assert failed.reward == -0.5
+    assert failed.error is not None
+    assert how in failed.error
+    assert good == Score(1.0)
+    assert pool.counts == ScoreCounts(ok=1, died=1)
+
+
+@pytest.mark.parametrize("response", ["sleep", "hang in C", "spin"])
+def test_a_function_that_hangs_costs_one_sample_and_one_timeout(
+    make_pool: Callable[..., ScorerPool], response: str
+) -> None:
+    pool = make_pool("act", workers=1, timeout_s=1)
+    pool.check()
+    started = time.monotonic()
+    [failed, good] = score_all(pool, [response, "fine"])
+    assert time.monotonic() - started < 5
+    assert failed == Score(0.0, "the reward function took longer than 1 s and was killed")
+    assert good == Score(1.0)
+    assert pool.counts == ScoreCounts(ok=1, timed_out=1)
+
+
+def test_every_kind_of_failure_among_many_calls_costs_only_its_own_sample(
+    make_pool: Callable[..., ScorerPool],
+) -> None:
+    pool = make_pool("act", timeout_s=1)
+    responses = ["fine"] * 60
+    responses[5], responses[20], responses[40], responses[50] = "die", "sleep", "raise", "crash"
+    scores = score_all(pool, responses)
+    assert [score.error is None for score in scores] == [response == "fine" for response in responses]
+    assert pool.counts == ScoreCounts(ok=56, raised=1, timed_out=1, died=2)
+
+
+@pytest.mark.parametrize(
+    ("response", "counts"),
+    [("die", ScoreCounts(died=3)), ("sleep", ScoreCounts(timed_out=3)), ("raise", ScoreCounts(raised=3))],
+)
+def test_what_is_sent_together_fails_one_by_one(
+    make_pool: Callable[..., ScorerPool], response: str, counts: ScoreCounts
+) -> None:
+    pool = make_pool("act", workers=1, timeout_s=0.5)
+    score_all(pool, ["fine"] * 50)  # from now on the function is known to be quick
+    responses = ["fine"] * 50
+    responses[0] = responses[20] = responses[21] = response
+    scores = score_all(pool, responses)
+    assert [score.error is None for score in scores] == [response == "fine" for response in responses]
+    assert pool.counts == replace(counts, ok=97)
+
+
+def test_many_large_responses_arrive_whole_and_those_that_wait_for_room_are_not_late(
+    make_pool: Callable[..., ScorerPool],
+) -> None:
+    pool = make_pool("slow_length", workers=1, timeout_s=0.5)
+    sizes = [400_000 + number for number in range(60)]
+    assert [score.reward for score in score_all(pool, ["x" * size for size in sizes])] == [float(s) for s in sizes]
+
+
+def test_jobs_of_a_slow_function_go_to_whoever_is_free(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("slow_process_id", workers=2)
+    assert wait_until(lambda: len({score.reward for score in score_all(pool, [""] * 4)}) == 2)
+    first, second, *_ = score_all(pool, [""] * 8)
+    assert first.reward != second.reward
+
+
+def test_waiting_in_line_does_not_count_as_running(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("slow_length", workers=1, timeout_s=1)
+    assert all(score.error is None for score in score_all(pool, ["x"] * 120))  # at least 1.2 s in all
+
+
+def test_what_a_function_prints_does_not_disturb(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("act", workers=1)
+    assert score_all(pool, ["print", "fine"]) == [Score(1.0), Score(1.0)]
+
+
+def test_a_row_that_can_not_be_sent_costs_one_sample(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("length")
+    [score] = score_all(pool, ["x"], Row([], "1", "", {"file": sys.stdout.fileno}))
+    assert score.error is not None
+    assert "can't be sent to another process" in score.error
+    assert pool.counts == ScoreCounts(raised=1)
+
+
+def test_a_worker_that_is_killed_while_idle_costs_nothing(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("process_id", workers=1)
+    first = int(score_all(pool, [""])[0].reward)
+    os.kill(first, signal.SIGKILL)
+    assert wait_until(lambda: not is_running(first))
+    second = score_all(pool, [""])[0]
+    assert second.error is None
+    assert int(second.reward) != first
+
+
+def test_workers_do_not_import_the_machine_learning_stack(make_pool: Callable[..., ScorerPool]) -> None:
+    [score] = score_all(make_pool("imported"), [""])
+    assert score.metrics == {"torch": 0, "transformers": 0, "numpy": 0, "pydantic": 0}
+
+
+def test_close_kills_the_workers_and_ends_calls_in_flight(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("act", workers=1)
+    pool.check()
+
+    async def close_during_calls() -> list[Any]:
+        calls = [asyncio.ensure_future(pool.score(response, ROW)) for response in ("sleep", "fine")]
+        await asyncio.sleep(0.1)
+        pool.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    started = time.monotonic()
+    results = asyncio.run(close_during_calls())
+    assert [str(result) for result in results] == [f"{pool.label} is closed"] * 2
+    assert time.monotonic() - started < 3
+
+
+def test_close_ends_calls_that_were_sent_together(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("act", workers=1)
+    score_all(pool, ["fine"] * 50)
+
+    async def close_during_calls() -> list[Any]:
+        calls = [asyncio.ensure_future(pool.score(response, ROW)) for response in ["sleep"] * 50]
+        await asyncio.sleep(0.1)
+        pool.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [str(result) for result in asyncio.run(close_during_calls())] == [f"{pool.label} is closed"] * 50
+
+
+def test_a_cancelled_call_leaves_the_others_alone(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("slow_length", workers=1)
+
+    async def cancel_some() -> list[Score]:
+        calls = [asyncio.ensure_future(pool.score("x", ROW)) for _ in range(20)]
+        await asyncio.sleep(0)
+        for call in calls[::2]:
+            call.cancel()
+        return await asyncio.gather(*calls[1::2])
+
+    assert [score.reward for score in asyncio.run(cancel_some())] == [1.0] * 10
+
+
+def test_what_a_hung_function_started_is_killed_with_it(make_pool: Callable[..., ScorerPool], tmp_path: Path) -> None:
+    pool = make_pool("start_a_child_and_hang", workers=1, timeout_s=1)
+    note = tmp_path / "pids"
+    score_all(pool, ["x"], Row([], str(note), "", {}))
+    for process_id in map(int, note.read_text().split()):
+        assert wait_until(lambda process_id=process_id: not is_running(process_id))  # type: ignore[misc]
+
+
+def test_no_worker_outlives_a_killed_run(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    program = f"""
+import asyncio
+from corral.data.rows import Row
+from corral.recipe.schema import Reward
+from corral.rewards.scorer_pool import ScorerPool
+pool = ScorerPool(Reward(name="{SCORER_OF_SOURCE}:start_a_child_and_hang", timeout_s=1000))
+asyncio.run(pool.score("x", Row([], {str(note)!r}, "", {{}})))
+"""
+    run = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        assert wait_until(lambda: note.exists() and len(note.read_text().split()) == 2, timeout_s=20)
+        worker, grandchild = map(int, note.read_text().split())
+        workers = [child for child in children_of(run.pid) if is_running(child)]
+        assert worker in workers
+        assert len(workers) == 2
+    finally:
+        run.kill()
+        run.wait()
+    assert wait_until(lambda: not any(is_running(child) for child in workers))
+    os.kill(grandchild, signal.SIGKILL)
+
+
+def children_of(process_id: int) -> list[int]:
+    tasks = Path(f"/proc/{process_id}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{SCORER_OF_SOURCE}:lenght", "has no `lenght`; did you mean `length`?"),
+        ("no_such_module_here:score", "there is no module `no_such_module_here`"),
+        ("no_such_file.py:score", "no file .*no_such_file.py"),
+    ],
+)
+def test_a_function_that_can_not_be_loaded_is_an_error_before_training(name: str, message: str) -> None:
+    pool = ScorerPool(Reward(name=name))
+    try:
+        with pytest.raises(UserError, match=message.replace("?", r"\?")):
+            pool.check()
+        with pytest.raises(UserError):
+            score_all(pool, ["x"])
+    finally:
+        pool.close()
+
+
+def test_a_function_whose_import_kills_the_process_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(9)\n")
+    pool = ScorerPool(Reward(name=f"{tmp_path}/deadly.py:score", workers=1))
+    try:
+        with pytest.raises(UserError, match="died 3 times while loading it: it ended with exit code 9"):
+            pool.check()
+    finally:
+        pool.close()
+
+
+def test_an_unknown_name_is_an_error_at_once() -> None:
+    with pytest.raises(UserError, match="did you mean `exact`"):
+        ScorerPool(Reward(name="exat"))
+
+
+def test_a_breakpoint_in_a_reward_function_says_where_it_would_work(make_pool: Callable[..., ScorerPool]) -> None:
+    [score] = score_all(make_pool("stops"), ["any"])
+    assert score.error is not None
+    assert "`corral train --debug`" in score.error

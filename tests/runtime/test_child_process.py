@@ -1,0 +1,116 @@
+"""Child processes: groups that end whole, children that die with their parent, and the shim that records exits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from corral import child_process
+
+
+def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
+    shim = [sys.executable, "-I", "-S", child_process.__file__, str(folder), sys.executable, "-c", program]
+    return subprocess.Popen(shim, stdout=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, program: str) -> int | None:
+    """The exit code as it was written down."""
+    process = begin(folder, f"import os, signal, sys; print(os.getpid(), flush=True); {program}")
+    said, _ = process.communicate(timeout=30)
+    return child_process.read_exit(folder, int(said))
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("pass", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), signal.SIGSEGV)", -11)],
+)
+def test_the_exit_code_is_written_down(tmp_path: Path, program: str, code: int) -> None:
+    assert run(tmp_path, program) == code
+
+
+def test_a_process_that_still_runs_has_none(tmp_path: Path) -> None:
+    assert child_process.read_exit(tmp_path, os.getpid()) is None
+
+
+def test_a_signal_is_passed_on_and_the_outcome_still_known(tmp_path: Path) -> None:
+    process = begin(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.terminate()
+    process.wait(timeout=30)
+    assert child_process.read_exit(tmp_path, pid) == -signal.SIGTERM
+
+
+def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    process = begin(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait(timeout=30)
+    until_ended(pid)
+
+
+def until_ended(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended may still be listed, if nobody waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_exits_are_described() -> None:
+    assert child_process.describe_exit(-9).startswith("was killed by signal 9 (SIGKILL; often out of memory")
+    assert child_process.describe_exit(-15) == "was killed by signal 15 (SIGTERM)"
+    assert child_process.describe_exit(1) == "ended with exit code 1"
+
+
+def test_a_group_is_terminated_with_what_the_child_has_started(tmp_path: Path) -> None:
+    program = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True)"
+    process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    grandchild = int(process.stdout.readline())
+    assert child_process.terminate_group(process, grace_s=10) in (0, -signal.SIGTERM)
+    until_ended(grandchild)
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_its_grace() -> None:
+    program = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert child_process.terminate_group(process, grace_s=0.1) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kind", ["death_signal", "die_with_stdin"])
+def test_a_child_dies_with_its_parent(kind: str) -> None:
+    inside = "from corral.child_process import die_with_stdin; die_with_stdin(); " if kind == "die_with_stdin" else ""
+    child = f"{inside}import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    options = "stdin=subprocess.PIPE" if kind == "die_with_stdin" else "death_signal=signal.SIGKILL"
+    parent = (
+        "import signal, subprocess, sys, time; from corral.child_process import start_child; "
+        f"start_child([sys.executable, '-c', {child!r}], {options}); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait(timeout=30)
+    until_ended(pid)
+
+
+def test_last_lines_leave_out_blank_ones_and_need_no_file(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert child_process.last_lines(log, 2) == []
+    log.write_bytes(b"one\n\n  two\nthree \xff\n\n")
+    assert child_process.last_lines(log, 2) == ["  two", "three \ufffd"]
