@@ -36,6 +36,10 @@ def plain(terms):
     return -terms.logprobs
 
 
+def of_two(terms, options):
+    return -terms.logprobs
+
+
 NOT_A_FUNCTION = 3
 """
 
@@ -254,6 +258,10 @@ def test_a_function_that_was_not_declared_is_expected_to_need_most(load, own):
             "algorithm.loss: `own.py:my_advantage` is declared as an advantage, not as a loss",
         ),
         (["algorithm.loss=own.py:NOT_A_FUNCTION"], "algorithm.loss: `own.py:NOT_A_FUNCTION` is not a function"),
+        (
+            ["algorithm.loss=own.py:of_two"],
+            "algorithm.loss: `own.py:of_two` needs one argument, or to be declared with @corral.loss",
+        ),
         (["algorithm.loss=own.py:mime"], "algorithm.loss: `own.py` has no `mime`; did you mean `mine`?"),
         (["algorithm.loss=nowhere:mine"], "algorithm.loss: there is no module `nowhere` here or among the installed"),
         (
