@@ -158,6 +158,8 @@ def _advantages_of(part: AlgorithmPart[AdvantageDeclaration], batch: RewardedBat
     found = part.declaration.function(batch, part.options)
     if isinstance(found, Advantages):
         return found
+    if part.declaration.needs.critic:
+        raise TypeError(f"{part.name} needs a critic, so it must return Advantages, with the returns to train it on")
     if len(found) == len(batch.groups) != len(batch.mask):
         return _per_sequence(batch, found)
     return _result(batch, found, found)

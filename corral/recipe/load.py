@@ -96,7 +96,7 @@ def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
             continue
         if values[name] is None and key.path[-1] == ANY:
             values[name] = {}  # a name is not nothing
-        elif values[name] is None and not key.optional:
+        elif (values[name] is None and not key.optional) or (key.is_part and values[name] == {"name": None}):
             del values[name]
         elif isinstance(values[name], dict):
             drop_empty_sections(values[name], (*path, name))

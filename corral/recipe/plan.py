@@ -27,13 +27,7 @@ TRANSFERS: dict[TransferKind, str] = {
     "object": "object: through Ray's object store",
     "ipc": "ipc: through memory of the node that trainers and engines map",
 }
-MESH_DIMENSIONS = {
-    "replicate": "replicas",
-    "shard": "shards",
-    "expert": "expert",
-    "context": "context",
-    "tensor": "tensor",
-}
+MESH_NOUNS = {"replicate": "replicas", "shard": "shards", "expert": "expert", "context": "context", "tensor": "tensor"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -265,7 +259,7 @@ def describe_cluster(plan: Plan) -> list[str]:
 
 def describe_mesh(mesh: MeshShape) -> str:
     """`2 shards x 2 tensor`; empty for one device."""
-    sizes = {noun: getattr(mesh, name) for name, noun in MESH_DIMENSIONS.items()}
+    sizes = {noun: getattr(mesh, name) for name, noun in MESH_NOUNS.items()}
     return " x ".join(f"{size} {noun}" for noun, size in sizes.items() if size > 1)
 
 
@@ -277,38 +271,31 @@ def describe_transfer(kind: TransferKind, actor: MeshShape) -> str:
 
 def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     """A title and a text for each line. What is off and rarely used is left out."""
-    advantage, bound = algorithm.advantage.describe(), algorithm.advantage_clip
+    advantage, clip = algorithm.advantage.describe(), algorithm.advantage_clip
+    advantage += "; whitened over the batch" * algorithm.whiten
+    engine, recompute = "those the engine sampled with", "recomputed by the trainer before the first update"
     lines = {
-        "advantage": advantage
-        + ("; whitened over the batch" if algorithm.whiten else "")
-        + ("" if bound is None else f"; within [{-bound:g}, {bound:g}]"),
+        "advantage": advantage if clip is None else f"{advantage}; within [{-clip:g}, {clip:g}]",
         "loss": algorithm.loss.describe(),
         "aggregation": algorithm.aggregation.describe(),
         "KL": describe_kl(algorithm.kl),
-        "old log-probs": "those the engine sampled with"
-        if algorithm.old_logprobs == "engine"
-        else "recomputed by the trainer before the first update",
+        "old log-probs": engine if algorithm.old_logprobs == "engine" else recompute,
         "correction": algorithm.correction.describe(),
     }
-    if algorithm.max_mean_ratio is not None:
-        lines["mean ratio"] = (
-            f"an update with a mean ratio of new to old probability above {algorithm.max_mean_ratio:g} is not made"
-        )
-    if algorithm.reward_clip is not None:
-        lines["rewards"] = f"of a trajectory, within [{-algorithm.reward_clip:g}, {algorithm.reward_clip:g}]"
+    if (limit := algorithm.max_mean_ratio) is not None:
+        lines["mean ratio"] = f"an update with a mean ratio of new to old probability above {limit:g} is not made"
+    if (bound := algorithm.reward_clip) is not None:
+        lines["rewards"] = f"of a trajectory, within [{-bound:g}, {bound:g}]"
     if algorithm.entropy_coefficient:
         lines["entropy"] = f"bonus with coefficient {algorithm.entropy_coefficient:g}"
     if algorithm.llds_coefficient:
         lines["LLDS"] = f"penalty with coefficient {algorithm.llds_coefficient:g} on good samples becoming less likely"
     if algorithm.dynamic_sampling:
-        lines["dynamic sampling"] = (
-            f"zero-variance groups are replaced by other prompts, in up to {algorithm.max_rounds} rounds"
-        )
-    if algorithm.overlong_buffer is not None:
-        lines["overlong"] = (
-            f"up to {algorithm.overlong_penalty:g} off the reward in the last {algorithm.overlong_buffer} tokens "
-            "before the limit"
-        )
+        rounds = f"in up to {algorithm.max_rounds} rounds"
+        lines["dynamic sampling"] = f"zero-variance groups are replaced by other prompts, {rounds}"
+    if (buffer := algorithm.overlong_buffer) is not None:
+        penalty = f"up to {algorithm.overlong_penalty:g} off the reward"
+        lines["overlong"] = f"{penalty} in the last {buffer} tokens before the limit"
     return lines
 
 

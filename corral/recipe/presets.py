@@ -8,7 +8,7 @@ declaration of their part, whoever declared it.
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_type_hints
 
@@ -225,13 +225,12 @@ def user_declaration(kind: PartKind, key: str, name: str) -> Declaration:
         return dataclasses.replace(declared, name=name)
     if not callable(function):
         raise UserError(f"{key}: `{name}` is not a function")
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        raise UserError(f"{key}: `{name}` needs one argument, or to be declared with @corral.{kind.noun}") from None
     summary = "a function that declares neither options nor needs"
-    return kind.of_a_user(kind.noun, name, summary, with_options_ignored(function), NoOptions)
-
-
-def with_options_ignored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For a function that was not declared, which has one argument."""
-    return lambda argument, options: function(argument)
+    return kind.of_a_user(kind.noun, name, summary, lambda argument, options: function(argument), NoOptions)
 
 
 def read_options(path: KeyPath, declaration: Declaration, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:

@@ -367,9 +367,9 @@ def test_a_statistic_over_the_batch_is_refused_where_it_was_not_declared(name: s
 def seen_by(needs: Needs) -> RewardedBatch:
     seen: list[RewardedBatch] = []
 
-    def function(batch: RewardedBatch, options: NoOptions) -> torch.Tensor:
+    def function(batch: RewardedBatch, options: NoOptions) -> Advantages:
         seen.append(batch)
-        return batch.rewards
+        return Advantages(batch.token_rewards, batch.token_rewards)
 
     batch = outcome_batch([1.0, 0.0])
     full = replace(batch, values=batch.token_rewards, baselines=batch.token_rewards)
@@ -392,3 +392,9 @@ def test_an_estimator_may_return_one_number_for_each_trajectory() -> None:
         groups=torch.tensor([0, 1]),
     )
     assert compute_advantages(with_options(declared), batch).advantages.tolist() == [2.0, 2.0, 0.0, 1.0]
+
+
+def test_an_estimator_with_a_critic_says_what_to_train_it_on() -> None:
+    declared = AdvantageDeclaration("advantage", "", "", lambda batch, options: batch.rewards, needs=Needs(critic=True))
+    with pytest.raises(TypeError, match="must return Advantages"):
+        compute_advantages(with_options(declared), outcome_batch([1.0, 0.0]))

@@ -1,5 +1,7 @@
 """Losses, advantages and the other parts that a recipe chooses by name: short and long forms, options, a user's own."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,10 @@ def my_advantage(batch, options):
 
 
 def plain(terms):
+    return -terms.logprobs
+
+
+def of_two(terms, options):
     return -terms.logprobs
 
 
@@ -254,6 +260,10 @@ def test_a_function_that_was_not_declared_is_expected_to_need_most(load, own):
             "algorithm.loss: `own.py:my_advantage` is declared as an advantage, not as a loss",
         ),
         (["algorithm.loss=own.py:NOT_A_FUNCTION"], "algorithm.loss: `own.py:NOT_A_FUNCTION` is not a function"),
+        (
+            ["algorithm.loss=own.py:of_two"],
+            "algorithm.loss: `own.py:of_two` needs one argument, or to be declared with @corral.loss",
+        ),
         (["algorithm.loss=own.py:mime"], "algorithm.loss: `own.py` has no `mime`; did you mean `mine`?"),
         (["algorithm.loss=nowhere:mine"], "algorithm.loss: there is no module `nowhere` here or among the installed"),
         (
@@ -271,3 +281,9 @@ def test_declaring_a_function_of_a_users_adds_no_name_for_others(load, own):
     parts_of(load, "algorithm.advantage=own.py:my_advantage")
     assert "my_advantage" not in KINDS["algorithm", "advantage"].declared
     assert find_declaration(("algorithm", "loss"), "ppo").name == "ppo"
+
+
+def test_reading_recipes_does_not_import_torch():
+    """It takes seconds, and processes that run rewards do without."""
+    code = "import sys, corral.recipe.load, corral.recipe.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

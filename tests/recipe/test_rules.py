@@ -142,7 +142,7 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         "environment.name=module:Class environment.timeout_s=5 rollout.max_turns=3",
         "logging.trackers=[wandb] logging.project=x",
         "batch.updates_per_step=4 batch.ppo_epochs=2",
-        "algorithm.loss.clip_low=null reference.path=null algorithm.advantage=null",
+        "algorithm.loss.clip_low=null reference.path=null algorithm.advantage=null algorithm.kl.estimator=null",
         "cluster.runtime=local cluster.min_nodes=null",
         "cluster.runtime=ray",
         "cluster.nodes=2 cluster.min_nodes=1",
