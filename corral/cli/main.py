@@ -47,7 +47,7 @@ def train(
     from corral.loop.debug import Debugging
     from corral.loop.train import train as run_training
     from corral.observe.console import Console
-    from corral.recipe.plan import batch_in_words, schedule_in_words
+    from corral.recipe.plan import describe_batch, describe_schedule
 
     debugging = Debugging(debug, post_mortem, insecure)
     asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
@@ -57,7 +57,7 @@ def train(
     for warning in plan.warnings:
         console.warn(warning)
     with debugging.watching(loaded, console):
-        run_training(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console, debugging)
+        run_training(loaded, plan.text(), [*describe_batch(plan), *describe_schedule(plan)], console, debugging)
 
 
 @app.command()
@@ -107,7 +107,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
 ) -> None:
-    """Write a checkpoint's model and tokenizer, without optimiser state, for transformers, vLLM and others."""
+    """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.train.export import export_model
 
     export_model(checkpoint, out, dtype)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimiser.learning_rate=1e-5")
+    list[str] | None, typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -30,7 +30,7 @@ class Value:
     line: int = 0
     unknown: str | None = None
     """The command whose output is in it, or what else only a shell that runs would know."""
-    doubts: tuple[str, ...] = ()
+    recipe_warnings: tuple[str, ...] = ()
 
 
 class Piece(NamedTuple):
@@ -114,7 +114,7 @@ class Scope:
                 value = self.join(pieces, word.line)
                 found.append(doubted(value, lost) if lost else value)
                 lost = []
-            lost += [doubt for value in last for doubt in value.doubts]
+            lost += [doubt for value in last for doubt in value.recipe_warnings]
         if found and lost:
             found[-1] = doubted(found[-1], lost)
         return found
@@ -186,7 +186,7 @@ class Scope:
         if match["program"] == "pwd":
             return Value(".")
         if match["program"] == "date":
-            return Value("", doubts=(f"{self.source}:{line}: what `date` prints is left out",))
+            return Value("", recipe_warnings=(f"{self.source}:{line}: what `date` prints is left out",))
         [word] = list(Lexer(match["rest"], self.source, line).tokens())[:1]
         value = self.joined(word) if isinstance(word, Word) else Value(part.written, unknown=part.what)
         folder, _, name = value.text.rstrip("/").rpartition("/")
@@ -199,7 +199,7 @@ class Scope:
         def lookup(name: str) -> str | None:
             values = self.values.get(name)
             if not values:
-                used.append(Value("", doubts=(self._unset(name, part.expression.line),)))
+                used.append(Value("", recipe_warnings=(self._unset(name, part.expression.line),)))
                 return "0"
             used.append(values[0])
             return values[0].text if values[0].unknown is None else None
@@ -278,8 +278,8 @@ class Scope:
         if part.name in "@*":
             return
         is_known = part.name in self.values or (self.arguments is not None and not NAME.fullmatch(part.name))
-        doubts = () if is_known else (self._unset(part.name, line),)
-        yield Piece(Value("", doubts=doubts), splits=not part.quoted or part.index == "@")
+        recipe_warnings = () if is_known else (self._unset(part.name, line),)
+        yield Piece(Value("", recipe_warnings=recipe_warnings), splits=not part.quoted or part.index == "@")
 
     def _unset(self, name: str, line: int) -> str:
         where = f"{self.source}:{line}: ${name} is"
@@ -300,14 +300,17 @@ class Scope:
     def _trimmed(self, part: Variable, values: Sequence[Value]) -> list[Value]:
         assert part.argument is not None
         pieces = list(self._pieces(part.argument.parts, part.argument.line, in_default=True))
-        pattern, doubts = simple_pattern(pieces), [doubt for piece in pieces for doubt in piece.value.doubts]
+        pattern, recipe_warnings = (
+            simple_pattern(pieces),
+            [doubt for piece in pieces for doubt in piece.value.recipe_warnings],
+        )
         trimmed = []
         for value in values:
             if pattern is None or value.unknown is not None:
                 trimmed.append(Value(part.written, unknown=value.unknown or part.written))
             else:
                 value = replace(value, text=without(value.text, part.operator, *pattern))
-                trimmed.append(doubted(value, doubts) if doubts else value)
+                trimmed.append(doubted(value, recipe_warnings) if recipe_warnings else value)
         return trimmed
 
 
@@ -339,9 +342,11 @@ def join(values: Sequence[Value], line: int) -> Value:
     if len(values) == 1:
         return replace(values[0], line=line)
     unknown = next((value.unknown for value in values if value.unknown is not None), None)
-    doubts = dict.fromkeys(doubt for value in values for doubt in value.doubts)
-    return Value("".join(value.text for value in values), line, unknown, tuple(doubts)[:MOST_DOUBTS])
+    recipe_warnings = dict.fromkeys(doubt for value in values for doubt in value.recipe_warnings)
+    return Value("".join(value.text for value in values), line, unknown, tuple(recipe_warnings)[:MOST_DOUBTS])
 
 
-def doubted(value: Value, doubts: Iterable[str]) -> Value:
-    return replace(value, doubts=tuple(dict.fromkeys((*value.doubts, *doubts)))[:MOST_DOUBTS])
+def doubted(value: Value, recipe_warnings: Iterable[str]) -> Value:
+    return replace(
+        value, recipe_warnings=tuple(dict.fromkeys((*value.recipe_warnings, *recipe_warnings)))[:MOST_DOUBTS]
+    )

@@ -185,8 +185,8 @@ def migrate_source(source: Source, dialect: str | None, defined: Mapping[str, st
     try:
         return finish(config, chosen, source.pitfalls)
     except RecipeError as error:
-        doubts = dict.fromkeys(doubt for word in words for doubt in word.doubts)
-        raise RecipeError([*error.problems, *doubts]) from None
+        recipe_warnings = dict.fromkeys(doubt for word in words for doubt in word.recipe_warnings)
+        raise RecipeError([*error.problems, *recipe_warnings]) from None
 
 
 def split_options(words: Sequence[Value]) -> tuple[dict[str, Value], list[Value]]:
@@ -237,7 +237,7 @@ def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
                 "write the value, or give the variable with --define NAME=VALUE"
             )
             continue
-        source.pitfalls += [doubt for doubt in word.doubts if doubt not in source.pitfalls]
+        source.pitfalls += [doubt for doubt in word.recipe_warnings if doubt not in source.pitfalls]
         key = word.text.partition("=")[0].lstrip("+")
         if key in seen:
             source.pitfalls.append(f"{where}: `{key}` is given twice ({seen[key]}); the last one counts")

@@ -320,14 +320,14 @@ def test_what_the_piece_leaves_out_is_of_rlinfs_example(tmp_path: Path) -> None:
     assert recipe.model.path == "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     assert recipe.model.dtype == "float16"
     assert (recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens) == (1024, 28672 - 1024)
-    assert recipe.optimiser.learning_rate == 2e-5
-    assert recipe.optimiser.betas == (0.9, 0.95)
-    assert (recipe.optimiser.epsilon, recipe.optimiser.weight_decay) == (1e-5, 0.05)
-    assert recipe.optimiser.max_gradient_norm == 0.8
-    assert recipe.optimiser.warmup_steps == 0
+    assert recipe.optimizer.learning_rate == 2e-5
+    assert recipe.optimizer.betas == (0.9, 0.95)
+    assert (recipe.optimizer.epsilon, recipe.optimizer.weight_decay) == (1e-5, 0.05)
+    assert recipe.optimizer.max_gradient_norm == 0.8
+    assert recipe.optimizer.warmup_steps == 0
     assert recipe.environment.reward.options == {"right": 5.0, "wrong": -5.0}
     assert recipe.environment.reward.on_error == -5.0
-    assert recipe.train.offload == ["parameters", "gradients", "optimiser"]
+    assert recipe.train.offload == ["parameters", "gradients", "optimizer"]
     assert recipe.algorithm.old_logprobs == "recompute"
     assert (recipe.schedule.epochs, recipe.checkpoint.every, recipe.seed) == (5, 50, 1234)
 
@@ -407,8 +407,8 @@ def test_a_file_of_today(tmp_path: Path) -> None:
     assert (recipe.checkpoint.every, recipe.checkpoint.at_end, recipe.checkpoint.resume) == (0, False, "auto")
     assert (recipe.logging.trackers, recipe.logging.project) == (["console", "wandb"], "rlinf")
     assert recipe.environment.reward.options == {"right": 1.0, "wrong": -1.0}
-    assert recipe.train.recompute == "full"
-    assert recipe.train.offload == ["parameters", "gradients", "optimiser"]
+    assert recipe.train.gradient_checkpointing
+    assert recipe.train.offload == ["parameters", "gradients", "optimizer"]
     assert plan.algorithm.old_logprobs == "engine"
     assert (plan.algorithm.clip_low, plan.algorithm.clip_high, plan.algorithm.dual_clip) == (0.2, 0.28, 3.0)
     assert plan.algorithm.max_mean_ratio is None
@@ -417,9 +417,9 @@ def test_a_file_of_today(tmp_path: Path) -> None:
 
 def test_of_today_s_file_learning_rates_count_steps(tmp_path: Path) -> None:
     migration = migrated(tmp_path, TODAY)
-    optimiser = migration.recipe.optimiser
-    assert optimiser.warmup_steps == 20 * 4
-    assert (optimiser.schedule, optimiser.min_learning_rate_ratio) == ("cosine", pytest.approx(0.1))
+    optimizer = migration.recipe.optimizer
+    assert optimizer.warmup_steps == 20 * 4
+    assert (optimizer.schedule, optimizer.min_learning_rate_ratio) == ("cosine", pytest.approx(0.1))
     assert status(migration, "actor.lr_sched.lr_warmup_fraction") == "no effect"
     assert status(migration, "algorithm.early_stop_imp_ratio") == "no effect"
 
@@ -483,7 +483,7 @@ def test_one_device_needs_no_cluster() -> None:
     assert "cluster" not in migration.recipe.model_fields_set
     assert plan.as_dict()["cluster"]["runtime"] == "local"
     assert migration.recipe.train.parallel.tensor == 1
-    assert migration.recipe.train.offload == ["optimiser"]
+    assert migration.recipe.train.offload == ["optimizer"]
 
 
 def test_several_processes_of_a_device_are_unsupported() -> None:
@@ -672,10 +672,10 @@ def test_ppo_with_its_critic() -> None:
     migration = read(TABLE, "algorithm.adv_type=gae", "algorithm.group_size=1", "algorithm.gae_lambda=0.95", *critic)
     recipe = migration.recipe
     assert migration.unsupported == []
-    assert planned(migration).algorithm.lam == 0.95
-    assert recipe.critic.optimiser.learning_rate == 2e-5
-    assert recipe.critic.optimiser.schedule == "linear"
-    assert recipe.critic.optimiser.weight_decay == 0.01
+    assert planned(migration).algorithm.gae_lambda == 0.95
+    assert recipe.critic.optimizer.learning_rate == 2e-5
+    assert recipe.critic.optimizer.schedule == "linear"
+    assert recipe.critic.optimizer.weight_decay == 0.01
 
 
 def test_without_a_critic_its_keys_do_nothing() -> None:
@@ -684,23 +684,23 @@ def test_without_a_critic_its_keys_do_nothing() -> None:
     assert planned(migration).algorithm.advantage == "grpo"
 
 
-# --- optimiser
+# --- optimizer
 
 
 def test_warming_up_is_a_share_of_the_decay() -> None:
     migration = read(TABLE, "actor.lr_sched.lr_warmup_fraction=0.285", "actor.lr_sched.lr_decay_iters=662")
-    assert migration.recipe.optimiser.warmup_steps == 188
+    assert migration.recipe.optimizer.warmup_steps == 188
     assert note(migration, "actor.lr_sched.lr_warmup_fraction") == "0.285 of lr_decay_iters 662: 188 updates"
 
 
 def test_warming_up_in_iterations_counts_updates() -> None:
-    assert read(TABLE, "actor.lr_sched.lr_warmup_iters=30").recipe.optimiser.warmup_steps == 30
+    assert read(TABLE, "actor.lr_sched.lr_warmup_iters=30").recipe.optimizer.warmup_steps == 30
 
 
 def test_a_decay_ends_at_its_least() -> None:
     migration = read(TABLE, "actor.lr_sched.lr_decay_style=cosine", "actor.lr_sched.min_lr=2e-6")
-    assert migration.recipe.optimiser.schedule == "cosine"
-    assert migration.recipe.optimiser.min_learning_rate_ratio == pytest.approx(0.1)
+    assert migration.recipe.optimizer.schedule == "cosine"
+    assert migration.recipe.optimizer.min_learning_rate_ratio == pytest.approx(0.1)
 
 
 def test_a_constant_rate_has_no_least() -> None:
@@ -720,7 +720,7 @@ def test_precisions(written: str, expected: str) -> None:
 def test_fsdp_has_no_example_of_megatron_s() -> None:
     recipe = read(TABLE, "actor.training_backend=fsdp").recipe
     assert recipe.train.parallel.tensor == 1
-    assert (recipe.train.offload, recipe.train.recompute) == ([], "none")
+    assert (recipe.train.offload, recipe.train.gradient_checkpointing) == ([], "none")
 
 
 def test_fsdp_in_groups() -> None:
@@ -733,7 +733,7 @@ def test_fsdp_that_does_not_shard() -> None:
     fsdp = ["actor.training_backend=fsdp", "actor.fsdp_config.sharding_strategy=no_shard", "actor.enable_offload=true"]
     migration = read(TABLE, *fsdp)
     assert planned(migration).meshes["actor"].is_whole
-    assert migration.recipe.train.offload == ["optimiser"]
+    assert migration.recipe.train.offload == ["optimizer"]
 
 
 def test_other_ways_to_split_a_model() -> None:

@@ -320,7 +320,7 @@ def test_the_guide_for_two_nodes_reads_on_its_own_and_makes_one_update_of_a_step
     assert recipe.batch.updates_per_step == 1
     assert recipe.rollout.max_turns == 10
     assert recipe.schedule.steps == 100
-    assert recipe.train.recompute == "full"
+    assert recipe.train.gradient_checkpointing
     assert "cluster.placement" not in values(migration)
     note = entry(migration, "actor_train.training_args.gradient_accumulation_steps").outcome.note
     assert "1 x 16 x 4 = 64 trajectories per update, of 64: 1 update per step" in note
@@ -342,7 +342,7 @@ def test_the_guide_for_one_device_keeps_what_it_does_not_say_from_the_demo(writt
     assert recipe.rollout.max_turn_tokens == 64
     assert recipe.algorithm.name == "reinforce_plus_plus"
     assert (recipe.algorithm.reward_clip, recipe.algorithm.advantage_clip) == (20, 10)
-    assert recipe.optimiser.warmup_steps == 10
+    assert recipe.optimizer.warmup_steps == 10
     assert recipe.batch.max_tokens_per_micro_batch == 4096
     plan(migration)
 
@@ -353,8 +353,8 @@ def test_the_guides_train_on_sokoban_and_validate_on_two_games(written: Any) -> 
         "SimpleSokoban": "sokoban",
         "FrozenLake": "frozen_lake",
     }
-    assert recipe.shares("train") == {"SimpleSokoban": 1, "FrozenLake": 0}
-    assert recipe.shares("validation") == {"SimpleSokoban": 1, "FrozenLake": 1}
+    assert recipe.mixing_weights("train") == {"SimpleSokoban": 1, "FrozenLake": 0}
+    assert recipe.mixing_weights("validation") == {"SimpleSokoban": 1, "FrozenLake": 1}
     assert (recipe.data.train.path, recipe.data.train.size) == ("boards", 6400)
     assert recipe.data.validation is not None
     assert recipe.data.validation.size == 16
@@ -372,10 +372,10 @@ def test_a_whole_configuration_of_games_reads_without_the_files_of_roll(written:
     assert (recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt) == (128, 8)
     assert recipe.batch.updates_per_step == 2
     assert recipe.algorithm.name == "grpo"
-    assert recipe.shares("train") == {
+    assert recipe.mixing_weights("train") == {
         "FrozenLake": 128, "SimpleSokoban": 0, "LargerSokoban": 0, "SokobanDifferentGridVocab": 0,
     }  # fmt: skip
-    assert set(recipe.shares("validation").values()) == {256}
+    assert set(recipe.mixing_weights("validation").values()) == {256}
     assert recipe.environments["LargerSokoban"].options["dim_room"] == [10, 10]
     assert recipe.environments["SokobanDifferentGridVocab"].options["grid_vocab"]["box"] == "B"
     assert recipe.cluster.placement == {"actor": "0-3", "rollout": "4-7"}
@@ -400,7 +400,7 @@ def test_a_whole_configuration_of_questions_reads(written: Any) -> None:
     assert recipe.environment.reward.name == "math"
     assert recipe.algorithm.name == "reinforce_plus_plus"
     assert recipe.algorithm.dual_clip == pytest.approx(1.4)
-    assert recipe.train.offload == ["parameters", "optimiser"]
+    assert recipe.train.offload == ["parameters", "optimizer"]
     assert (recipe.validation.temperature, recipe.validation.top_p) == (0.6, 0.6)
     assert not recipe.environments
     plan(migration)
@@ -410,8 +410,8 @@ def test_a_whole_configuration_takes_the_defaults_of_roll_and_not_of_its_demo() 
     recipe = roll("pretrain=model", "adv_estimator=reinforce").recipe
     assert recipe.algorithm.name == "reinforce"
     assert (recipe.algorithm.reward_clip, recipe.algorithm.advantage_clip) == (None, None)
-    assert recipe.optimiser.learning_rate == 5e-5
-    assert recipe.optimiser.warmup_steps == 0
+    assert recipe.optimizer.learning_rate == 5e-5
+    assert recipe.optimizer.warmup_steps == 0
     assert recipe.rollout.temperature == 1
     assert recipe.batch.updates_per_step == 16  # 128 trajectories, 8 at a time
 
@@ -710,16 +710,16 @@ def test_copies_of_a_sharded_model() -> None:
     ],
 )
 def test_activations_are_computed_again_where_the_back_end_would(overrides: tuple[str, ...], expected: str) -> None:
-    assert roll(*overrides).recipe.train.recompute == expected
+    assert roll(*overrides).recipe.train.gradient_checkpointing == expected
 
 
 @pytest.mark.parametrize(
     ("key", "devices", "expected"),
     [
-        ("strategy_config.offload_policy", 4, ["parameters", "gradients", "optimiser"]),
-        ("strategy_config.offload_policy", 1, ["optimiser"]),
-        ("strategy_config.optimizer_cpu_offload", 4, ["optimiser"]),
-        ("is_offload_optimizer_states_in_train_step", 1, ["optimiser"]),
+        ("strategy_config.offload_policy", 4, ["parameters", "gradients", "optimizer"]),
+        ("strategy_config.offload_policy", 1, ["optimizer"]),
+        ("strategy_config.optimizer_cpu_offload", 4, ["optimizer"]),
+        ("is_offload_optimizer_states_in_train_step", 1, ["optimizer"]),
     ],
 )
 def test_what_lives_in_the_memory_of_the_host(key: str, devices: int, expected: list[str]) -> None:
@@ -754,7 +754,7 @@ def test_shares_are_the_groups_of_tags() -> None:
     migration = roll(
         "train_env_manager.tags=[SimpleSokoban, FrozenLake]", "train_env_manager.n_groups=[3, 1]", "eval_steps=0"
     )
-    assert migration.recipe.shares("train") == {"SimpleSokoban": 3, "FrozenLake": 1}
+    assert migration.recipe.mixing_weights("train") == {"SimpleSokoban": 3, "FrozenLake": 1}
     assert migration.recipe.data.validation is None
     plan(migration)
 
@@ -1018,9 +1018,9 @@ def test_a_critic_has_its_own_keys() -> None:
         "reward_pretrain=other", "critic.training_args.learning_rate=1.0e-5",
     )  # fmt: skip
     recipe = migration.recipe
-    assert (recipe.algorithm.lam, recipe.algorithm.gamma) == (0.9, 0.99)
+    assert (recipe.algorithm.gae_lambda, recipe.algorithm.gamma) == (0.9, 0.99)
     assert (recipe.critic.value_clip, recipe.critic.warmup_steps, recipe.critic.path) == (0.2, 5, "other")
-    assert recipe.critic.optimiser.learning_rate == 1e-5
+    assert recipe.critic.optimizer.learning_rate == 1e-5
     assert recipe.algorithm.kl.where is None
     assert "where" in recipe.algorithm.kl.model_fields_set
     plan(migration)
@@ -1177,9 +1177,9 @@ def test_steps_of_no_number_need_passes_over_data() -> None:
 
 
 def test_warming_up_counts_updates_in_both() -> None:
-    assert roll("actor_train.training_args.warmup_steps=7").recipe.optimiser.warmup_steps == 7
+    assert roll("actor_train.training_args.warmup_steps=7").recipe.optimizer.warmup_steps == 7
     ratio = ("actor_train.training_args.warmup_ratio=0.1", "actor_train.training_args.warmup_steps=0")
-    assert roll(*ratio).recipe.optimiser.warmup_ratio == 0.1
+    assert roll(*ratio).recipe.optimizer.warmup_ratio == 0.1
     both = roll("actor_train.training_args.warmup_ratio=0.1")
     assert status(both, "actor_train.training_args.warmup_ratio") == "no effect"
 
@@ -1192,13 +1192,13 @@ def test_schedules_have_their_names(written: str, ours: str | None) -> None:
     migration = roll(f"actor_train.training_args.lr_scheduler_type={written}")
     key = "actor_train.training_args.lr_scheduler_type"
     assert status(migration, key) == ("unsupported" if ours is None else "mapped")
-    assert migration.recipe.optimiser.schedule == (ours or "constant")
+    assert migration.recipe.optimizer.schedule == (ours or "constant")
 
 
 def test_a_constant_schedule_has_no_warm_up_but_in_megatron() -> None:
     constant = "actor_train.training_args.lr_scheduler_type=constant"
-    assert roll(constant).recipe.optimiser.warmup_steps == 0
-    assert roll(constant, "strategy_name=megatron_train").recipe.optimiser.warmup_steps == 10
+    assert roll(constant).recipe.optimizer.warmup_steps == 0
+    assert roll(constant, "strategy_name=megatron_train").recipe.optimizer.warmup_steps == 10
 
 
 def test_the_least_learning_rate_is_a_share() -> None:
@@ -1207,7 +1207,7 @@ def test_the_least_learning_rate_is_a_share() -> None:
         f"{arguments}.lr_scheduler_type=cosine_with_min_lr", f"{arguments}.learning_rate=1.0e-5",
         f"{arguments}.lr_scheduler_kwargs.min_lr=1.0e-6",
     )  # fmt: skip
-    assert migration.recipe.optimiser.min_learning_rate_ratio == pytest.approx(0.1)
+    assert migration.recipe.optimizer.min_learning_rate_ratio == pytest.approx(0.1)
     plan(migration)
 
 

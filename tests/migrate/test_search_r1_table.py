@@ -128,7 +128,7 @@ def test_the_command_for_several_nodes() -> None:
     assert batch["update_sizes"] == [256, 256]
     assert batch["max_trajectory_tokens"] == 2048 + 4096
     assert batch["max_tokens_per_micro_batch"] == 4 * 6144, "64 on 16 devices: 4 on each"
-    assert (recipe.optimiser.warmup_ratio, recipe.critic.optimiser.warmup_ratio) == (0.285, 0.015)
+    assert (recipe.optimizer.warmup_ratio, recipe.critic.optimizer.warmup_ratio) == (0.285, 0.015)
     assert (plan.algorithm.kl_where, plan.algorithm.kl_estimator, plan.algorithm.kl_coefficient) == (
         "reward",
         "k1",
@@ -176,7 +176,7 @@ def test_grpo_updates_once_for_every_256_trajectories() -> None:
     assert "512 prompts x 5: 10 updates" in note(made, f"{ACTOR}.ppo_mini_batch_size")
     assert batch["max_tokens_per_micro_batch"] == 8 * 6144
     assert (plan.algorithm.kl_where, plan.algorithm.kl_estimator) == ("loss", "k3")
-    assert made.recipe.train.offload == ["parameters", "gradients", "optimiser"]
+    assert made.recipe.train.offload == ["parameters", "gradients", "optimizer"]
     assert "critic" not in made.recipe.model_fields_set
     assert status(made, "algorithm.kl_ctrl.kl_coef") == "no effect"
     assert not made.unsupported
@@ -198,11 +198,11 @@ def test_what_search_r1_does_where_nothing_is_said() -> None:
     assert recipe.algorithm.entropy_coefficient == 0.001
     assert plan.algorithm.kl_where == "reward"
     assert plan.algorithm.dual_clip is None
-    assert recipe.train.recompute == "none"
+    assert recipe.train.gradient_checkpointing == "none"
     assert (recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens) == (256, 512)
     assert recipe.batch.max_tokens_per_micro_batch == 8 * 768, "64 on 8 devices"
     assert recipe.environment.options["retriever"] == "http://127.0.0.1:8000/retrieve"
-    assert recipe.optimiser.weight_decay == 0.01
+    assert recipe.optimizer.weight_decay == 0.01
 
 
 def test_kl_is_in_the_reward_or_in_the_loss() -> None:
@@ -390,7 +390,7 @@ CONFIG: dict[str, Any] = {
     "reranker": {"do_rerank": False, "url": "http://127.0.0.1:8000/rerank", "topk": 3},
     "algorithm": {
         "gamma": 1.0,
-        "lam": 1.0,
+        "gae_lambda": 1.0,
         "adv_estimator": "gae",
         "no_think_rl": False,
         "kl_penalty": "kl",

@@ -358,7 +358,7 @@ TODAY: dict[str, Any] = {
         },
         "_target_": "AlgoConfig",
         "gamma": 1.0,
-        "lam": 1.0,
+        "gae_lambda": 1.0,
         "adv_estimator": "gae",
         "norm_adv_by_std_in_grpo": True,
         "filter_groups": {
@@ -457,7 +457,7 @@ def test_a_whole_configuration_of_today_says_what_its_defaults_say(tmp_path: Pat
     for part in ("batch", "schedule", "algorithm", "placement", "mesh", "cluster"):
         assert plans[0][part] == plans[1][part]
     assert whole.recipe.validation == short.recipe.validation
-    assert whole.recipe.optimiser == short.recipe.optimiser
+    assert whole.recipe.optimizer == short.recipe.optimizer
     assert whole.recipe.critic == short.recipe.critic
     assert whole.recipe.logging.runs == short.recipe.logging.runs
 
@@ -469,7 +469,7 @@ def test_changes_to_a_whole_configuration_count(tmp_path: Path) -> None:
     plan = make_plan(made.recipe)
     assert (plan.algorithm.advantage, plan.recipe.batch.samples_per_prompt) == ("grpo", 8)
     assert plan.recipe.batch.max_tokens_per_micro_batch == 2048
-    assert plan.recipe.optimiser.max_gradient_norm == 0.5
+    assert plan.recipe.optimizer.max_gradient_norm == 0.5
     assert not made.unsupported
 
 

@@ -154,7 +154,7 @@ def test_the_command_for_amd_and_slurm() -> None:
     assert batch["prompts"] == 1024
     assert batch["update_sizes"] == [256] * 4
     assert batch["max_tokens_per_micro_batch"] == 8 * 2048
-    assert made.recipe.train.recompute == "full", "the last of two values counts"
+    assert made.recipe.train.gradient_checkpointing, "the last of two values counts"
     assert made.recipe.checkpoint.every == 0
     assert not made.unsupported
     assert len(made.entries) == len(SLURM) - 1
@@ -191,11 +191,11 @@ def test_what_verl_does_where_nothing_is_said() -> None:
     assert recipe.batch.updates_per_step == 4
     assert (recipe.cluster.nodes, recipe.cluster.devices_per_node) == (1, 8)
     assert (recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens) == (512, 512)
-    assert recipe.optimiser.weight_decay == recipe.critic.optimiser.weight_decay == 0.01
+    assert recipe.optimizer.weight_decay == recipe.critic.optimizer.weight_decay == 0.01
     assert recipe.algorithm.dual_clip == 3
     assert recipe.algorithm.kl.where is None
     assert "where" in recipe.algorithm.kl.model_fields_set
-    assert recipe.train.recompute == "full"
+    assert recipe.train.gradient_checkpointing
     assert recipe.schedule.epochs == 30
     assert recipe.data.validation is None
     assert recipe.data.answer_key == "reward_model.ground_truth"
@@ -276,21 +276,21 @@ def test_what_is_offloaded() -> None:
         return list(migrated(*overrides).recipe.train.offload)
 
     assert offload(f"{ACTOR}.fsdp_config.param_offload=True") == ["parameters", "gradients"]
-    assert offload(f"{ACTOR}.fsdp_config.optimizer_offload=True") == ["optimiser"]
+    assert offload(f"{ACTOR}.fsdp_config.optimizer_offload=True") == ["optimizer"]
     assert offload(f"{ACTOR}.fsdp_config.grad_offload=true") == ["parameters", "gradients"]
-    assert offload("critic.model.fsdp_config.optimizer_offload=True") == ["optimiser"]
+    assert offload("critic.model.fsdp_config.optimizer_offload=True") == ["optimizer"]
     assert offload(*GRPO, "critic.fsdp.optimizer_offload=True") == []
     assert offload(f"{ACTOR}.megatron.param_offload=True", "critic.fsdp.optimizer_offload=True") == [
         "parameters",
         "gradients",
-        "optimiser",
+        "optimizer",
     ]
 
 
 def test_one_device_keeps_its_parameters() -> None:
     key = f"{ACTOR}.fsdp_config.param_offload"
     made = migrated("trainer.n_gpus_per_node=1", f"{key}=True", f"{ACTOR}.fsdp_config.optimizer_offload=True")
-    assert made.recipe.train.offload == ["optimiser"]
+    assert made.recipe.train.offload == ["optimizer"]
     assert status(made, key) == "unsupported"
 
 
@@ -449,9 +449,9 @@ def test_sapo_and_dro_have_numbers_of_their_own() -> None:
 
 
 def test_discounts_count_where_they_are_read() -> None:
-    both = ("algorithm.gamma=0.99", "algorithm.lam=0.95")
+    both = ("algorithm.gamma=0.99", "algorithm.gae_lambda=0.95")
     algorithm = planned(*both).algorithm
-    assert (algorithm.gamma, algorithm.lam) == (0.99, 0.95)
+    assert (algorithm.gamma, algorithm.gae_lambda) == (0.99, 0.95)
     assert status(migrated(*GRPO, *both), "algorithm.gamma") == "no effect"
 
 
@@ -535,7 +535,7 @@ def test_corrections_that_corral_lacks() -> None:
     assert "such as 2.0" in problem
 
 
-# --- optimisers
+# --- optimizers
 
 
 def test_warm_up_in_steps_counts_updates_here() -> None:
@@ -546,8 +546,8 @@ def test_warm_up_in_steps_counts_updates_here() -> None:
         f"{ACTOR}.ppo_mini_batch_size=256",
         f"{ACTOR}.ppo_epochs=2",
     )
-    assert made.recipe.optimiser.warmup_steps == 10 * 4 * 2
-    assert made.recipe.optimiser.warmup_ratio is None
+    assert made.recipe.optimizer.warmup_steps == 10 * 4 * 2
+    assert made.recipe.optimizer.warmup_ratio is None
     assert "80 updates" in note(made, f"{ACTOR}.optim.lr_warmup_steps")
 
 
@@ -557,25 +557,25 @@ def test_warm_up_as_a_share_stays_one() -> None:
         f"{ACTOR}.optim.lr_warmup_steps=-1",
         "critic.optim.lr_warmup_steps_ratio=0.015",
     ).recipe
-    assert (recipe.optimiser.warmup_ratio, recipe.critic.optimiser.warmup_ratio) == (0.285, 0.015)
+    assert (recipe.optimizer.warmup_ratio, recipe.critic.optimizer.warmup_ratio) == (0.285, 0.015)
 
 
 @pytest.mark.parametrize("key", ["warmup_style", "lr_scheduler_type", "lr_decay_style"])
 def test_schedules_of_all_versions(key: str) -> None:
     recipe = migrated(f"{ACTOR}.optim.{key}=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1").recipe
-    assert (recipe.optimiser.schedule, recipe.optimiser.min_learning_rate_ratio) == ("cosine", 0.1)
+    assert (recipe.optimizer.schedule, recipe.optimizer.min_learning_rate_ratio) == ("cosine", 0.1)
 
 
 def test_a_floor_in_learning_rate_becomes_a_share() -> None:
     recipe = migrated(
         f"{ACTOR}.optim.lr_decay_style=linear", f"{ACTOR}.optim.min_lr=1e-7", f"{ACTOR}.optim.lr=2e-6"
     ).recipe
-    assert recipe.optimiser.min_learning_rate_ratio == pytest.approx(0.05)
+    assert recipe.optimizer.min_learning_rate_ratio == pytest.approx(0.05)
     constant = migrated(f"{ACTOR}.optim.min_lr_ratio=0.1")
     assert status(constant, f"{ACTOR}.optim.min_lr_ratio") == "no effect"
 
 
-def test_numbers_of_the_optimiser() -> None:
+def test_numbers_of_the_optimizer() -> None:
     recipe = migrated(
         f"{ACTOR}.optim.betas=[0.9,0.95]",
         f"{ACTOR}.optim.weight_decay=0.1",
@@ -585,14 +585,14 @@ def test_numbers_of_the_optimiser() -> None:
         "critic.cliprange_value=0.2",
         "+actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6",
     ).recipe
-    assert recipe.optimiser.betas == (0.9, 0.95)
-    assert (recipe.optimiser.weight_decay, recipe.optimiser.epsilon) == (0.1, 1e-6)
-    assert recipe.optimiser.max_gradient_norm == 0.5
-    assert recipe.critic.optimiser.max_gradient_norm == 0.3
+    assert recipe.optimizer.betas == (0.9, 0.95)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.epsilon) == (0.1, 1e-6)
+    assert recipe.optimizer.max_gradient_norm == 0.5
+    assert recipe.critic.optimizer.max_gradient_norm == 0.3
     assert recipe.critic.value_clip == 0.2
 
 
-def test_other_optimisers_are_not_there() -> None:
+def test_other_optimizers_are_not_there() -> None:
     for override in ("optimizer=SGD", "optimizer_impl=torchao.optim", "lr_scheduler_type=wsd"):
         assert migrated(f"{ACTOR}.optim.{override}").unsupported
 
@@ -879,7 +879,7 @@ def test_keys_that_nobody_knows_are_told_with_the_nearest() -> None:
         (f"{ACTOR}.optim.betas=0.9", "should be two numbers"),
         ("trainer.resume_mode=maybe", "should be auto, disable or resume_path"),
         (f"{ACTOR}.loss_agg_mode=mean", "should be one of token-mean"),
-        ("algorithm.lam=2", "algorithm.lam=2"),
+        ("algorithm.gae_lambda=2", "algorithm.gae_lambda=2"),
     ],
 )
 def test_wrong_values_are_told_in_words(override: str, words: str) -> None:
@@ -967,7 +967,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "algorithm.kl_ctrl.type": st.sampled_from(["fixed", "adaptive"]),
     "algorithm.kl_ctrl.target_kl": st.floats(0.01, 1),
     "algorithm.gamma": st.floats(0.1, 1),
-    "algorithm.lam": st.floats(0.1, 1),
+    "algorithm.gae_lambda": st.floats(0.1, 1),
     "algorithm.norm_adv_by_std_in_grpo": st.booleans(),
     "algorithm.filter_groups.enable": st.booleans(),
     "algorithm.filter_groups.max_num_gen_batches": st.integers(-1, 20),

@@ -25,7 +25,7 @@ from corral.rewards.pool import ScorerPool
 
 TIGHT = 0.9
 SMALLER = (
-    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.recompute` or a smaller "
+    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.gradient_checkpointing` or a smaller "
     "`batch.max_tokens_per_micro_batch`"
 )
 NUM_ROWS = 4

@@ -9,7 +9,7 @@ from corral.migrate.rlinf import (
     data,
     devices,
     model,
-    optimiser,
+    optimizer,
     run,
 )
 from corral.migrate.rlinf.facts import area
@@ -25,7 +25,7 @@ TABLE = Table(
         *algorithm.ROWS,
         *data.ROWS,
         *model.ROWS,
-        *optimiser.ROWS,
+        *optimizer.ROWS,
         *area("profile_data", "it is for RLinf's placement tuner"),
         *area("hydra", "Hydra's own"),
     ),

@@ -225,7 +225,7 @@ ROWS = (
     turned("algorithm.normalize_advantages", truth, whitening, True),
     lacking("algorithm.loss_scales", "agents and turns have no shares of the loss: all tokens weigh the same"),
     turned("algorithm.gamma", number, of_gae("algorithm.gamma")),
-    turned("algorithm.gae_lambda", number, of_gae("algorithm.lam")),
+    turned("algorithm.gae_lambda", number, of_gae("algorithm.gae_lambda")),
     turned("algorithm.value_clip", number, of_gae("critic.value_clip")),
     turned("algorithm.critic_warmup_steps", whole, of_gae("critic.warmup_steps")),
     turned("critic.use_critic_model", truth, critic_model),

@@ -9,7 +9,7 @@ from typing import Any
 
 from corral.migrate.table import Convert, Kind, Reading, Row, anything, needless, same, turned, unsupported
 
-ACTOR_OPTIMISER = {
+ACTOR_OPTIMIZER = {
     "lr": 2e-5,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
@@ -19,7 +19,7 @@ ACTOR_OPTIMISER = {
     "lr_decay_iters": 10,
     "lr_warmup_fraction": 0.01,
 }
-CRITIC_OPTIMISER = {
+CRITIC_OPTIMIZER = {
     "lr": 1e-5,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
@@ -67,7 +67,7 @@ DEFAULTS: dict[str, Any] = {
     "reward.reward_min_val": -1.0,
     **{
         f"{role}.{'lr_sched' if key.startswith('lr_') else 'optim'}.{key}": value
-        for role, section in (("actor", ACTOR_OPTIMISER), ("critic", CRITIC_OPTIMISER))
+        for role, section in (("actor", ACTOR_OPTIMIZER), ("critic", CRITIC_OPTIMIZER))
         for key, value in section.items()
     },
     **{

@@ -103,7 +103,7 @@ def precision(reading: Reading, given: Given) -> Outcome:
     own, ours = a_precision(given), dtype_of(reading)
     note = f"{show(given.value)}, here {ours}"
     if own != ours:
-        note = f"{show(given.value)}, but computed in {ours}; the optimiser has float32 copies"
+        note = f"{show(given.value)}, but computed in {ours}; the optimizer has float32 copies"
     return converted({"model.dtype": ours}, note)
 
 
@@ -165,7 +165,7 @@ def sharding(reading: Reading, given: Given) -> Outcome:
         return converted(ours, f"no_shard: {count} whole copies")
     if given.value == "hybrid_shard":
         return converted(hybrid_shards(reading), "groups of devices with a copy each")
-    return built_in("parameters, gradients and optimiser are sharded over all devices")
+    return built_in("parameters, gradients and optimizer are sharded over all devices")
 
 
 def hybrid_shards(reading: Reading) -> dict[str, int]:
@@ -188,15 +188,15 @@ def shard_group(reading: Reading, given: Given) -> Outcome:
 def offloading(reading: Reading, given: Given) -> Outcome:
     """The keys of all parts say the same list."""
     if not is_fsdp(reading):
-        keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimiser": "offload_optimizer"}
+        keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimizer": "offload_optimizer"}
         parts = [part for part, key in keys.items() if said(reading, f"actor.{key}")]
     elif given.key.endswith(("enable_offload", "cpu_offload")):
         everything = reading["actor.enable_offload"] and not devices_of(reading).disaggregated
         weights = everything or reading["actor.fsdp_config.cpu_offload"]
-        parts = ["parameters", "gradients"] * bool(weights) + ["optimiser"] * bool(everything)
+        parts = ["parameters", "gradients"] * bool(weights) + ["optimizer"] * bool(everything)
     else:
         return no_effect("only Megatron's trainer reads it")
-    kept = [part for part in parts if part == "optimiser" or is_sharded(reading)]
+    kept = [part for part in parts if part == "optimizer" or is_sharded(reading)]
     note = "" if kept == parts else "parameters and gradients stay: the model is not sharded"
     return mapped("train.offload", kept, note)
 
@@ -214,7 +214,7 @@ def recompute(reading: Reading, given: Given) -> Outcome:
     if is_fsdp(reading):
         return no_effect("only Megatron's trainer reads it")
     if given.value == "full":
-        return mapped("train.recompute", "full", "in all layers")
+        return mapped("train.gradient_checkpointing", "full", "in all layers")
     return built_in("off" if given.value is None else "attention's scores are never kept")
 
 
@@ -223,7 +223,7 @@ def checkpointing(reading: Reading, given: Given) -> Outcome:
         return no_effect("only FSDP's trainer reads it")
     if not given.value:
         return built_in("off")
-    return converted({"train.recompute": "full"}, "true: activations are computed again in all layers")
+    return converted({"train.gradient_checkpointing": "full"}, "true: activations are computed again in all layers")
 
 
 ROWS = (

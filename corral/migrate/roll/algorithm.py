@@ -195,9 +195,9 @@ def gamma(reading: Reading, given: Given) -> Outcome:
     return unsupported(f"{name} does not discount")
 
 
-def lam(reading: Reading, given: Given) -> Outcome:
+def gae_lambda(reading: Reading, given: Given) -> Outcome:
     if uses_critic(reading):
-        return mapped("algorithm.lam", taken(reading, "lambd"))
+        return mapped("algorithm.gae_lambda", taken(reading, "lambd"))
     return no_effect("it belongs to gae")
 
 
@@ -241,7 +241,7 @@ ROWS = [
     turned("step_reward_weight", number, turn_weight, 1.0),
     turned("episode_reward_weight", number, turn_weight, 1.0),
     turned("gamma", share, gamma),
-    turned("lambd", share, lam, 0.95),
+    turned("lambd", share, gae_lambda, 0.95),
     turned("reward_clip", amount, reward_clip, 20.0),
     turned(
         "advantage_clip",

@@ -198,5 +198,5 @@ ROWS = [
     lacking("use_reward_scaling", "rewards are not scaled"),
     needless("use_reward_norm", "it belongs to `use_reward_scaling`"),
     lacking("add_len_reward", "length is not rewarded"),
-    lacking("l2", "`optimiser.weight_decay` is there instead"),
+    lacking("l2", "`optimizer.weight_decay` is there instead"),
 ]  # fmt: skip

@@ -170,7 +170,7 @@ def context(reading: Reading, given: Given) -> Outcome:
 def recompute(reading: Reading, given: Given) -> Outcome:
     """ROLL's other back ends have another key for it."""
     if given.value == "full":
-        return mapped("train.recompute", "full")
+        return mapped("train.gradient_checkpointing", "full")
     if given.value in (None, "selective"):
         return built_in("attention is computed again in the backward pass anyway")
     raise ValueError("should be full or selective")
@@ -180,7 +180,7 @@ def checkpointing(reading: Reading, given: Given) -> Outcome:
     if reading["actor_train.strategy_args.strategy_name"] == "megatron_train":
         return no_effect("with megatron_train `recompute_granularity` says it")
     is_on = not taken(reading, "actor_train.model_args.disable_gradient_checkpointing")
-    return mapped("train.recompute", "full" if is_on else "none")
+    return mapped("train.gradient_checkpointing", "full" if is_on else "none")
 
 
 def offload(reading: Reading, given: Given) -> Outcome:
@@ -196,11 +196,11 @@ def offloaded(reading: Reading) -> list[str]:
     device = reading[f"{STRATEGY}.zero_optimization.offload_param.device"]
     all_of_it = bool(reading[f"{STRATEGY}.offload_policy"])
     keys = ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload")
-    optimiser = all_of_it or any(reading[key] for key in keys)
-    optimiser |= reading[f"{STRATEGY}.zero_optimization.offload_optimizer.device"] in ("cpu", "nvme")
+    optimizer = all_of_it or any(reading[key] for key in keys)
+    optimizer |= reading[f"{STRATEGY}.zero_optimization.offload_optimizer.device"] in ("cpu", "nvme")
     parts = ["parameters"] * (is_sharded and (all_of_it or device in ("cpu", "nvme")))
     parts += ["gradients"] * (is_sharded and all_of_it)
-    return parts + ["optimiser"] * bool(optimiser)
+    return parts + ["optimizer"] * bool(optimizer)
 
 
 def trainer(reading: Reading, given: Given) -> Outcome:
@@ -231,7 +231,7 @@ ROWS = [
     turned(f"{STRATEGY}.expert_model_parallel_size", count, expert, 1),
     turned(f"{STRATEGY}.pipeline_model_parallel_size", count, pipeline, 1),
     needless(f"{STRATEGY}.virtual_pipeline_model_parallel_size", "it belongs to pipeline parallelism"),
-    needless(f"{STRATEGY}.use_distributed_optimizer", "the optimiser is sharded with the model"),
+    needless(f"{STRATEGY}.use_distributed_optimizer", "the optimizer is sharded with the model"),
     turned(f"{STRATEGY}.recompute_granularity", text, recompute),
     turned("actor_train.model_args.disable_gradient_checkpointing", truth, checkpointing, False),
     turned(f"{STRATEGY}.fsdp_size", size, fsdp_size, -1),

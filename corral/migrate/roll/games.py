@@ -54,21 +54,21 @@ OPENING = "{instruction}\nSymbols: {symbols}\nActions: {actions}\n"
 
 
 @dataclass(frozen=True)
-class Played:
+class RolloutResult:
     name: str
     options: Mapping[KeyPath, Any]
 
 
-def behind(reading: Reading, tag: str) -> Played:
+def behind(reading: Reading, tag: str) -> RolloutResult:
     game = game_of(reading, tag)
     if game not in GAMES:
-        return Played(f"my_environments:{tag}", {})
+        return RolloutResult(f"my_environments:{tag}", {})
     options: dict[KeyPath, Any] = {}
     config = config_of(reading, tag, game)
     for key in config:
         options |= as_options(game, key, config)
     options |= texts_of(reading, tag)
-    return Played(game, unlike_ours(game, options))
+    return RolloutResult(game, unlike_ours(game, options))
 
 
 def unlike_ours(game: str, options: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:

@@ -210,7 +210,7 @@ ROWS = [
     turned(f"{TRAINING}.gradient_accumulation_steps", count, updates, 16),
     turned("actor_train.use_dynamic_batching_in_train", truth, dynamic),
     turned("actor_train.max_tokens_per_microbatch_in_train", whole, dynamic),
-    usual("ppo_epochs", "batch.passes", count, 1),
+    usual("ppo_epochs", "batch.ppo_epochs", count, 1),
     needless("batch_adjust_mode", "nothing is copied or left out to fill a batch"),
     turned("sequence_length", count, sequence, 4096),
     turned("prompt_length", count, prompt_length, DEFAULT_PROMPT),

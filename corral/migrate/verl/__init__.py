@@ -32,7 +32,7 @@ from corral.migrate.verl.batch import ACTOR, MODEL, NO_CRITIC, REF, SIZES, has_c
 from corral.migrate.verl.correction import CORRECTIONS
 from corral.migrate.verl.data import DATA, NOT_VALIDATED, REWARDS, SAMPLING, TOOLS, validates
 from corral.migrate.verl.kl import KL, has_reference
-from corral.migrate.verl.optimiser import OPTIMISERS
+from corral.migrate.verl.optimizer import OPTIMIZERS
 from corral.migrate.verl.rows import ALL, NO_REFERENCE, SPEED, TEXT_ONLY
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 from corral.recipe.schema import Checkpoint
@@ -56,8 +56,10 @@ OF_PICTURES = re.compile(r"(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNO
 
 def recompute(reading: Reading, given: Given) -> Outcome:
     if given.value:
-        return converted({"train.recompute": "full"}, "activations are computed again in the backward pass")
-    return converted({"train.recompute": "none"}, "activations are kept for the backward pass")
+        return converted(
+            {"train.gradient_checkpointing": "full"}, "activations are computed again in the backward pass"
+        )
+    return converted({"train.gradient_checkpointing": "none"}, "activations are kept for the backward pass")
 
 
 def dtype(reading: Reading, given: Given) -> Outcome:
@@ -243,7 +245,7 @@ MODELS = (
     provided(same("critic.cliprange_value", "critic.value_clip", number), has_critic, NO_CRITIC),
 )
 
-ROWS = (*TRAINER, *MODELS, *SIZES, *ALGORITHM, *KL, *CORRECTIONS, *OPTIMISERS, *DATA, *SAMPLING, *REWARDS, *TOOLS, *ALL)
+ROWS = (*TRAINER, *MODELS, *SIZES, *ALGORITHM, *KL, *CORRECTIONS, *OPTIMIZERS, *DATA, *SAMPLING, *REWARDS, *TOOLS, *ALL)
 
 ALIASES = {
     "critic.model.fsdp_config.**": "critic.fsdp.**",

@@ -252,7 +252,7 @@ ALGORITHM = (
     turned("algorithm.adv_estimator", text, advantage, "gae"),
     turned("algorithm.norm_adv_by_std_in_grpo", truth, without_deviation, True),
     turned("algorithm.gamma", number, discount("algorithm.gamma", "gae", "reinforce_plus_plus")),
-    turned("algorithm.lam", number, discount("algorithm.lam", "gae")),
+    turned("algorithm.gae_lambda", number, discount("algorithm.gae_lambda", "gae")),
     turned(f"{ACTOR}.policy_loss.loss_mode", text, loss, "vanilla"),
     turned(f"{ACTOR}.clip_ratio", number, clip_both),
     turned(f"{ACTOR}.clip_ratio_low", number, clip("low"), 0.2),

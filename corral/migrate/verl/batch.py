@@ -61,9 +61,9 @@ FSDP_SIZES = (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.veomni.fsdp_size")
 OFFLOADED = {
     "param_offload": ("parameters", "gradients"),
     "grad_offload": ("parameters", "gradients"),
-    "optimizer_offload": ("optimiser",),
-    "offload_policy": ("parameters", "gradients", "optimiser"),
-    "enable_fsdp_offload": ("parameters", "gradients", "optimiser"),
+    "optimizer_offload": ("optimizer",),
+    "offload_policy": ("parameters", "gradients", "optimizer"),
+    "enable_fsdp_offload": ("parameters", "gradients", "optimizer"),
 }
 """Parameters and their gradients go together."""
 
@@ -257,7 +257,7 @@ def offloaded(reading: Reading) -> list[str]:
     places += [f"critic.{engine}" for engine in ("fsdp", *ENGINES[1:])] * has_critic(reading)
     on = [parts for place in places for key, parts in OFFLOADED.items() if reading[f"{place}.{key}"]]
     asked = {part for parts in on for part in parts}
-    can = ("parameters", "gradients", "optimiser") if shards(reading) > 1 else ("optimiser",)
+    can = ("parameters", "gradients", "optimizer") if shards(reading) > 1 else ("optimizer",)
     return [part for part in can if part in asked]
 
 
@@ -267,7 +267,7 @@ def offload(parts: tuple[str, ...]) -> Convert:
             return built_in("off, as in Corral")
         moved = offloaded(reading)
         if not set(parts) & set(moved):
-            return unsupported("every device holds a whole model, of which only the optimiser can be moved out")
+            return unsupported("every device holds a whole model, of which only the optimizer can be moved out")
         return converted({"train.offload": moved}, f"{', '.join(moved)} in the host's memory between their uses")
 
     return convert
@@ -284,7 +284,7 @@ SIZES = (
     same("data.train_batch_size", "batch.prompts_per_step", whole, 1024),
     same(f"{ROLLOUT}.n", "batch.samples_per_prompt", whole, 1),
     turned(f"{ACTOR}.ppo_mini_batch_size", whole, updates, 256),
-    same(f"{ACTOR}.ppo_epochs", "batch.passes", whole, 1),
+    same(f"{ACTOR}.ppo_epochs", "batch.ppo_epochs", whole, 1),
     turned(f"{ACTOR}.use_dynamic_bsz", truth, lambda *_: built_in("micro-batches are filled by tokens"), False),
     turned(MICRO_TOKENS, whole, micro(MICRO_TOKENS), 16384),
     turned(MICRO_PER_DEVICE, whole, micro(MICRO_PER_DEVICE), None),

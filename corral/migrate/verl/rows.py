@@ -221,7 +221,10 @@ ALL = (
         provided(row, has_critic, NO_CRITIC)
         for row in (
             *model_rows("critic.model"),
-            needless("critic.model.enable_gradient_checkpointing", "as `train.recompute` says for actor and critic"),
+            needless(
+                "critic.model.enable_gradient_checkpointing",
+                "as `train.gradient_checkpointing` says for actor and critic",
+            ),
             needless("critic.model.trust_remote_code", "as for the actor's model"),
             needless("critic.model.tokenizer_path", "the tokenizer is the model's"),
             needless("critic.model.custom_chat_template", "the tokenizer is the model's"),

@@ -52,7 +52,7 @@ class Learner:
             self.row("adam_beta2", share, self.betas, 0.999),
             self.row("adam_epsilon", amount, self.plain("epsilon", "adam_epsilon")),
             idle(self.key("max_grad_norm"), "ROLL takes the one at the top, `max_grad_norm`"),
-            only(self.key("optim"), text, ADAMW, "AdamW, as in Corral", "Corral's optimiser is AdamW"),
+            only(self.key("optim"), text, ADAMW, "AdamW, as in Corral", "Corral's optimizer is AdamW"),
         ]
 
     def key(self, name: str) -> str:
@@ -114,8 +114,8 @@ class Learner:
 
 def gradient_norm(reading: Reading, given: Given) -> Outcome:
     if given.value == 0:
-        return converted({"optimiser.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
-    return mapped("optimiser.max_gradient_norm", given.value)
+        return converted({"optimizer.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
+    return mapped("optimizer.max_gradient_norm", given.value)
 
 
 def critic_batch(reading: Reading, given: Given) -> Outcome:
@@ -130,9 +130,9 @@ def critic_batch(reading: Reading, given: Given) -> Outcome:
 
 
 ROWS = [
-    *Learner("actor_train", "optimiser").rows,
+    *Learner("actor_train", "optimizer").rows,
     turned("max_grad_norm", amount, gradient_norm),
-    *Learner("critic", "critic.optimiser").rows,
+    *Learner("critic", "critic.optimizer").rows,
     turned("critic.training_args.per_device_train_batch_size", count, critic_batch),
     turned("critic.training_args.gradient_accumulation_steps", count, critic_batch),
     idle("critic.training_args.num_train_epochs", "`max_steps` ends the training"),

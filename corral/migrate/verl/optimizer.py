@@ -1,4 +1,4 @@
-"""verl's optimisers and learning rates, of actor and critic. Each of verl's engines has a spelling of its own.
+"""verl's optimizers and learning rates, of actor and critic. Each of verl's engines has a spelling of its own.
 
 Learning rates change once a step there, and once an update here.
 """
@@ -115,20 +115,20 @@ def gradient_norm(role: str, ours: str) -> Convert:
 
 
 def override(ours: str) -> Convert:
-    """Arguments of the optimiser's class."""
+    """Arguments of the optimizer's class."""
 
     def convert(reading: Reading, given: Given) -> Outcome:
         name = given.key.rpartition(".")[2]
         if name in ("eps", "adam_eps"):
             return mapped(f"{ours}.epsilon", number(given.value))
         if "offload" in name or name.startswith(("overlap", "use_precision_aware", "fused", "foreach")):
-            return built_in("memory and speed; `train.offload` moves the optimiser out")
+            return built_in("memory and speed; `train.offload` moves the optimizer out")
         return unsupported("AdamW has no other arguments in Corral") if given.value else built_in("off")
 
     return convert
 
 
-def optimiser_rows(role: str, ours: str, learning_rate: float) -> Iterator[Row]:
+def optimizer_rows(role: str, ours: str, learning_rate: float) -> Iterator[Row]:
     optim = f"{role}.optim"
     yield same(f"{optim}.lr", f"{ours}.learning_rate", number, learning_rate)
     yield same(f"{optim}.betas", f"{ours}.betas", pair)
@@ -160,7 +160,7 @@ def optimiser_rows(role: str, ours: str, learning_rate: float) -> Iterator[Row]:
     yield turned(f"{optim}.override_optimizer_config.**", anything, override(ours))
 
 
-OPTIMISERS = (
-    *optimiser_rows(ACTOR, "optimiser", 1e-6),
-    *(provided(row, has_critic, NO_CRITIC) for row in optimiser_rows("critic", "critic.optimiser", 1e-5)),
+OPTIMIZERS = (
+    *optimizer_rows(ACTOR, "optimizer", 1e-6),
+    *(provided(row, has_critic, NO_CRITIC) for row in optimizer_rows("critic", "critic.optimizer", 1e-5)),
 )

@@ -1,4 +1,4 @@
-"""RLinf's optimisers, the actor's and the critic's: Megatron and FSDP have keys of their own for the learning rate."""
+"""RLinf's optimizers, the actor's and the critic's: Megatron and FSDP have keys of their own for the learning rate."""
 
 import math
 
@@ -31,7 +31,7 @@ TORCH_COSINE_END = 1e-6
 """Of `lr_scheduler: torch_cosine`, whatever else is said."""
 
 
-def optimiser_rows(role: str, ours: str) -> tuple[Row, ...]:
+def optimizer_rows(role: str, ours: str) -> tuple[Row, ...]:
     optim, schedule = f"{role}.optim", f"{role}.lr_sched"
 
     def used(convert: Convert) -> Convert:
@@ -150,7 +150,7 @@ def optimiser_rows(role: str, ours: str) -> tuple[Row, ...]:
         turned(f"{optim}.lr_warmup_steps", whole, fsdp(warmup_steps)),
         turned(f"{optim}.lr_warmup_steps_ratio", number, fsdp(warmup_steps_share)),
         only(f"{optim}.num_cycles", number, (0.5,), "half a wave", "the cosine falls once: 0.5"),
-        *area(f"{optim}", "Corral's optimiser shards, scales float16's loss and overlaps by itself"),
+        *area(f"{optim}", "Corral's optimizer shards, scales float16's loss and overlaps by itself"),
         usual(f"{schedule}.lr_decay_style", text, megatron(decay)),
         usual(f"{schedule}.lr_decay_iters", whole, megatron(decay_length)),
         usual(f"{schedule}.lr_warmup_fraction", number, megatron(warmup_share)),
@@ -173,9 +173,9 @@ def same_as_decay(key: str, decay: str) -> Row:
 
 
 ROWS = (
-    *optimiser_rows("actor", "optimiser"),
+    *optimizer_rows("actor", "optimizer"),
     turned("critic.training_backend", text, backend, "megatron"),
     turned("critic.model.model_path", text, critic_path),
-    *optimiser_rows("critic", "critic.optimiser"),
+    *optimizer_rows("critic", "critic.optimizer"),
     needless("critic.**", "the critic is spread, offloaded and computed as the actor is"),
 )
