@@ -214,7 +214,7 @@ def recompute(reading: Reading, given: Given) -> Outcome:
     if is_fsdp(reading):
         return no_effect("only Megatron's trainer reads it")
     if given.value == "full":
-        return mapped("train.gradient_checkpointing", "full", "in all layers")
+        return mapped("train.gradient_checkpointing", True, "in all layers")
     return built_in("off" if given.value is None else "attention's scores are never kept")
 
 
@@ -223,7 +223,7 @@ def checkpointing(reading: Reading, given: Given) -> Outcome:
         return no_effect("only FSDP's trainer reads it")
     if not given.value:
         return built_in("off")
-    return converted({"train.gradient_checkpointing": "full"}, "true: activations are computed again in all layers")
+    return converted({"train.gradient_checkpointing": True}, "true: activations are computed again in all layers")
 
 
 ROWS = (

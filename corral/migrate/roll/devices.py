@@ -170,7 +170,7 @@ def context(reading: Reading, given: Given) -> Outcome:
 def recompute(reading: Reading, given: Given) -> Outcome:
     """ROLL's other back ends have another key for it."""
     if given.value == "full":
-        return mapped("train.gradient_checkpointing", "full")
+        return mapped("train.gradient_checkpointing", True)
     if given.value in (None, "selective"):
         return built_in("attention is computed again in the backward pass anyway")
     raise ValueError("should be full or selective")
@@ -180,7 +180,7 @@ def checkpointing(reading: Reading, given: Given) -> Outcome:
     if reading["actor_train.strategy_args.strategy_name"] == "megatron_train":
         return no_effect("with megatron_train `recompute_granularity` says it")
     is_on = not taken(reading, "actor_train.model_args.disable_gradient_checkpointing")
-    return mapped("train.gradient_checkpointing", "full" if is_on else "none")
+    return mapped("train.gradient_checkpointing", True if is_on else "none")
 
 
 def offload(reading: Reading, given: Given) -> Outcome:

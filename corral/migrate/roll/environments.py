@@ -110,7 +110,7 @@ def partition(reading: Reading, given: Given) -> Outcome:
     part = manager.partition("_")[0]
     if is_rlvr(reading) or (part == "val" and not validates(reading)):
         return no_effect("no games are played for it")
-    name = "share" if part == "train" else "validation_weight"
+    name = "weight" if part == "train" else "validation_weight"
     ours = {path: value for path, value in settings(reading, part).items() if path[-1] == name}
     return converted(ours, shares_in_words(reading, part))
 
@@ -161,7 +161,7 @@ def settings(reading: Reading, part: str) -> dict[KeyPath, Any]:
         own = told(reading, tag) if played.name in GAMES else set()
         found |= {(*base, "options", *path): value for path, value in played.options.items() if path not in own}
         if base[0] == "environments":
-            found[(*base, "share")] = train.get(tag, 0)
+            found[(*base, "weight")] = train.get(tag, 0)
             if validation and validation.get(tag, 0) != train.get(tag, 0):
                 found[(*base, "validation_weight")] = validation.get(tag, 0)
     return found

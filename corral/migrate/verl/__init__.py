@@ -56,10 +56,8 @@ OF_PICTURES = re.compile(r"(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNO
 
 def recompute(reading: Reading, given: Given) -> Outcome:
     if given.value:
-        return converted(
-            {"train.gradient_checkpointing": "full"}, "activations are computed again in the backward pass"
-        )
-    return converted({"train.gradient_checkpointing": "none"}, "activations are kept for the backward pass")
+        return converted({"train.gradient_checkpointing": True}, "activations are computed again in the backward pass")
+    return converted({"train.gradient_checkpointing": False}, "activations are kept for the backward pass")
 
 
 def dtype(reading: Reading, given: Given) -> Outcome:
