@@ -50,7 +50,7 @@ TROUBLE = '''\
 import os
 import time
 
-from corral.envs.built_in.question import QuestionEnv
+from corral.envs.question import QuestionEnv
 from corral.runtime.model_workers import Actor
 
 
@@ -116,9 +116,7 @@ def test_a_process_that_has_ended_is_forgotten(sleeper: "subprocess.Popen[str]")
 
 
 def test_processes_that_do_the_same_are_one_block() -> None:
-    stack = ThreadStack(
-        "corral-worker_0", True, (StackFrame("ActorWorker.step", "runtime/model_workers.py", 118, True),)
-    )
+    stack = ThreadStack("corral-worker_0", True, (StackFrame("ActorWorker.step", "runtime/model_workers.py", 118, True),))
     about = ("worker", "r")
     alike = [ProcessStacks(f"h{own // 4 + 1}", 100 + own, *about, own, ("actor",), (stack,)) for own in range(7)]
     other = ProcessStacks("h2", 107, *about, 7, ("actor",))
@@ -219,9 +217,7 @@ def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Ru
     said = lab.run(1, typed(folder, block("stacks"))).stdout
     controller, workers, rewards = said.strip().split("\n\n")
     assert re.match(r"controller of run stuck: \S+ \(loop/train.py:\d+\), waits\n    h1, pid \d+\n", controller)
-    assert re.match(
-        r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+_exchange \(rewards/worker_process.py", workers
-    )
+    assert re.match(r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+_exchange \(rewards/process.py", workers)
     assert re.search(r"\n    h1, pid \d+; h2, pid \d+\n    reward worker 0\n", workers)
     assert re.match(r"reward function on devices 0-1 of run stuck \(2 alike\): hangs \(trouble.py:12\), waits", rewards)
 

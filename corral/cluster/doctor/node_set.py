@@ -2,7 +2,6 @@
 called again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corral.cluster.doctor.findings import Finding, NodeRef
@@ -76,13 +75,6 @@ class LocalNode(NodeSet):
         self.inspector.close()
 
 
-@dataclass
-class InspectedNode:
-    ref: NodeRef
-    actor: Any
-    port: int  # of its raylet
-
-
 class ClusterNodes(NodeSet):
     """All nodes of the cluster that this process has joined, each with an actor that inspects it.
 
@@ -96,15 +88,16 @@ class ClusterNodes(NodeSet):
         from corral.runtime.nodes import remote_class
 
         super().__init__()
-        self.members: dict[NodeRef, InspectedNode] = {}
+        self.ports = {ref: int(entry["NodeManagerPort"]) for ref, entry in entries.items()}  # of the raylets
+        self.actors: dict[NodeRef, Any] = {}
         for ref, entry in entries.items():
             where = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
-            actor = remote_class(NodeInspector, where, max_concurrency=ACTOR_THREADS).remote(request_for(ref))
-            self.members[ref] = InspectedNode(ref, actor, entry["NodeManagerPort"])
+            kind = remote_class(NodeInspector, where, max_concurrency=ACTOR_THREADS)
+            self.actors[ref] = kind.remote(request_for(ref))
 
     @property
     def refs(self) -> list[NodeRef]:
-        return list(self.members)
+        return list(self.actors)
 
     def call(
         self,
@@ -118,41 +111,41 @@ class ClusterNodes(NodeSet):
         from ray.exceptions import RayError
 
         calls, results = {}, {}
-        for ref, member in list(self.members.items()):
+        for ref, actor in list(self.actors.items()):
             if only is None or ref in only:
                 try:
-                    calls[getattr(member.actor, method.__name__).remote(*arguments(ref))] = member
+                    calls[getattr(actor, method.__name__).remote(*arguments(ref))] = ref
                 except Exception as error:  # what Ray raises here for an actor that it knows to be dead has no class
-                    self._drop(member, first_line(error))
+                    self._drop(ref, first_line(error))
         if not calls:
             return {}
         done, late = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)
         for reference in done:
-            member = calls[reference]
+            ref = calls[reference]
             try:
-                results[member.ref] = ray.get(reference)
+                results[ref] = ray.get(reference)
             except RayError as error:  # its own text and a traceback come before the line that was raised there
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                self._drop(member, lines[-1] if lines else first_line(error))
+                self._drop(ref, lines[-1] if lines else first_line(error))
         for reference in late:
             self._drop(calls[reference], f"it has not answered for {limit_s:g} s")
-        return {ref: results[ref] for ref in self.members if ref in results}
+        return {ref: results[ref] for ref in self.actors if ref in results}
 
-    def _drop(self, member: InspectedNode, why: str) -> None:
+    def _drop(self, ref: NodeRef, why: str) -> None:
         """Leaves a node out, with what can be found from here: whether it takes connections from this node."""
-        del self.members[member.ref]
-        refusal = try_connection(ConnectionTarget(member.ref.address, member.port))
+        del self.actors[ref]
+        refusal = try_connection(ConnectionTarget(ref.address, self.ports[ref]))
         what, fix = f"could not be checked: {why}", "see that the same Corral is installed there"
         if refusal:
-            what += f"; and this node cannot connect to {member.ref.address}:{member.port} ({refusal})"
-            fix = f"open the ports of {member.ref.host} to this node, or see whether it still runs"
-        self.findings.append(Finding("error", "nodes", what, fix, (member.ref,)))
+            what += f"; and this node cannot connect to {ref.address}:{self.ports[ref]} ({refusal})"
+            fix = f"open the ports of {ref.host} to this node, or see whether it still runs"
+        self.findings.append(Finding("error", "nodes", what, fix, (ref,)))
 
     def close(self) -> None:
         import ray
 
-        closing = [member.actor.close.remote() for member in self.members.values()]
+        closing = [actor.close.remote() for actor in self.actors.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
-        for member in self.members.values():
-            ray.kill(member.actor)
+        for actor in self.actors.values():
+            ray.kill(actor)

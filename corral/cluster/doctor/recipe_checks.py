@@ -183,13 +183,11 @@ class RewardCall:
 @dataclass(frozen=True)
 class RewardTrial:
     calls: tuple[RewardCall, ...] = ()
-    load_s: float = 0.0
     error: str = ""  # it could not be loaded
 
 
 def try_reward(environment: Environment, rows: Sequence[Row], max_tokens: int) -> RewardTrial:
     """Scores each row's own answer, and a long reply that is wrong."""
-    began = time.monotonic()
     pool = None
     try:
         if not uses_rewards(environment):
@@ -198,8 +196,7 @@ def try_reward(environment: Environment, rows: Sequence[Row], max_tokens: int) -
         pool = ScorerPool(environment.reward)
         EnvSet({"": environment}, {"": pool}).close()
         pool.check()
-        load_s = time.monotonic() - began
-        return RewardTrial(asyncio.run(score_all(pool, rows, max_tokens)), load_s)
+        return RewardTrial(asyncio.run(score_all(pool, rows, max_tokens)))
     except UserError as error:
         return RewardTrial(error=str(error))
     finally:
