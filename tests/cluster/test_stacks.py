@@ -50,7 +50,7 @@ TROUBLE = '''\
 import os
 import time
 
-from corral.envs.question import QuestionEnv
+from corral.envs.built_in.question import QuestionEnv
 from corral.runtime.model_workers import Actor
 
 
