@@ -4,10 +4,10 @@ from pathlib import Path
 
 from corral.migrate.config import Config, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.table import Entry, Table
+from corral.migrate.table import KeyReport, KeyTable
 
 
-def read(table: Table, *overrides: str, file: Path | None = None) -> Migration:
+def read(table: KeyTable, *overrides: str, file: Path | None = None) -> Migration:
     """A file with changes to it, or changes alone; missing files of `defaults` are done without."""
     config = Config()
     if file is not None:
@@ -17,7 +17,7 @@ def read(table: Table, *overrides: str, file: Path | None = None) -> Migration:
     return migrate(table, config.flat())
 
 
-def entry(migration: Migration, key: str) -> Entry:
+def entry(migration: Migration, key: str) -> KeyReport:
     """What became of a key."""
     [found] = [one for one in migration.entries if one.given.key == key]
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from corral.migrate.interpolation import References
-from corral.migrate.table import Given, show
+from corral.migrate.table import ForeignValue, format_value
 from corral.migrate.values import read_value
 from corral.recipe.document import compose, plain, read_text
 from corral.recipe.errors import RecipeError
@@ -59,10 +59,10 @@ class Config:
     def where(self, path: KeyPath) -> str:
         return next((self.origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.origins), "")
 
-    def flat(self) -> dict[str, Given]:
+    def flat(self) -> dict[str, ForeignValue]:
         """References resolved. Raises a RecipeError with all problems."""
         references = References(self)
-        given: dict[str, Given] = {}
+        given: dict[str, ForeignValue] = {}
         for path, value in leaves((), self.values):
             try:
                 resolved = references.resolve(path, value)
@@ -71,7 +71,7 @@ class Config:
                 continue
             for below, leaf in leaves(path, resolved):
                 key = ".".join(below)
-                given[key] = Given(key, leaf, self.where(below) or ".".join(path), key in self.added)
+                given[key] = ForeignValue(key, leaf, self.where(below) or ".".join(path), key in self.added)
         if self.problems:
             raise RecipeError(dict.fromkeys(self.problems))
         return given
@@ -138,7 +138,7 @@ def add_default(config: Config, path: Path, item: Any, package: KeyPath, around:
         group, names = name.rpartition("/")[0], [name]
     for name in names:
         if not DEFAULT.fullmatch(name):
-            raise RecipeError(f"{path}: `defaults: {show(item)}` is not the name of a file")
+            raise RecipeError(f"{path}: `defaults: {format_value(item)}` is not the name of a file")
         file = find_default(name, path, around)
         if file is None:
             config.missing.append(name)

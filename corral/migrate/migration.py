@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from corral.migrate.table import Entry, Given, Reading, Setting, Table
+from corral.migrate.table import ForeignConfig, ForeignValue, KeyReport, KeyTable, RecipeValue
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, all_keys, dotted, find_key, pattern_of
 from corral.recipe.load import problems_of
@@ -18,23 +18,23 @@ MEANINGFUL_NULLS = {("algorithm", "kl", "where")}
 
 @dataclass(frozen=True)
 class Migration:
-    table: Table
+    table: KeyTable
     recipe: Recipe
-    settings: Mapping[KeyPath, Setting]
+    settings: Mapping[KeyPath, RecipeValue]
     """Of ours, those that differ from our defaults, in the order of the schema."""
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyReport, ...]
     """One for each key that was written."""
     pitfalls: tuple[str, ...] = ()
     """What is wrong around the configuration: in the script that it is from."""
 
     @property
-    def unsupported(self) -> list[Entry]:
+    def unsupported(self) -> list[KeyReport]:
         return [entry for entry in self.entries if entry.outcome.status == "unsupported"]
 
 
-def migrate(table: Table, given: Mapping[str, Given], pitfalls: Iterable[str] = ()) -> Migration:
+def migrate(table: KeyTable, given: Mapping[str, ForeignValue], pitfalls: Iterable[str] = ()) -> Migration:
     """Raises a RecipeError with all that is wrong."""
-    settings, entries = Reading(table, given).read()
+    settings, entries = ForeignConfig(table, given).read()
     chosen = {path: settings[path] for path in in_order(settings) if differs(path, settings[path].value)}
     return Migration(table, validated(chosen), chosen, tuple(entries), tuple(pitfalls))
 
@@ -58,7 +58,7 @@ def in_order(paths: Iterable[KeyPath]) -> list[KeyPath]:
     return sorted(paths, key=lambda path: [place[path[:end]] for end in range(1, len(path) + 1)])
 
 
-def validated(settings: Mapping[KeyPath, Setting]) -> Recipe:
+def validated(settings: Mapping[KeyPath, RecipeValue]) -> Recipe:
     """Problems are told at the foreign key that a value is from."""
     nested = nest({path: setting.value for path, setting in settings.items()})
     try:

@@ -2,10 +2,10 @@
 
 import re
 
-from corral.migrate.table import Given, Outcome, Reading, converted, mapped
+from corral.migrate.table import ForeignConfig, ForeignValue, Outcome, converted, mapped
 
 
-def run_name(reading: Reading, given: Given) -> Outcome:
+def run_name(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = re.sub(r"[^\w.+=,-]+", "-", given.value or "").strip("-.+=,")
     if not name:
         raise ValueError("should name the run")

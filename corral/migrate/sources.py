@@ -11,13 +11,13 @@ from corral.migrate.rlinf import TABLE as RLINF
 from corral.migrate.roll import TABLE as ROLL
 from corral.migrate.search_r1 import TABLE as SEARCH_R1
 from corral.migrate.shell import Command, Value, read_script
-from corral.migrate.table import Table
+from corral.migrate.table import KeyTable
 from corral.migrate.verl import TABLE as VERL
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Recipe
 
-DIALECTS: dict[str, tuple[Table, ...]] = {
+DIALECTS: dict[str, tuple[KeyTable, ...]] = {
     "verl": (VERL, SEARCH_R1),
     "search_r1": (SEARCH_R1,),
     "roll": (ROLL,),

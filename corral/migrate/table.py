@@ -27,7 +27,7 @@ ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
-class Given:
+class ForeignValue:
     key: str
     """As it was written; an old spelling stays one."""
     value: Any
@@ -38,7 +38,7 @@ class Given:
 
     def __str__(self) -> str:
         """On one line, without secrets."""
-        value = "***" if is_secret(self.key) and self.value else one_line(show(self.value))
+        value = "***" if is_secret(self.key) and self.value else one_line(format_value(self.value))
         return f"{self.key}={value if len(value) <= LONGEST_SHOWN else value[: LONGEST_SHOWN - 3] + '...'}"
 
 
@@ -83,7 +83,7 @@ Kind = Callable[[Any], Any]
 """Raises a ValueError that says what it should be."""
 
 
-def whole(value: Any) -> int:
+def integer(value: Any) -> int:
     if not is_finite(value) or value != int(value):
         raise ValueError("a whole number")
     return int(value)
@@ -99,7 +99,7 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def truth(value: Any) -> bool:
+def boolean(value: Any) -> bool:
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     if isinstance(value, str) and value.lower() in words:
         return words[value.lower()]
@@ -111,7 +111,7 @@ def truth(value: Any) -> bool:
 def text(value: Any) -> str:
     if isinstance(value, dict | list):
         raise ValueError("text")
-    return value if isinstance(value, str) else show(value)
+    return value if isinstance(value, str) else format_value(value)
 
 
 def texts(value: Any) -> list[str]:
@@ -119,8 +119,8 @@ def texts(value: Any) -> list[str]:
     return [text(item) for item in (value if isinstance(value, list) else [value])]
 
 
-def wholes(value: Any) -> list[int]:
-    return [whole(item) for item in (value if isinstance(value, list) else [value])]
+def integers(value: Any) -> list[int]:
+    return [integer(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def anything(value: Any) -> Any:
@@ -129,11 +129,11 @@ def anything(value: Any) -> Any:
 
 # --- rows
 
-Convert = Callable[["Reading", Given], Outcome]
+Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     key: str
     """`a.b`; `*` stands for any one name, and `**` at the end for all that is below."""
     kind: Kind
@@ -150,39 +150,39 @@ class Row:
         )
 
 
-def same(key: str, ours: str, kind: Kind, default: Any = ABSENT) -> Row:
-    return Row(key, kind, lambda _, given: mapped(ours, given.value), default)
+def same(key: str, ours: str, kind: Kind, default: Any = ABSENT) -> KeyRow:
+    return KeyRow(key, kind, lambda _, given: mapped(ours, given.value), default)
 
 
-def turned(key: str, kind: Kind, convert: Convert, default: Any = ABSENT) -> Row:
-    return Row(key, kind, convert, default)
+def turned(key: str, kind: Kind, convert: Convert, default: Any = ABSENT) -> KeyRow:
+    return KeyRow(key, kind, convert, default)
 
 
-def needless(key: str, note: str) -> Row:
+def needless(key: str, note: str) -> KeyRow:
     """Whatever its value, Corral does so anyway or decides it by itself."""
-    return Row(key, anything, lambda *_: built_in(note))
+    return KeyRow(key, anything, lambda *_: built_in(note))
 
 
-def idle(key: str, why: str) -> Row:
+def idle(key: str, why: str) -> KeyRow:
     """Nothing reads it over there."""
-    return Row(key, anything, lambda *_: no_effect(why))
+    return KeyRow(key, anything, lambda *_: no_effect(why))
 
 
-def only(key: str, kind: Kind, values: Iterable[Any], note: str, otherwise: str) -> Row:
+def only(key: str, kind: Kind, values: Iterable[Any], note: str, otherwise: str) -> KeyRow:
     """Corral has just these values of it; null counts as one of them."""
     allowed = (*values, None)
-    return Row(key, kind, lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise))
+    return KeyRow(key, kind, lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise))
 
 
-def lacking(key: str, why: str) -> Row:
+def lacking(key: str, why: str) -> KeyRow:
     """Unsupported, unless it is switched off: null, false, 0 or empty."""
-    return Row(key, anything, lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
+    return KeyRow(key, anything, lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
     """In the order in which they are read. A key's row is the one with its very name, else the first that fits it."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings; `a.**` stands for all that is below."""
@@ -195,18 +195,18 @@ class Table:
                 return new[:-2] + key[len(old) - 2 :]
         return key
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> KeyRow | None:
         if key not in self._by_key:
             self._by_key[key] = next((row for row in self._patterns if row.fits(key)), None)
         return self._by_key[key]
 
     @cached_property
-    def _by_key(self) -> dict[str, Row | None]:
+    def _by_key(self) -> dict[str, KeyRow | None]:
         """Those with a name of their own, and what was asked for before."""
         return {row.key: row for row in reversed(self.rows) if "*" not in row.key}
 
     @cached_property
-    def _patterns(self) -> list[Row]:
+    def _patterns(self) -> list[KeyRow]:
         return [row for row in self.rows if "*" in row.key]
 
 
@@ -214,39 +214,39 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyReport:
     """What became of a key: a line of the report."""
 
-    given: Given
+    given: ForeignValue
     outcome: Outcome
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecipeValue:
     """A key of ours and where its value is from."""
 
     value: Any
-    given: Given
+    given: ForeignValue
     outcome: Outcome
 
 
-class Reading:
+class ForeignConfig:
     """A configuration on its way through a table: what conversions ask for the values of other keys."""
 
-    def __init__(self, table: Table, given: Mapping[str, Given]) -> None:
+    def __init__(self, table: KeyTable, given: Mapping[str, ForeignValue]) -> None:
         self.table = table
         self.problems: list[str] = []
-        self.given: dict[str, Given] = {}
-        self.strange: list[Entry] = []
+        self.given: dict[str, ForeignValue] = {}
+        self.strange: list[KeyReport] = []
         for one in given.values():
             self._add(table.canonical(one.key), one)
 
-    def _add(self, key: str, one: Given) -> None:
+    def _add(self, key: str, one: ForeignValue) -> None:
         row = self.table.row(key)
         other = self.given.get(key)
         if row is None and one.added:
             why = f"not in the configuration of {self.table.title} itself: code of yours reads it"
-            self.strange.append(Entry(one, unsupported(why)))
+            self.strange.append(KeyReport(one, unsupported(why)))
         elif row is None:
             near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1, cutoff=0.8)), None))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
@@ -258,12 +258,12 @@ class Reading:
             except (ValueError, OverflowError) as error:
                 self.problem(one, f"should be {error}")
             else:
-                self.given[key] = Given(one.key, value, one.where)
+                self.given[key] = ForeignValue(one.key, value, one.where)
 
     def _known(self) -> list[str]:
         return [row.key for row in self.table.rows] + list(self.table.aliases)
 
-    def problem(self, given: Given, what: str) -> None:
+    def problem(self, given: ForeignValue, what: str) -> None:
         self.problems.append(f"{given.where or self.table.title}: `{given}` {what}")
 
     def __getitem__(self, key: str) -> Any:
@@ -283,28 +283,28 @@ class Reading:
         start = prefix + "."
         return {key[len(start) :]: one.value for key, one in self.given.items() if key.startswith(start)}
 
-    def read(self) -> tuple[dict[KeyPath, Setting], list[Entry]]:
+    def read(self) -> tuple[dict[KeyPath, RecipeValue], list[KeyReport]]:
         """Raises a RecipeError with all that is wrong."""
         outcomes = list(self._outcomes())
-        entries = [*(Entry(one, outcome) for one, outcome in outcomes if one.where), *self.strange]
-        settings: dict[KeyPath, Setting] = {}
+        entries = [*(KeyReport(one, outcome) for one, outcome in outcomes if one.where), *self.strange]
+        settings: dict[KeyPath, RecipeValue] = {}
         for one, outcome in outcomes:
             for path, value in outcome.ours.items():
                 before = settings.get(path)
                 if before is None or (one.where and not before.given.where):
-                    settings[path] = Setting(value, one, outcome)
+                    settings[path] = RecipeValue(value, one, outcome)
                 elif one.where and before.value != value:
                     self.problem(one, f"and {before.given} both say what `{'.'.join(path)}` is, and differ")
         if self.problems:
             raise RecipeError(dict.fromkeys(self.problems))
         return settings, entries
 
-    def _outcomes(self) -> Iterator[tuple[Given, Outcome]]:
-        written = defaultdict[int, list[Given]](list)
+    def _outcomes(self) -> Iterator[tuple[ForeignValue, Outcome]]:
+        written = defaultdict[int, list[ForeignValue]](list)
         for key, one in self.given.items():
             written[id(self.table.row(key))].append(one)
         for row in self.table.rows:
-            unwritten = [] if row.default is ABSENT else [Given(row.key, row.default, "")]
+            unwritten = [] if row.default is ABSENT else [ForeignValue(row.key, row.default, "")]
             for one in written[id(row)] or unwritten:
                 try:
                     yield one, row.convert(self, one)
@@ -327,12 +327,12 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{', '.join(map(show, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {format_value(item)}" for name, item in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)

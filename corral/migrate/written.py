@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from corral.migrate.migration import Migration
-from corral.migrate.table import Entry, Setting, Status, is_secret, one_line, show
+from corral.migrate.table import KeyReport, RecipeValue, Status, format_value, is_secret, one_line
 from corral.recipe.keys import KeyPath
 from corral.recipe.load import RecipeDumper
 from corral.recipe.references import escape_references
@@ -49,7 +49,7 @@ def value_text(value: Any) -> str:
     return written.strip()[1:-1]
 
 
-def comment(setting: Setting, title: str) -> str:
+def comment(setting: RecipeValue, title: str) -> str:
     given, outcome = setting.given, setting.outcome
     if not given.where:
         words = outcome.note or given.key
@@ -73,13 +73,13 @@ def report_text(migration: Migration) -> str:
     return "\n".join(lines)
 
 
-def defaults_of(migration: Migration) -> Iterator[tuple[KeyPath, Setting]]:
+def defaults_of(migration: Migration) -> Iterator[tuple[KeyPath, RecipeValue]]:
     yield from ((path, one) for path, one in migration.settings.items() if not one.given.where)
 
 
-def entry_text(entry: Entry) -> str:
+def entry_text(entry: KeyReport) -> str:
     outcome = entry.outcome
-    ours = ", ".join(f"{'.'.join(path)}: {show(value)}" for path, value in outcome.ours.items())
+    ours = ", ".join(f"{'.'.join(path)}: {format_value(value)}" for path, value in outcome.ours.items())
     return one_line(
         " ".join([str(entry.given), *([f"-> {ours}"] if ours else []), *([f"({outcome.note})"] * bool(outcome.note))])
     )

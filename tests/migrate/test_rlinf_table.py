@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from corral.migrate.config import Config, add_file
 from corral.migrate.migration import Migration
 from corral.migrate.rlinf import TABLE
-from corral.migrate.table import show
+from corral.migrate.table import format_value
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import Plan, make_plan
 
@@ -935,7 +935,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 )
 def test_any_values_give_a_recipe_that_runs_or_a_line_that_says_why(values: dict[str, Any]) -> None:
     with suppress(RecipeError):
-        planned(read(TABLE, *(f"{key}={show(value)}" for key, value in values.items())))
+        planned(read(TABLE, *(f"{key}={format_value(value)}" for key, value in values.items())))
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from corral.migrate.migration import Migration
 from corral.migrate.roll import ALIASES, TABLE
-from corral.migrate.table import Row
+from corral.migrate.table import KeyRow
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import Plan, make_plan
 
@@ -459,7 +459,7 @@ def test_every_alias_leads_to_a_row() -> None:
 
 
 def test_no_row_is_hidden_by_one_before_it() -> None:
-    def plain(row: Row) -> str:
+    def plain(row: KeyRow) -> str:
         return row.key.replace("**", "x").replace("*", "x")
 
     assert [row.key for row in TABLE.rows if TABLE.row(plain(row)) is not row] == []

@@ -14,9 +14,9 @@ from corral.migrate.rlinf import (
 )
 from corral.migrate.rlinf.facts import area
 from corral.migrate.rlinf.model import FSDP
-from corral.migrate.table import Table
+from corral.migrate.table import KeyTable
 
-TABLE = Table(
+TABLE = KeyTable(
     title="RLinf",
     rows=(
         *devices.ROWS,

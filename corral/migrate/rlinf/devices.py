@@ -10,19 +10,19 @@ from typing import Any
 
 from corral.migrate.rlinf.facts import all_of, area, foreign, has_critic, has_kl, said, usual
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
     anything,
     built_in,
     converted,
+    format_value,
     idle,
+    integer,
     lacking,
     mapped,
-    show,
     turned,
     unsupported,
-    whole,
 )
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
@@ -71,17 +71,17 @@ class Devices:
         return self.of("actor") != self.of("rollout")
 
 
-def devices_of(reading: Reading) -> Devices:
-    nodes = min(max(said(reading, "cluster.num_nodes"), 1), MOST_NODES)
+def devices_of(config: ForeignConfig) -> Devices:
+    nodes = min(max(said(config, "cluster.num_nodes"), 1), MOST_NODES)
     spans: dict[str, tuple[int, ...]] = {}
-    for line, written in reading.below("cluster.component_placement").items():
+    for line, written in config.below("cluster.component_placement").items():
         if "." not in line:
             with suppress(ValueError):
                 spans |= dict.fromkeys(components(line), devices_in(written))
     needed = [span for name, span in spans.items() if ROLES.get(name)]
     counted = math.ceil(max((span[-1] + 1 for span in needed if span), default=0) / nodes)
     is_counted = bool(needed) and all(needed)
-    per_node = reading["cluster.num_gpus_per_node"]
+    per_node = config["cluster.num_gpus_per_node"]
     if per_node is None:
         per_node = counted if is_counted else max(counted, GPUS_PER_NODE)
     devices = Devices(nodes, min(max(per_node, 1), MOST_DEVICES_PER_NODE), is_counted, spans)
@@ -106,7 +106,7 @@ def devices_in(written: Any) -> tuple[int, ...]:
 def rank_parts(written: Any) -> list[str]:
     if isinstance(written, list):
         return [str(item) for item in written]
-    return [part for part in show(written).split(",") if part.strip()]
+    return [part for part in format_value(written).split(",") if part.strip()]
 
 
 def has_one_process_each(written: Any) -> bool:
@@ -114,31 +114,31 @@ def has_one_process_each(written: Any) -> bool:
     return all(not colon or len(devices_in(ranks)) == len(devices_in(processes)) for ranks, colon, processes in pairs)
 
 
-def nodes(reading: Reading, given: Given) -> Outcome:
+def nodes(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is not None and not 1 <= given.value <= MOST_NODES:
         raise ValueError("should say how many nodes there are; 0, all that are connected, is not known here")
-    devices = devices_of(reading)
+    devices = devices_of(config)
     if len(devices.everything) == 1:
         return built_in(ONE_DEVICE)
-    if "cluster.num_gpus_per_node" in reading:
+    if "cluster.num_gpus_per_node" in config:
         return mapped("cluster.nodes", devices.nodes)
     source = "as many as the placement needs" if devices.is_counted else "set `cluster.devices_per_node` to yours"
     ours = {"cluster.nodes": devices.nodes, "cluster.devices_per_node": devices.per_node}
     return converted(ours, f"of {devices.per_node} GPUs, which RLinf counts by itself: {source}")
 
 
-def gpus_per_node(reading: Reading, given: Given) -> Outcome:
+def gpus_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is not None and not 1 <= given.value <= MOST_DEVICES_PER_NODE:
         raise ValueError("should be the number of GPUs of each node")
     if given.value is None:
         return built_in("counted by RLinf: see cluster.num_nodes")
-    devices = devices_of(reading)
+    devices = devices_of(config)
     return built_in(ONE_DEVICE) if len(devices.everything) == 1 else mapped("cluster.devices_per_node", given.value)
 
 
-def placement(reading: Reading, given: Given) -> Outcome:
+def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     line = given.key.rpartition(".")[2]
-    names, devices = components(line), devices_of(reading)
+    names, devices = components(line), devices_of(config)
     if strange := [name for name in names if name not in ROLES]:
         return unsupported(f"there is no component {' or '.join(strange)} in Corral")
     own = devices_in(given.value) or devices.everything
@@ -147,7 +147,7 @@ def placement(reading: Reading, given: Given) -> Outcome:
         raise ValueError(f"names device {own[-1]}, and {there}")
     if len(devices.everything) == 1:
         return built_in(ONE_DEVICE)
-    roles = roles_of(reading, names, devices)
+    roles = roles_of(config, names, devices)
     if not roles:
         return built_in(what_is_left(names, own))
     path: KeyPath = ("cluster", "placement", ",".join(roles))
@@ -157,16 +157,16 @@ def placement(reading: Reading, given: Given) -> Outcome:
     ours: dict[KeyPath, Any] = {path: shown}
     if "rollout" in roles and devices.disaggregated:
         ours["schedule", "pipelined"] = True
-        return converted(ours, f"{show(given.value)}, apart from actor: {what_overlaps(reading)}")
+        return converted(ours, f"{format_value(given.value)}, apart from actor: {what_overlaps(config)}")
     if extra := [role for role in roles if role not in map(ROLES.get, names)]:
-        return converted(ours, f"{show(given.value)}, and {' and '.join(extra)} with the actor, as in RLinf")
+        return converted(ours, f"{format_value(given.value)}, and {' and '.join(extra)} with the actor, as in RLinf")
     return mapped(path, shown)
 
 
-def roles_of(reading: Reading, names: list[str], devices: Devices) -> list[str]:
+def roles_of(config: ForeignConfig, names: list[str], devices: Devices) -> list[str]:
     """Ours of a line. Reference and critic are the actor's business over there where they have no line."""
     placed = {ROLES[name] for name in devices.by_component if name in ROLES}
-    wanted = {"actor": True, "rollout": True, "reference": has_kl(reading), "critic": has_critic(reading)}
+    wanted = {"actor": True, "rollout": True, "reference": has_kl(config), "critic": has_critic(config)}
     roles = [role for name in names if (role := ROLES[name]) and wanted[role]]
     if "actor" in roles:
         roles += [role for role in ("reference", "critic") if wanted[role] and role not in placed]
@@ -182,8 +182,8 @@ def what_is_left(names: list[str], own: tuple[int, ...]) -> str:
     return "it needs no device of its own"
 
 
-def what_overlaps(reading: Reading) -> str:
-    updates = said(reading, "algorithm.n_minibatches")
+def what_overlaps(config: ForeignConfig) -> str:
+    updates = said(config, "algorithm.n_minibatches")
     if updates > 1:
         return (
             f"what is played is scored meanwhile, and learnt from when the step is complete (n_minibatches {updates})"
@@ -192,8 +192,8 @@ def what_overlaps(reading: Reading) -> str:
 
 
 ROWS = (
-    usual("cluster.num_nodes", whole, nodes),
-    turned("cluster.num_gpus_per_node", whole, gpus_per_node),
+    usual("cluster.num_nodes", integer, nodes),
+    turned("cluster.num_gpus_per_node", integer, gpus_per_node),
     turned("cluster.component_placement.*", anything, placement),
     foreign("cluster.component_placement.**", "groups of nodes are not told apart: write the devices' numbers"),
     lacking("cluster.node_groups", "nodes are all of one kind"),

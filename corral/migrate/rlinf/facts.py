@@ -7,7 +7,7 @@ that it is a piece of, RLinf's example for a model of 1.5B: these are the defaul
 from collections.abc import Callable
 from typing import Any
 
-from corral.migrate.table import Convert, Kind, Reading, Row, anything, needless, same, turned, unsupported
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, Kind, anything, needless, same, turned, unsupported
 
 ACTOR_OPTIMISER = {
     "lr": 2e-5,
@@ -92,72 +92,72 @@ NEVER_VALIDATES = "RLinf never validates reasoning tasks"
 UNREAD_LENGTHS = "nothing reads it; see algorithm.overlong"
 
 
-def said(reading: Reading, key: str) -> Any:
+def said(config: ForeignConfig, key: str) -> Any:
     """As written; where that is null, what RLinf's example has."""
-    value = reading[key]
+    value = config[key]
     return DEFAULTS[key] if value is None else value
 
 
-def is_fsdp(reading: Reading, role: str = "actor") -> bool:
+def is_fsdp(config: ForeignConfig, role: str = "actor") -> bool:
     """Where nothing says it: whether the trainer has settings of FSDP."""
     key = f"{role}.training_backend"
-    if key not in reading and reading.below(f"{role}.fsdp_config"):
+    if key not in config and config.below(f"{role}.fsdp_config"):
         return True
-    return bool(reading[key] == "fsdp")
+    return bool(config[key] == "fsdp")
 
 
-def is_search(reading: Reading) -> bool:
-    return bool(reading["reward.reward_type"] == "searchr1")
+def is_search(config: ForeignConfig) -> bool:
+    return bool(config["reward.reward_type"] == "searchr1")
 
 
-def advantage_of(reading: Reading) -> str:
-    name = ADVANTAGES.get(said(reading, "algorithm.adv_type"), "grpo")
-    if name == "reinforce_plus_plus" and reading["algorithm.use_reinpp_baseline"]:
+def advantage_of(config: ForeignConfig) -> str:
+    name = ADVANTAGES.get(said(config, "algorithm.adv_type"), "grpo")
+    if name == "reinforce_plus_plus" and config["algorithm.use_reinpp_baseline"]:
         return "reinforce_plus_plus_baseline"
     return name
 
 
-def loss_of(reading: Reading) -> str:
-    return LOSSES.get(said(reading, "algorithm.loss_type"), "ppo")
+def loss_of(config: ForeignConfig) -> str:
+    return LOSSES.get(said(config, "algorithm.loss_type"), "ppo")
 
 
-def has_critic(reading: Reading) -> bool:
-    return advantage_of(reading) == "ppo"
+def has_critic(config: ForeignConfig) -> bool:
+    return advantage_of(config) == "ppo"
 
 
-def kl_in_loss(reading: Reading) -> bool:
-    return bool(said(reading, "algorithm.kl_beta") > 0)
+def kl_in_loss(config: ForeignConfig) -> bool:
+    return bool(said(config, "algorithm.kl_beta") > 0)
 
 
-def kl_in_reward(reading: Reading) -> bool:
-    beta = reading["algorithm.reinpp_kl_beta"]
-    return bool(beta and beta > 0 and advantage_of(reading).startswith("reinforce_plus_plus"))
+def kl_in_reward(config: ForeignConfig) -> bool:
+    beta = config["algorithm.reinpp_kl_beta"]
+    return bool(beta and beta > 0 and advantage_of(config).startswith("reinforce_plus_plus"))
 
 
-def has_kl(reading: Reading) -> bool:
-    return kl_in_loss(reading) or kl_in_reward(reading)
+def has_kl(config: ForeignConfig) -> bool:
+    return kl_in_loss(config) or kl_in_reward(config)
 
 
 # --- rows
 
 
-def usual(key: str, kind: Kind, convert: Convert) -> Row:
+def usual(key: str, kind: Kind, convert: Convert) -> KeyRow:
     return turned(key, kind, convert, DEFAULTS[key])
 
 
-def usual_same(key: str, ours: str, kind: Kind) -> Row:
+def usual_same(key: str, ours: str, kind: Kind) -> KeyRow:
     return same(key, ours, kind, DEFAULTS[key])
 
 
-def area(key: str, note: str) -> tuple[Row, Row]:
+def area(key: str, note: str) -> tuple[KeyRow, KeyRow]:
     """A key, and all that is below it."""
     return needless(key, note), needless(f"{key}.**", note)
 
 
-def foreign(key: str, why: str) -> Row:
+def foreign(key: str, why: str) -> KeyRow:
     """Unsupported, whatever its value."""
     return turned(key, anything, lambda *_: unsupported(why))
 
 
-def all_of(make: Callable[[str, str], Row], prefix: str, names: str, note: str) -> tuple[Row, ...]:
+def all_of(make: Callable[[str, str], KeyRow], prefix: str, names: str, note: str) -> tuple[KeyRow, ...]:
     return tuple(make(f"{prefix}.{name}", note) for name in names.split())

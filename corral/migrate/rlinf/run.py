@@ -3,24 +3,24 @@
 from corral.migrate.names import run_name
 from corral.migrate.rlinf.facts import NEVER_VALIDATES, all_of, area, usual
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
     built_in,
     converted,
+    format_value,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
     no_effect,
     number,
     same,
-    show,
     text,
     texts,
     turned,
     unsupported,
-    whole,
 )
 from corral.recipe.keys import KeyPath
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
@@ -36,35 +36,35 @@ OTHER_TASKS = {
 }
 
 
-def task_type(reading: Reading, given: Given) -> Outcome:
+def task_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in ("math", "reasoning"):
         return built_in("tasks with an answer to compare with")
     return unsupported(OTHER_TASKS.get(given.value, "only reasoning tasks are trained"))
 
 
-def max_epochs(reading: Reading, given: Given) -> Outcome:
-    if reading["runner.max_steps"] is not None and reading["runner.max_steps"] >= 0:
+def max_epochs(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if config["runner.max_steps"] is not None and config["runner.max_steps"] >= 0:
         return no_effect("max_steps ends the run; RLinf would also stop after max_epochs, were that sooner")
     return mapped("schedule.epochs", given.value)
 
 
-def max_steps(reading: Reading, given: Given) -> Outcome:
+def max_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value < 0:
         return built_in("by epochs")
     return mapped("schedule.steps", given.value)
 
 
-def save_interval(reading: Reading, given: Given) -> Outcome:
+def save_interval(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value <= 0:
         ours = {"checkpoint.every": 0, "checkpoint.at_end": False}
-        return converted(ours, f"{show(given.value)}: none, at the end neither")
-    steps = reading["runner.max_steps"]
+        return converted(ours, f"{format_value(given.value)}: none, at the end neither")
+    steps = config["runner.max_steps"]
     if steps is not None and 0 <= steps < given.value:
         return converted({"checkpoint.every": 0}, f"every {given.value} steps of {steps}: at the end only")
     return mapped("checkpoint.every", given.value, "the last 2 are kept (`checkpoint.keep`), RLinf keeps all")
 
 
-def resume_dir(reading: Reading, given: Given) -> Outcome:
+def resume_dir(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None:
         return converted({"checkpoint.resume": "never"}, "null starts anew each time; auto would go on")
     if given.value == "auto":
@@ -72,7 +72,7 @@ def resume_dir(reading: Reading, given: Given) -> Outcome:
     return unsupported("checkpoints of RLinf cannot be read: give the model converted for Hugging Face as its path")
 
 
-def trackers(reading: Reading, given: Given) -> Outcome:
+def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
     named = given.value or []
     path: KeyPath = ("logging", "trackers")
     ours = {path: ["console", *(name for name in named if name in TRACKERS)]}
@@ -81,8 +81,8 @@ def trackers(reading: Reading, given: Given) -> Outcome:
     return Outcome("mapped", ours)
 
 
-def project(reading: Reading, given: Given) -> Outcome:
-    backends = reading["runner.logger.logger_backends"] or []
+def project(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    backends = config["runner.logger.logger_backends"] or []
     if given.value is None or not TRACKERS_WITH_PROJECTS.intersection(backends):
         return no_effect("tensorboard has no projects")
     return mapped("logging.project", given.value)
@@ -94,9 +94,9 @@ ROWS = (
     turned("runner.logger.project_name", text, project),
     *area("runner.logger", "a run has one folder, of its name in `logging.runs`"),
     usual("runner.max_epochs", number, max_epochs),
-    turned("runner.max_steps", whole, max_steps),
+    turned("runner.max_steps", integer, max_steps),
     idle("runner.val_check_interval", f"{NEVER_VALIDATES}; `validation.every` does"),
-    usual("runner.save_interval", whole, save_interval),
+    usual("runner.save_interval", integer, save_interval),
     turned("runner.resume_dir", text, resume_dir, None),
     usual("runner.experiment_name", text, run_name),
     same("runner.output_dir", "logging.runs", text),

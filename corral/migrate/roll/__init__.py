@@ -15,7 +15,7 @@ from corral.migrate.roll import (
     run,
 )
 from corral.migrate.roll.facts import STRATEGY
-from corral.migrate.table import Table
+from corral.migrate.table import KeyTable
 
 VARIANT_KEYS = (
     "cispo_epsilon_low",
@@ -43,7 +43,7 @@ ALIASES = {
     "rollout_importance_sampling_ratio_upper_bound": f"{loss.CORRECTION}.upper_bound",
 }
 
-TABLE = Table(
+TABLE = KeyTable(
     "ROLL",
     (
         *run.ROWS,

@@ -22,9 +22,10 @@ from corral.migrate.roll.facts import (
     uses_critic,
 )
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
+    boolean,
     built_in,
     converted,
     lacking,
@@ -33,7 +34,6 @@ from corral.migrate.table import (
     number,
     only,
     text,
-    truth,
     turned,
     unsupported,
 )
@@ -43,29 +43,29 @@ ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_re
 NORMALISATION = "reward_normalization"
 
 
-def normalised(reading: Reading) -> tuple[str | None, str | None]:
+def normalised(config: ForeignConfig) -> tuple[str | None, str | None]:
     """Of whom the mean is that rewards are taken off, and the deviation: group, batch, running, other or nobody."""
-    if is_rlvr(reading):
-        return normalised_answers(reading)
-    method, grouping = taken(reading, f"{NORMALISATION}.method"), taken(reading, f"{NORMALISATION}.grouping")
-    tags = taken(reading, "train_env_manager.tags")
+    if is_rlvr(config):
+        return normalised_answers(config)
+    method, grouping = taken(config, f"{NORMALISATION}.method"), taken(config, f"{NORMALISATION}.grouping")
+    tags = taken(config, "train_env_manager.tags")
     scope = {"traj_group_id": "group", "batch": "batch"}.get(grouping, "other")
     if scope == "other" and grouping == "tags" and len(tags) == 1:
         scope = "batch"
     mean, std = {"mean": ("group", None), "identity": (None, None)}.get(method, ("group", "group"))
     if grouping == "batch":
         mean, std = mean and "batch", std and "batch"
-    mean = reading[f"{NORMALISATION}.norm_mean_type"] or mean
-    std = reading[f"{NORMALISATION}.norm_std_type"] or std
+    mean = config[f"{NORMALISATION}.norm_mean_type"] or mean
+    std = config[f"{NORMALISATION}.norm_std_type"] or std
     return (scope if mean == "group" else mean), (scope if std == "group" else std)
 
 
-def normalised_answers(reading: Reading) -> tuple[str | None, str | None]:
-    if taken(reading, "adv_estimator") == "grpo":
-        return "group", None if reading["reward_shift"] else "group"
-    if old := reading["reward_norm"]:
-        return (None if reading["reward_scale"] else old), (None if reading["reward_shift"] else old)
-    return reading["norm_mean_type"], reading["norm_std_type"]
+def normalised_answers(config: ForeignConfig) -> tuple[str | None, str | None]:
+    if taken(config, "adv_estimator") == "grpo":
+        return "group", None if config["reward_shift"] else "group"
+    if old := config["reward_norm"]:
+        return (None if config["reward_scale"] else old), (None if config["reward_shift"] else old)
+    return config["norm_mean_type"], config["norm_std_type"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Advantage:
     """What Corral does otherwise."""
 
 
-def advantage(reading: Reading) -> Advantage:
-    estimator, white = taken(reading, "adv_estimator"), bool(taken(reading, "whiten_advantages"))
-    mean, std = normalised(reading)
+def advantage(config: ForeignConfig) -> Advantage:
+    estimator, white = taken(config, "adv_estimator"), bool(taken(config, "whiten_advantages"))
+    mean, std = normalised(config)
     words = f"{estimator}, rewards {rewards_in_words(mean, std)}, {'whitened' if white else 'not whitened'}"
-    if uses_critic(reading):
+    if uses_critic(config):
         return Advantage("gae", words, "gae takes rewards as they are" if mean or std else "")
     if estimator == "gigpo":
         differs = "" if (mean, std) == ("group", "group") else "gigpo divides by the group's deviation"
@@ -116,68 +116,68 @@ def rewards_in_words(mean: str | None, std: str | None) -> str:
     return " ".join(parts)
 
 
-def estimator(reading: Reading, given: Given) -> Outcome:
-    found, written = advantage(reading), taken(reading, "adv_estimator")
-    if found.name in GROUP_BASELINES and group_size(reading) == 1:
-        size = "num_return_sequences_in_group" if is_rlvr(reading) else "train_env_manager.group_size"
+def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found, written = advantage(config), taken(config, "adv_estimator")
+    if found.name in GROUP_BASELINES and group_size(config) == 1:
+        size = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
         raise ValueError(
             f"with these rewards compares the samples of a group, and `{size}` is 1: nothing would be learnt"
         )
     ours: dict[Any, Any] = {"algorithm.name": "ppo" if found.name == "gae" else found.name}
     if found.name == "gae":
-        ours["algorithm.kl.where"] = kl_where(reading)
+        ours["algorithm.kl.where"] = kl_where(config)
     note = f"{found.words}: {found.name}"
-    if found.name in ("reinforce", "reinforce_plus_plus") and not is_rlvr(reading) and written != "step_reinforce":
+    if found.name in ("reinforce", "reinforce_plus_plus") and not is_rlvr(config) and written != "step_reinforce":
         note += "; a token counts for what is still to come, in ROLL for all of the game"
-    discounted = written == "step_reinforce" and taken(reading, "step_reward_gamma") != 1
+    discounted = written == "step_reinforce" and taken(config, "step_reward_gamma") != 1
     if written not in ESTIMATORS or (discounted and found.name in DISCOUNTED):
         why = "rewards of later turns are not discounted" if discounted else f"Corral has {', '.join(ESTIMATORS)}"
         return instead(ours, f"{why}; {found.name} takes its place")
     return converted(ours, note)
 
 
-def normalisation(reading: Reading, given: Given) -> Outcome:
-    found = advantage(reading)
+def normalisation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found = advantage(config)
     if given.value == "asym_clip":
         return unsupported("advantages are clipped alike on both sides: `algorithm.advantage_clip`")
-    if found.differs and found.name == taken(reading, "adv_estimator"):
+    if found.differs and found.name == taken(config, "adv_estimator"):
         return unsupported(found.differs)
     if found.differs:
         return unsupported(f"{found.differs}; {found.name} takes its place")
     return built_in(f"part of the advantage {found.name}")
 
 
-def of_answers(reading: Reading, given: Given) -> Outcome:
+def of_answers(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Keys at the top, which games do not look at."""
-    if not is_rlvr(reading):
+    if not is_rlvr(config):
         return no_effect(f"games have `{NORMALISATION}`")
-    if taken(reading, "adv_estimator") == "grpo" and given.key != "reward_shift":
+    if taken(config, "adv_estimator") == "grpo" and given.key != "reward_shift":
         return no_effect("grpo normalises by the group in any case")
-    return normalisation(reading, given)
+    return normalisation(config, given)
 
 
-def whitening(reading: Reading, given: Given) -> Outcome:
-    name = advantage(reading).name
+def whitening(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    name = advantage(config).name
     whitens = name in WHITENED
     if bool(given.value) == whitens:
         return built_in(f"part of the advantage {name}" if whitens else f"{name} does not")
     if given.value:
         return mapped("algorithm.whiten", True)
-    return unsupported("gae is whitened in any case") if name == "gae" else normalisation(reading, given)
+    return unsupported("gae is whitened in any case") if name == "gae" else normalisation(config, given)
 
 
-def turn_gamma(reading: Reading, given: Given) -> Outcome:
-    if advantage(reading).name not in ("gigpo", "turn_grpo"):
-        if taken(reading, "adv_estimator") == "step_reinforce":
+def turn_gamma(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if advantage(config).name not in ("gigpo", "turn_grpo"):
+        if taken(config, "adv_estimator") == "step_reinforce":
             return built_in("`adv_estimator` says what became of it")
         return no_effect("it belongs to gigpo and step_reinforce")
-    return mapped("algorithm.turn_gamma", taken(reading, "step_reward_gamma"))
+    return mapped("algorithm.turn_gamma", taken(config, "step_reward_gamma"))
 
 
-def turn_weight(reading: Reading, given: Given) -> Outcome:
-    if advantage(reading).name != "gigpo":
+def turn_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if advantage(config).name != "gigpo":
         return no_effect("it belongs to gigpo")
-    step, episode = taken(reading, "step_reward_weight"), taken(reading, "episode_reward_weight")
+    step, episode = taken(config, "step_reward_weight"), taken(config, "episode_reward_weight")
     if step <= 0 or episode <= 0:
         raise ValueError("should be above 0, `step_reward_weight` and `episode_reward_weight` alike")
     ours = {"algorithm.turn_weight": step / episode}
@@ -186,28 +186,28 @@ def turn_weight(reading: Reading, given: Given) -> Outcome:
     return instead(ours, f"games count 1, and turns {step / episode:g}")
 
 
-def gamma(reading: Reading, given: Given) -> Outcome:
-    name, value = advantage(reading).name, given.value
+def gamma(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    name, value = advantage(config).name, given.value
     if value in (None, 1):
         return built_in("1, as in Corral")
-    if name in DISCOUNTED and taken(reading, "adv_estimator") != "agentic_reinforce":
+    if name in DISCOUNTED and taken(config, "adv_estimator") != "agentic_reinforce":
         return mapped("algorithm.gamma", value)
     return unsupported(f"{name} does not discount")
 
 
-def lam(reading: Reading, given: Given) -> Outcome:
-    if uses_critic(reading):
-        return mapped("algorithm.lam", taken(reading, "lambd"))
+def lam(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if uses_critic(config):
+        return mapped("algorithm.lam", taken(config, "lambd"))
     return no_effect("it belongs to gae")
 
 
-def reward_clip(reading: Reading, given: Given) -> Outcome:
-    bound, (mean, std) = taken(reading, "reward_clip"), normalised(reading)
+def reward_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    bound, (mean, std) = taken(config, "reward_clip"), normalised(config)
     if not bound:
         return built_in("never, as in Corral")
     if mean is None and std is None:
         return mapped("algorithm.reward_clip", bound)
-    size = group_size(reading)
+    size = group_size(config)
     most = (size - 1) / math.sqrt(size)
     if (mean, std) == ("group", "group") and most <= bound:
         return built_in(f"never reached: rewards of a group of {size} are within {most:.3g} deviations of their mean")
@@ -215,9 +215,9 @@ def reward_clip(reading: Reading, given: Given) -> Outcome:
 
 
 def critic_key(ours: str) -> Any:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        if not uses_critic(reading):
-            return no_effect(f"{taken(reading, 'adv_estimator')} has no critic")
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if not uses_critic(config):
+            return no_effect(f"{taken(config, 'adv_estimator')} has no critic")
         return mapped(ours, given.value)
 
     return convert
@@ -233,9 +233,9 @@ ROWS = [
     turned("norm_mean_type", choice("batch", "group", "running"), of_answers),
     turned("norm_std_type", choice("batch", "group", "running"), of_answers),
     turned("reward_norm", choice("batch", "group", "running"), of_answers),
-    turned("reward_shift", truth, of_answers),
-    turned("reward_scale", truth, of_answers),
-    turned("whiten_advantages", truth, whitening, True),
+    turned("reward_shift", boolean, of_answers),
+    turned("reward_scale", boolean, of_answers),
+    turned("whiten_advantages", boolean, whitening, True),
     lacking("whiten_rewards", "rewards are not whitened; `algorithm.name: reinforce_plus_plus` whitens advantages"),
     turned("step_reward_gamma", share, turn_gamma, 0.95),
     turned("step_reward_weight", number, turn_weight, 1.0),
@@ -246,7 +246,7 @@ ROWS = [
     turned(
         "advantage_clip",
         amount,
-        lambda reading, _: mapped("algorithm.advantage_clip", taken(reading, "advantage_clip")),
+        lambda config, _: mapped("algorithm.advantage_clip", taken(config, "advantage_clip")),
         10.0,
     ),
     turned("value_clip", amount, critic_key("critic.value_clip"), None),

@@ -4,13 +4,14 @@ from typing import Any
 
 from corral.migrate.roll.facts import empty, group_size, instead, is_rlvr, validates
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
     anything,
     built_in,
     converted,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
@@ -21,7 +22,6 @@ from corral.migrate.table import (
     texts,
     turned,
     unsupported,
-    whole,
 )
 
 DATA = "actor_train.data_args"
@@ -33,8 +33,8 @@ FILTERED = "`algorithm.dynamic_sampling` leaves out groups whose rewards are all
 # --- data
 
 
-def files(reading: Reading, given: Given) -> Outcome:
-    if not is_rlvr(reading):
+def files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not is_rlvr(config):
         return no_effect("games are played on boards")
     paths = given.value or []
     ours: dict[str, Any] = {
@@ -44,30 +44,30 @@ def files(reading: Reading, given: Given) -> Outcome:
     return converted(ours, "ROLL's rows have their answers in the column `ground_truth`")
 
 
-def validation_files(reading: Reading, given: Given) -> Outcome:
-    if not is_rlvr(reading):
+def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not is_rlvr(config):
         return no_effect("games are played on boards")
-    if not validates(reading):
+    if not validates(config):
         return built_in("`eval_steps` is 0: there is no validation")
     paths = given.value
     return mapped("data.validation.path", paths[0] if len(paths) == 1 else paths)
 
 
-def prompt_column(reading: Reading, given: Given) -> Outcome:
-    if not is_rlvr(reading):
+def prompt_column(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not is_rlvr(config):
         return no_effect("games are played on boards")
     return mapped("data.prompt_key", given.value)
 
 
-def messages(reading: Reading, given: Given) -> Outcome:
+def messages(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return unsupported(
         "ROLL's column of messages is text in JSON, which Corral would take for the question; it reads the column "
         "`prompt` (`data.prompt_key`), where ROLL's data have the plain question"
     )
 
 
-def mixture(reading: Reading, given: Given) -> Outcome:
-    if len(reading.below(f"{DATA}.domain_interleave_probs")) == 1:
+def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if len(config.below(f"{DATA}.domain_interleave_probs")) == 1:
         return built_in("one domain, all of the data")
     return unsupported("rows are drawn as the files have them; mix them there")
 
@@ -75,25 +75,25 @@ def mixture(reading: Reading, given: Given) -> Outcome:
 # --- rewards
 
 
-def domains(reading: Reading) -> list[str]:
-    return list(dict.fromkeys(key.partition(".")[0] for key in reading.below("rewards")))
+def domains(config: ForeignConfig) -> list[str]:
+    return list(dict.fromkeys(key.partition(".")[0] for key in config.below("rewards")))
 
 
-def reward_of(reading: Reading, domain: str) -> str | None:
-    return REWARDS.get((reading[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2])
+def reward_of(config: ForeignConfig, domain: str) -> str | None:
+    return REWARDS.get((config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2])
 
 
-def main_domain(reading: Reading) -> str:
+def main_domain(config: ForeignConfig) -> str:
     """Whose reward all rows have: the first that Corral has one for."""
-    found = domains(reading)
-    return next((domain for domain in found if reward_of(reading, domain)), found[0])
+    found = domains(config)
+    return next((domain for domain in found if reward_of(config, domain)), found[0])
 
 
-def reward_class(reading: Reading, given: Given) -> Outcome:
+def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     domain = given.key.split(".")[1]
-    if not is_rlvr(reading):
+    if not is_rlvr(config):
         return unsupported("games have rewards of their own")
-    name, main = reward_of(reading, domain), main_domain(reading)
+    name, main = reward_of(config, domain), main_domain(config)
     if domain != main:
         return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
     if name is None:
@@ -102,17 +102,17 @@ def reward_class(reading: Reading, given: Given) -> Outcome:
     return converted({"environment.reward.name": name}, "without what ROLL takes off for repetition")
 
 
-def query_filter(reading: Reading, given: Given) -> Outcome:
+def query_filter(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in (None, "no_filter"):
         return built_in("none, as in Corral")
-    if not is_rlvr(reading) or group_size(reading) == 1:
+    if not is_rlvr(config) or group_size(config) == 1:
         return no_effect("there are no answers to compare")
     if given.value == "std_filter":
         return mapped("algorithm.dynamic_sampling.enabled", True, "groups whose rewards are all equal are left out")
     return unsupported(FILTERED)
 
 
-def filter_bound(reading: Reading, given: Given) -> Outcome:
+def filter_bound(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return built_in("`type` says what became of it")
 
 
@@ -139,7 +139,7 @@ ROWS = [
     idle("validation.eval_steps", "`eval_steps` at the top counts"),
     needless("validation.**", "validated is as trained"),
     idle("val_greedy", "nothing reads it"),
-    only("val_n_sample", whole, (1,), "one, as in Corral", "`validation.samples_per_prompt` says how many"),
+    only("val_n_sample", integer, (1,), "one, as in Corral", "`validation.samples_per_prompt` says how many"),
     turned("rewards.*.worker_cls", text, reward_class),
     turned("rewards.*.query_filter_config.type", text, query_filter),
     turned("rewards.*.query_filter_config.**", anything, filter_bound),
@@ -174,7 +174,7 @@ ROWS = [
     lacking("use_topr_loss", "there is no TOPR"),
     only("rl_loss_coef", number, (1,), "1, as in Corral", "the policy's loss counts 1"),
     needless("balance_length", "work is dealt by its size"),
-    only("minibatch_data_iter_num", whole, (1,), "1, as in Corral", "`ppo_epochs` says how often data are passed"),
+    only("minibatch_data_iter_num", integer, (1,), "1, as in Corral", "`ppo_epochs` says how often data are passed"),
     lacking("is_use_additional_prompts", "`algorithm.dynamic_sampling` plays others instead of those it leaves out"),
     lacking("use_additional_prompts", "`algorithm.dynamic_sampling` plays others instead of those it leaves out"),
     needless("max_additional_running_prompts", "all of a step is played at once"),

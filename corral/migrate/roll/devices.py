@@ -21,12 +21,14 @@ from corral.migrate.roll.facts import (
     uses_critic,
 )
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
+    boolean,
     built_in,
     converted,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
@@ -34,10 +36,8 @@ from corral.migrate.table import (
     number,
     only,
     text,
-    truth,
     turned,
     unsupported,
-    whole,
 )
 from corral.recipe.placement import format_devices
 
@@ -48,11 +48,11 @@ EVERY_MODEL = ("actor_train", "actor_infer", "reference", "critic")
 # --- devices of roles
 
 
-def devices_per_node(reading: Reading, given: Given) -> Outcome:
-    found = layout(reading)
+def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found = layout(config)
     if found.is_one:
         return built_in("one device in all: the run is one process")
-    written = taken(reading, "num_gpus_per_node")
+    written = taken(config, "num_gpus_per_node")
     nodes, each = found.nodes, found.devices_per_node
     note = f"devices 0-{nodes * each - 1}: {plural(nodes, 'node')} of {each}"
     if each < written:
@@ -60,20 +60,20 @@ def devices_per_node(reading: Reading, given: Given) -> Outcome:
     return converted({"cluster.nodes": nodes, "cluster.devices_per_node": each}, note)
 
 
-def actor_devices(reading: Reading, given: Given) -> Outcome:
-    num_devices, (by_tensor, by_pipeline, by_context) = len(role_devices(reading, "actor")), parallel(reading)
+def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    num_devices, (by_tensor, by_pipeline, by_context) = len(role_devices(config, "actor")), parallel(config)
     least = by_tensor * by_pipeline * by_context
     if num_devices % least:
         split = f"tensor {by_tensor} x pipeline {by_pipeline} x context {by_context}"
         raise ValueError(f"has {plural(num_devices, 'device')}, and {split} parallel needs a multiple of {least}")
-    return placed(reading, "actor")
+    return placed(config, "actor")
 
 
-def rollout_devices(reading: Reading, given: Given) -> Outcome:
-    actor, rollout = set(role_devices(reading, "actor")), set(role_devices(reading, "rollout"))
+def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    actor, rollout = set(role_devices(config, "actor")), set(role_devices(config, "rollout"))
     if actor == rollout or not actor & rollout:
-        return placed(reading, "rollout")
-    found = layout(reading)
+        return placed(config, "rollout")
+    found = layout(config)
     if rollout < actor:
         words = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's play"
         return built_in(words) if found.is_everywhere else converted({"cluster.placement": found.placement()}, words)
@@ -86,20 +86,20 @@ def rollout_devices(reading: Reading, given: Given) -> Outcome:
     return instead({"cluster.placement": found.placement()}, why)
 
 
-def reference_devices(reading: Reading, given: Given) -> Outcome:
-    if kl_where(reading) is None:
+def reference_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) is None:
         return built_in("without KL there is no reference model")
-    return placed(reading, "reference")
+    return placed(config, "reference")
 
 
-def critic_devices(reading: Reading, given: Given) -> Outcome:
-    if not uses_critic(reading):
-        return built_in(f"{taken(reading, 'adv_estimator')} has no critic")
-    return placed(reading, "critic")
+def critic_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not uses_critic(config):
+        return built_in(f"{taken(config, 'adv_estimator')} has no critic")
+    return placed(config, "critic")
 
 
-def placed(reading: Reading, role: str) -> Outcome:
-    found, wanted = layout(reading), role_devices(reading, role)
+def placed(config: ForeignConfig, role: str) -> Outcome:
+    found, wanted = layout(config), role_devices(config, role)
     if found.is_one:
         return built_in("one device in all: the run is one process")
     if found.is_everywhere:
@@ -110,17 +110,17 @@ def placed(reading: Reading, role: str) -> Outcome:
     return converted({"cluster.placement": found.placement()}, words)
 
 
-def num_nodes(reading: Reading, given: Given) -> Outcome:
-    return built_in(f"follows from the devices: {layout(reading).nodes}, in ROLL too")
+def num_nodes(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return built_in(f"follows from the devices: {layout(config).nodes}, in ROLL too")
 
 
-def staleness(reading: Reading, given: Given) -> Outcome:
+def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
     ratio = given.value or 0
     if ratio < 0:
         raise ValueError("should be at least 0")
     if ratio == 0:
         return built_in("every step plays with the newest weights, as in Corral")
-    if layout(reading).colocated:
+    if layout(config).colocated:
         return unsupported("only an engine with devices of its own can play ahead of the training")
     steps = math.ceil(ratio)
     note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighed (`algorithm.correction`)"
@@ -130,7 +130,7 @@ def staleness(reading: Reading, given: Given) -> Outcome:
 # --- how a model is spread
 
 
-def pipeline(reading: Reading, given: Given) -> Outcome:
+def pipeline(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if (given.value or 1) == 1:
         return built_in("1, as in Corral")
     return unsupported(
@@ -138,36 +138,36 @@ def pipeline(reading: Reading, given: Given) -> Outcome:
     )
 
 
-def expert(reading: Reading, given: Given) -> Outcome:
+def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:
     wanted = given.value or 1
-    if experts(reading) == wanted:
+    if experts(config) == wanted:
         return mapped("train.parallel.expert", wanted)
-    by_tensor, _, by_context = parallel(reading)
+    by_tensor, _, by_context = parallel(config)
     return unsupported(
         f"experts are dealt beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
-        f"{plural(len(role_devices(reading, 'actor')), 'device')}"
+        f"{plural(len(role_devices(config, 'actor')), 'device')}"
     )
 
 
-def fsdp_size(reading: Reading, given: Given) -> Outcome:
-    size = shard(reading)
+def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    size = shard(config)
     if size is None:
         return built_in("a model is sharded over all devices that are left for it")
-    by_tensor, _, by_context = parallel(reading)
-    copies = len(role_devices(reading, "actor")) // (by_tensor * by_context * experts(reading) * size)
+    by_tensor, _, by_context = parallel(config)
+    copies = len(role_devices(config, "actor")) // (by_tensor * by_context * experts(config) * size)
     ours = {"train.parallel.shard": size, "train.parallel.replicate": copies}
     return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
 
 
-def tensor(reading: Reading, given: Given) -> Outcome:
-    return mapped("train.parallel.tensor", parallel(reading)[0])
+def tensor(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("train.parallel.tensor", parallel(config)[0])
 
 
-def context(reading: Reading, given: Given) -> Outcome:
-    return mapped("train.parallel.context", parallel(reading)[2])
+def context(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("train.parallel.context", parallel(config)[2])
 
 
-def recompute(reading: Reading, given: Given) -> Outcome:
+def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """ROLL's other back ends have another key for it."""
     if given.value == "full":
         return mapped("train.recompute", "full")
@@ -176,34 +176,34 @@ def recompute(reading: Reading, given: Given) -> Outcome:
     raise ValueError("should be full or selective")
 
 
-def checkpointing(reading: Reading, given: Given) -> Outcome:
-    if reading["actor_train.strategy_args.strategy_name"] == "megatron_train":
+def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if config["actor_train.strategy_args.strategy_name"] == "megatron_train":
         return no_effect("with megatron_train `recompute_granularity` says it")
-    is_on = not taken(reading, "actor_train.model_args.disable_gradient_checkpointing")
+    is_on = not taken(config, "actor_train.model_args.disable_gradient_checkpointing")
     return mapped("train.recompute", "full" if is_on else "none")
 
 
-def offload(reading: Reading, given: Given) -> Outcome:
-    parts = offloaded(reading)
+def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    parts = offloaded(config)
     if not parts:
         return built_in("on the device, as in Corral")
     return converted({"train.offload": parts}, f"{' and '.join(parts)} in the host's memory")
 
 
-def offloaded(reading: Reading) -> list[str]:
+def offloaded(config: ForeignConfig) -> list[str]:
     """Only a model of which each device holds a part can have it all in the host's memory."""
-    is_sharded = len(role_devices(reading, "actor")) > 1 and taken(reading, f"{STRATEGY}.fsdp_size") != 1
-    device = reading[f"{STRATEGY}.zero_optimization.offload_param.device"]
-    all_of_it = bool(reading[f"{STRATEGY}.offload_policy"])
+    is_sharded = len(role_devices(config, "actor")) > 1 and taken(config, f"{STRATEGY}.fsdp_size") != 1
+    device = config[f"{STRATEGY}.zero_optimization.offload_param.device"]
+    all_of_it = bool(config[f"{STRATEGY}.offload_policy"])
     keys = ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload")
-    optimiser = all_of_it or any(reading[key] for key in keys)
-    optimiser |= reading[f"{STRATEGY}.zero_optimization.offload_optimizer.device"] in ("cpu", "nvme")
+    optimiser = all_of_it or any(config[key] for key in keys)
+    optimiser |= config[f"{STRATEGY}.zero_optimization.offload_optimizer.device"] in ("cpu", "nvme")
     parts = ["parameters"] * (is_sharded and (all_of_it or device in ("cpu", "nvme")))
     parts += ["gradients"] * (is_sharded and all_of_it)
     return parts + ["optimiser"] * bool(optimiser)
 
 
-def trainer(reading: Reading, given: Given) -> Outcome:
+def trainer(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value in TRAINERS:
         return built_in("Corral's own trainer, which shards as FSDP does")
     return unsupported(f"Corral trains language models: {', '.join(TRAINERS)}")
@@ -211,7 +211,7 @@ def trainer(reading: Reading, given: Given) -> Outcome:
 
 def size(value: Any) -> int:
     """-1 is all."""
-    if whole(value) < -1:
+    if integer(value) < -1:
         raise ValueError("a whole number")
     return int(value)
 
@@ -233,13 +233,13 @@ ROWS = [
     needless(f"{STRATEGY}.virtual_pipeline_model_parallel_size", "it belongs to pipeline parallelism"),
     needless(f"{STRATEGY}.use_distributed_optimizer", "the optimiser is sharded with the model"),
     turned(f"{STRATEGY}.recompute_granularity", text, recompute),
-    turned("actor_train.model_args.disable_gradient_checkpointing", truth, checkpointing, False),
+    turned("actor_train.model_args.disable_gradient_checkpointing", boolean, checkpointing, False),
     turned(f"{STRATEGY}.fsdp_size", size, fsdp_size, -1),
-    turned(f"{STRATEGY}.offload_policy", truth, offload),
-    turned(f"{STRATEGY}.optimizer_cpu_offload", truth, offload),
+    turned(f"{STRATEGY}.offload_policy", boolean, offload),
+    turned(f"{STRATEGY}.optimizer_cpu_offload", boolean, offload),
     turned(f"{STRATEGY}.zero_optimization.offload_optimizer.device", text, offload),
     turned(f"{STRATEGY}.zero_optimization.offload_param.device", text, offload),
-    turned("is_offload_optimizer_states_in_train_step", truth, offload),
+    turned("is_offload_optimizer_states_in_train_step", boolean, offload),
     needless("is_offload_states", "who takes turns on a device makes room for the others"),
     needless("offload_backend", "who takes turns on a device makes room for the others"),
     lacking(f"{STRATEGY}.fp8", "Corral computes in float32, bfloat16 or float16"),
@@ -274,7 +274,7 @@ ROWS = [
     *[
         only(
             f"{role}.model_update_frequency",
-            whole,
+            integer,
             (1,),
             "after every step, as in Corral",
             "weights are new after every step",

@@ -42,15 +42,17 @@ from corral.migrate.roll.games import (
 )
 from corral.migrate.table import (
     Convert,
-    Given,
+    ForeignConfig,
+    ForeignValue,
+    KeyRow,
     Kind,
     Outcome,
-    Reading,
-    Row,
     anything,
+    boolean,
     built_in,
     converted,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
@@ -59,78 +61,76 @@ from corral.migrate.table import (
     only,
     text,
     texts,
-    truth,
     turned,
     unsupported,
-    whole,
 )
 from corral.recipe.keys import KeyPath
 
 # --- tags and shares
 
 
-def train_tags(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading):
+def train_tags(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config):
         return built_in("questions are asked")
-    ours: dict[KeyPath, Any] = {**settings(reading, "train"), ("data", "train", "path"): "boards"}
-    note = shares_in_words(reading, "train")
-    if (steps := num_steps(reading)) is not None:
-        boards = num_prompts(reading) * steps
+    ours: dict[KeyPath, Any] = {**settings(config, "train"), ("data", "train", "path"): "boards"}
+    note = shares_in_words(config, "train")
+    if (steps := num_steps(config)) is not None:
+        boards = num_prompts(config) * steps
         ours[("data", "train", "size")] = boards
         note += f"; a new board for each of {boards} groups"
-    return dealt(reading, "train", ours, note)
+    return dealt(config, "train", ours, note)
 
 
-def validation_tags(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading) or not validates(reading):
+def validation_tags(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config) or not validates(config):
         return built_in("there is no validation on games")
-    ours = {**settings(reading, "val"), ("data", "validation", "path"): "boards"}
-    return dealt(reading, "val", ours, "for validation")
+    ours = {**settings(config, "val"), ("data", "validation", "path"): "boards"}
+    return dealt(config, "val", ours, "for validation")
 
 
-def dealt(reading: Reading, part: str, ours: Mapping[KeyPath, Any], note: str) -> Outcome:
+def dealt(config: ForeignConfig, part: str, ours: Mapping[KeyPath, Any], note: str) -> Outcome:
     """What a list of tags amounts to."""
-    tags = shares(reading, part)
+    tags = shares(config, part)
     for tag in tags:
-        if not game_of(reading, tag):
+        if not game_of(config, tag):
             raise ValueError(f"names {tag}, of which `custom_envs` has no `env_type`; ROLL's own are {', '.join(TAGS)}")
-    unknown = [tag for tag in tags if game_of(reading, tag) not in GAMES and tag in TAGS]
+    unknown = [tag for tag in tags if game_of(config, tag) not in GAMES and tag in TAGS]
     if unknown:
         return instead(ours, f"{', '.join(unknown)}: an environment that Corral does not have; write it as a class")
     return converted(ours, note)
 
 
-def partition(reading: Reading, given: Given) -> Outcome:
+def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
     manager = given.key.partition(".")[0]
-    tags, groups = taken(reading, f"{manager}.tags"), taken(reading, f"{manager}.num_env_groups")
+    tags, groups = taken(config, f"{manager}.tags"), taken(config, f"{manager}.num_env_groups")
     if len(given.value or tags) != len(tags):
         raise ValueError(f"should have one number for each of the tags {', '.join(tags)}")
     if groups is not None and sum(given.value or [groups]) != groups:
         raise ValueError(f"adds up to {sum(given.value)} groups, and `{manager}.num_env_groups` is {groups}")
     part = manager.partition("_")[0]
-    if is_rlvr(reading) or (part == "val" and not validates(reading)):
+    if is_rlvr(config) or (part == "val" and not validates(config)):
         return no_effect("no games are played for it")
     name = "share" if part == "train" else "validation_share"
-    ours = {path: value for path, value in settings(reading, part).items() if path[-1] == name}
-    return converted(ours, shares_in_words(reading, part))
+    ours = {path: value for path, value in settings(config, part).items() if path[-1] == name}
+    return converted(ours, shares_in_words(config, part))
 
 
-def groups(reading: Reading, given: Given) -> Outcome:
+def groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.key.startswith("val"):
         return built_in(
             f"all games of a validation are played at once, not in {plural(given.value or 1, 'group')} by turns"
         )
-    made = num_prompts(reading)
+    made = num_prompts(config)
     note = f"all {plural(made, 'group')} of a step are played at once"
     return built_in(note if given.value == made else f"{note}, not {given.value} by turns")
 
 
-def shares(reading: Reading, part: str) -> dict[str, int]:
+def shares(config: ForeignConfig, part: str) -> dict[str, int]:
     """By tag, for `train` or `val`."""
-    if part == "val" and not validates(reading):
+    if part == "val" and not validates(config):
         return {}
-    tags = taken(reading, f"{part}_env_manager.tags")
-    parts = reading[f"{part}_env_manager.num_groups_partition"] or []
+    tags = taken(config, f"{part}_env_manager.tags")
+    parts = config[f"{part}_env_manager.num_groups_partition"] or []
     if len(parts) != len(tags):
         parts = [1] * len(tags)
     found = dict.fromkeys(tags, 0)
@@ -139,26 +139,26 @@ def shares(reading: Reading, part: str) -> dict[str, int]:
     return found
 
 
-def all_tags(reading: Reading) -> list[str]:
+def all_tags(config: ForeignConfig) -> list[str]:
     """That are played, in training or validation."""
-    return list(dict.fromkeys([*shares(reading, "train"), *shares(reading, "val")]))
+    return list(dict.fromkeys([*shares(config, "train"), *shares(config, "val")]))
 
 
-def shares_in_words(reading: Reading, part: str) -> str:
-    found = shares(reading, part)
+def shares_in_words(config: ForeignConfig, part: str) -> str:
+    found = shares(config, part)
     if len(found) == 1:
         return f"{next(iter(found))} alone"
     return "shares " + ", ".join(f"{groups} of {tag}" for tag, groups in found.items())
 
 
-def settings(reading: Reading, part: str) -> dict[KeyPath, Any]:
+def settings(config: ForeignConfig, part: str) -> dict[KeyPath, Any]:
     """All of the environments of a part."""
-    train, validation = shares(reading, "train"), shares(reading, "val")
+    train, validation = shares(config, "train"), shares(config, "val")
     found: dict[KeyPath, Any] = {}
-    for tag in shares(reading, part):
-        base, played = section(reading, tag), behind(reading, tag)
+    for tag in shares(config, part):
+        base, played = section(config, tag), behind(config, tag)
         found[(*base, "name")] = played.name
-        own = told(reading, tag) if played.name in GAMES else set()
+        own = told(config, tag) if played.name in GAMES else set()
         found |= {(*base, "options", *path): value for path, value in played.options.items() if path not in own}
         if base[0] == "environments":
             found[(*base, "share")] = train.get(tag, 0)
@@ -167,19 +167,19 @@ def settings(reading: Reading, part: str) -> dict[KeyPath, Any]:
     return found
 
 
-def section(reading: Reading, tag: str) -> KeyPath:
+def section(config: ForeignConfig, tag: str) -> KeyPath:
     """Of the recipe."""
-    if len(all_tags(reading)) == 1:
+    if len(all_tags(config)) == 1:
         return ("environment",)
     return ("environments", re.sub(r"[^A-Za-z0-9_.-]", "-", tag))
 
 
-def validation_size(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading):
+def validation_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config):
         return built_in("all of the validation data are played")
-    if not validates(reading):
+    if not validates(config):
         return built_in("there is no validation")
-    size, each = taken(reading, "val_batch_size"), taken(reading, "val_env_manager.group_size")
+    size, each = taken(config, "val_batch_size"), taken(config, "val_env_manager.group_size")
     ours = {"data.validation.path": "boards", "validation.samples_per_prompt": each}
     if size < 0:
         ours["data.validation.size"] = 128
@@ -189,10 +189,10 @@ def validation_size(reading: Reading, given: Given) -> Outcome:
     return converted({**ours, "data.validation.size": size // each}, f"{size} games on {size // each} boards")
 
 
-def validation_group(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading) or not validates(reading):
+def validation_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config) or not validates(config):
         return built_in("there is no validation on games")
-    return mapped("validation.samples_per_prompt", taken(reading, "val_env_manager.group_size"))
+    return mapped("validation.samples_per_prompt", taken(config, "val_env_manager.group_size"))
 
 
 # --- `custom_envs`
@@ -201,83 +201,83 @@ def validation_group(reading: Reading, given: Given) -> Outcome:
 def of_tag(convert: Convert) -> Convert:
     """For a tag that is played."""
 
-    def checked(reading: Reading, given: Given) -> Outcome:
+    def checked(config: ForeignConfig, given: ForeignValue) -> Outcome:
         tag = given.key.split(".")[1]
-        if is_rlvr(reading) or tag not in all_tags(reading):
+        if is_rlvr(config) or tag not in all_tags(config):
             return no_effect("no tag names it")
-        return built_in("as in ROLL's files") if given.value is None else convert(reading, given)
+        return built_in("as in ROLL's files") if given.value is None else convert(config, given)
 
     return checked
 
 
-def tag_lacking(key: str, why: str) -> Row:
+def tag_lacking(key: str, why: str) -> KeyRow:
     """Unsupported, unless it is switched off or belongs to a tag that is not played."""
     missing = of_tag(lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
     return turned(key, anything, missing)
 
 
-def env_type(reading: Reading, given: Given) -> Outcome:
+def env_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
     tag = given.key.split(".")[1]
-    path = (*section(reading, tag), "name")
+    path = (*section(config, tag), "name")
     if given.value in GAMES:
         return mapped(path, given.value)
     why = f"Corral has {', '.join(GAMES)} of ROLL's; write {given.value} as a class and name it here"
-    return instead({path: behind(reading, tag).name}, why)
+    return instead({path: behind(config, tag).name}, why)
 
 
-def option(reading: Reading, given: Given) -> Outcome:
+def option(config: ForeignConfig, given: ForeignValue) -> Outcome:
     _, tag, _, key = given.key.split(".", 3)
-    game = game_of(reading, tag)
+    game = game_of(config, tag)
     if game not in GAMES:
         return unsupported(f"an option of {game or 'an environment'} that Corral does not have")
-    found = as_options(game, room_key(key), config_of(reading, tag, game))
+    found = as_options(game, room_key(key), config_of(config, tag, game))
     changed = unlike_ours(game, found)
     if changed:
-        path = (*section(reading, tag), "options")
+        path = (*section(config, tag), "options")
         return converted({(*path, *one): value for one, value in changed.items()}, f"of {game}")
     looked_at = found or key.partition(".")[0] in ("action_pattern", "action_lookup")
     return built_in("as in Corral") if looked_at else no_effect(f"{game} does not look at it")
 
 
-def pattern(reading: Reading, given: Given) -> Outcome:
-    found = option(reading, given)
+def pattern(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found = option(config, given)
     if answer_format(given.value) is None:
         return unsupported("no form of reply is known that it looks for: `options.answer_format`")
     return found
 
 
-def prompt_text(reading: Reading, given: Given) -> Outcome:
+def prompt_text(config: ForeignConfig, given: ForeignValue) -> Outcome:
     _, tag, name = given.key.split(".")
-    if game_of(reading, tag) not in GAMES:
+    if game_of(config, tag) not in GAMES:
         return unsupported("a prompt of an environment that Corral does not have")
     if template(given.value) is None:
         return unsupported(f"has a placeholder that Corral lacks; there are {', '.join(PLACES)}")
-    path, found = (*section(reading, tag), "options", "prompts"), texts_of(reading, tag)
+    path, found = (*section(config, tag), "options", "prompts"), texts_of(config, tag)
     return converted({(*path, one): found["prompts", one] for one in TEXTS[name]}, "with Corral's placeholders")
 
 
-def instruction(reading: Reading, given: Given) -> Outcome:
+def instruction(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Of older versions, beside `env_config`."""
     tag = given.key.split(".")[1]
-    if game_of(reading, tag) not in GAMES:
+    if game_of(config, tag) not in GAMES:
         return unsupported("a prompt of an environment that Corral does not have")
-    path = (*section(reading, tag), "options", "prompts", "instruction")
-    return converted({path: config_of(reading, tag, game_of(reading, tag))["env_instruction"]}, "what the game is")
+    path = (*section(config, tag), "options", "prompts", "instruction")
+    return converted({path: config_of(config, tag, game_of(config, tag))["env_instruction"]}, "what the game is")
 
 
-def penalty(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading) or penalty_of_all(reading) is None:
+def penalty(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config) or penalty_of_all(config) is None:
         return no_effect("ROLL takes that of `env_config`")
     ours = {
-        (*section(reading, tag), "options", *path): value
-        for tag in shares(reading, "train")
-        if game_of(reading, tag) in GAMES and f"custom_envs.{tag}.env_config.format_penalty" not in reading
-        for path, value in unlike_ours(game_of(reading, tag), {("format_penalty",): given.value}).items()
+        (*section(config, tag), "options", *path): value
+        for tag in shares(config, "train")
+        if game_of(config, tag) in GAMES and f"custom_envs.{tag}.env_config.format_penalty" not in config
+        for path, value in unlike_ours(game_of(config, tag), {("format_penalty",): given.value}).items()
     }
     return converted(ours, "for replies that are no action") if ours else built_in("as in Corral")
 
 
-def manager_class(reading: Reading, given: Given) -> Outcome:
+def manager_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Who plays."""
     name = (given.value or "TrajEnvManager").rpartition(".")[2]
     if name == "TrajEnvManager":
@@ -290,61 +290,61 @@ def manager_class(reading: Reading, given: Given) -> Outcome:
 # --- turns
 
 
-def num_turns(reading: Reading) -> int:
+def num_turns(config: ForeignConfig) -> int:
     """One for all environments: the largest."""
-    return max(turns_of(reading, tag) for tag in all_tags(reading))
+    return max(turns_of(config, tag) for tag in all_tags(config))
 
 
-def turns_of(reading: Reading, tag: str) -> int:
+def turns_of(config: ForeignConfig, tag: str) -> int:
     keys = (
         f"custom_envs.{tag}.max_steps",
         f"custom_envs.{tag}.max_actions_per_traj",
         f"custom_envs.{tag}.max_steps_per_traj",
         f"custom_envs.{tag}.env_config.max_steps",
     )
-    return int(next((reading[key] for key in keys if key in reading), taken(reading, "max_actions_per_traj")))
+    return int(next((config[key] for key in keys if key in config), taken(config, "max_actions_per_traj")))
 
 
-def turns(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading):
+def turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config):
         return no_effect("an answer is one turn")
-    return mapped("rollout.max_turns", num_turns(reading))
+    return mapped("rollout.max_turns", num_turns(config))
 
 
-def tag_turns(reading: Reading, given: Given) -> Outcome:
+def tag_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
     tag = given.key.split(".")[1]
-    if turns_of(reading, tag) != given.value:
+    if turns_of(config, tag) != given.value:
         return no_effect("`max_steps` goes before it")
-    if given.value != num_turns(reading):
-        return unsupported(f"all environments have the same number of turns: {num_turns(reading)}")
+    if given.value != num_turns(config):
+        return unsupported(f"all environments have the same number of turns: {num_turns(config)}")
     return mapped("rollout.max_turns", given.value)
 
 
-def turn_tokens(reading: Reading) -> int:
-    limit = max(tokens_of(reading, tag) for tag in all_tags(reading))
-    new = reading["actor_infer.generating_args.max_new_tokens"]
-    if new and is_old(reading):
+def turn_tokens(config: ForeignConfig) -> int:
+    limit = max(tokens_of(config, tag) for tag in all_tags(config))
+    new = config["actor_infer.generating_args.max_new_tokens"]
+    if new and is_old(config):
         limit = new  # there is no other
-    return min(limit, new or limit, lengths(reading)[1])
+    return min(limit, new or limit, lengths(config)[1])
 
 
-def tokens_of(reading: Reading, tag: str) -> int:
+def tokens_of(config: ForeignConfig, tag: str) -> int:
     key = f"custom_envs.{tag}.max_tokens_per_step"
-    return int(reading[key] if key in reading else taken(reading, "max_tokens_per_step"))
+    return int(config[key] if key in config else taken(config, "max_tokens_per_step"))
 
 
-def tokens(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading):
+def tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config):
         return no_effect("an answer has `response_length`")
-    found = turn_tokens(reading)
+    found = turn_tokens(config)
     note = "" if given.value == found else f"the least of this, `max_new_tokens` and what fits: {found}"
     return mapped("rollout.max_turn_tokens", found, note)
 
 
-def tag_tokens(reading: Reading, given: Given) -> Outcome:
-    if given.value != max(tokens_of(reading, tag) for tag in all_tags(reading)):
-        return unsupported(f"all environments have the same limit: {turn_tokens(reading)}")
-    return tokens(reading, given)
+def tag_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value != max(tokens_of(config, tag) for tag in all_tags(config)):
+        return unsupported(f"all environments have the same limit: {turn_tokens(config)}")
+    return tokens(config, given)
 
 
 # --- kinds
@@ -352,7 +352,7 @@ def tag_tokens(reading: Reading, given: Given) -> Outcome:
 
 def at_least(least: int) -> Kind:
     def kind(value: Any) -> int:
-        if whole(value) < least:
+        if integer(value) < least:
             raise ValueError(f"a whole number, at least {least}")
         return int(value)
 
@@ -382,7 +382,7 @@ def regular_expression(value: Any) -> str:
 OPTIONS: dict[str, Kind] = {
     "size": at_least(2),
     "p": share,
-    "is_slippery": truth,
+    "is_slippery": boolean,
     "dim_room": room,
     "dim_x": at_least(4),
     "dim_y": at_least(4),
@@ -431,7 +431,7 @@ ROWS = [
     turned("val_env_manager.tags", tag_list, validation_tags, ["SimpleSokoban"]),
     *[turned(f"{manager}.num_env_groups", count, groups) for manager in MANAGERS],
     turned("val_env_manager.group_size", count, validation_group, 1),
-    turned("val_batch_size", whole, validation_size, 128),
+    turned("val_batch_size", integer, validation_size, 128),
     turned("max_actions_per_traj", count, turns, 10),
     turned("max_tokens_per_step", count, tokens, 64),
     turned("actor_infer.generating_args.max_new_tokens", count, tokens),
@@ -483,10 +483,10 @@ ROWS = [
         )
     ],
     needless("env_monitor.**", "a game that hangs costs its trajectory: `environment.timeout_s`"),
-    only("enable_think", truth, (False,), "as in Corral", "`<think>` is not put before replies"),
+    only("enable_think", boolean, (False,), "as in Corral", "`<think>` is not put before replies"),
     idle("action_sep", "gone from ROLL: a turn is one action"),
     lacking("use_turn_scores", "`algorithm.name: turn_grpo` looks at single turns"),
-    only("enable_response_mask", truth, (True,), "only generated tokens count", "only generated tokens count"),
+    only("enable_response_mask", boolean, (True,), "only generated tokens count", "only generated tokens count"),
     idle("special_token_list", "gone from ROLL: `env_config` has it"),
     lacking("dirty_data_mask", "a game that fails costs its trajectory"),
     lacking("open_feedback_turn", "there are no turns after the last one"),

@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 from corral.migrate.table import (
     ABSENT,
+    ForeignConfig,
+    KeyRow,
     Kind,
     Outcome,
-    Reading,
-    Row,
     as_path,
     built_in,
+    integer,
     mapped,
     number,
     text,
     turned,
-    whole,
 )
 from corral.recipe.errors import RecipeError
 from corral.recipe.placement import format_devices, parse_devices
@@ -60,30 +60,30 @@ ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "referen
 # --- values
 
 
-def taken(reading: Reading, key: str) -> Any:
+def taken(config: ForeignConfig, key: str) -> Any:
     """As written, else the default of ROLL or of its demo."""
-    if key in reading or (key in NULLS and key in reading.given):
-        return reading[key]
-    if key in OWN and is_whole(reading):
+    if key in config or (key in NULLS and key in config.given):
+        return config[key]
+    if key in OWN and is_whole(config):
         return OWN[key]
-    row = reading.table.row(key)
+    row = config.table.row(key)
     assert row is not None, key
     return None if row.default is ABSENT else row.default
 
 
-def usual(key: str, ours: str, kind: Kind, default: Any) -> Row:
+def usual(key: str, ours: str, kind: Kind, default: Any) -> KeyRow:
     """The same thing, with a default that depends on whether the configuration is whole."""
-    return turned(key, kind, lambda reading, _: mapped(ours, taken(reading, key)), default)
+    return turned(key, kind, lambda config, _: mapped(ours, taken(config, key)), default)
 
 
-def empty(key: str) -> Row:
+def empty(key: str) -> KeyRow:
     """A section that a file may leave empty, or take from one that is not there."""
 
     def nothing(value: Any) -> None:
         if value:
             raise ValueError("a section of keys and values")
 
-    return Row(key, nothing, lambda *_: built_in("empty, or in a file that is not there"))
+    return KeyRow(key, nothing, lambda *_: built_in("empty, or in a file that is not there"))
 
 
 def instead(ours: Mapping[Any, Any], why: str) -> Outcome:
@@ -92,13 +92,13 @@ def instead(ours: Mapping[Any, Any], why: str) -> Outcome:
 
 
 def count(value: Any) -> int:
-    if whole(value) < 1:
+    if integer(value) < 1:
         raise ValueError("a whole number above 0")
     return int(value)
 
 
 def natural(value: Any) -> int:
-    if whole(value) < 0:
+    if integer(value) < 0:
         raise ValueError("a whole number, at least 0")
     return int(value)
 
@@ -159,131 +159,131 @@ def is_list_of_numbers(value: Any) -> bool:
 # --- which pipeline
 
 
-def is_rlvr(reading: Reading) -> bool:
+def is_rlvr(config: ForeignConfig) -> bool:
     """Prompts in files, and rewards for the answers. Else environments are played."""
-    if any(reading.below(name) for name in ("train_env_manager", "val_env_manager", "custom_envs")):
+    if any(config.below(name) for name in ("train_env_manager", "val_env_manager", "custom_envs")):
         return False
     asked = ("num_return_sequences_in_group", "actor_train.data_args.file_name")
-    return any(key in reading for key in asked) or bool(reading.below("rewards"))
+    return any(key in config for key in asked) or bool(config.below("rewards"))
 
 
-def is_whole(reading: Reading) -> bool:
-    return "pretrain" in reading or is_rlvr(reading)
+def is_whole(config: ForeignConfig) -> bool:
+    return "pretrain" in config or is_rlvr(config)
 
 
-def is_old(reading: Reading) -> bool:
+def is_old(config: ForeignConfig) -> bool:
     """Written for the ROLL of the guides, before `env_groups` became `num_env_groups`."""
-    return any(one.key.endswith((".env_groups", ".n_groups")) for one in reading.given.values())
+    return any(one.key.endswith((".env_groups", ".n_groups")) for one in config.given.values())
 
 
 # --- batch and lengths
 
 
-def group_size(reading: Reading) -> int:
-    return int(taken(reading, "num_return_sequences_in_group" if is_rlvr(reading) else "train_env_manager.group_size"))
+def group_size(config: ForeignConfig) -> int:
+    return int(taken(config, "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"))
 
 
-def num_prompts(reading: Reading) -> int:
-    size = int(taken(reading, "rollout_batch_size"))
-    return size if is_rlvr(reading) else max(size // group_size(reading), 1)
+def num_prompts(config: ForeignConfig) -> int:
+    size = int(taken(config, "rollout_batch_size"))
+    return size if is_rlvr(config) else max(size // group_size(config), 1)
 
 
-def num_trajectories(reading: Reading) -> int:
-    return num_prompts(reading) * group_size(reading)
+def num_trajectories(config: ForeignConfig) -> int:
+    return num_prompts(config) * group_size(config)
 
 
-def update_size(reading: Reading) -> int:
+def update_size(config: ForeignConfig) -> int:
     return int(
-        taken(reading, f"{TRAINING}.per_device_train_batch_size")
-        * taken(reading, f"{TRAINING}.gradient_accumulation_steps")
-        * data_parallel(reading)
+        taken(config, f"{TRAINING}.per_device_train_batch_size")
+        * taken(config, f"{TRAINING}.gradient_accumulation_steps")
+        * data_parallel(config)
     )
 
 
-def num_updates(reading: Reading) -> int:
-    return math.ceil(num_trajectories(reading) / update_size(reading))
+def num_updates(config: ForeignConfig) -> int:
+    return math.ceil(num_trajectories(config) / update_size(config))
 
 
-def lengths(reading: Reading) -> tuple[int, int]:
+def lengths(config: ForeignConfig) -> tuple[int, int]:
     """Of a prompt and of all that follows it, in tokens."""
-    prompt = int(taken(reading, "prompt_length"))
-    sequence = int(taken(reading, "sequence_length"))
-    if "response_length" in reading and "sequence_length" not in reading:
-        sequence = prompt + int(reading["response_length"])
-    if is_rlvr(reading) or ("prompt_length" in reading and prompt < sequence):
+    prompt = int(taken(config, "prompt_length"))
+    sequence = int(taken(config, "sequence_length"))
+    if "response_length" in config and "sequence_length" not in config:
+        sequence = prompt + int(config["response_length"])
+    if is_rlvr(config) or ("prompt_length" in config and prompt < sequence):
         return prompt, max(sequence - prompt, 1)
     prompt = min(prompt, sequence // 2)  # of a game's opening ROLL has no limit of its own
     return prompt, sequence - prompt
 
 
-def num_steps(reading: Reading) -> int | None:
+def num_steps(config: ForeignConfig) -> int | None:
     """None: as long as the data are passed."""
-    steps = int(taken(reading, "max_steps"))
+    steps = int(taken(config, "max_steps"))
     return steps if steps > 0 else None
 
 
-def validates(reading: Reading) -> bool:
-    asked = not is_rlvr(reading) or "validation.data_args.file_name" in reading
-    return bool(taken(reading, "eval_steps") > 0 and asked)
+def validates(config: ForeignConfig) -> bool:
+    asked = not is_rlvr(config) or "validation.data_args.file_name" in config
+    return bool(taken(config, "eval_steps") > 0 and asked)
 
 
 # --- what is in the algorithm
 
 
-def uses_critic(reading: Reading) -> bool:
-    return str(taken(reading, "adv_estimator")) in ("gae", "skip_obs_gae")
+def uses_critic(config: ForeignConfig) -> bool:
+    return str(taken(config, "adv_estimator")) in ("gae", "skip_obs_gae")
 
 
-def kl_where(reading: Reading) -> Literal["loss", "reward"] | None:
-    if taken(reading, "use_kl_loss") and taken(reading, "kl_loss_coef") > 0:
+def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
+    if taken(config, "use_kl_loss") and taken(config, "kl_loss_coef") > 0:
         return "loss"
-    return "reward" if kl_in_reward(reading) else None
+    return "reward" if kl_in_reward(config) else None
 
 
-def kl_in_reward(reading: Reading) -> bool:
+def kl_in_reward(config: ForeignConfig) -> bool:
     """Only where it is asked for; older versions took it off the rewards of games in any case."""
-    if "add_token_level_kl" in reading:
-        asked = bool(reading["add_token_level_kl"])
+    if "add_token_level_kl" in config:
+        asked = bool(config["add_token_level_kl"])
     else:
-        asked = is_old(reading) and not is_rlvr(reading)
-    return bool(asked and taken(reading, "init_kl_coef") > 0)
+        asked = is_old(config) and not is_rlvr(config)
+    return bool(asked and taken(config, "init_kl_coef") > 0)
 
 
 # --- devices
 
 
-def parallel(reading: Reading) -> tuple[int, int, int]:
+def parallel(config: ForeignConfig) -> tuple[int, int, int]:
     """Tensor, pipeline, context."""
-    sizes = [taken(reading, f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline")]
+    sizes = [taken(config, f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline")]
     context = max(
-        taken(reading, f"{STRATEGY}.context_parallel_size"), taken(reading, "actor_train.model_args.ulysses_size")
+        taken(config, f"{STRATEGY}.context_parallel_size"), taken(config, "actor_train.model_args.ulysses_size")
     )
     return sizes[0], sizes[1], context
 
 
-def data_parallel(reading: Reading) -> int:
-    return max(len(role_devices(reading, "actor")) // math.prod(parallel(reading)), 1)
+def data_parallel(config: ForeignConfig) -> int:
+    return max(len(role_devices(config, "actor")) // math.prod(parallel(config)), 1)
 
 
-def experts(reading: Reading) -> int:
+def experts(config: ForeignConfig) -> int:
     """1 where they cannot be dealt beside what is there of tensor and context parallelism."""
-    tensor, _, context = parallel(reading)
-    wanted = int(taken(reading, f"{STRATEGY}.expert_model_parallel_size"))
-    return wanted if len(role_devices(reading, "actor")) % (tensor * context * wanted) == 0 else 1
+    tensor, _, context = parallel(config)
+    wanted = int(taken(config, f"{STRATEGY}.expert_model_parallel_size"))
+    return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
 
 
-def shard(reading: Reading) -> int | None:
+def shard(config: ForeignConfig) -> int | None:
     """Over how many devices a copy of the model is sharded, where it is said and not all."""
-    tensor, _, context = parallel(reading)
-    left = len(role_devices(reading, "actor")) // (tensor * context * experts(reading))
-    size = taken(reading, f"{STRATEGY}.fsdp_size")
+    tensor, _, context = parallel(config)
+    left = len(role_devices(config, "actor")) // (tensor * context * experts(config))
+    size = taken(config, f"{STRATEGY}.fsdp_size")
     return int(size) if 0 < size < left and left % size == 0 else None
 
 
-def role_devices(reading: Reading, role: str) -> tuple[int, ...]:
+def role_devices(config: ForeignConfig, role: str) -> tuple[int, ...]:
     """As ROLL has them; where it says nothing, those of the training."""
     key = f"{ROLES[role]}.device_mapping"
-    return device_list(reading[key] if key in reading else taken(reading, "actor_train.device_mapping"))
+    return device_list(config[key] if key in config else taken(config, "actor_train.device_mapping"))
 
 
 @dataclass(frozen=True)
@@ -312,32 +312,32 @@ class Layout:
         return {",".join(roles): format_devices(devices) for devices, roles in by_devices.items()}
 
 
-def layout(reading: Reading) -> Layout:
-    actor, rollout = role_devices(reading, "actor"), role_devices(reading, "rollout")
+def layout(config: ForeignConfig) -> Layout:
+    actor, rollout = role_devices(config, "actor"), role_devices(config, "rollout")
     if actor != rollout and set(actor) & set(rollout):
         rollout = tuple(device for device in rollout if device not in actor) or actor
     roles = {"actor": actor, "rollout": rollout}
-    for role, there in (("reference", kl_where(reading) is not None), ("critic", uses_critic(reading))):
+    for role, there in (("reference", kl_where(config) is not None), ("critic", uses_critic(config))):
         if there:
-            wanted = role_devices(reading, role)
-            roles[role] = wanted if has_place(reading, wanted, roles) else actor
+            wanted = role_devices(config, role)
+            roles[role] = wanted if has_place(config, wanted, roles) else actor
     highest = max(device for devices in roles.values() for device in devices) + 1
-    per_node = int(taken(reading, "num_gpus_per_node"))
+    per_node = int(taken(config, "num_gpus_per_node"))
     nodes = math.ceil(highest / per_node)
     return Layout(nodes, per_node if nodes > 1 else highest, roles)
 
 
-def has_place(reading: Reading, wanted: tuple[int, ...], roles: Mapping[str, tuple[int, ...]]) -> bool:
+def has_place(config: ForeignConfig, wanted: tuple[int, ...], roles: Mapping[str, tuple[int, ...]]) -> bool:
     """Roles share all of their devices or none, and every model is spread as the actor's is."""
     apart = all(wanted == other or not set(wanted) & set(other) for other in roles.values())
-    if shard(reading) is not None:
+    if shard(config) is not None:
         return apart and len(wanted) == len(roles["actor"])
-    tensor, _, context = parallel(reading)
-    return apart and len(wanted) % (tensor * context * experts(reading)) == 0
+    tensor, _, context = parallel(config)
+    return apart and len(wanted) % (tensor * context * experts(config)) == 0
 
 
-def on_cluster(reading: Reading) -> bool:
-    return not layout(reading).is_one
+def on_cluster(config: ForeignConfig) -> bool:
+    return not layout(config).is_one
 
 
 def plural(number: int, noun: str) -> str:

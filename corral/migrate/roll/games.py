@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corral.migrate.roll.facts import is_old
-from corral.migrate.table import Reading
+from corral.migrate.table import ForeignConfig
 from corral.recipe.keys import KeyPath
 
 ANSWER = "<answer>(.*?)</answer>"
@@ -59,15 +59,15 @@ class Played:
     options: Mapping[KeyPath, Any]
 
 
-def behind(reading: Reading, tag: str) -> Played:
-    game = game_of(reading, tag)
+def behind(config: ForeignConfig, tag: str) -> Played:
+    game = game_of(config, tag)
     if game not in GAMES:
         return Played(f"my_environments:{tag}", {})
     options: dict[KeyPath, Any] = {}
-    config = config_of(reading, tag, game)
-    for key in config:
-        options |= as_options(game, key, config)
-    options |= texts_of(reading, tag)
+    game_config = config_of(config, tag, game)
+    for key in game_config:
+        options |= as_options(game, key, game_config)
+    options |= texts_of(config, tag)
     return Played(game, unlike_ours(game, options))
 
 
@@ -75,15 +75,15 @@ def unlike_ours(game: str, options: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]
     return {path: value for path, value in options.items() if OURS[game].get(path) != value}
 
 
-def told(reading: Reading, tag: str) -> set[KeyPath]:
+def told(config: ForeignConfig, tag: str) -> set[KeyPath]:
     """Options that the configuration itself gives it, rather than ROLL's files."""
-    game, written = game_of(reading, tag), reading.below(f"custom_envs.{tag}.env_config")
-    config = config_of(reading, tag, game)
-    found = {path for key in written for path in as_options(game, room_key(key), config)}
-    if f"custom_envs.{tag}.env_instruction" in reading:
+    game, written = game_of(config, tag), config.below(f"custom_envs.{tag}.env_config")
+    game_config = config_of(config, tag, game)
+    found = {path for key in written for path in as_options(game, room_key(key), game_config)}
+    if f"custom_envs.{tag}.env_instruction" in config:
         found.add(("prompts", "instruction"))
     for name, own in TEXTS.items():
-        if f"custom_envs.{tag}.{name}" in reading:
+        if f"custom_envs.{tag}.{name}" in config:
             found |= {("prompts", one) for one in own}
     return found
 
@@ -93,42 +93,42 @@ def room_key(key: str) -> str:
     return "dim_room" if key in ("dim_x", "dim_y") else key
 
 
-def game_of(reading: Reading, tag: str) -> str:
-    return str(reading[f"custom_envs.{tag}.env_type"] or TAGS.get(tag, ("",))[0])
+def game_of(config: ForeignConfig, tag: str) -> str:
+    return str(config[f"custom_envs.{tag}.env_type"] or TAGS.get(tag, ("",))[0])
 
 
-def config_of(reading: Reading, tag: str, game: str) -> dict[str, Any]:
+def config_of(config: ForeignConfig, tag: str, game: str) -> dict[str, Any]:
     """`env_config`, with what ROLL's files and code have where it says nothing."""
-    written = {key: value for key, value in reading.below(f"custom_envs.{tag}.env_config").items() if value is not None}
+    written = {key: value for key, value in config.below(f"custom_envs.{tag}.env_config").items() if value is not None}
     helper, penalty = PENALTIES[game]
-    config = {**GAMES[game], "format_penalty": 0.0}
+    game_config = {**GAMES[game], "format_penalty": 0.0}
     if tag in TAGS:
-        config |= {"format_penalty": penalty if reading[helper] is None else reading[helper], **TAGS[tag][1]}
-        if "action_pattern" in reading and tag != "FrozenLakeThink":
-            config["action_pattern"] = reading["action_pattern"]
-    if penalty_of_all(reading) is not None:
-        config["format_penalty"] = penalty_of_all(reading)
-    if f"custom_envs.{tag}.env_instruction" in reading:
-        config["env_instruction"] = reading[f"custom_envs.{tag}.env_instruction"]
-    config |= written
-    if "dim_x" in config and "dim_y" in config:
-        config["dim_room"] = [config["dim_x"], config["dim_y"]]
-    return config
+        game_config |= {"format_penalty": penalty if config[helper] is None else config[helper], **TAGS[tag][1]}
+        if "action_pattern" in config and tag != "FrozenLakeThink":
+            game_config["action_pattern"] = config["action_pattern"]
+    if penalty_of_all(config) is not None:
+        game_config["format_penalty"] = penalty_of_all(config)
+    if f"custom_envs.{tag}.env_instruction" in config:
+        game_config["env_instruction"] = config[f"custom_envs.{tag}.env_instruction"]
+    game_config |= written
+    if "dim_x" in game_config and "dim_y" in game_config:
+        game_config["dim_room"] = [game_config["dim_x"], game_config["dim_y"]]
+    return game_config
 
 
-def penalty_of_all(reading: Reading) -> float | None:
+def penalty_of_all(config: ForeignConfig) -> float | None:
     """For replies that are no action. Older versions have one for all games, until `env_config` got its own."""
     older = (".user_prompt_format", ".reward_template")
-    if is_old(reading) or any(one.key.endswith(older) for one in reading.given.values()):
-        penalty: float | None = reading["train_env_manager.format_penalty"]
+    if is_old(config) or any(one.key.endswith(older) for one in config.given.values()):
+        penalty: float | None = config["train_env_manager.format_penalty"]
         return penalty
     return None
 
 
-def as_options(game: str, key: str, config: Mapping[str, Any]) -> dict[KeyPath, Any]:
+def as_options(game: str, key: str, game_config: Mapping[str, Any]) -> dict[KeyPath, Any]:
     """Of one key of `env_config`: options of Corral's environment."""
     name, _, place = key.partition(".")
-    value: Any = config.get(key)
+    value: Any = game_config.get(key)
     if name in ("size", "p", "num_boxes", "search_depth", "format_penalty", "dim_room"):
         return {(name,): value} if (name,) in OURS[game] else {}
     if name == "is_slippery" and game == "frozen_lake":
@@ -140,7 +140,7 @@ def as_options(game: str, key: str, config: Mapping[str, Any]) -> dict[KeyPath, 
     if name == "grid_lookup" and place.isdigit() and int(place) < len(SIGNS[game]):
         return {("grid_vocab", SIGNS[game][int(place)]): value}
     if name == "action_lookup" and place.isdigit():
-        number = int(place) - ("action_lookup.4" in config)  # from 0 or from 1
+        number = int(place) - ("action_lookup.4" in game_config)  # from 0 or from 1
         action = ACTIONS[game][number] if 0 <= number < 4 else value
         return {} if value == action else {("actions", action): value}
     if name == "env_instruction":
@@ -157,13 +157,13 @@ def answer_format(pattern: str) -> str | None:
     return None
 
 
-def texts_of(reading: Reading, tag: str) -> dict[KeyPath, Any]:
+def texts_of(config: ForeignConfig, tag: str) -> dict[KeyPath, Any]:
     """Prompts that the configuration has."""
     found: dict[KeyPath, Any] = {}
-    system = reading[f"custom_envs.{tag}.agent_system_template"] or reading["agent_system_template"]
+    system = config[f"custom_envs.{tag}.agent_system_template"] or config["agent_system_template"]
     if system is not None and (rendered := template(system)) is not None:
         found["prompts", "system"] = rendered
-    turn = reading[f"custom_envs.{tag}.agent_template"] or reading["agent_template"]
+    turn = config[f"custom_envs.{tag}.agent_template"] or config["agent_template"]
     if turn is not None and (rendered := template(turn)) is not None:
         found["prompts", "opening"] = rendered if "{instruction}" in rendered else OPENING + rendered
         found["prompts", "turn"] = rendered

@@ -13,10 +13,11 @@ from corral.migrate.roll.facts import (
 )
 from corral.migrate.table import (
     Convert,
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
     anything,
+    boolean,
     built_in,
     converted,
     lacking,
@@ -26,7 +27,6 @@ from corral.migrate.table import (
     only,
     same,
     text,
-    truth,
     turned,
     unsupported,
 )
@@ -46,54 +46,54 @@ VARIANTS = {"ppo": "ppo", "vanilla": "gpg", "cispo": "cispo"}
 # --- the loss
 
 
-def loss(reading: Reading) -> str:
-    if uses_variants(reading):
-        return VARIANTS.get(reading["actor_train.pg_variant"] or "vanilla", "ppo")
-    if is_rlvr(reading) and reading["use_policy_loss_type"] == "PG":
+def loss(config: ForeignConfig) -> str:
+    if uses_variants(config):
+        return VARIANTS.get(config["actor_train.pg_variant"] or "vanilla", "ppo")
+    if is_rlvr(config) and config["use_policy_loss_type"] == "PG":
         return "gpg"
-    return "gspo" if is_rlvr(reading) and reading["importance_sampling"] == "seq" else "ppo"
+    return "gspo" if is_rlvr(config) and config["importance_sampling"] == "seq" else "ppo"
 
 
-def uses_variants(reading: Reading) -> bool:
+def uses_variants(config: ForeignConfig) -> bool:
     """ROLL has two kinds of workers, and only this one looks at the variant."""
-    return "pgworker" in (reading["actor_train.worker_cls"] or "").lower().replace("_", "")
+    return "pgworker" in (config["actor_train.worker_cls"] or "").lower().replace("_", "")
 
 
-def variant(reading: Reading, given: Given) -> Outcome:
-    if not uses_variants(reading):
+def variant(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not uses_variants(config):
         return no_effect("only ROLL's ActorPGWorker looks at it")
     if given.value not in VARIANTS:
         return unsupported(f"Corral has {', '.join(VARIANTS)} of these; ppo takes its place")
     return mapped("algorithm.loss", VARIANTS[given.value])
 
 
-def worker_class(reading: Reading, given: Given) -> Outcome:
-    if uses_variants(reading):
-        return mapped("algorithm.loss", loss(reading), "by `actor_train.pg_variant`")
+def worker_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if uses_variants(config):
+        return mapped("algorithm.loss", loss(config), "by `actor_train.pg_variant`")
     if given.value is None or given.value.startswith("roll."):
         return built_in("Corral's own trainer")
     return unsupported("code of yours that computes the loss: losses are functions in corral/algorithms")
 
 
-def loss_choice(reading: Reading, given: Given) -> Outcome:
+def loss_choice(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """`importance_sampling`, `use_policy_loss_type`."""
-    if not is_rlvr(reading):
+    if not is_rlvr(config):
         return no_effect("games have the ratio of single tokens")
-    if uses_variants(reading):
+    if uses_variants(config):
         return no_effect("`actor_train.pg_variant` goes before it")
-    return mapped("algorithm.loss", loss(reading)) if loss(reading) != "ppo" else built_in("ppo, as in Corral")
+    return mapped("algorithm.loss", loss(config)) if loss(config) != "ppo" else built_in("ppo, as in Corral")
 
 
-def clips(reading: Reading, given: Given) -> Outcome:
-    found = loss(reading)
+def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found = loss(config)
     if found not in ("ppo", "gspo"):
         return no_effect(f"the loss {found} has other bounds, or none")
-    ranged = bool(reading["use_pg_clip_range"])
+    ranged = bool(config["use_pg_clip_range"])
     if given.key == "pg_clip" and ranged:
         return no_effect("`pg_clip_low` and `pg_clip_high` go before it")
     if given.key in ("pg_clip_low", "pg_clip_high") and not ranged:
         return no_effect("`use_pg_clip_range` is off")
-    low, high = (taken(reading, f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
+    low, high = (taken(config, f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
     if not given.where and CLIPS[found] == (low, high):  # type: ignore[index]
         return built_in("as in Corral")
     return converted(
@@ -101,38 +101,38 @@ def clips(reading: Reading, given: Given) -> Outcome:
     )
 
 
-def cispo_clips(reading: Reading, given: Given) -> Outcome:
-    if loss(reading) != "cispo":
+def cispo_clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if loss(config) != "cispo":
         return no_effect("it belongs to `pg_variant: cispo`")
-    low, high = (taken(reading, f"actor_train.cispo_epsilon_{side}") for side in ("low", "high"))
+    low, high = (taken(config, f"actor_train.cispo_epsilon_{side}") for side in ("low", "high"))
     return converted(
         {"algorithm.clip_low": low, "algorithm.clip_high": high}, f"ratios from {1 - low:g} to {1 + high:g}"
     )
 
 
-def dual_clip(reading: Reading, given: Given) -> Outcome:
-    if not given.value or loss(reading) != "ppo":
-        return built_in("off, as in Corral") if not given.value else no_effect(f"the loss {loss(reading)} has none")
-    clip = taken(reading, "pg_clip")
+def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not given.value or loss(config) != "ppo":
+        return built_in("off, as in Corral") if not given.value else no_effect(f"the loss {loss(config)} has none")
+    clip = taken(config, "pg_clip")
     if clip <= 0:
         raise ValueError("needs a `pg_clip` above 0")
     return converted({"algorithm.dual_clip": 1 + 2 * clip}, f"1 + 2 x {clip:g}")
 
 
-def aggregation(reading: Reading, given: Given) -> Outcome:
-    written = AGGREGATIONS[taken(reading, "loss_agg_mode")]
-    forced = FORCED_AGGREGATION.get(loss(reading))  # type: ignore[call-overload]
+def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    written = AGGREGATIONS[taken(config, "loss_agg_mode")]
+    forced = FORCED_AGGREGATION.get(loss(config))  # type: ignore[call-overload]
     if forced is not None:
-        note = f"the loss {loss(reading)} is always {forced}"
+        note = f"the loss {loss(config)} is always {forced}"
         return built_in(note) if written == forced else unsupported(note)
     if written != "seq_mean_token_sum_norm":
         return mapped("algorithm.aggregation", written)
-    length = taken(reading, "sequence_length")
+    length = taken(config, "sequence_length")
     ours = {"algorithm.aggregation": written, "algorithm.aggregation_norm": length}
     return converted(ours, f"divided by the length of a sequence, {length}")
 
 
-def old_logprobs(reading: Reading, given: Given) -> Outcome:
+def old_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value:
         return mapped("algorithm.old_logprobs", "recompute")
     return built_in("those with which the tokens were drawn, where these are the newest weights'")
@@ -141,58 +141,58 @@ def old_logprobs(reading: Reading, given: Given) -> Outcome:
 # --- KL
 
 
-def kl_loss(reading: Reading, given: Given) -> Outcome:
+def kl_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
-    if kl_where(reading) != "loss":
+    if kl_where(config) != "loss":
         return no_effect("`kl_loss_coef` is 0")
     return mapped("algorithm.kl.where", "loss", "k3, as in ROLL")
 
 
-def kl_loss_coefficient(reading: Reading, given: Given) -> Outcome:
-    if kl_where(reading) != "loss":
+def kl_loss_coefficient(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) != "loss":
         return no_effect("`use_kl_loss` is off") if given.value else built_in("0, as in Corral")
     return mapped("algorithm.kl.coefficient", given.value)
 
 
-def kl_reward(reading: Reading, given: Given) -> Outcome:
+def kl_reward(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
-    if not kl_in_reward(reading):
+    if not kl_in_reward(config):
         return no_effect("`init_kl_coef` is 0")
-    if kl_where(reading) == "loss":
+    if kl_where(config) == "loss":
         return unsupported("KL is in the loss or in the reward, not in both: it is in the loss")
     return mapped("algorithm.kl.where", "reward")
 
 
-def kl_coefficient(reading: Reading, given: Given) -> Outcome:
-    value = taken(reading, "init_kl_coef")
+def kl_coefficient(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = taken(config, "init_kl_coef")
     if value == 0:
         return built_in("0, as in Corral")
-    if not kl_in_reward(reading):
+    if not kl_in_reward(config):
         return no_effect("ROLL takes it off the reward only with `add_token_level_kl`")
-    if kl_where(reading) == "loss":
+    if kl_where(config) == "loss":
         return unsupported("KL is in the loss or in the reward, not in both: it is in the loss")
     return converted({"algorithm.kl.where": "reward", "algorithm.kl.coefficient": value}, f"{value:g}, off the reward")
 
 
-def kl_estimate(reading: Reading, given: Given) -> Outcome:
-    if kl_where(reading) != "reward":
+def kl_estimate(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) != "reward":
         return no_effect("there is no KL in the reward; in the loss it is k3")
     if given.value not in ESTIMATES:
         return unsupported(f"Corral has {', '.join(ESTIMATES)}; k1 takes its place")
     return mapped("algorithm.kl.estimator", ESTIMATES[given.value])
 
 
-def kl_target(reading: Reading, given: Given) -> Outcome:
-    if kl_where(reading) != "reward" or not given.value:
+def kl_target(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) != "reward" or not given.value:
         return built_in("a fixed coefficient, as in Corral") if not given.value else no_effect("no KL in the reward")
     ours = {"algorithm.kl.controller": "adaptive", "algorithm.kl.target": given.value}
     return converted(ours, f"the coefficient follows the KL, to {given.value:g}")
 
 
-def kl_horizon(reading: Reading, given: Given) -> Outcome:
-    if kl_where(reading) != "reward" or not reading["target_kl"]:
+def kl_horizon(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) != "reward" or not config["target_kl"]:
         return no_effect("it belongs to `target_kl`")
     return mapped("algorithm.kl.horizon", given.value)
 
@@ -200,10 +200,10 @@ def kl_horizon(reading: Reading, given: Given) -> Outcome:
 # --- what was drawn by other weights, or another engine
 
 
-def weights(reading: Reading, given: Given) -> Outcome:
+def weights(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral where the newest weights play")
-    kind = taken(reading, f"{CORRECTION}.weight_type")
+    kind = taken(config, f"{CORRECTION}.weight_type")
     if kind not in ("token", "sequence"):
         return unsupported("tokens or whole trajectories are weighed in Corral")
     return corrected(f"{kind}_tis")
@@ -214,22 +214,22 @@ def corrected(name: str, **more: Any) -> Outcome:
     return converted({**ours, **{f"algorithm.correction.{key}": value for key, value in more.items()}}, name)
 
 
-def weight_bound(reading: Reading, given: Given) -> Outcome:
-    if not reading[f"{CORRECTION}.enabled"] or taken(reading, f"{CORRECTION}.weight_type") not in ("token", "sequence"):
+def weight_bound(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not config[f"{CORRECTION}.enabled"] or taken(config, f"{CORRECTION}.weight_type") not in ("token", "sequence"):
         return no_effect("weights are off")
-    if not (bound := taken(reading, f"{CORRECTION}.upper_bound")):
+    if not (bound := taken(config, f"{CORRECTION}.upper_bound")):
         return unsupported("weights have a bound in Corral")
     return mapped("algorithm.correction.cap", bound)
 
 
-def filters(reading: Reading, given: Given) -> Outcome:
+def filters(config: ForeignConfig, given: ForeignValue) -> Outcome:
     rules = [rule for rule in given.value or [] if not isinstance(rule, dict) or rule.get("enabled")]
     if not rules:
         return built_in("off, as in Corral")
     rule = rules[0] if isinstance(rules[0], dict) else {}
     level, low, high = rule.get("agg_type", "token"), rule.get("ratio_low", 0.8), rule.get("ratio_high", 1.2)
     by_ratio = rule.get("ratio_enabled", True) and not rule.get("diff_enabled")
-    alone = len(rules) == 1 and not reading[f"{CORRECTION}.enabled"]
+    alone = len(rules) == 1 and not config[f"{CORRECTION}.enabled"]
     if not (alone and by_ratio and level in ("token", "sequence")):
         return unsupported("one filter, by the ratio of tokens or trajectories, or weights instead")
     if not all(isinstance(bound, int | float) for bound in (low, high)):
@@ -237,12 +237,12 @@ def filters(reading: Reading, given: Given) -> Outcome:
     return corrected("rejection", level=level, floor=low, cap=high)
 
 
-def ratio_mask(reading: Reading, given: Given) -> Outcome:
+def ratio_mask(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
-    if reading[f"{CORRECTION}.enabled"]:
+    if config[f"{CORRECTION}.enabled"]:
         return unsupported("tokens are weighed or left out, not both: they are weighed")
-    low, high = (taken(reading, f"train_infer_ratio_threshold_{side}") for side in ("low", "high"))
+    low, high = (taken(config, f"train_infer_ratio_threshold_{side}") for side in ("low", "high"))
     return corrected("rejection", level="token", floor=low, cap=high)
 
 
@@ -256,7 +256,7 @@ ROWS = [
     turned("importance_sampling", choice("token", "seq"), loss_choice),
     turned("use_policy_loss_type", choice("PPO", "PG"), loss_choice),
     turned("pg_clip", amount, clips, 0.2),
-    turned("use_pg_clip_range", truth, clips),
+    turned("use_pg_clip_range", boolean, clips),
     turned("pg_clip_low", amount, clips, 0.2),
     turned("pg_clip_high", amount, clips, 0.2),
     turned("actor_train.cispo_epsilon_low", amount, cispo_clips, 0.1),
@@ -266,20 +266,20 @@ ROWS = [
         needless(f"actor_train.{key}", "`pg_variant` says what became of it")
         for key in ("tis_lower_bound", "tis_upper_bound", "topr_positive_weight", "topr_negative_weight", "kimi15_tau")
     ],
-    turned("dual_clip_loss", truth, dual_clip),
+    turned("dual_clip_loss", boolean, dual_clip),
     turned("loss_agg_mode", choice(*AGGREGATIONS), aggregation, "seq-mean-token-mean"),
     same("entropy_loss_coef", "algorithm.entropy_coefficient", amount),
-    turned("enable_old_logprobs_recompute", truth, old_logprobs),
+    turned("enable_old_logprobs_recompute", boolean, old_logprobs),
     needless("force_disable_old_logprobs_recompute", "those with which the tokens were drawn, where that is the same"),
     needless("enable_reference", "there is a reference model where there is KL"),
-    turned("use_kl_loss", truth, kl_loss, False),
+    turned("use_kl_loss", boolean, kl_loss, False),
     turned("kl_loss_coef", amount, kl_loss_coefficient, 0.0),
-    turned("add_token_level_kl", truth, kl_reward),
+    turned("add_token_level_kl", boolean, kl_reward),
     turned("init_kl_coef", amount, kl_coefficient, 0.0),
     turned("kl_penalty", choice("kl", "abs", "mse", "k3", "full"), kl_estimate),
     turned("target_kl", amount, kl_target),
     turned("kl_horizon", count, kl_horizon),
-    turned(f"{CORRECTION}.enabled", truth, weights),
+    turned(f"{CORRECTION}.enabled", boolean, weights),
     turned(
         f"{CORRECTION}.weight_type",
         choice("token", "segment", "geometric", "sequence"),
@@ -287,9 +287,11 @@ ROWS = [
         "token",
     ),
     turned(f"{CORRECTION}.upper_bound", amount, weight_bound, 1.2),
-    only(f"{CORRECTION}.detach", truth, (True,), "weights have no gradient, as in Corral", "weights have no gradient"),
+    only(
+        f"{CORRECTION}.detach", boolean, (True,), "weights have no gradient, as in Corral", "weights have no gradient"
+    ),
     turned("train_infer_correction.filters", anything, filters),
-    turned("train_infer_ratio_mask", truth, ratio_mask),
+    turned("train_infer_ratio_mask", boolean, ratio_mask),
     turned("train_infer_ratio_threshold_low", amount, belongs_to("train_infer_ratio_mask"), 0.8),
     turned("train_infer_ratio_threshold_high", amount, belongs_to("train_infer_ratio_mask"), 1.2),
 ]

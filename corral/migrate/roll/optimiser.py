@@ -8,11 +8,11 @@ from typing import Any
 from corral.migrate.roll.facts import TRAINING, amount, count, natural, share, taken, uses_critic
 from corral.migrate.table import (
     ABSENT,
-    Given,
+    ForeignConfig,
+    ForeignValue,
+    KeyRow,
     Kind,
     Outcome,
-    Reading,
-    Row,
     built_in,
     converted,
     idle,
@@ -37,7 +37,7 @@ class Learner:
     """The section of a recipe."""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[KeyRow]:
         rate, warmup = (5e-5, 0) if self.role == "critic" else (1e-6, 10)
         return [
             self.row("learning_rate", amount, self.plain("learning_rate"), rate),
@@ -58,72 +58,74 @@ class Learner:
     def key(self, name: str) -> str:
         return f"{self.role}.training_args.{name}"
 
-    def row(self, name: str, kind: Kind, convert: Callable[[Reading, Given], Outcome], default: Any = ABSENT) -> Row:
+    def row(
+        self, name: str, kind: Kind, convert: Callable[[ForeignConfig, ForeignValue], Outcome], default: Any = ABSENT
+    ) -> KeyRow:
         """A critic's say something only where there is one."""
 
-        def checked(reading: Reading, given: Given) -> Outcome:
-            if self.role == "critic" and not uses_critic(reading):
-                return no_effect(f"{taken(reading, 'adv_estimator')} has no critic")
-            return convert(reading, given)
+        def checked(config: ForeignConfig, given: ForeignValue) -> Outcome:
+            if self.role == "critic" and not uses_critic(config):
+                return no_effect(f"{taken(config, 'adv_estimator')} has no critic")
+            return convert(config, given)
 
         return turned(self.key(name), kind, checked, default)
 
-    def plain(self, ours: str, name: str | None = None) -> Callable[[Reading, Given], Outcome]:
-        return lambda reading, _: mapped(f"{self.ours}.{ours}", taken(reading, self.key(name or ours)))
+    def plain(self, ours: str, name: str | None = None) -> Callable[[ForeignConfig, ForeignValue], Outcome]:
+        return lambda config, _: mapped(f"{self.ours}.{ours}", taken(config, self.key(name or ours)))
 
-    def warmup_steps(self, reading: Reading, given: Given) -> Outcome:
-        steps = taken(reading, self.key("warmup_steps"))
-        if self._is_flat(reading):
+    def warmup_steps(self, config: ForeignConfig, given: ForeignValue) -> Outcome:
+        steps = taken(config, self.key("warmup_steps"))
+        if self._is_flat(config):
             return no_effect("the schedule constant has no warm-up there; constant_with_warmup has")
-        if steps == 0 and reading[self.key("warmup_ratio")]:
+        if steps == 0 and config[self.key("warmup_ratio")]:
             return built_in("`warmup_ratio` says it")
         return mapped(f"{self.ours}.warmup_steps", steps, "both count updates")
 
-    def warmup_ratio(self, reading: Reading, given: Given) -> Outcome:
-        if self._is_flat(reading):
+    def warmup_ratio(self, config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if self._is_flat(config):
             return no_effect("the schedule constant has no warm-up there; constant_with_warmup has")
-        if steps := taken(reading, self.key("warmup_steps")):
+        if steps := taken(config, self.key("warmup_steps")):
             return no_effect(f"`warmup_steps`, {steps}, goes before it")
         return mapped(f"{self.ours}.warmup_ratio", given.value or None)
 
-    def _is_flat(self, reading: Reading) -> bool:
-        is_megatron = reading["actor_train.strategy_args.strategy_name"] == "megatron_train"
-        return taken(reading, self.key("lr_scheduler_type")) == "constant" and not is_megatron
+    def _is_flat(self, config: ForeignConfig) -> bool:
+        is_megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
+        return taken(config, self.key("lr_scheduler_type")) == "constant" and not is_megatron
 
-    def schedule(self, reading: Reading, given: Given) -> Outcome:
-        kind = taken(reading, self.key("lr_scheduler_type"))
+    def schedule(self, config: ForeignConfig, given: ForeignValue) -> Outcome:
+        kind = taken(config, self.key("lr_scheduler_type"))
         if kind == "cosine_with_min_lr":
             return mapped(f"{self.ours}.schedule", "cosine", "with `lr_scheduler_kwargs`")
         if kind not in SCHEDULES:
             return unsupported(f"Corral has {', '.join(SCHEDULES)} and cosine_with_min_lr")
         return mapped(f"{self.ours}.schedule", SCHEDULES[kind])
 
-    def least(self, reading: Reading, given: Given) -> Outcome:
-        if reading[self.key("lr_scheduler_type")] != "cosine_with_min_lr":
+    def least(self, config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if config[self.key("lr_scheduler_type")] != "cosine_with_min_lr":
             return no_effect("it belongs to `lr_scheduler_type: cosine_with_min_lr`")
-        rate = taken(reading, self.key("learning_rate"))
+        rate = taken(config, self.key("learning_rate"))
         ratio = given.value / rate if given.key.endswith(".min_lr") else given.value
         if not 0 <= ratio <= 1:
             raise ValueError(f"should be from 0 to the learning rate, {rate:g}")
         return converted({f"{self.ours}.min_learning_rate_ratio": ratio}, f"{ratio:g} of the learning rate {rate:g}")
 
-    def betas(self, reading: Reading, given: Given) -> Outcome:
-        pair = [taken(reading, self.key(f"adam_beta{place}")) for place in (1, 2)]
+    def betas(self, config: ForeignConfig, given: ForeignValue) -> Outcome:
+        pair = [taken(config, self.key(f"adam_beta{place}")) for place in (1, 2)]
         return converted({f"{self.ours}.betas": pair}, f"betas {pair[0]:g} and {pair[1]:g}")
 
 
-def gradient_norm(reading: Reading, given: Given) -> Outcome:
+def gradient_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value == 0:
         return converted({"optimiser.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
     return mapped("optimiser.max_gradient_norm", given.value)
 
 
-def critic_batch(reading: Reading, given: Given) -> Outcome:
-    if not uses_critic(reading):
-        return no_effect(f"{taken(reading, 'adv_estimator')} has no critic")
+def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not uses_critic(config):
+        return no_effect(f"{taken(config, 'adv_estimator')} has no critic")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    own = math.prod(taken(reading, f"{TRAINING}.{name}") for name in names)
-    written = math.prod(reading[f"critic.training_args.{name}"] or 1 for name in names)
+    own = math.prod(taken(config, f"{TRAINING}.{name}") for name in names)
+    written = math.prod(config[f"critic.training_args.{name}"] or 1 for name in names)
     if written == own:
         return built_in("the critic learns in the same updates as the model")
     return unsupported(f"the critic learns in the same updates as the model, of {own} for each device")

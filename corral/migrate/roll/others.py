@@ -2,9 +2,10 @@
 
 from corral.migrate.roll.facts import empty
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
+    boolean,
     built_in,
     idle,
     lacking,
@@ -12,7 +13,6 @@ from corral.migrate.table import (
     no_effect,
     only,
     text,
-    truth,
     turned,
     unsupported,
 )
@@ -32,14 +32,14 @@ SFT = "Corral learns from rewards; it has no supervised fine-tuning"
 DISTILLATION = "Corral learns from rewards; it has no distillation"
 
 
-def lora(reading: Reading, given: Given) -> Outcome:
+def lora(config: ForeignConfig, given: ForeignValue) -> Outcome:
     role = given.key.partition(".")[0]
-    if reading[f"{role}.model_args.lora_target"]:
+    if config[f"{role}.model_args.lora_target"]:
         return unsupported("all parameters are trained")
     return no_effect("it belongs to `lora_target`")
 
 
-def asked(reading: Reading, given: Given) -> Outcome:
+def asked(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
         return built_in("what the other keys say")
     return unsupported("Corral plays games and answers questions")
@@ -78,7 +78,7 @@ MODELS = [
         needless(f"{role}.use_logits_chunking", "logits are computed in chunks: `train.logits_chunk`"),
         needless(f"{role}.logits_chunk_size", "logits are computed in chunks: `train.logits_chunk`"),
         needless(f"{role}.offload_nccl", "ROLL's own book-keeping"),
-        only(f"{role}.apply_loss_scale", truth, (True,), COUNTED, COUNTED),
+        only(f"{role}.apply_loss_scale", boolean, (True,), COUNTED, COUNTED),
         only(f"{role}.router_replay.mode", text, ("disable",), OFF, "a mixture's routes are not played again"),
         only(f"{role}.mtp_training_mode", text, ("disabled",), OFF, "one token is predicted at a time"),
     )

@@ -20,12 +20,15 @@ from corral.migrate.roll.facts import (
     validates,
 )
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
+    boolean,
     built_in,
     converted,
     idle,
+    integer,
+    integers,
     mapped,
     needless,
     no_effect,
@@ -33,11 +36,8 @@ from corral.migrate.table import (
     only,
     same,
     texts,
-    truth,
     turned,
     unsupported,
-    whole,
-    wholes,
 )
 
 SAMPLING = "actor_infer.generating_args"
@@ -46,58 +46,58 @@ SAMPLING = "actor_infer.generating_args"
 # --- how many
 
 
-def batch(reading: Reading, given: Given) -> Outcome:
-    size, samples = taken(reading, "rollout_batch_size"), group_size(reading)
-    ours = {"batch.prompts_per_step": num_prompts(reading), "batch.samples_per_prompt": samples}
-    if is_rlvr(reading):
+def batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    size, samples = taken(config, "rollout_batch_size"), group_size(config)
+    ours = {"batch.prompts_per_step": num_prompts(config), "batch.samples_per_prompt": samples}
+    if is_rlvr(config):
         return converted(ours, f"{size} prompts, {plural(samples, 'answer')} each: {size * samples} trajectories")
     if size % samples:
         raise ValueError(f"should be a multiple of `train_env_manager.group_size`, {samples}: groups are played whole")
     return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
 
 
-def samples(reading: Reading, given: Given) -> Outcome:
-    return mapped("batch.samples_per_prompt", group_size(reading))
+def samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("batch.samples_per_prompt", group_size(config))
 
 
-def answers(reading: Reading, given: Given) -> Outcome:
-    if not is_rlvr(reading):
+def answers(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not is_rlvr(config):
         return no_effect("games are in groups of `train_env_manager.group_size`")
-    return samples(reading, given)
+    return samples(config, given)
 
 
-def updates(reading: Reading, given: Given) -> Outcome:
-    trajectories, size, made = num_trajectories(reading), update_size(reading), num_updates(reading)
+def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    trajectories, size, made = num_trajectories(config), update_size(config), num_updates(config)
     each, times = (
-        taken(reading, f"{TRAINING}.{name}") for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        taken(config, f"{TRAINING}.{name}") for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
     )
     note = (
-        f"{each} x {times} x {data_parallel(reading)} = {size} trajectories per update, of {trajectories}: "
+        f"{each} x {times} x {data_parallel(config)} = {size} trajectories per update, of {trajectories}: "
         f"{plural(made, 'update')} per step"
     )
     return converted({"batch.updates_per_step": made}, note)
 
 
-def micro_batch(reading: Reading, given: Given) -> Outcome:
+def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Besides the number of updates, how much is computed at once."""
-    found = updates(reading, given)
-    tokens = sum(lengths(reading))
-    if is_dynamic(reading):
+    found = updates(config, given)
+    tokens = sum(lengths(config))
+    if is_dynamic(config):
         return found
-    each = taken(reading, f"{TRAINING}.per_device_train_batch_size")
+    each = taken(config, f"{TRAINING}.per_device_train_batch_size")
     ours = {**found.ours, ("batch", "max_tokens_per_micro_batch"): each * tokens}
     return converted(ours, f"{found.note}; {each} x {tokens} tokens at once")
 
 
-def is_dynamic(reading: Reading) -> bool:
-    asked = reading["actor_train.use_dynamic_batching_in_train"]
-    return bool(asked and reading["actor_train.max_tokens_per_microbatch_in_train"])
+def is_dynamic(config: ForeignConfig) -> bool:
+    asked = config["actor_train.use_dynamic_batching_in_train"]
+    return bool(asked and config["actor_train.max_tokens_per_microbatch_in_train"])
 
 
-def dynamic(reading: Reading, given: Given) -> Outcome:
-    if not is_dynamic(reading):
+def dynamic(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not is_dynamic(config):
         return built_in("micro-batches are packed by their tokens anyway")
-    wanted, least = reading["actor_train.max_tokens_per_microbatch_in_train"], sum(lengths(reading))
+    wanted, least = config["actor_train.max_tokens_per_microbatch_in_train"], sum(lengths(config))
     note = f"{wanted} tokens at once" + (f": at least one trajectory, {least}" if wanted < least else "")
     return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
 
@@ -105,34 +105,34 @@ def dynamic(reading: Reading, given: Given) -> Outcome:
 # --- lengths
 
 
-def sequence(reading: Reading, given: Given) -> Outcome:
-    prompt, response = lengths(reading)
-    total = taken(reading, "sequence_length")
-    if "response_length" in reading and "sequence_length" not in reading:
+def sequence(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    prompt, response = lengths(config)
+    total = taken(config, "sequence_length")
+    if "response_length" in config and "sequence_length" not in config:
         return built_in("`prompt_length` and `response_length` say it")
-    if total < 2 or (is_rlvr(reading) and total <= prompt):
+    if total < 2 or (is_rlvr(config) and total <= prompt):
         raise ValueError(f"should be above the prompt's length, {max(prompt, 1)}")
     ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
     return converted(ours, f"{total} tokens: {prompt} for the prompt and {response} for what follows")
 
 
-def prompt_length(reading: Reading, given: Given) -> Outcome:
-    prompt, response = lengths(reading)
+def prompt_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    prompt, response = lengths(config)
     ours: dict[str, object] = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
-    if is_rlvr(reading):
+    if is_rlvr(config):
         ours["data.overlong"] = "filter"
         return converted(ours, f"{prompt} tokens; longer prompts are left out, as in ROLL")
     return converted(ours, f"{prompt} tokens for the opening, {response} for what follows")
 
 
-def response_length(reading: Reading, given: Given) -> Outcome:
-    if "sequence_length" in reading:
+def response_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "sequence_length" in config:
         return no_effect("`sequence_length` goes before it")
-    return mapped("rollout.max_response_tokens", lengths(reading)[1])
+    return mapped("rollout.max_response_tokens", lengths(config)[1])
 
 
-def validation_length(reading: Reading, given: Given) -> Outcome:
-    if given.value in (None, sum(lengths(reading)), lengths(reading)[0]):
+def validation_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, sum(lengths(config)), lengths(config)[0]):
         return built_in("as in training")
     return unsupported("validation has the lengths of the training")
 
@@ -140,52 +140,52 @@ def validation_length(reading: Reading, given: Given) -> Outcome:
 # --- how tokens are drawn
 
 
-def temperature(reading: Reading, given: Given) -> Outcome:
-    value = taken(reading, f"{SAMPLING}.temperature")
+def temperature(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = taken(config, f"{SAMPLING}.temperature")
     if value == 0:
         raise ValueError("should be above 0: with 0 all samples of a prompt would be the same")
-    if not plays_as_trained(reading):
+    if not plays_as_trained(config):
         return mapped("rollout.temperature", value)
     ours = {"rollout.temperature": value, "validation.temperature": value}
     return converted(ours, f"{value:g}; in validation too, as in ROLL")
 
 
-def top_p(reading: Reading, given: Given) -> Outcome:
-    value = taken(reading, f"{SAMPLING}.top_p")
+def top_p(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = taken(config, f"{SAMPLING}.top_p")
     both = {"rollout.top_p": value, "validation.top_p": value}
-    return converted(both, f"{value:g}") if plays_as_trained(reading) else mapped("rollout.top_p", value)
+    return converted(both, f"{value:g}") if plays_as_trained(config) else mapped("rollout.top_p", value)
 
 
-def top_k(reading: Reading, given: Given) -> Outcome:
-    value = max(taken(reading, f"{SAMPLING}.top_k"), 0)
+def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = max(taken(config, f"{SAMPLING}.top_k"), 0)
     return mapped("rollout.top_k", value, "0: all tokens" if not value else "in training; validation has none")
 
 
-def plays_as_trained(reading: Reading) -> bool:
+def plays_as_trained(config: ForeignConfig) -> bool:
     """Validation of games draws tokens as the training does, unless the training's are not `actor_infer`'s."""
-    return validates(reading) and not is_rlvr(reading) and not own_validation(reading)
+    return validates(config) and not is_rlvr(config) and not own_validation(config)
 
 
-def own_validation(reading: Reading) -> bool:
-    of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in reading.given.values())
-    return bool(reading.below("val_env_manager.generating_args")) and not of_actor
+def own_validation(config: ForeignConfig) -> bool:
+    of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in config.given.values())
+    return bool(config.below("val_env_manager.generating_args")) and not of_actor
 
 
-def validation_sampling(reading: Reading, given: Given) -> Outcome:
+def validation_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Of `validation` (questions) and of `val_env_manager` (games)."""
     section, _, name = given.key.rpartition(".")
     of_games = section.startswith("val_env_manager")
-    if of_games and not own_validation(reading):
+    if of_games and not own_validation(config):
         return no_effect("those of `actor_infer` go before them")
-    if of_games == is_rlvr(reading):
+    if of_games == is_rlvr(config):
         return no_effect("it belongs to " + ("games" if of_games else "questions"))
-    if not validates(reading):
+    if not validates(config):
         return built_in("there is no validation")
     if name == "temperature":
         return mapped("validation.temperature", given.value)
     if name == "num_return_sequences":
         return mapped("validation.samples_per_prompt", given.value)
-    if not reading[f"{section}.temperature"]:
+    if not config[f"{section}.temperature"]:
         return no_effect("without a temperature the most likely token is taken")
     return mapped("validation.top_p", given.value)
 
@@ -198,7 +198,7 @@ VALIDATION_SAMPLING = [
         turned(f"{section}.top_p", share, validation_sampling),
         needless(f"{section}.top_k", "validation draws from all tokens"),
         needless(f"{section}.max_new_tokens", "as in training"),
-        only(f"{section}.num_beams", whole, (1,), "no beams, as in Corral", "Corral does not search with beams"),
+        only(f"{section}.num_beams", integer, (1,), "no beams, as in Corral", "Corral does not search with beams"),
     )
 ]
 
@@ -208,8 +208,8 @@ ROWS = [
     turned("num_return_sequences_in_group", count, answers, 1),
     turned(f"{TRAINING}.per_device_train_batch_size", count, micro_batch, 1),
     turned(f"{TRAINING}.gradient_accumulation_steps", count, updates, 16),
-    turned("actor_train.use_dynamic_batching_in_train", truth, dynamic),
-    turned("actor_train.max_tokens_per_microbatch_in_train", whole, dynamic),
+    turned("actor_train.use_dynamic_batching_in_train", boolean, dynamic),
+    turned("actor_train.max_tokens_per_microbatch_in_train", integer, dynamic),
     usual("ppo_epochs", "batch.passes", count, 1),
     needless("batch_adjust_mode", "nothing is copied or left out to fill a batch"),
     turned("sequence_length", count, sequence, 4096),
@@ -219,14 +219,14 @@ ROWS = [
     turned("val_sequence_length", count, validation_length),
     turned(f"{SAMPLING}.temperature", amount, temperature, 0.99),
     turned(f"{SAMPLING}.top_p", share, top_p, 0.99),
-    turned(f"{SAMPLING}.top_k", whole, top_k, 100),
+    turned(f"{SAMPLING}.top_k", integer, top_k, 100),
     same(f"{SAMPLING}.min_p", "rollout.min_p", share),
     same(f"{SAMPLING}.stop_strings", "rollout.stop", texts),
-    same(f"{SAMPLING}.stop_token_ids", "rollout.stop_token_ids", wholes),
+    same(f"{SAMPLING}.stop_token_ids", "rollout.stop_token_ids", integers),
     needless(f"{SAMPLING}.include_stop_str_in_output", "what was generated stays, the string that ended it too"),
     idle(f"{SAMPLING}.num_return_sequences", "ROLL sets it: 1 for games, the size of a group for questions"),
-    only(f"{SAMPLING}.num_beams", whole, (1,), "no beams, as in Corral", "Corral does not search with beams"),
-    only(f"{SAMPLING}.do_sample", truth, (True,), "tokens are drawn, as in Corral", "training needs drawn tokens"),
+    only(f"{SAMPLING}.num_beams", integer, (1,), "no beams, as in Corral", "Corral does not search with beams"),
+    only(f"{SAMPLING}.do_sample", boolean, (True,), "tokens are drawn, as in Corral", "training needs drawn tokens"),
     only(
         f"{SAMPLING}.repetition_penalty",
         number,

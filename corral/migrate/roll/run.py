@@ -18,13 +18,14 @@ from corral.migrate.roll.facts import (
     validates,
 )
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
     anything,
     built_in,
     converted,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
@@ -35,7 +36,6 @@ from corral.migrate.table import (
     text,
     turned,
     unsupported,
-    whole,
 )
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
@@ -53,37 +53,37 @@ NOT_FOR_WORKERS = re.compile(
 # --- name and length
 
 
-def steps(reading: Reading, given: Given) -> Outcome:
-    if (steps := num_steps(reading)) is not None:
+def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if (steps := num_steps(config)) is not None:
         return mapped("schedule.steps", steps)
     epochs = f"{TRAINING}.num_train_epochs"
-    if is_rlvr(reading) and epochs in reading:
-        return converted({"schedule.epochs": reading[epochs]}, f"-1: {reading[epochs]:g} passes over the data")
+    if is_rlvr(config) and epochs in config:
+        return converted({"schedule.epochs": config[epochs]}, f"-1: {config[epochs]:g} passes over the data")
     raise ValueError("should be above 0: the number of steps to train")
 
 
-def epochs(reading: Reading, given: Given) -> Outcome:
-    if is_rlvr(reading) and num_steps(reading) is None:
+def epochs(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_rlvr(config) and num_steps(config) is None:
         return mapped("schedule.epochs", given.value)
     return no_effect("`max_steps` ends the training")
 
 
-def every(reading: Reading, key: str) -> int:
+def every(config: ForeignConfig, key: str) -> int:
     """Steps between two of them; 0 where the run ends before."""
-    period, steps = int(taken(reading, key)), num_steps(reading)
+    period, steps = int(taken(config, key)), num_steps(config)
     return 0 if period <= 0 or (steps is not None and period > steps) else period
 
 
-def save_steps(reading: Reading, given: Given) -> Outcome:
-    period = taken(reading, "save_steps")
-    if every(reading, "save_steps") == period:
+def save_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    period = taken(config, "save_steps")
+    if every(config, "save_steps") == period:
         return mapped("checkpoint.every", period)
-    return converted({"checkpoint.every": 0}, f"every {period} steps of {num_steps(reading)}: at the end only")
+    return converted({"checkpoint.every": 0}, f"every {period} steps of {num_steps(config)}: at the end only")
 
 
-def keep(reading: Reading, given: Given) -> Outcome:
+def keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """0 is all of them."""
-    period, steps = every(reading, "save_steps"), num_steps(reading)
+    period, steps = every(config, "save_steps"), num_steps(config)
     if given.value:
         return mapped("checkpoint.keep", given.value)
     if period and steps is not None:
@@ -93,14 +93,14 @@ def keep(reading: Reading, given: Given) -> Outcome:
     return built_in("there is one, at the end") if steps is not None else unsupported("Corral keeps a number of them")
 
 
-def eval_steps(reading: Reading, given: Given) -> Outcome:
-    if not validates(reading):
+def eval_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not validates(config):
         return built_in("off, as in Corral without validation data")
-    period = every(reading, "eval_steps")
+    period = every(config, "eval_steps")
     return mapped("validation.every", period, "" if period else "the run ends before: first and last only")
 
 
-def resume(reading: Reading, given: Given) -> Outcome:
+def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in (None, False):
         return converted({"checkpoint.resume": "never"}, "false: start anew")
     if given.value is True:
@@ -108,49 +108,49 @@ def resume(reading: Reading, given: Given) -> Outcome:
     return mapped("checkpoint.resume", text(given.value))
 
 
-def auto_resume(reading: Reading, given: Given) -> Outcome:
+def auto_resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return built_in("`checkpoint.resume: auto`, unless `resume_from_checkpoint` says otherwise")
 
 
 # --- folders and trackers
 
 
-def checkpoint_folder(reading: Reading, given: Given) -> Outcome:
+def checkpoint_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("logging.runs", given.value, "the run's folder, with its checkpoints")
 
 
-def output_folder(reading: Reading, given: Given) -> Outcome:
-    if "checkpoint_config.output_dir" in reading:
+def output_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "checkpoint_config.output_dir" in config:
         return built_in("all of a run is in one folder, that of `checkpoint_config.output_dir`")
     return mapped("logging.runs", given.value)
 
 
-def trackers(reading: Reading, given: Given) -> Outcome:
+def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value not in TRACKERS:
         return unsupported(f"Corral has {', '.join(TRACKERS)}")
     return mapped("logging.trackers", TRACKERS[given.value])
 
 
-def project(reading: Reading, given: Given) -> Outcome:
-    if taken(reading, "track_with") in TRACKERS_WITH_PROJECTS:
+def project(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if taken(config, "track_with") in TRACKERS_WITH_PROJECTS:
         return mapped("logging.project", given.value)
-    return no_effect(f"{taken(reading, 'track_with')} has no projects")
+    return no_effect(f"{taken(config, 'track_with')} has no projects")
 
 
-def variable(reading: Reading, given: Given) -> Outcome:
+def variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """A recipe has names of variables, and never their values."""
     name = given.key.rpartition("system_envs.")[2]
     if NOT_FOR_WORKERS.fullmatch(name):
         return built_in("Corral does not look at it; models are loaded from a folder or from the Hugging Face hub")
-    if not on_cluster(reading):
+    if not on_cluster(config):
         return built_in(f"set {name} where you start `corral train`")
-    names = sorted({key.rpartition("system_envs.")[2] for key in reading.given if "system_envs." in key})
+    names = sorted({key.rpartition("system_envs.")[2] for key in config.given if "system_envs." in key})
     passed = [one for one in names if not NOT_FOR_WORKERS.fullmatch(one)]
     return converted({"cluster.environment": passed}, f"set {name} where you start `corral train`: workers get it")
 
 
-def call_timeout(reading: Reading, given: Given) -> Outcome:
-    if on_cluster(reading):
+def call_timeout(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if on_cluster(config):
         return mapped("cluster.call_timeout_s", given.value)
     return built_in("there is one process, and nobody to wait for")
 
@@ -158,42 +158,42 @@ def call_timeout(reading: Reading, given: Given) -> Outcome:
 # --- the model
 
 
-def model(reading: Reading, given: Given) -> Outcome:
-    path = taken(reading, "pretrain")
-    if three_paths(reading):
+def model(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    path = taken(config, "pretrain")
+    if three_paths(config):
         return no_effect("every role names its model itself")
     if SEES.search(path):
         return instead({"model.path": path}, "Corral trains on text; it has no models that see")
     return mapped("model.path", path)
 
 
-def three_paths(reading: Reading) -> bool:
+def three_paths(config: ForeignConfig) -> bool:
     """Only then do ROLL's roles have models of their own."""
     roles = ("actor_train", "actor_infer", "reference")
-    return all(f"{role}.model_args.model_name_or_path" in reading for role in roles)
+    return all(f"{role}.model_args.model_name_or_path" in config for role in roles)
 
 
-def actor_path(reading: Reading, given: Given) -> Outcome:
-    if not three_paths(reading):
+def actor_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not three_paths(config):
         return no_effect("ROLL takes `pretrain`, unless actor_train, actor_infer and reference all have one")
-    if given.value != reading["actor_train.model_args.model_name_or_path"]:
+    if given.value != config["actor_train.model_args.model_name_or_path"]:
         return unsupported("the engine plays with the weights that are trained")
     return mapped("model.path", given.value)
 
 
-def reference_path(reading: Reading, given: Given) -> Outcome:
-    if not three_paths(reading):
+def reference_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not three_paths(config):
         return no_effect("ROLL takes `pretrain`, unless actor_train, actor_infer and reference all have one")
-    if kl_where(reading) is None or given.value == reading["actor_train.model_args.model_name_or_path"]:
+    if kl_where(config) is None or given.value == config["actor_train.model_args.model_name_or_path"]:
         return built_in("the model as it was before training, where there is KL")
     return mapped("reference.path", given.value)
 
 
-def critic_path(reading: Reading, given: Given) -> Outcome:
-    if not uses_critic(reading):
-        return no_effect(f"{taken(reading, 'adv_estimator')} has no critic")
-    own = reading["critic.model_args.model_name_or_path"] or reading["reward_pretrain"]
-    if own == taken(reading, "pretrain"):
+def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not uses_critic(config):
+        return no_effect(f"{taken(config, 'adv_estimator')} has no critic")
+    own = config["critic.model_args.model_name_or_path"] or config["reward_pretrain"]
+    if own == taken(config, "pretrain"):
         return built_in("the critic starts as a copy of the model")
     return mapped("critic.path", own)
 
@@ -206,8 +206,8 @@ def hidden(value: Any) -> str:
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-def dtype(reading: Reading, given: Given) -> Outcome:
-    main = reading["actor_train.model_args.dtype"] or "bf16"
+def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    main = config["actor_train.model_args.dtype"] or "bf16"
     value = given.value or "bf16"
     if value not in DTYPES:
         raise ValueError(f"should be one of {', '.join(DTYPES)}")
@@ -218,12 +218,12 @@ def dtype(reading: Reading, given: Given) -> Outcome:
 
 ROWS = [
     turned("exp_name", text, run_name, "agentic_pipeline"),
-    same("seed", "seed", whole, 42),
-    turned("max_steps", whole, steps, 500),
+    same("seed", "seed", integer, 42),
+    turned("max_steps", integer, steps, 500),
     turned(f"{TRAINING}.num_train_epochs", amount, epochs),
-    turned("save_steps", whole, save_steps, 10_000),
+    turned("save_steps", integer, save_steps, 10_000),
     turned("max_ckpt_to_keep", natural, keep, 0),
-    turned("eval_steps", whole, eval_steps, 10),
+    turned("eval_steps", integer, eval_steps, 10),
     needless("logging_steps", "the metrics of every step are written"),
     turned("resume_from_checkpoint", anything, resume),
     turned("auto_resume", anything, auto_resume),

@@ -2,13 +2,15 @@
 
 from corral.migrate.table import (
     Convert,
-    Given,
+    ForeignConfig,
+    ForeignValue,
+    KeyRow,
     Outcome,
-    Reading,
-    Row,
+    boolean,
     built_in,
     converted,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
@@ -16,10 +18,8 @@ from corral.migrate.table import (
     number,
     same,
     text,
-    truth,
     turned,
     unsupported,
-    whole,
 )
 from corral.migrate.verl.batch import ACTOR, provided, response_tokens, samples
 from corral.recipe.presets import CLIPS, DPPO_THRESHOLDS, FORCED_AGGREGATION, GROUP_BASELINES, PRESETS
@@ -62,17 +62,17 @@ OVERLONG_PLACES = (
 # --- advantage and loss
 
 
-def advantage(reading: Reading, given: Given) -> Outcome:
+def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = ESTIMATORS.get(given.value)
     if name is None:
         return unsupported(f"the recipe has grpo instead; Corral has {', '.join(ESTIMATORS)}")
-    if PRESETS[name].advantage in GROUP_BASELINES and samples(reading) == 1:
+    if PRESETS[name].advantage in GROUP_BASELINES and samples(config) == 1:
         raise ValueError("compares the samples of a prompt, and there is one: give `rollout.n` (`n_agent`) at least 2")
     return mapped("algorithm.name", name)
 
 
-def without_deviation(reading: Reading, given: Given) -> Outcome:
-    estimator = reading["algorithm.adv_estimator"]
+def without_deviation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    estimator = config["algorithm.adv_estimator"]
     if estimator not in ("grpo", "grpo_vectorized", "grpo_passk"):
         return no_effect(f"the estimator {estimator} does not read it")
     if given.value in (True, None):
@@ -82,60 +82,60 @@ def without_deviation(reading: Reading, given: Given) -> Outcome:
     return converted({"algorithm.advantage": "dr_grpo"}, "rewards are not divided by their deviation: dr_grpo")
 
 
-def loss_of(reading: Reading) -> LossName:
-    return LOSSES.get(reading[f"{ACTOR}.policy_loss.loss_mode"], "ppo")
+def loss_of(config: ForeignConfig) -> LossName:
+    return LOSSES.get(config[f"{ACTOR}.policy_loss.loss_mode"], "ppo")
 
 
-def loss(reading: Reading, given: Given) -> Outcome:
+def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
     ours = LOSSES.get(given.value)
-    usual = PRESETS[ESTIMATORS.get(reading["algorithm.adv_estimator"], "grpo")].loss
+    usual = PRESETS[ESTIMATORS.get(config["algorithm.adv_estimator"], "grpo")].loss
     if ours is None:
         return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(LOSSES)}")
     return built_in("as in Corral") if ours == usual else mapped("algorithm.loss", ours)
 
 
-def clip_of(reading: Reading, side: str) -> float:
+def clip_of(config: ForeignConfig, side: str) -> float:
     """`clip_ratio` where nothing is said of this side."""
     own, both = f"{ACTOR}.clip_ratio_{side}", f"{ACTOR}.clip_ratio"
-    value: float = reading[own] if own in reading or both not in reading else reading[both]
+    value: float = config[own] if own in config or both not in config else config[both]
     return 0.2 if value is None else value
 
 
 def clip(side: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        return clipped(reading, given, [side])
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        return clipped(config, given, [side])
 
     return convert
 
 
-def clip_both(reading: Reading, given: Given) -> Outcome:
-    open_sides = [side for side in ("low", "high") if f"{ACTOR}.clip_ratio_{side}" not in reading]
+def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    open_sides = [side for side in ("low", "high") if f"{ACTOR}.clip_ratio_{side}" not in config]
     if not open_sides or given.value is None:
         return no_effect("`clip_ratio_low` and `clip_ratio_high` decide")
-    found = clipped(reading, given, open_sides)
-    if found.status != "mapped" or reading.table.row("do_search"):
+    found = clipped(config, given, open_sides)
+    if found.status != "mapped" or config.table.row("do_search"):
         return found
     unread = "verl reads it where `clip_ratio_low` and `clip_ratio_high` are null only, and else clips at 0.2"
     return converted(found.ours, f"{given.value:g} on either side; {unread}")
 
 
-def clipped(reading: Reading, given: Given, sides: list[str]) -> Outcome:
-    ours = loss_of(reading)
+def clipped(config: ForeignConfig, given: ForeignValue, sides: list[str]) -> Outcome:
+    ours = loss_of(config)
     if ours in DPPO_THRESHOLDS:
-        low, high = clip_of(reading, "low"), clip_of(reading, "high")
+        low, high = clip_of(config, "low"), clip_of(config, "high")
         if low != high:
             return unsupported(f"{ours} has one threshold, for probabilities that fall and that rise")
         return converted({"algorithm.dppo_threshold": low}, f"the threshold of {ours}: {low:g}")
     if ours not in CLIPS:
         return no_effect(f"the loss {ours} does not clip")
     usual = dict(zip(("low", "high"), CLIPS[ours], strict=True))
-    values = {side: clip_of(reading, side) for side in sides}
+    values = {side: clip_of(config, side) for side in sides}
     kept = {side: value for side, value in values.items() if given.where or value != usual[side]}
     return Outcome("mapped", {("algorithm", f"clip_{side}"): value for side, value in kept.items()})
 
 
-def dual_clip(reading: Reading, given: Given) -> Outcome:
-    ours = loss_of(reading)
+def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = loss_of(config)
     if ours in DPPO_THRESHOLDS and given.where and given.value is not None:
         words = f"the ratio in {ours} is capped at 20"
         return built_in(words) if given.value >= 20 else unsupported(words)
@@ -144,8 +144,8 @@ def dual_clip(reading: Reading, given: Given) -> Outcome:
     return mapped("algorithm.dual_clip", given.value)
 
 
-def aggregation(reading: Reading, given: Given) -> Outcome:
-    ours = loss_of(reading)
+def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = loss_of(config)
     if ours in FORCED_AGGREGATION:
         return no_effect(f"the loss {ours} is always a mean over sequences")
     if given.value not in (*AGGREGATIONS, None):
@@ -153,27 +153,27 @@ def aggregation(reading: Reading, given: Given) -> Outcome:
     return mapped("algorithm.aggregation", given.value and given.value.replace("-", "_"))
 
 
-def token_level(reading: Reading, given: Given) -> Outcome:
+def token_level(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Before there was `loss_agg_mode`."""
     return mapped("algorithm.aggregation", "seq_mean_token_mean" if given.value is False else "token_mean")
 
 
-def aggregation_norm(reading: Reading, given: Given) -> Outcome:
-    if loss_of(reading) in FORCED_AGGREGATION or reading[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
+def aggregation_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if loss_of(config) in FORCED_AGGREGATION or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return no_effect("it belongs to `loss_agg_mode=seq-mean-token-sum-norm`")
     return mapped("algorithm.aggregation_norm", given.value)
 
 
-def of_loss(key: str, ours: str, *names: str) -> Row:
+def of_loss(key: str, ours: str, *names: str) -> KeyRow:
     """A number of one loss."""
     words = f"the loss is not {' or '.join(names)}"
-    return provided(same(f"{ACTOR}.{key}", ours, number), lambda reading: loss_of(reading) in names, words)
+    return provided(same(f"{ACTOR}.{key}", ours, number), lambda config: loss_of(config) in names, words)
 
 
 def discount(ours: str, *estimators: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        if reading["algorithm.adv_estimator"] not in estimators:
-            return no_effect(f"the estimator {reading['algorithm.adv_estimator']} does not read it")
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if config["algorithm.adv_estimator"] not in estimators:
+            return no_effect(f"the estimator {config['algorithm.adv_estimator']} does not read it")
         return mapped(ours, given.value)
 
     return convert
@@ -182,75 +182,75 @@ def discount(ours: str, *estimators: str) -> Convert:
 # --- dynamic sampling and long answers
 
 
-def dynamic_sampling(reading: Reading) -> bool:
-    return bool(reading["algorithm.filter_groups.enable"]) and samples(reading) > 1
+def dynamic_sampling(config: ForeignConfig) -> bool:
+    return bool(config["algorithm.filter_groups.enable"]) and samples(config) > 1
 
 
-def filter_groups(reading: Reading, given: Given) -> Outcome:
+def filter_groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
-    if samples(reading) == 1:
+    if samples(config) == 1:
         return no_effect("verl keeps groups of one sample")
     return mapped("algorithm.dynamic_sampling.enabled", True)
 
 
-def filter_metric(reading: Reading, given: Given) -> Outcome:
+def filter_metric(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in ("acc", "score", "reward", "seq_reward", "seq_final_reward", "train_reward", None):
         return built_in("groups are compared by the reward function's reward")
     return unsupported("groups are compared by reward")
 
 
-def filter_rounds(reading: Reading, given: Given) -> Outcome:
+def filter_rounds(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value <= 0:
         return built_in("no limit there; 10 rounds here")
     return mapped("algorithm.dynamic_sampling.max_rounds", given.value)
 
 
-def reward_manager(reading: Reading) -> str:
+def reward_manager(config: ForeignConfig) -> str:
     keys = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
-    return next((reading[key] for key in keys if key in reading), "naive")
+    return next((config[key] for key in keys if key in config), "naive")
 
 
-def not_overlong(reading: Reading, place: str) -> str | None:
+def not_overlong(config: ForeignConfig, place: str) -> str | None:
     """Why length costs nothing; None: it does."""
-    if reward_manager(reading) != "dapo":
+    if reward_manager(config) != "dapo":
         return "the reward manager is not dapo"
-    off = [key for key in ("enable", "len", "penalty_factor") if not reading[f"{place}.{key}"]]
+    off = [key for key in ("enable", "len", "penalty_factor") if not config[f"{place}.{key}"]]
     return f"`{off[0]}` is {'off' if off[0] == 'enable' else 0}" if off else None
 
 
-def overlong_rows(place: str) -> tuple[Row, ...]:
-    def buffer(reading: Reading, given: Given) -> Outcome:
-        if why := not_overlong(reading, place):
+def overlong_rows(place: str) -> tuple[KeyRow, ...]:
+    def buffer(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if why := not_overlong(config, place):
             return no_effect(why)
-        tokens = reading[f"{place}.len"]
-        if tokens > response_tokens(reading):
-            raise ValueError(f"is more than the {response_tokens(reading)} tokens of a response")
+        tokens = config[f"{place}.len"]
+        if tokens > response_tokens(config):
+            raise ValueError(f"is more than the {response_tokens(config)} tokens of a response")
         return mapped("algorithm.overlong.buffer_tokens", tokens)
 
-    def penalty(reading: Reading, given: Given) -> Outcome:
-        why = not_overlong(reading, place)
+    def penalty(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        why = not_overlong(config, place)
         return no_effect(why) if why else mapped("algorithm.overlong.penalty", given.value)
 
     return (
-        turned(f"{place}.enable", truth, buffer),
-        turned(f"{place}.len", whole, buffer),
+        turned(f"{place}.enable", boolean, buffer),
+        turned(f"{place}.len", integer, buffer),
         turned(f"{place}.penalty_factor", number, penalty, 1.0),
         needless(f"{place}.log", "rewards and lengths are always logged"),
     )
 
 
-def longest_response(reading: Reading, given: Given) -> Outcome:
-    if given.value in (None, response_tokens(reading)):
+def longest_response(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, response_tokens(config)):
         return built_in("the limit of a response")
-    return unsupported(f"the length penalty ends at the limit of a response, {response_tokens(reading)} tokens")
+    return unsupported(f"the length penalty ends at the limit of a response, {response_tokens(config)} tokens")
 
 
 # --- rows
 
 ALGORITHM = (
     turned("algorithm.adv_estimator", text, advantage, "gae"),
-    turned("algorithm.norm_adv_by_std_in_grpo", truth, without_deviation, True),
+    turned("algorithm.norm_adv_by_std_in_grpo", boolean, without_deviation, True),
     turned("algorithm.gamma", number, discount("algorithm.gamma", "gae", "reinforce_plus_plus")),
     turned("algorithm.lam", number, discount("algorithm.lam", "gae")),
     turned(f"{ACTOR}.policy_loss.loss_mode", text, loss, "vanilla"),
@@ -268,18 +268,20 @@ ALGORITHM = (
     turned(f"{ACTOR}.loss_agg_mode", text, aggregation),
     turned(f"{ACTOR}.loss_scale_factor", number, aggregation_norm),
     provided(
-        turned(f"{ACTOR}.use_token_level_loss", truth, token_level),
-        lambda reading: loss_of(reading) not in FORCED_AGGREGATION,
+        turned(f"{ACTOR}.use_token_level_loss", boolean, token_level),
+        lambda config: loss_of(config) not in FORCED_AGGREGATION,
         "the loss is always a mean over sequences",
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", number, 0.0),
-    turned("algorithm.filter_groups.enable", truth, filter_groups, False),
+    turned("algorithm.filter_groups.enable", boolean, filter_groups, False),
     provided(turned("algorithm.filter_groups.metric", text, filter_metric), dynamic_sampling, "`enable` is off"),
     provided(
-        turned("algorithm.filter_groups.max_num_gen_batches", whole, filter_rounds), dynamic_sampling, "`enable` is off"
+        turned("algorithm.filter_groups.max_num_gen_batches", integer, filter_rounds),
+        dynamic_sampling,
+        "`enable` is off",
     ),
     needless("algorithm.filter_groups.max_inflight_gen_batches", "as many prompts are played again as are missing"),
     *(row for place in OVERLONG_PLACES for row in overlong_rows(place)),
-    *(turned(f"{root}.reward_kwargs.max_resp_len", whole, longest_response) for root in ("reward", "reward_model")),
+    *(turned(f"{root}.reward_kwargs.max_resp_len", integer, longest_response) for root in ("reward", "reward_model")),
     lacking("algorithm.use_pf_ppo", "Corral does not draw samples again by their reward"),
 )

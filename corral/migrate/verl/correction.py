@@ -3,10 +3,11 @@
 from typing import Any
 
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
     Outcome,
-    Reading,
     anything,
+    boolean,
     built_in,
     converted,
     lacking,
@@ -14,7 +15,6 @@ from corral.migrate.table import (
     no_effect,
     number,
     text,
-    truth,
     turned,
     unsupported,
 )
@@ -53,48 +53,48 @@ def corrected(name: str, words: str, **values: Any) -> Outcome:
     return converted({**ours, "algorithm.old_logprobs": "recompute"}, words)
 
 
-def correction(reading: Reading, given: Given) -> Outcome:
-    level = reading[f"{CORRECTION}.rollout_is"]
+def correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    level = config[f"{CORRECTION}.rollout_is"]
     if level is None:
         return built_in("off") if given.value is None else no_effect("`rollout_is` is null")
-    if reading[f"{CORRECTION}.bypass_mode"]:
+    if config[f"{CORRECTION}.bypass_mode"]:
         return no_effect("with `bypass_mode` the loss's own ratio corrects")
-    return weights(level, *bounds(reading[f"{CORRECTION}.rollout_is_threshold"]))
+    return weights(level, *bounds(config[f"{CORRECTION}.rollout_is_threshold"]))
 
 
-def rejection(reading: Reading, given: Given) -> Outcome:
-    kind = reading[f"{CORRECTION}.rollout_rs"]
+def rejection(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    kind = config[f"{CORRECTION}.rollout_rs"]
     if kind is None:
         return built_in("off") if given.value is None else no_effect("`rollout_rs` is null")
-    if reading[f"{CORRECTION}.rollout_is"] is not None or reading[f"{CORRECTION}.bypass_mode"]:
+    if config[f"{CORRECTION}.rollout_is"] is not None or config[f"{CORRECTION}.bypass_mode"]:
         return unsupported("Corral corrects in one way, and there is another here")
     if kind not in REJECTIONS:
         return unsupported(f"Corral rejects by {' or '.join(REJECTIONS)}")
-    floor, cap = bounds(reading[f"{CORRECTION}.rollout_rs_threshold"])
-    floor = floor or reading[f"{CORRECTION}.rollout_rs_threshold_lower"] or 1 / cap
+    floor, cap = bounds(config[f"{CORRECTION}.rollout_rs_threshold"])
+    floor = floor or config[f"{CORRECTION}.rollout_rs_threshold_lower"] or 1 / cap
     words = f"{REJECTIONS[kind]}s with a ratio outside {floor:g} to {cap:g} are dropped"
     return corrected("rejection", words, level=REJECTIONS[kind], floor=floor, cap=cap)
 
 
-def bypass_loss(reading: Reading, given: Given) -> Outcome:
-    if not reading[f"{CORRECTION}.bypass_mode"]:
+def bypass_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not config[f"{CORRECTION}.bypass_mode"]:
         return no_effect("`bypass_mode` is off")
     return built_in("the loss that is chosen") if given.value == "ppo_clip" else unsupported("ppo_clip only")
 
 
-def flat_correction(reading: Reading, given: Given) -> Outcome:
+def flat_correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """verl 0.6."""
-    threshold = reading["algorithm.rollout_is_threshold"]
-    masks = reading["algorithm.rollout_is_mode"] == "mask"
+    threshold = config["algorithm.rollout_is_threshold"]
+    masks = config["algorithm.rollout_is_mode"] == "mask"
     if not threshold or threshold < 0:
         return no_effect("`algorithm.rollout_is_threshold` is null")
-    if not reading["algorithm.rollout_is"]:
+    if not config["algorithm.rollout_is"]:
         return unsupported("a mask without weights") if masks else no_effect("`rollout_is` is off: metrics only")
-    floor = (reading["algorithm.rollout_is_threshold_lower"] or 1 / threshold) if masks else None
-    return weights(reading["algorithm.rollout_is_level"] or "token", floor, threshold)
+    floor = (config["algorithm.rollout_is_threshold_lower"] or 1 / threshold) if masks else None
+    return weights(config["algorithm.rollout_is_level"] or "token", floor, threshold)
 
 
-def capped_ratio(reading: Reading, given: Given) -> Outcome:
+def capped_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value <= 0:
         return built_in("off")
     return weights("token", None, given.value)
@@ -111,7 +111,7 @@ CORRECTIONS = (
     needless(f"{CORRECTION}.bypass_mode", "old log-probs are the engine's, unless a correction needs others"),
     needless(f"{CORRECTION}.debug_rollout_actor_probs", "only for metrics"),
     lacking(f"{CORRECTION}.rollout_is_batch_normalize", "weights are not normalised over the batch"),
-    turned("algorithm.rollout_is", truth, flat_correction, False),
+    turned("algorithm.rollout_is", boolean, flat_correction, False),
     *(
         turned(f"algorithm.rollout_is_{key}", kind, flat_correction)
         for key, kind in (("threshold", number), ("threshold_lower", number), ("level", text), ("mode", text))

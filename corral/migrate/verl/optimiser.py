@@ -8,14 +8,15 @@ from typing import Any
 
 from corral.migrate.table import (
     Convert,
-    Given,
+    ForeignConfig,
+    ForeignValue,
+    KeyRow,
     Outcome,
-    Reading,
-    Row,
     anything,
     built_in,
     converted,
     idle,
+    integer,
     lacking,
     mapped,
     needless,
@@ -26,7 +27,6 @@ from corral.migrate.table import (
     text,
     turned,
     unsupported,
-    whole,
 )
 from corral.migrate.verl.batch import ACTOR, NO_CRITIC, has_critic, positive, provided, updates_per_step
 
@@ -49,13 +49,13 @@ def pair(value: Any) -> list[float]:
     return [number(item) for item in value]
 
 
-def schedule_of(reading: Reading, optim: str) -> str:
-    return next((reading[f"{optim}.{key}"] for key in SCHEDULE_KEYS if f"{optim}.{key}" in reading), "constant")
+def schedule_of(config: ForeignConfig, optim: str) -> str:
+    return next((config[f"{optim}.{key}"] for key in SCHEDULE_KEYS if f"{optim}.{key}" in config), "constant")
 
 
 def schedule(optim: str, ours: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        found = schedule_of(reading, optim)
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        found = schedule_of(config, optim)
         if given.value is None or given.value != found:
             return no_effect(f"the learning rate is {found}, as another key says")
         if found not in SCHEDULES:
@@ -66,14 +66,14 @@ def schedule(optim: str, ours: str) -> Convert:
 
 
 def floor(optim: str, ours: str, is_share: bool) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        if SCHEDULES.get(schedule_of(reading, optim), "constant") == "constant":
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if SCHEDULES.get(schedule_of(config, optim), "constant") == "constant":
             return no_effect("the learning rate is constant")
         if given.value is None:
             return built_in("it ends at 0")
         if is_share:
             return mapped(f"{ours}.min_learning_rate_ratio", given.value)
-        highest = reading[f"{optim}.lr"]
+        highest = config[f"{optim}.lr"]
         if not highest:
             raise ValueError(f"needs `{optim}.lr`")
         share = given.value / highest
@@ -83,10 +83,10 @@ def floor(optim: str, ours: str, is_share: bool) -> Convert:
 
 
 def warmup_steps(optim: str, ours: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
         if given.value is None or given.value <= 0:
             return no_effect("`lr_warmup_steps_ratio` decides")
-        each = updates_per_step(reading) * positive(reading, f"{ACTOR}.ppo_epochs")
+        each = updates_per_step(config) * positive(config, f"{ACTOR}.ppo_epochs")
         number_of = given.value * each
         words = f"{given.value} steps of {each} update{'s' * (each > 1)}: {number_of} updates"
         return converted({f"{ours}.warmup_steps": number_of}, words)
@@ -95,8 +95,8 @@ def warmup_steps(optim: str, ours: str) -> Convert:
 
 
 def warmup_ratio(optim: str, ours: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        if (reading[f"{optim}.lr_warmup_steps"] or 0) > 0:
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        if (config[f"{optim}.lr_warmup_steps"] or 0) > 0:
             return no_effect("`lr_warmup_steps` decides")
         return mapped(f"{ours}.warmup_ratio", given.value) if given.value else built_in("no warm-up")
 
@@ -107,8 +107,8 @@ def gradient_norm(role: str, ours: str) -> Convert:
     """Two keys for one thing, of different engines: the one that is not left at 1."""
     keys = (f"{role}.grad_clip", f"{role}.optim.clip_grad")
 
-    def convert(reading: Reading, given: Given) -> Outcome:
-        written = [reading[key] for key in keys if key in reading]
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        written = [config[key] for key in keys if key in config]
         return mapped(f"{ours}.max_gradient_norm", next((value for value in written if value != 1), 1.0))
 
     return convert
@@ -117,7 +117,7 @@ def gradient_norm(role: str, ours: str) -> Convert:
 def override(ours: str) -> Convert:
     """Arguments of the optimiser's class."""
 
-    def convert(reading: Reading, given: Given) -> Outcome:
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
         name = given.key.rpartition(".")[2]
         if name in ("eps", "adam_eps"):
             return mapped(f"{ours}.epsilon", number(given.value))
@@ -128,7 +128,7 @@ def override(ours: str) -> Convert:
     return convert
 
 
-def optimiser_rows(role: str, ours: str, learning_rate: float) -> Iterator[Row]:
+def optimiser_rows(role: str, ours: str, learning_rate: float) -> Iterator[KeyRow]:
     optim = f"{role}.optim"
     yield same(f"{optim}.lr", f"{ours}.learning_rate", number, learning_rate)
     yield same(f"{optim}.betas", f"{ours}.betas", pair)
@@ -136,7 +136,7 @@ def optimiser_rows(role: str, ours: str, learning_rate: float) -> Iterator[Row]:
     yield same(f"{optim}.weight_decay", f"{ours}.weight_decay", number, 0.01)
     yield turned(f"{role}.grad_clip", number, gradient_norm(role, ours))
     yield turned(f"{optim}.clip_grad", number, gradient_norm(role, ours))
-    yield turned(f"{optim}.lr_warmup_steps", whole, warmup_steps(optim, ours))
+    yield turned(f"{optim}.lr_warmup_steps", integer, warmup_steps(optim, ours))
     yield turned(f"{optim}.lr_warmup_steps_ratio", number, warmup_ratio(optim, ours))
     for key in SCHEDULE_KEYS:
         yield turned(f"{optim}.{key}", text, schedule(optim, ours))

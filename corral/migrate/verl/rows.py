@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from corral.migrate.table import (
-    Given,
+    ForeignConfig,
+    ForeignValue,
+    KeyRow,
     Outcome,
-    Reading,
-    Row,
     anything,
+    boolean,
     built_in,
     idle,
     lacking,
@@ -15,7 +16,6 @@ from corral.migrate.table import (
     number,
     only,
     text,
-    truth,
     turned,
     unsupported,
 )
@@ -50,43 +50,43 @@ OWN_KEYS = {
 """Of estimators that Corral lacks."""
 
 
-def area(key: str, note: str) -> Iterator[Row]:
+def area(key: str, note: str) -> Iterator[KeyRow]:
     """A key and all that is below it."""
     yield needless(key, note)
     yield needless(f"{key}.**", note)
 
 
-def never(key: str, why: str) -> Row:
+def never(key: str, why: str) -> KeyRow:
     """Unsupported, whatever its value."""
-    return Row(key, anything, lambda *_: unsupported(why))
+    return KeyRow(key, anything, lambda *_: unsupported(why))
 
 
-def of_estimator(name: str, key: str) -> Row:
+def of_estimator(name: str, key: str) -> KeyRow:
     row = never(f"algorithm.{key}", "see `algorithm.adv_estimator`")
-    return provided(row, lambda reading: reading["algorithm.adv_estimator"] == name, f"the estimator is not {name}")
+    return provided(row, lambda config: config["algorithm.adv_estimator"] == name, f"the estimator is not {name}")
 
 
-def switched(place: str, switch: str, why: str, off: object = None) -> Iterator[Row]:
+def switched(place: str, switch: str, why: str, off: object = None) -> Iterator[KeyRow]:
     """A part of verl's that Corral lacks, with the key that turns it on."""
     key = f"{place}.{switch}"
 
-    def is_on(reading: Reading) -> bool:
-        return bool(reading[key]) and reading[key] != off
+    def is_on(config: ForeignConfig) -> bool:
+        return bool(config[key]) and config[key] != off
 
-    def convert(reading: Reading, _: Given) -> Outcome:
-        return unsupported(why) if is_on(reading) else built_in("off, as in Corral")
+    def convert(config: ForeignConfig, _: ForeignValue) -> Outcome:
+        return unsupported(why) if is_on(config) else built_in("off, as in Corral")
 
     yield turned(key, anything, convert)
     yield needless(place, "off, as in Corral")
     yield provided(never(f"{place}.**", f"see `{key}`"), is_on, f"`{key}` is off")
 
 
-def lora_rows(model: str) -> Iterator[Row]:
+def lora_rows(model: str) -> Iterator[KeyRow]:
     why = "Corral trains all weights, without adapters"
     ranks = (f"{model}.lora_rank", f"{model}.lora.rank")
 
-    def has_adapters(reading: Reading) -> bool:
-        return any(reading[key] for key in ranks)
+    def has_adapters(config: ForeignConfig) -> bool:
+        return any(config[key] for key in ranks)
 
     for key in ranks:
         yield lacking(key, why)
@@ -94,7 +94,7 @@ def lora_rows(model: str) -> Iterator[Row]:
         yield provided(never(f"{model}.{key}", why), has_adapters, "the rank of adapters is 0")
 
 
-def model_rows(model: str) -> Iterator[Row]:
+def model_rows(model: str) -> Iterator[KeyRow]:
     """What actor and critic have in common."""
     yield from lora_rows(model)
     yield from switched(f"{model}.mtp", "enable", "Corral has no multi-token prediction")
@@ -110,7 +110,7 @@ def model_rows(model: str) -> Iterator[Row]:
         yield from area(f"{model}.{key}", SPEED)
 
 
-def profiler_rows(role: str) -> Iterator[Row]:
+def profiler_rows(role: str) -> Iterator[KeyRow]:
     """Today's, and those of verl 0.4."""
     note = "times of all phases are logged; see `global_profiler`"
     yield from area(f"{role}.profiler", note)
@@ -118,7 +118,7 @@ def profiler_rows(role: str) -> Iterator[Row]:
         yield needless(f"{role}.{key}", note)
 
 
-def engine_rows(role: str) -> Iterator[Row]:
+def engine_rows(role: str) -> Iterator[KeyRow]:
     """Of whatever trains an actor or a critic over there."""
     for key in ("strategy", "use_torch_compile", "use_remove_padding", "pad_to_length", "nccl_timeout", "load_weight"):
         yield needless(f"{role}.{key}", TRAINER)
@@ -171,7 +171,7 @@ ALL = (
         "the chat template gets no arguments; write them into `model.chat_template`",
     ),
     # --- actor
-    only("actor_rollout_ref.hybrid_engine", truth, (True,), "as in Corral", "verl has no other either"),
+    only("actor_rollout_ref.hybrid_engine", boolean, (True,), "as in Corral", "verl has no other either"),
     needless("actor_rollout_ref.nccl_timeout", "`cluster.call_timeout_s`"),
     *model_rows(MODEL),
     *engine_rows(ACTOR),
