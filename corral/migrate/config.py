@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from corral.migrate.interpolation import References
-from corral.migrate.table import ForeignValue, format_value
+from corral.migrate.outcome import ForeignValue, format_value
 from corral.migrate.values import read_value
 from corral.recipe.document import compose, plain, read_text
 from corral.recipe.errors import RecipeError

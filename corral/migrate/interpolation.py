@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from corral.migrate.table import ABSENT, is_secret
+from corral.migrate.outcome import ABSENT, is_secret
 from corral.migrate.values import read_value
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath

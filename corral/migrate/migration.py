@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from corral.migrate.table import ForeignConfig, ForeignValue, KeyReport, KeyTable, RecipeValue
+from corral.migrate.outcome import ForeignValue
+from corral.migrate.table import ForeignConfig, KeyReport, KeyTable, RecipeValue
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, all_keys, dotted, find_key, pattern_of
 from corral.recipe.load import problems_of

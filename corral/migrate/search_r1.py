@@ -1,26 +1,19 @@
 """Search-R1: an early verl, in which the model searches, with keys and defaults of its own."""
 
-from corral.migrate.table import (
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
-    KeyTable,
     Outcome,
     boolean,
     built_in,
     converted,
-    idle,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    same,
     text,
-    turned,
     unsupported,
 )
+from corral.migrate.table import ForeignConfig, KeyRow, KeyTable, idle, lacking, needless, provided, same, turned
 from corral.migrate.verl import ALIASES, ROWS, epochs, recompute
 from corral.migrate.verl.algorithm import dual_clip
 from corral.migrate.verl.batch import (
@@ -30,7 +23,6 @@ from corral.migrate.verl.batch import (
     ROLLOUT,
     micro,
     positive,
-    provided,
     searches,
 )
 from corral.migrate.verl.data import NOT_VALIDATED, REWARD_PLACES, reward_function, validates

@@ -8,7 +8,8 @@ from typing import Any, get_args
 import yaml
 
 from corral.migrate.migration import Migration
-from corral.migrate.table import KeyReport, RecipeValue, Status, format_value, is_secret, one_line
+from corral.migrate.outcome import Status, format_value, is_secret, one_line
+from corral.migrate.table import KeyReport, RecipeValue
 from corral.recipe.keys import KeyPath
 from corral.recipe.load import RecipeDumper
 from corral.recipe.references import escape_references

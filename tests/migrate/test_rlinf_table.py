@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from corral.migrate.config import Config, add_file
 from corral.migrate.migration import Migration
+from corral.migrate.outcome import format_value
 from corral.migrate.rlinf import TABLE
-from corral.migrate.table import format_value
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import Plan, make_plan
 

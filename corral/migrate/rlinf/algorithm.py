@@ -1,5 +1,18 @@
 """RLinf's algorithm: advantages, loss, KL, and whose log-probs they start from."""
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    boolean,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    number,
+    text,
+    unsupported,
+)
 from corral.migrate.rlinf.devices import devices_of
 from corral.migrate.rlinf.facts import (
     ADVANTAGES,
@@ -16,25 +29,7 @@ from corral.migrate.rlinf.facts import (
     said,
     usual,
 )
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    boolean,
-    built_in,
-    converted,
-    idle,
-    integer,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import Convert, ForeignConfig, idle, lacking, needless, turned
 
 AGGREGATIONS = {
     "token-mean": "token_mean",

@@ -1,28 +1,22 @@
 """RLinf's sizes: prompts, samples, updates, micro-batches, and how samples are drawn."""
 
-from corral.migrate.rlinf.facts import all_of, said, usual, usual_same
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     boolean,
     built_in,
     converted,
     format_value,
-    idle,
     integer,
     integers,
     mapped,
-    needless,
     no_effect,
     number,
-    only,
-    same,
     texts,
-    turned,
     unsupported,
 )
+from corral.migrate.rlinf.facts import all_of, said, usual, usual_same
+from corral.migrate.table import Convert, ForeignConfig, idle, needless, only, same, turned
 
 ALL_TOKENS = 1_000_000
 """`top_k` of RLinf's examples: more than any vocabulary."""

@@ -2,6 +2,21 @@
 
 from typing import Any
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    anything,
+    boolean,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    number,
+    text,
+    texts,
+    unsupported,
+)
 from corral.migrate.rlinf.facts import (
     DEFAULTS,
     NEVER_VALIDATES,
@@ -14,28 +29,7 @@ from corral.migrate.rlinf.facts import (
     usual,
     usual_same,
 )
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    anything,
-    boolean,
-    built_in,
-    converted,
-    idle,
-    integer,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    same,
-    text,
-    texts,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import Convert, ForeignConfig, idle, lacking, needless, same, turned
 from corral.recipe.keys import KeyPath
 
 OWN_TEMPLATE = "give a template in which it is so as model.chat_template"

@@ -8,22 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corral.migrate.rlinf.facts import all_of, area, foreign, has_critic, has_kl, said, usual
-from corral.migrate.table import (
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     anything,
     built_in,
     converted,
     format_value,
-    idle,
     integer,
-    lacking,
     mapped,
-    turned,
     unsupported,
 )
+from corral.migrate.rlinf.facts import all_of, area, foreign, has_critic, has_kl, said, usual
+from corral.migrate.table import ForeignConfig, idle, lacking, turned
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
 from corral.recipe.placement import format_devices, parse_devices

@@ -7,7 +7,8 @@ that it is a piece of, RLinf's example for a model of 1.5B: these are the defaul
 from collections.abc import Callable
 from typing import Any
 
-from corral.migrate.table import Convert, ForeignConfig, KeyRow, Kind, anything, needless, same, turned, unsupported
+from corral.migrate.outcome import Kind, anything, unsupported
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, needless, same, turned
 
 ACTOR_OPTIMISER = {
     "lr": 2e-5,

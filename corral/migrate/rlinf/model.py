@@ -2,29 +2,22 @@
 
 import re
 
-from corral.migrate.rlinf.devices import devices_of
-from corral.migrate.rlinf.facts import DEFAULTS, all_of, area, has_critic, is_fsdp, said, usual
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     boolean,
     built_in,
     converted,
     format_value,
-    idle,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
-    only,
-    same,
     text,
-    turned,
     unsupported,
 )
+from corral.migrate.rlinf.devices import devices_of
+from corral.migrate.rlinf.facts import DEFAULTS, all_of, area, has_critic, is_fsdp, said, usual
+from corral.migrate.table import Convert, ForeignConfig, idle, lacking, needless, only, same, turned
 
 PRECISIONS: dict[str | None, str] = {
     **dict.fromkeys(("fp16", "16", "16-mixed"), "float16"),

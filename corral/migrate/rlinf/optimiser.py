@@ -2,28 +2,22 @@
 
 import math
 
-from corral.migrate.rlinf.facts import area, has_critic, is_fsdp, said, usual
-from corral.migrate.rlinf.model import backend, critic_path
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
     Outcome,
     built_in,
     converted,
     format_value,
-    idle,
     integer,
     mapped,
-    needless,
     no_effect,
     number,
-    only,
     text,
-    turned,
     unsupported,
 )
+from corral.migrate.rlinf.facts import area, has_critic, is_fsdp, said, usual
+from corral.migrate.rlinf.model import backend, critic_path
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, idle, needless, only, turned
 
 TRAIN_ITERATIONS = 100_000
 """Over which Megatron's learning rate decays where `lr_decay_iters` is null: RLinf sets it so."""

@@ -1,27 +1,22 @@
 """RLinf's runner: what is done, how long, and what it leaves behind."""
 
-from corral.migrate.names import run_name
-from corral.migrate.rlinf.facts import NEVER_VALIDATES, all_of, area, usual
-from corral.migrate.table import (
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     built_in,
     converted,
     format_value,
-    idle,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    same,
+    run_name,
     text,
     texts,
-    turned,
     unsupported,
 )
+from corral.migrate.rlinf.facts import NEVER_VALIDATES, all_of, area, usual
+from corral.migrate.table import ForeignConfig, idle, lacking, needless, same, turned
 from corral.recipe.keys import KeyPath
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 

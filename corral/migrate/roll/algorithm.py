@@ -8,6 +8,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    boolean,
+    built_in,
+    converted,
+    mapped,
+    no_effect,
+    number,
+    text,
+    unsupported,
+)
 from corral.migrate.roll.facts import (
     amount,
     choice,
@@ -21,22 +33,7 @@ from corral.migrate.roll.facts import (
     taken,
     uses_critic,
 )
-from corral.migrate.table import (
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    boolean,
-    built_in,
-    converted,
-    lacking,
-    mapped,
-    no_effect,
-    number,
-    only,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import ForeignConfig, lacking, only, turned
 from corral.recipe.presets import DISCOUNTED, GROUP_BASELINES, WHITENED
 
 ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce")

@@ -2,27 +2,22 @@
 
 from typing import Any
 
-from corral.migrate.roll.facts import empty, group_size, instead, is_rlvr, validates
-from corral.migrate.table import (
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     anything,
     built_in,
     converted,
-    idle,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    only,
     text,
     texts,
-    turned,
     unsupported,
 )
+from corral.migrate.roll.facts import empty, group_size, instead, is_rlvr, validates
+from corral.migrate.table import ForeignConfig, idle, lacking, needless, only, turned
 
 DATA = "actor_train.data_args"
 REWARDS = {"MathRuleRewardWorker": "math"}

@@ -3,6 +3,19 @@
 import math
 from typing import Any
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    boolean,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    number,
+    text,
+    unsupported,
+)
 from corral.migrate.roll.facts import (
     ROLES,
     STRATEGY,
@@ -20,25 +33,7 @@ from corral.migrate.roll.facts import (
     taken,
     uses_critic,
 )
-from corral.migrate.table import (
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    boolean,
-    built_in,
-    converted,
-    idle,
-    integer,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    only,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import ForeignConfig, idle, lacking, needless, only, turned
 from corral.recipe.placement import format_devices
 
 TRAINERS = ("deepspeed_train", "fsdp2_train", "megatron_train", "veomni_train")

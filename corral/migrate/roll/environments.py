@@ -8,6 +8,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Kind,
+    Outcome,
+    anything,
+    boolean,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    number,
+    text,
+    texts,
+    unsupported,
+)
 from corral.migrate.roll.facts import (
     count,
     counts,
@@ -40,30 +56,7 @@ from corral.migrate.roll.games import (
     told,
     unlike_ours,
 )
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
-    ForeignValue,
-    KeyRow,
-    Kind,
-    Outcome,
-    anything,
-    boolean,
-    built_in,
-    converted,
-    idle,
-    integer,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    only,
-    text,
-    texts,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, idle, lacking, needless, only, turned
 from corral.recipe.keys import KeyPath
 
 # --- tags and shares

@@ -10,20 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from corral.migrate.table import (
-    ABSENT,
-    ForeignConfig,
-    KeyRow,
-    Kind,
-    Outcome,
-    as_path,
-    built_in,
-    integer,
-    mapped,
-    number,
-    text,
-    turned,
-)
+from corral.migrate.outcome import ABSENT, Kind, Outcome, as_path, built_in, integer, mapped, number, text
+from corral.migrate.table import ForeignConfig, KeyRow, turned
 from corral.recipe.errors import RecipeError
 from corral.recipe.placement import format_devices, parse_devices
 

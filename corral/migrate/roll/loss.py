@@ -2,6 +2,18 @@
 
 from typing import Any
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    anything,
+    boolean,
+    built_in,
+    converted,
+    mapped,
+    no_effect,
+    text,
+    unsupported,
+)
 from corral.migrate.roll.facts import (
     amount,
     choice,
@@ -11,25 +23,7 @@ from corral.migrate.roll.facts import (
     kl_where,
     taken,
 )
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    anything,
-    boolean,
-    built_in,
-    converted,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    only,
-    same,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import Convert, ForeignConfig, lacking, needless, only, same, turned
 from corral.recipe.presets import CLIPS, FORCED_AGGREGATION
 
 CORRECTION = "train_infer_correction.is_weight"

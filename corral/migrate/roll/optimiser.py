@@ -5,26 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from corral.migrate.roll.facts import TRAINING, amount, count, natural, share, taken, uses_critic
-from corral.migrate.table import (
+from corral.migrate.outcome import (
     ABSENT,
-    ForeignConfig,
     ForeignValue,
-    KeyRow,
     Kind,
     Outcome,
     built_in,
     converted,
-    idle,
-    lacking,
     mapped,
-    needless,
     no_effect,
-    only,
     text,
-    turned,
     unsupported,
 )
+from corral.migrate.roll.facts import TRAINING, amount, count, natural, share, taken, uses_critic
+from corral.migrate.table import ForeignConfig, KeyRow, idle, lacking, needless, only, turned
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")

@@ -1,21 +1,8 @@
 """What else a ROLL configuration may have: models, back ends, tools, and pipelines that Corral does not have."""
 
+from corral.migrate.outcome import ForeignValue, Outcome, boolean, built_in, no_effect, text, unsupported
 from corral.migrate.roll.facts import empty
-from corral.migrate.table import (
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    boolean,
-    built_in,
-    idle,
-    lacking,
-    needless,
-    no_effect,
-    only,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import ForeignConfig, idle, lacking, needless, only, turned
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
 PARTS = ("strategy_args", "model_args", "data_args", "training_args", "generating_args", "system_envs")

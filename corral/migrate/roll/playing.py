@@ -1,5 +1,19 @@
 """ROLL's keys for a step: how many are played, of which lengths, how tokens are drawn, and in how many updates."""
 
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    boolean,
+    built_in,
+    converted,
+    integer,
+    integers,
+    mapped,
+    no_effect,
+    number,
+    texts,
+    unsupported,
+)
 from corral.migrate.roll.facts import (
     DEFAULT_PROMPT,
     TRAINING,
@@ -19,26 +33,7 @@ from corral.migrate.roll.facts import (
     usual,
     validates,
 )
-from corral.migrate.table import (
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    boolean,
-    built_in,
-    converted,
-    idle,
-    integer,
-    integers,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    only,
-    same,
-    texts,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import ForeignConfig, idle, needless, only, same, turned
 
 SAMPLING = "actor_infer.generating_args"
 

@@ -3,7 +3,20 @@
 import re
 from typing import Any
 
-from corral.migrate.names import run_name
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    anything,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    number,
+    run_name,
+    text,
+    unsupported,
+)
 from corral.migrate.roll.facts import (
     TRAINING,
     amount,
@@ -17,26 +30,7 @@ from corral.migrate.roll.facts import (
     uses_critic,
     validates,
 )
-from corral.migrate.table import (
-    ForeignConfig,
-    ForeignValue,
-    Outcome,
-    anything,
-    built_in,
-    converted,
-    idle,
-    integer,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    only,
-    same,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.table import ForeignConfig, idle, lacking, needless, only, same, turned
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 DEMO_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -3,32 +3,25 @@
 import re
 from pathlib import PurePosixPath
 
-from corral.migrate.names import run_name
-from corral.migrate.table import (
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
-    KeyTable,
     Outcome,
     as_path,
     boolean,
     built_in,
     converted,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    only,
-    same,
+    run_name,
     text,
     texts,
-    turned,
     unsupported,
 )
+from corral.migrate.table import ForeignConfig, KeyRow, KeyTable, lacking, needless, only, provided, same, turned
 from corral.migrate.verl.algorithm import ALGORITHM
-from corral.migrate.verl.batch import ACTOR, MODEL, NO_CRITIC, REF, SIZES, has_critic, provided
+from corral.migrate.verl.batch import ACTOR, MODEL, NO_CRITIC, REF, SIZES, has_critic
 from corral.migrate.verl.correction import CORRECTIONS
 from corral.migrate.verl.data import DATA, NOT_VALIDATED, REWARDS, SAMPLING, TOOLS, validates
 from corral.migrate.verl.kl import KL, has_reference

@@ -1,27 +1,20 @@
 """verl's algorithm: advantages, losses, dynamic sampling, and what long answers cost."""
 
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
     Outcome,
     boolean,
     built_in,
     converted,
-    idle,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    same,
     text,
-    turned,
     unsupported,
 )
-from corral.migrate.verl.batch import ACTOR, provided, response_tokens, samples
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, idle, lacking, needless, provided, same, turned
+from corral.migrate.verl.batch import ACTOR, response_tokens, samples
 from corral.recipe.presets import CLIPS, DPPO_THRESHOLDS, FORCED_AGGREGATION, GROUP_BASELINES, PRESETS
 from corral.recipe.schema import AlgorithmName, LossName
 

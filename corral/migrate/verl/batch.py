@@ -5,14 +5,9 @@ its own for some of it, and its mini-batches count trajectories.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
     Kind,
     Outcome,
     boolean,
@@ -21,12 +16,10 @@ from corral.migrate.table import (
     format_value,
     integer,
     mapped,
-    needless,
     no_effect,
-    same,
-    turned,
     unsupported,
 )
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, needless, provided, same, turned
 from corral.recipe.schema import Batch
 
 ACTOR = "actor_rollout_ref.actor"
@@ -66,15 +59,6 @@ OFFLOADED = {
     "enable_fsdp_offload": ("parameters", "gradients", "optimiser"),
 }
 """Parameters and their gradients go together."""
-
-
-def provided(row: KeyRow, applies: Callable[[ForeignConfig], bool], why: str) -> KeyRow:
-    """A row that counts under a condition only; else, `why` it does not."""
-
-    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
-        return row.convert(config, given) if applies(config) else no_effect(why)
-
-    return replace(row, convert=convert)
 
 
 def explicit(given: ForeignValue, ours: str, value: object, usual: object) -> Outcome:

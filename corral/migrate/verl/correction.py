@@ -2,22 +2,19 @@
 
 from typing import Any
 
-from corral.migrate.table import (
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     anything,
     boolean,
     built_in,
     converted,
-    lacking,
-    needless,
     no_effect,
     number,
     text,
-    turned,
     unsupported,
 )
+from corral.migrate.table import ForeignConfig, lacking, needless, turned
 from corral.migrate.verl.batch import ACTOR
 
 CORRECTION = "algorithm.rollout_correction"

@@ -1,10 +1,7 @@
 """verl's rows, their rewards, and what the model talks to: questions, or tools."""
 
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
     Outcome,
     anything,
     boolean,
@@ -12,19 +9,15 @@ from corral.migrate.table import (
     converted,
     format_value,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    only,
-    same,
     text,
     texts,
-    turned,
     unsupported,
 )
-from corral.migrate.verl.batch import ROLLOUT, optional, provided, response_tokens
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, lacking, needless, only, provided, same, turned
+from corral.migrate.verl.batch import ROLLOUT, optional, response_tokens
 
 GROUND_TRUTH = "reward_model.ground_truth"
 """The column that verl's reward functions compare with, whatever other columns there are."""

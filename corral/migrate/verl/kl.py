@@ -1,8 +1,6 @@
 """verl's KL, and with it the reference model: in the reward, in the loss, or nowhere."""
 
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
     boolean,
@@ -12,12 +10,11 @@ from corral.migrate.table import (
     mapped,
     no_effect,
     number,
-    same,
     text,
-    turned,
     unsupported,
 )
-from corral.migrate.verl.batch import ACTOR, explicit, has_critic, provided
+from corral.migrate.table import Convert, ForeignConfig, provided, same, turned
+from corral.migrate.verl.batch import ACTOR, explicit, has_critic
 
 ESTIMATES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 

@@ -6,29 +6,21 @@ Learning rates change once a step there, and once an update here.
 from collections.abc import Iterator
 from typing import Any
 
-from corral.migrate.table import (
-    Convert,
-    ForeignConfig,
+from corral.migrate.outcome import (
     ForeignValue,
-    KeyRow,
     Outcome,
     anything,
     built_in,
     converted,
-    idle,
     integer,
-    lacking,
     mapped,
-    needless,
     no_effect,
     number,
-    only,
-    same,
     text,
-    turned,
     unsupported,
 )
-from corral.migrate.verl.batch import ACTOR, NO_CRITIC, has_critic, positive, provided, updates_per_step
+from corral.migrate.table import Convert, ForeignConfig, KeyRow, idle, lacking, needless, only, provided, same, turned
+from corral.migrate.verl.batch import ACTOR, NO_CRITIC, has_critic, positive, updates_per_step
 
 SCHEDULES = {
     "constant": "constant",

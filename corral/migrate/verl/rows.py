@@ -2,23 +2,8 @@
 
 from collections.abc import Iterator
 
-from corral.migrate.table import (
-    ForeignConfig,
-    ForeignValue,
-    KeyRow,
-    Outcome,
-    anything,
-    boolean,
-    built_in,
-    idle,
-    lacking,
-    needless,
-    number,
-    only,
-    text,
-    turned,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, anything, boolean, built_in, number, text, unsupported
+from corral.migrate.table import ForeignConfig, KeyRow, idle, lacking, needless, only, provided, turned
 from corral.migrate.verl.batch import (
     ACTOR,
     ENGINES,
@@ -28,7 +13,6 @@ from corral.migrate.verl.batch import (
     REF,
     ROLLOUT,
     has_critic,
-    provided,
 )
 from corral.migrate.verl.kl import has_reference
 
