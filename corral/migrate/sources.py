@@ -3,27 +3,25 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from corral.migrate.config import Config, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.rlinf import TABLE as RLINF
-from corral.migrate.roll import TABLE as ROLL
-from corral.migrate.search_r1 import TABLE as SEARCH_R1
 from corral.migrate.shell import Command, Value, read_script
 from corral.migrate.table import KeyTable
-from corral.migrate.verl import TABLE as VERL
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Recipe
 
-DIALECTS: dict[str, tuple[KeyTable, ...]] = {
-    "verl": (VERL, SEARCH_R1),
-    "search_r1": (SEARCH_R1,),
-    "roll": (ROLL,),
-    "rlinf": (RLINF,),
+SYSTEMS = {
+    "verl": ("verl", "search_r1"),
+    "search_r1": ("search_r1",),
+    "roll": ("roll",),
+    "rlinf": ("rlinf",),
 }
-"""By name. Of several tables the one that knows the most of the keys: Search-R1 is a verl with keys of its own."""
+"""Modules with the tables of a system. Of several the one that knows the most of the keys is taken: Search-R1 is a verl
+with keys of its own."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_format|dapo)(?:\.py)?"),
@@ -247,7 +245,7 @@ def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
 
 def finish(config: Config, dialect: str | None, pitfalls: list[str]) -> Migration:
     given = config.flat()
-    tables = DIALECTS[dialect] if dialect else [table for tables in DIALECTS.values() for table in tables]
+    tables = [table_of(name) for name in (SYSTEMS[dialect] if dialect else ("verl", "search_r1", "roll", "rlinf"))]
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and dialect is None:
@@ -257,3 +255,8 @@ def finish(config: Config, dialect: str | None, pitfalls: list[str]) -> Migratio
         usual = f"{best.title}'s usual values are taken"
         pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
     return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])
+
+
+def table_of(name: str) -> KeyTable:
+    table: KeyTable = import_module(f"corral.migrate.{name}").TABLE
+    return table
