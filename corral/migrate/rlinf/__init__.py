@@ -1,4 +1,4 @@
-"""RLinf's configurations of reasoning tasks, and of its agents the one that searches. Robots and images are not read."""
+"""RLinf's configurations of reasoning tasks, and of its agents the one that searches; not of robots and images."""
 
 from corral.migrate.rlinf import component_placement, reasoning, trainers
 from corral.migrate.table import load_table

@@ -1,4 +1,4 @@
-"""RLinf's model and the trainers (Megatron, FSDP) that train it: precision, sharding, offloading, optimizers, log-probs."""
+"""RLinf's model and its trainers (Megatron, FSDP): precision, sharding, offloading, log-probs, optimizers."""
 
 import math
 import re

@@ -1,0 +1,311 @@
+"""ROLL's devices of roles, and how a model is spread over them: sharding, parallelism, offloading."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    unsupported,
+)
+from corral.migrate.roll.pipelines import kl_where, plural, replaced, uses_critic, value_of
+from corral.migrate.table import ForeignConfig
+from corral.recipe.errors import RecipeError
+from corral.recipe.placement import format_devices, parse_devices
+
+STRATEGY = "actor_train.strategy_args.strategy_config"
+DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
+EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
+MOST_DEVICES = 100_000
+ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "reference", "critic": "critic"}
+"""Roles of a recipe, and what ROLL calls them."""
+TRAINERS = ("deepspeed_train", "fsdp2_train", "megatron_train", "veomni_train")
+ONE_DEVICE = "one device in all: the run is one process"
+
+
+# --- kinds of values
+
+
+def devices(value: Any) -> Any:
+    """As it was written, if it can be read."""
+    device_list(value)
+    return value
+
+
+def device_list(value: Any) -> tuple[int, ...]:
+    """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognises it."""
+    found: list[int] = []
+    for part in value.split("+") if isinstance(value, str) else [value]:
+        is_list = isinstance(part, list) and all(type(item) is int for item in part)
+        if not (DEVICES.fullmatch(part) if isinstance(part, str) else is_list):
+            raise ValueError(EXPECTED)
+        try:
+            found += parse_devices(part, MOST_DEVICES)
+        except RecipeError as error:
+            raise ValueError(f"{EXPECTED}: {error}") from None
+    if len(set(found)) < len(found):
+        raise ValueError(f"{EXPECTED}, each of them once")
+    return tuple(sorted(found))
+
+
+def shard_size(value: Any) -> int:
+    """-1 is all."""
+    if integer(value) < -1:
+        raise ValueError("a whole number")
+    return int(value)
+
+
+# --- parallelism
+
+
+def parallel(config: ForeignConfig) -> tuple[int, int, int]:
+    """Sizes of tensor, pipeline and context parallelism."""
+    tensor, pipeline = (value_of(config, f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    contexts = (f"{STRATEGY}.context_parallel_size", "actor_train.model_args.ulysses_size")
+    return tensor, pipeline, max(value_of(config, key) for key in contexts)
+
+
+def data_parallel(config: ForeignConfig) -> int:
+    return max(len(role_devices(config, "actor")) // math.prod(parallel(config)), 1)
+
+
+def experts(config: ForeignConfig) -> int:
+    """1 where experts cannot be dealt beside what is there of tensor and context parallelism."""
+    tensor, _, context = parallel(config)
+    wanted = int(value_of(config, f"{STRATEGY}.expert_model_parallel_size"))
+    return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
+
+
+def num_for_sharding(config: ForeignConfig) -> int:
+    """Number of the actor's devices that tensor, context and expert parallelism leave."""
+    tensor, _, context = parallel(config)
+    return len(role_devices(config, "actor")) // (tensor * context * experts(config))
+
+
+def shard(config: ForeignConfig) -> int | None:
+    """Over how many devices a copy of the model is sharded, where that is written and not all."""
+    left, size = num_for_sharding(config), value_of(config, f"{STRATEGY}.fsdp_size")
+    return int(size) if 0 < size < left and left % size == 0 else None
+
+
+# --- devices of roles
+
+
+def role_devices(config: ForeignConfig, role: str) -> tuple[int, ...]:
+    """As ROLL has them; where nothing is written, those of the training."""
+    key = f"{ROLES[role]}.device_mapping"
+    return device_list(config[key] if key in config else value_of(config, "actor_train.device_mapping"))
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    nodes: int
+    devices_per_node: int
+    roles: Mapping[str, tuple[int, ...]]
+    """Devices of the roles that a recipe has."""
+
+    @property
+    def is_one(self) -> bool:
+        return len({device for devices in self.roles.values() for device in devices}) == 1
+
+    @property
+    def is_everywhere(self) -> bool:
+        return set(self.roles.values()) == {tuple(range(self.nodes * self.devices_per_node))}
+
+    def placement(self) -> dict[str, dict[str, str]]:
+        by_devices: dict[tuple[int, ...], list[str]] = {}
+        for role, devices in self.roles.items():
+            by_devices.setdefault(devices, []).append(role)
+        named = {",".join(roles): format_devices(devices) for devices, roles in by_devices.items()}
+        return {"cluster.placement": named}
+
+
+def layout(config: ForeignConfig) -> RoleLayout:
+    actor, rollout = role_devices(config, "actor"), role_devices(config, "rollout")
+    if actor != rollout and set(actor) & set(rollout):
+        rollout = tuple(device for device in rollout if device not in actor) or actor
+    roles = {"actor": actor, "rollout": rollout}
+    for role, is_there in (("reference", kl_where(config) is not None), ("critic", uses_critic(config))):
+        if is_there:
+            wanted = role_devices(config, role)
+            roles[role] = wanted if fits(config, wanted, roles) else actor
+    highest = max(device for devices in roles.values() for device in devices) + 1
+    per_node = int(value_of(config, "num_gpus_per_node"))
+    nodes = math.ceil(highest / per_node)
+    return RoleLayout(nodes, per_node if nodes > 1 else highest, roles)
+
+
+def fits(config: ForeignConfig, wanted: tuple[int, ...], roles: Mapping[str, tuple[int, ...]]) -> bool:
+    """Roles share all of their devices or none, and every model is spread as the actor's is."""
+    apart = all(wanted == other or not set(wanted) & set(other) for other in roles.values())
+    if shard(config) is not None:
+        return apart and len(wanted) == len(roles["actor"])
+    tensor, _, context = parallel(config)
+    return apart and len(wanted) % (tensor * context * experts(config)) == 0
+
+
+def on_cluster(config: ForeignConfig) -> bool:
+    return not layout(config).is_one
+
+
+# --- conversions of devices
+
+
+def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found, written = layout(config), value_of(config, "num_gpus_per_node")
+    if found.is_one:
+        return built_in(ONE_DEVICE)
+    nodes, each = found.nodes, found.devices_per_node
+    note = f"devices 0-{nodes * each - 1}: {plural(nodes, 'node')} of {each}"
+    if each < written:
+        note += f"; the node's other {written - each} are not used"
+    return converted({"cluster.nodes": nodes, "cluster.devices_per_node": each}, note)
+
+
+def num_nodes(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return built_in(f"follows from the devices: {layout(config).nodes}, in ROLL too")
+
+
+def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    num_devices, (tensor, pipeline, context) = len(role_devices(config, "actor")), parallel(config)
+    least = tensor * pipeline * context
+    if num_devices % least:
+        split = f"tensor {tensor} x pipeline {pipeline} x context {context}"
+        raise ValueError(f"has {plural(num_devices, 'device')}, and {split} parallel needs a multiple of {least}")
+    return placed(config, "actor")
+
+
+def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    actor, rollout = set(role_devices(config, "actor")), set(role_devices(config, "rollout"))
+    if actor == rollout or not actor & rollout:
+        return placed(config, "rollout")
+    found = layout(config)
+    if rollout < actor:
+        note = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's play"
+        return built_in(note) if found.is_everywhere else converted(found.placement(), note)
+    if not actor < rollout:
+        raise ValueError("should have all of actor_train's devices, some of them alone, or none of them")
+    why = (
+        f"devices that play and train by turns while others only play: in Corral rollout has "
+        f"{format_devices(found.roles['rollout'])} and the training {format_devices(sorted(actor))}"
+    )
+    return replaced(found.placement(), why)
+
+
+def reference_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) is None:
+        return built_in("without KL there is no reference model")
+    return placed(config, "reference")
+
+
+def critic_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return placed(config, "critic") if uses_critic(config) else built_in("only adv_estimator gae has a critic")
+
+
+def placed(config: ForeignConfig, role: str) -> Outcome:
+    found, wanted = layout(config), role_devices(config, role)
+    if found.is_one:
+        return built_in(ONE_DEVICE)
+    note = f"devices {format_devices(wanted)}"
+    if found.is_everywhere:
+        return built_in(f"{note}: all there are, as in Corral where nothing is said")
+    if found.roles[role] != wanted:
+        note += f": with the training on {format_devices(found.roles[role])}, since roles share all devices or none"
+    return converted(found.placement(), note)
+
+
+def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    steps, roles = math.ceil(given.value or 0), layout(config).roles
+    if (given.value or 0) < 0:
+        raise ValueError("should be at least 0")
+    if steps == 0:
+        return built_in("every step plays with the newest weights, as in Corral")
+    if roles["actor"] == roles["rollout"]:
+        return unsupported("only an engine with devices of its own can play ahead of the training")
+    note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighed (`algorithm.correction`)"
+    return converted({"schedule.max_staleness": steps}, note)
+
+
+# --- conversions of how a model is spread
+
+
+def trainer(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is None or given.value in TRAINERS:
+        return built_in("Corral's own trainer, which shards as FSDP does")
+    return unsupported(f"Corral trains language models: {', '.join(TRAINERS)}")
+
+
+def tensor(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("train.parallel.tensor", parallel(config)[0])
+
+
+def context(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("train.parallel.context", parallel(config)[2])
+
+
+def pipeline(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if (given.value or 1) == 1:
+        return built_in("1, as in Corral")
+    return unsupported(
+        f"layers are not dealt to devices in Corral; these {given.value} share a model by its parameters"
+    )
+
+
+def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    wanted = given.value or 1
+    if experts(config) == wanted:
+        return mapped("train.parallel.expert", wanted)
+    by_tensor, _, by_context = parallel(config)
+    return unsupported(
+        f"experts are dealt beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
+        f"{plural(len(role_devices(config, 'actor')), 'device')}"
+    )
+
+
+def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    size = shard(config)
+    if size is None:
+        return built_in("a model is sharded over all devices that are left for it")
+    copies = num_for_sharding(config) // size
+    ours = {"train.parallel.shard": size, "train.parallel.replicate": copies}
+    return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
+
+
+def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """Megatron's key; ROLL's other back ends have `disable_gradient_checkpointing`."""
+    if given.value == "full":
+        return mapped("train.recompute", "full")
+    if given.value in (None, "selective"):
+        return built_in("attention is computed again in the backward pass anyway")
+    raise ValueError("should be full or selective")
+
+
+def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if config["actor_train.strategy_args.strategy_name"] == "megatron_train":
+        return no_effect("with megatron_train `recompute_granularity` says it")
+    is_off = value_of(config, "actor_train.model_args.disable_gradient_checkpointing")
+    return mapped("train.recompute", "none" if is_off else "full")
+
+
+def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """Only a model of which each device holds a part can have it all in the host's memory."""
+    is_sharded = len(role_devices(config, "actor")) > 1 and value_of(config, f"{STRATEGY}.fsdp_size") != 1
+    zero = f"{STRATEGY}.zero_optimization"
+    all_of_it = bool(config[f"{STRATEGY}.offload_policy"])
+    parameters = all_of_it or config[f"{zero}.offload_param.device"] in ("cpu", "nvme")
+    optimizer = all_of_it or config[f"{zero}.offload_optimizer.device"] in ("cpu", "nvme")
+    for key in ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload"):
+        optimizer = optimizer or bool(config[key])
+    chosen = {"parameters": is_sharded and parameters, "gradients": is_sharded and all_of_it, "optimiser": optimizer}
+    parts = [part for part, is_chosen in chosen.items() if is_chosen]
+    if not parts:
+        return built_in("on the device, as in Corral")
+    return converted({"train.offload": parts}, f"{' and '.join(parts)} in the host's memory")
