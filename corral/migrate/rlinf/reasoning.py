@@ -110,6 +110,10 @@ def is_megatron(config: ForeignConfig, role: str = "actor") -> bool:
     return not is_fsdp(config, role)
 
 
+def has_images(config: ForeignConfig) -> bool:
+    return config["data.type"] not in ("math", None)
+
+
 def is_search(config: ForeignConfig) -> bool:
     return bool(config["reward.reward_type"] == "searchr1")
 
@@ -240,12 +244,6 @@ def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("rollout.top_k", given.value)
 
 
-def not_greedy(config: ForeignConfig, given: ForeignValue, greedy: bool) -> Outcome:
-    if given.value is greedy:
-        return unsupported("samples of a prompt would all be the same; to train they are drawn")
-    return built_in("samples are drawn")
-
-
 # --- algorithm
 
 
@@ -371,17 +369,6 @@ def long_prompts(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value:
         return converted({"data.overlong": "filter"}, "true: longer prompts are left out")
     return converted({"data.overlong": "truncate_right"}, "false: the end of longer prompts is cut off")
-
-
-def seed_of_actor(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    seed = value_of(config, "data.seed")
-    return built_in("there is one seed" if given.value in (seed, None) else f"there is one seed, data.seed: {seed}")
-
-
-def key_of_images(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if config["data.type"] in ("math", None):
-        return no_effect("rows of text do not have it")
-    return unsupported("images are not read") if given.value else built_in("off, as in Corral")
 
 
 def reward_type(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 from corral.migrate.outcome import (
     ForeignValue,
@@ -11,6 +12,7 @@ from corral.migrate.outcome import (
     format_value,
     mapped,
     no_effect,
+    text,
     unsupported,
 )
 from corral.migrate.rlinf.component_placement import devices_of, num_actor_devices
@@ -113,10 +115,10 @@ def rollout_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- trainers
 
 
-def backend(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value not in ("megatron", "fsdp", None):
-        raise ValueError("should be megatron or fsdp")
-    return built_in("Corral has one trainer, which shards and splits models")
+def training_backend(value: Any) -> str:
+    if text(value) not in ("megatron", "fsdp"):
+        raise ValueError("megatron or fsdp")
+    return text(value)
 
 
 def tensor_parallel(config: ForeignConfig, given: ForeignValue) -> Outcome:

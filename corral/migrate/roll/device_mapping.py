@@ -27,7 +27,6 @@ EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0,
 MOST_DEVICES = 100_000
 ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "reference", "critic": "critic"}
 """Roles of a recipe, and what ROLL calls them."""
-TRAINERS = ("deepspeed_train", "fsdp2_train", "megatron_train", "veomni_train")
 ONE_DEVICE = "one device in all: the run is one process"
 
 
@@ -170,10 +169,6 @@ def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"cluster.nodes": nodes, "cluster.devices_per_node": each}, note)
 
 
-def num_nodes(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return built_in(f"follows from the devices: {layout(config).nodes}, in ROLL too")
-
-
 def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     num_devices, (tensor, pipeline, context) = len(role_devices(config, "actor")), parallel(config)
     least = tensor * pipeline * context
@@ -200,14 +195,9 @@ def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return replaced(found.placement(), why)
 
 
-def reference_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if kl_where(config) is None:
-        return built_in("without KL there is no reference model")
-    return placed(config, "reference")
-
-
-def critic_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return placed(config, "critic") if uses_critic(config) else built_in("only adv_estimator gae has a critic")
+def optional_devices(config: ForeignConfig, given: ForeignValue, role: str, missing: str) -> Outcome:
+    """Devices of a role that only some algorithms have."""
+    return placed(config, role) if role in layout(config).roles else built_in(missing)
 
 
 def placed(config: ForeignConfig, role: str) -> Outcome:
@@ -237,26 +227,8 @@ def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- conversions of how a model is spread
 
 
-def trainer(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None or given.value in TRAINERS:
-        return built_in("Corral's own trainer, which shards as FSDP does")
-    return unsupported(f"Corral trains language models: {', '.join(TRAINERS)}")
-
-
-def tensor(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return mapped("train.parallel.tensor", parallel(config)[0])
-
-
 def context(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("train.parallel.context", parallel(config)[2])
-
-
-def pipeline(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if (given.value or 1) == 1:
-        return built_in("1, as in Corral")
-    return unsupported(
-        f"layers are not dealt to devices in Corral; these {given.value} share a model by its parameters"
-    )
 
 
 def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:

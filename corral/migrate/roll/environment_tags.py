@@ -445,9 +445,7 @@ def environment_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return unsupported("a game is one conversation of an environment with the model; for agents there is `agent`")
 
 
-@of_tag
-def tag_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return environment_manager(config, given)
+tag_manager = of_tag(environment_manager)
 
 
 # --- turns
