@@ -106,7 +106,7 @@ def has_one_process_each(written: Any) -> bool:
 
 def nodes(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is not None and not 1 <= given.value <= MOST_NODES:
-        raise ValueError("should say how many nodes there are; 0, all that are connected, is not known here")
+        raise ValueError("should be the number of nodes; 0, all that are connected, is not known here")
     devices = devices_of(config)
     if len(devices.everything) == 1:
         return built_in(ONE_DEVICE)
@@ -139,7 +139,7 @@ def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     roles = roles_of(config, names, devices)
     if not roles and ("inference" in names or "actor_inference" in names):
         return built_in(
-            "Corral's engine gives the log-probs of what it plays, so that nothing is left to compute on "
+            "Corral's engine gives the log-probs of the tokens that it samples, so that nothing is left to compute on "
             f"{format_devices(own)}: they are idle; give them to rollout or actor"
         )
     if not roles:
@@ -170,5 +170,5 @@ def overlap(config: ForeignConfig) -> str:
     """What the trainer does while the rollout goes on."""
     updates = value_of(config, "algorithm.n_minibatches")
     if updates <= 1:
-        return "what is played is learnt from while the rest is"
-    return f"what is played is scored meanwhile, and learnt from when the step is complete (n_minibatches {updates})"
+        return "updates start while the rest is still generated"
+    return f"log-probs are computed meanwhile, and updates start when the step is complete (n_minibatches {updates})"

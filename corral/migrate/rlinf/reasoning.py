@@ -43,7 +43,7 @@ OTHER_TASKS = {
     "embodied": "robots are not trained",
     "embodied_eval": "robots are not evaluated",
     "reasoning_eval": "it trains nothing",
-    "coding_online_rl": "programs judged by those who write code with the model are not trained on",
+    "coding_online_rl": "there is no online training on code completions",
     "sft": "there is no supervised training",
     "offline": "there is no training from recorded data",
 }
@@ -52,7 +52,7 @@ ALL_TOKENS = 1_000_000
 ONLY_SEARCH = "of RLinf's agents only Search-R1's (reward_type searchr1) is read"
 
 
-# --- conditions, and what several keys say together
+# --- conditions, and what several keys mean together
 
 
 def value_of(config: ForeignConfig, key: str) -> Any:
@@ -265,9 +265,9 @@ def reinpp_baseline(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def whitening(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Over the whole batch, on top of what the advantage does. (GRPO's division by its group's deviation is not it.)"""
     if is_reinpp(config):
-        return built_in("advantages are normalised over the batch either way")
+        return built_in("advantages are normalized over the batch either way")
     if has_critic(config):
-        return built_in("so it is") if given.value else unsupported("GAE's advantages are always normalised")
+        return built_in("so it is") if given.value else unsupported("GAE's advantages are always normalized")
     return mapped("algorithm.whiten", given.value)
 
 
@@ -275,7 +275,7 @@ def critic_model(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if bool(given.value) is has_critic(config):
         return built_in("adv_type gae has a critic, the others have none")
     if given.value:
-        return no_effect(f"adv_type {value_of(config, 'algorithm.adv_type')} does not ask it")
+        return no_effect(f"adv_type {value_of(config, 'algorithm.adv_type')} does not use it")
     return unsupported("gae needs a critic; without one it is RLinf's reinpp")
 
 
@@ -383,7 +383,7 @@ def reward_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def reward_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if config["reward.reward_type"] in ("math", "searchr1", None):
         return no_effect(f"reward_type {value_of(config, 'reward.reward_type')} has no parts")
-    return unsupported("parts of a reward are weighed in its function") if given.value else built_in("off")
+    return unsupported("parts of a reward are weighted in its function") if given.value else built_in("off")
 
 
 def reward_scale(config: ForeignConfig, given: ForeignValue) -> Outcome:

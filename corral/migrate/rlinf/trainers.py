@@ -47,7 +47,7 @@ def without_slash(path: str) -> str:
 
 
 def is_the_model(config: ForeignConfig, path: str | None) -> bool:
-    """Whether a path is the model's, or cannot be told from it: a folder of the same name."""
+    """Whether a path is the model's, or cannot be distinguished from it: a folder of the same name."""
 
     def folder(one: str) -> str:
         return without_slash(one).rpartition("/")[2]
@@ -68,7 +68,7 @@ def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is not None and NOT_OF_TEXT.search(given.value):
         return unsupported("only models of text are trained")
-    return built_in("what the model's own configuration says")
+    return built_in("from the model's own configuration")
 
 
 def dtype_of(config: ForeignConfig) -> str:
@@ -212,7 +212,7 @@ def old_logprobs(config: ForeignConfig) -> str | None:
 def recompute_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
     ours = old_logprobs(config)
     if ours is None:
-        return built_in("Corral's engine gives the log-probs of what it plays")
+        return built_in("Corral's engine gives the log-probs of the tokens that it samples")
     return mapped("algorithm.old_logprobs", ours)
 
 
@@ -224,7 +224,7 @@ def importance_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
     ours = {"algorithm.correction.name": "token_tis", "algorithm.old_logprobs": "recompute"}
-    return converted(ours, "each token is weighed by trainer's over engine's probability")
+    return converted(ours, "each token is weighted by trainer's over engine's probability")
 
 
 def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -284,7 +284,7 @@ def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: st
         return no_effect("the learning rate is constant")
     ratio = final_rate(config, role, ours)
     [fraction] = ratio.values()
-    return converted(ratio, f"{format_value(given.value)}: a share of {fraction:g} of the learning rate")
+    return converted(ratio, f"{format_value(given.value)}: a fraction of {fraction:g} of the learning rate")
 
 
 def decay_length(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:

@@ -97,9 +97,9 @@ def advantage(config: ForeignConfig) -> RollAdvantage:
         is_same = (mean, std) == ("group", "group")
         return RollAdvantage("gigpo", description, "" if is_same else "gigpo divides by the group's deviation")
     if estimator == "step_reinforce" and "group" in (mean, std):
-        difference = "turns are compared with the same turn of the group's other games"
+        difference = "turns are compared with the same turn of the group's other trajectories"
         return RollAdvantage("turn_grpo", description, difference)
-    other = ("reinforce_plus_plus", "rewards are not normalised that way")
+    other = ("reinforce_plus_plus", "rewards are not normalized that way")
     name, difference = ADVANTAGES.get((mean, std, white), other)
     return RollAdvantage(name, description, difference)
 
@@ -109,7 +109,7 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if found.name in GROUP_BASELINES and group_size(config) == 1:
         size = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
         raise ValueError(
-            f"with these rewards compares the samples of a group, and `{size}` is 1: nothing would be learnt"
+            f"with these rewards compares the samples of a group, and `{size}` is 1: all advantages would be 0"
         )
     ours: dict[Any, Any] = {"algorithm.name": "ppo" if found.name == "gae" else found.name}
     if found.name == "gae":
@@ -120,7 +120,7 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return replaced(ours, f"{why}; {found.name} takes its place")
     note = f"{found.description}: {found.name}"
     if found.name in ("reinforce", "reinforce_plus_plus") and is_agentic(config) and written != "step_reinforce":
-        note += "; a token counts for what is still to come, in ROLL for all of the game"
+        note += "; a token has the return from there on, in ROLL that of the whole trajectory"
     return converted(ours, note)
 
 
@@ -136,9 +136,9 @@ def normalization(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def rlvr_normalization(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_agentic(config):
-        return no_effect("games have `reward_normalization`")
+        return no_effect("the agentic pipeline has `reward_normalization`")
     if value_of(config, "adv_estimator") == "grpo" and given.key != "reward_shift":
-        return no_effect("grpo normalises by the group in any case")
+        return no_effect("grpo normalizes by the group in any case")
     return normalization(config, given)
 
 
@@ -156,7 +156,7 @@ def turn_gamma(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if advantage(config).name in ("gigpo", "turn_grpo"):
         return mapped("algorithm.turn_gamma", value_of(config, "step_reward_gamma"))
     if value_of(config, "adv_estimator") == "step_reinforce":
-        return built_in("`adv_estimator` says what became of it")
+        return built_in("see `adv_estimator`")
     return no_effect("it belongs to gigpo and step_reinforce")
 
 
@@ -168,7 +168,7 @@ def turn_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
         raise ValueError("should be above 0, `step_reward_weight` and `episode_reward_weight` alike")
     if episode == 1:
         return mapped("algorithm.turn_weight", step)
-    return replaced({"algorithm.turn_weight": step / episode}, f"games count 1, and turns {step / episode:g}")
+    return replaced({"algorithm.turn_weight": step / episode}, f"episodes weigh 1, and turns {step / episode:g}")
 
 
 def gamma(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -190,14 +190,14 @@ def reward_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
     most = (size - 1) / math.sqrt(size)
     if normalized == ("group", "group") and most <= bound:
         return built_in(f"never reached: rewards of a group of {size} are within {most:.3g} deviations of their mean")
-    return unsupported("rewards are clipped before they are normalised in Corral")
+    return unsupported("rewards are clipped before they are normalized in Corral")
 
 
 # --- loss
 
 
 def uses_variants(config: ForeignConfig) -> bool:
-    """ROLL has two kinds of workers, and only this one looks at the variant."""
+    """ROLL has two kinds of workers, and only this one reads the variant."""
     return "pgworker" in (config["actor_train.worker_cls"] or "").lower().replace("_", "")
 
 
@@ -211,7 +211,7 @@ def loss(config: ForeignConfig) -> str:
 
 def variant(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not uses_variants(config):
-        return no_effect("only ROLL's ActorPGWorker looks at it")
+        return no_effect("only ROLL's ActorPGWorker reads it")
     if given.value not in VARIANTS:
         return unsupported(f"Corral has {', '.join(VARIANTS)} of these; ppo takes its place")
     return mapped("algorithm.loss", VARIANTS[given.value])
@@ -228,9 +228,9 @@ def worker_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def loss_choice(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """`importance_sampling`, `use_policy_loss_type`."""
     if is_agentic(config):
-        return no_effect("games have the ratio of single tokens")
+        return no_effect("the agentic pipeline has the ratio of single tokens")
     if uses_variants(config):
-        return no_effect("`actor_train.pg_variant` goes before it")
+        return no_effect("`actor_train.pg_variant` takes precedence")
     return mapped("algorithm.loss", loss(config)) if loss(config) != "ppo" else built_in("ppo, as in Corral")
 
 
@@ -239,7 +239,7 @@ def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if found not in ("ppo", "gspo"):
         return no_effect(f"the loss {found} has other bounds, or none")
     if given.key == "pg_clip" and ranged:
-        return no_effect("`pg_clip_low` and `pg_clip_high` go before it")
+        return no_effect("`pg_clip_low` and `pg_clip_high` take precedence")
     if given.key in ("pg_clip_low", "pg_clip_high") and not ranged:
         return no_effect("`use_pg_clip_range` is off")
     low, high = (value_of(config, f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
@@ -285,7 +285,7 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def old_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value:
         return mapped("algorithm.old_logprobs", "recompute")
-    return built_in("those with which the tokens were drawn, where these are the newest weights'")
+    return built_in("those of sampling, where these are the newest weights'")
 
 
 # --- KL
@@ -318,10 +318,12 @@ def kl_coefficient(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if value == 0:
         return built_in("0, as in Corral")
     if not kl_in_reward(config):
-        return no_effect("ROLL takes it off the reward only with `add_token_level_kl`")
+        return no_effect("ROLL subtracts it from the reward only with `add_token_level_kl`")
     if kl_where(config) == "loss":
         return unsupported(IN_BOTH)
-    return converted({"algorithm.kl.where": "reward", "algorithm.kl.coefficient": value}, f"{value:g}, off the reward")
+    return converted(
+        {"algorithm.kl.where": "reward", "algorithm.kl.coefficient": value}, f"{value:g}, subtracted from the reward"
+    )
 
 
 def kl_estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -352,10 +354,10 @@ def kl_horizon(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def importance_weights(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
-        return built_in("off, as in Corral where the newest weights play")
+        return built_in("off, as in Corral where rollouts have the newest weights")
     kind = value_of(config, f"{WEIGHTS}.weight_type")
     if kind not in ("token", "sequence"):
-        return unsupported("tokens or whole trajectories are weighed in Corral")
+        return unsupported("tokens or whole trajectories are weighted in Corral")
     return corrected(f"{kind}_tis")
 
 
@@ -392,7 +394,7 @@ def ratio_mask(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
     if config[f"{WEIGHTS}.enabled"]:
-        return unsupported("tokens are weighed or left out, not both: they are weighed")
+        return unsupported("tokens are weighted or left out, not both: they are weighted")
     low, high = (value_of(config, f"train_infer_ratio_threshold_{side}") for side in ("low", "high"))
     return corrected("rejection", level="token", floor=low, cap=high)
 
@@ -410,7 +412,7 @@ def warmup_steps(config: ForeignConfig, given: ForeignValue, role: str, ours: st
     if never_warms_up(config, role):
         return no_effect(NO_WARMUP)
     if steps == 0 and config[f"{role}.training_args.warmup_ratio"]:
-        return built_in("`warmup_ratio` says it")
+        return built_in("see `warmup_ratio`")
     return mapped(f"{ours}.warmup_steps", steps, "both count updates")
 
 
@@ -418,7 +420,7 @@ def warmup_ratio(config: ForeignConfig, given: ForeignValue, role: str, ours: st
     if never_warms_up(config, role):
         return no_effect(NO_WARMUP)
     if steps := value_of(config, f"{role}.training_args.warmup_steps"):
-        return no_effect(f"`warmup_steps`, {steps}, goes before it")
+        return no_effect(f"`warmup_steps`, {steps}, takes precedence")
     return mapped(f"{ours}.warmup_ratio", given.value or None)
 
 
@@ -456,5 +458,5 @@ def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     own = math.prod(value_of(config, f"actor_train.training_args.{name}") for name in names)
     if math.prod(config[f"critic.training_args.{name}"] or 1 for name in names) == own:
-        return built_in("the critic learns in the same updates as the model")
-    return unsupported(f"the critic learns in the same updates as the model, of {own} for each device")
+        return built_in("the critic has the same updates as the model")
+    return unsupported(f"the critic has the same updates as the model, of {own} for each device")

@@ -40,7 +40,7 @@ def devices(value: Any) -> Any:
 
 
 def device_list(value: Any) -> tuple[int, ...]:
-    """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognises it."""
+    """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognizes it."""
     found: list[int] = []
     for part in value.split("+") if isinstance(value, str) else [value]:
         is_list = isinstance(part, list) and all(type(item) is int for item in part)
@@ -77,7 +77,7 @@ def data_parallel(config: ForeignConfig) -> int:
 
 
 def experts(config: ForeignConfig) -> int:
-    """1 where experts cannot be dealt beside what is there of tensor and context parallelism."""
+    """1 where experts cannot be split beside tensor and context parallelism."""
     tensor, _, context = parallel(config)
     wanted = int(value_of(config, f"{STRATEGY}.expert_model_parallel_size"))
     return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
@@ -184,12 +184,12 @@ def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return placed(config, "rollout")
     found = layout(config)
     if rollout < actor:
-        note = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's play"
+        note = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's devices generate"
         return built_in(note) if found.is_everywhere else converted(found.placement(), note)
     if not actor < rollout:
         raise ValueError("should have all of actor_train's devices, some of them alone, or none of them")
     why = (
-        f"devices that play and train by turns while others only play: in Corral rollout has "
+        f"devices that generate and train by turns while others only generate: in Corral rollout has "
         f"{format_devices(found.roles['rollout'])} and the training {format_devices(sorted(actor))}"
     )
     return replaced(found.placement(), why)
@@ -206,7 +206,7 @@ def placed(config: ForeignConfig, role: str) -> Outcome:
         return built_in(ONE_DEVICE)
     note = f"devices {format_devices(wanted)}"
     if found.is_everywhere:
-        return built_in(f"{note}: all there are, as in Corral where nothing is said")
+        return built_in(f"{note}: all there are, which is Corral's default")
     if found.roles[role] != wanted:
         note += f": with the training on {format_devices(found.roles[role])}, since roles share all devices or none"
     return converted(found.placement(), note)
@@ -217,10 +217,10 @@ def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if (given.value or 0) < 0:
         raise ValueError("should be at least 0")
     if steps == 0:
-        return built_in("every step plays with the newest weights, as in Corral")
+        return built_in("every step has the newest weights, as in Corral")
     if roles["actor"] == roles["rollout"]:
-        return unsupported("only an engine with devices of its own can play ahead of the training")
-    note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighed (`algorithm.correction`)"
+        return unsupported("only an engine with devices of its own can generate ahead of the training")
+    note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighted (`algorithm.correction`)"
     return converted({"schedule.max_staleness": steps}, note)
 
 
@@ -237,7 +237,7 @@ def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return mapped("train.parallel.expert", wanted)
     by_tensor, _, by_context = parallel(config)
     return unsupported(
-        f"experts are dealt beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
+        f"experts are split beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
         f"{plural(len(role_devices(config, 'actor')), 'device')}"
     )
 
@@ -262,7 +262,7 @@ def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if config["actor_train.strategy_args.strategy_name"] == "megatron_train":
-        return no_effect("with megatron_train `recompute_granularity` says it")
+        return no_effect("with megatron_train see `recompute_granularity`")
     is_off = value_of(config, "actor_train.model_args.disable_gradient_checkpointing")
     return mapped("train.recompute", "none" if is_off else "full")
 

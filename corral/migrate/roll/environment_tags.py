@@ -53,7 +53,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "sokoban": {"dim_room": [6, 6], "num_boxes": 3, "search_depth": 300},
     "frozen_lake": {"size": 4, "p": 0.8, "is_slippery": True},
 }
-"""ROLL's environments that Corral has, with what ROLL takes where `env_config` says nothing."""
+"""ROLL's environments that Corral has, with what ROLL takes where `env_config` has no value."""
 PENALTIES = {"sokoban": ("sokoban_format_penalty", -0.15), "frozen_lake": ("frozen_format_penalty", -0.01)}
 OUR_DEFAULTS: dict[str, dict[KeyPath, Any]] = {
     "sokoban": {("dim_room",): [6, 6], ("num_boxes",): 1, ("search_depth",): 300, ("format_penalty",): -0.15},
@@ -127,7 +127,7 @@ def groups_note(config: ForeignConfig, part: str) -> str:
     found = num_groups(config, part)
     if len(found) == 1:
         return f"{next(iter(found))} alone"
-    return "shares " + ", ".join(f"{groups} of {tag}" for tag, groups in found.items())
+    return "groups: " + ", ".join(f"{groups} of {tag}" for tag, groups in found.items())
 
 
 def section(config: ForeignConfig, tag: str) -> KeyPath:
@@ -156,7 +156,7 @@ def settings(config: ForeignConfig, part: str) -> dict[KeyPath, Any]:
 
 def train_tags(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_rlvr(config):
-        return built_in("questions are asked")
+        return built_in("the RLVR pipeline has data files")
     ours: dict[KeyPath, Any] = {**settings(config, "train"), ("data", "train", "path"): "boards"}
     note = groups_note(config, "train")
     if (steps := num_steps(config)) is not None:
@@ -168,7 +168,7 @@ def train_tags(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def validation_tags(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_rlvr(config) or not validates(config):
-        return built_in("there is no validation on games")
+        return built_in("there is no validation in environments")
     ours = {**settings(config, "val"), ("data", "validation", "path"): "boards"}
     return tags_outcome(config, "val", ours, "for validation")
 
@@ -193,7 +193,7 @@ def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
         raise ValueError(f"adds up to {sum(given.value)} groups, and `{manager}.num_env_groups` is {groups}")
     part = manager.partition("_")[0]
     if is_rlvr(config) or (part == "val" and not validates(config)):
-        return no_effect("no games are played for it")
+        return no_effect("no environments are used for it")
     name = "share" if part == "train" else "validation_share"
     ours = {path: value for path, value in settings(config, part).items() if path[-1] == name}
     return converted(ours, groups_note(config, part))
@@ -202,28 +202,30 @@ def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def env_groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.key.startswith("val"):
         written = plural(given.value or 1, "group")
-        return built_in(f"all games of a validation are played at once, not in {written} by turns")
-    note = f"all {plural(num_prompts(config), 'group')} of a step are played at once"
+        return built_in(f"all trajectories of a validation are generated at once, not in {written} by turns")
+    note = f"all {plural(num_prompts(config), 'group')} of a step are generated at once"
     return built_in(note if given.value == num_prompts(config) else f"{note}, not {given.value} by turns")
 
 
 def validation_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_rlvr(config):
-        return built_in("all of the validation data are played")
+        return built_in("all of the validation data are used")
     if not validates(config):
         return built_in("there is no validation")
     size, each = value_of(config, "val_batch_size"), value_of(config, "val_env_manager.group_size")
     ours = {"data.validation.path": "boards", "validation.samples_per_prompt": each}
     if size < 0:
-        return replaced({**ours, "data.validation.size": 128}, "boards have no end: 128 of them are played")
+        return replaced(
+            {**ours, "data.validation.size": 128}, "the number of boards is unlimited: 128 of them are used"
+        )
     if size == 0 or size % each:
         raise ValueError(f"should be a multiple of `val_env_manager.group_size`, {each}")
-    return converted({**ours, "data.validation.size": size // each}, f"{size} games on {size // each} boards")
+    return converted({**ours, "data.validation.size": size // each}, f"{size} trajectories on {size // each} boards")
 
 
 def validation_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_rlvr(config) or not validates(config):
-        return built_in("there is no validation on games")
+        return built_in("there is no validation in environments")
     return mapped("validation.samples_per_prompt", value_of(config, "val_env_manager.group_size"))
 
 
@@ -264,7 +266,7 @@ def room_key(key: str) -> str:
 
 
 def config_of(config: ForeignConfig, tag: str) -> dict[str, Any]:
-    """`env_config`, with what ROLL's files and code have where it says nothing."""
+    """`env_config`, with what ROLL's files and code have where it has no value."""
     environment, base = environment_of(config, tag), f"custom_envs.{tag}"
     found = {**ENVIRONMENTS[environment], "format_penalty": 0.0}
     if tag in TAGS:
@@ -391,7 +393,7 @@ def option(config: ForeignConfig, given: ForeignValue) -> Outcome:
         path = (*section(config, tag), "options")
         return converted({(*path, *one): value for one, value in changed.items()}, f"of {environment}")
     is_read = found or key.partition(".")[0] in ("action_pattern", "action_lookup")
-    return built_in("as in Corral") if is_read else no_effect(f"{environment} does not look at it")
+    return built_in("as in Corral") if is_read else no_effect(f"{environment} does not read it")
 
 
 @of_tag
@@ -420,7 +422,7 @@ def instruction(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if environment_of(config, tag) not in ENVIRONMENTS:
         return unsupported(NO_PROMPT)
     path = (*section(config, tag), "options", "prompts", "instruction")
-    return converted({path: config_of(config, tag)["env_instruction"]}, "what the game is")
+    return converted({path: config_of(config, tag)["env_instruction"]}, "the description of the environment")
 
 
 def format_penalty(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -439,10 +441,10 @@ def format_penalty(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def environment_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = (given.value or "TrajEnvManager").rpartition(".")[2]
     if name == "TrajEnvManager":
-        return built_in("a game is one conversation")
+        return built_in("a trajectory is one conversation")
     if name == "StepEnvManager":
-        return unsupported("a game is one conversation; turns are not prompts of their own with some history")
-    return unsupported("a game is one conversation of an environment with the model; for agents there is `agent`")
+        return unsupported("a trajectory is one conversation; turns are not prompts of their own with some history")
+    return unsupported("a trajectory is one conversation of an environment with the model; for agents there is `agent`")
 
 
 tag_manager = of_tag(environment_manager)
@@ -469,7 +471,7 @@ def turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
 @of_tag
 def tag_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if turns_of(config, given.key.split(".")[1]) != given.value:
-        return no_effect("`max_steps` goes before it")
+        return no_effect("`max_steps` takes precedence")
     if given.value != num_turns(config):
         return unsupported(f"all environments have the same number of turns: {num_turns(config)}")
     return mapped("rollout.max_turns", given.value)

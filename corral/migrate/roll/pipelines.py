@@ -1,4 +1,4 @@
-"""What several keys of a ROLL configuration say together: pipeline, batch, lengths, KL; and kinds of values."""
+"""What several keys of a ROLL configuration mean together: pipeline, batch, lengths, KL; and kinds of values."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -31,7 +31,7 @@ NOT_FOR_WORKERS = re.compile(
     r"(?i)(?:use_modelscope|modelscope|model_download|vllm|sglang|nvte|megatron|hccl|ascend|npu|roll|ray|task_queue|"
     r"multi_stream|cpu_affinity|combined_enable)(?:_.*)?|.*visible_devices"
 )
-"""Environment variables that only ROLL, what it is built of, or Ray look at."""
+"""Environment variables that only ROLL, its libraries, or Ray read."""
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 REWARDS = {"MathRuleRewardWorker": "math"}
 """ROLL's reward workers, and functions of Corral."""
@@ -114,7 +114,7 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """A recipe has names of variables, and never their values."""
     name = given.key.rpartition("system_envs.")[2]
     if NOT_FOR_WORKERS.fullmatch(name):
-        return built_in("Corral does not look at it; models are loaded from a folder or from the Hugging Face hub")
+        return built_in("Corral does not read it; models are loaded from a folder or from the Hugging Face hub")
     if not on_cluster(config):
         return built_in(f"set {name} where you start `corral train`")
     names = sorted({key.rpartition("system_envs.")[2] for key in config.given if "system_envs." in key})
@@ -125,13 +125,13 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def call_timeout(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if on_cluster(config):
         return mapped("cluster.call_timeout_s", given.value)
-    return built_in("there is one process, and nobody to wait for")
+    return built_in("there is one process, and no call to wait for")
 
 
 def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
-        return built_in("what the other keys say")
-    return unsupported("Corral plays games and answers questions")
+        return built_in("see the other keys")
+    return unsupported("Corral has the agentic and the RLVR pipeline")
 
 
 # --- model
@@ -148,13 +148,13 @@ def model(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if has_three_paths(config):
         return no_effect("every role names its model itself")
     if SEES.search(path):
-        return replaced({"model.path": path}, "Corral trains on text; it has no models that see")
+        return replaced({"model.path": path}, "Corral trains on text; it has no vision models")
     return mapped("model.path", path)
 
 
 def actor_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value != config["actor_train.model_args.model_name_or_path"]:
-        return unsupported("the engine plays with the weights that are trained")
+        return unsupported("the engine has the weights that are trained")
     return mapped("model.path", given.value)
 
 
@@ -193,7 +193,9 @@ def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_rlvr(config):
         return converted(ours, f"{size} prompts, {plural(samples, 'answer')} each: {size * samples} trajectories")
     if size % samples:
-        raise ValueError(f"should be a multiple of `train_env_manager.group_size`, {samples}: groups are played whole")
+        raise ValueError(
+            f"should be a multiple of `train_env_manager.group_size`, {samples}: groups are generated whole"
+        )
     return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
 
 
@@ -203,7 +205,7 @@ def samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def answers(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if is_agentic(config):
-        return no_effect("games are in groups of `train_env_manager.group_size`")
+        return no_effect("the agentic pipeline has `train_env_manager.group_size`")
     return samples(config, given)
 
 
@@ -246,7 +248,7 @@ def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def sequence(config: ForeignConfig, given: ForeignValue) -> Outcome:
     (prompt, response), total = lengths(config), value_of(config, "sequence_length")
     if "response_length" in config and "sequence_length" not in config:
-        return built_in("`prompt_length` and `response_length` say it")
+        return built_in("see `prompt_length` and `response_length`")
     if total < 2 or (is_rlvr(config) and total <= prompt):
         raise ValueError(f"should be above the prompt's length, {max(prompt, 1)}")
     ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
@@ -265,7 +267,7 @@ def prompt_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def response_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if "sequence_length" in config:
-        return no_effect("`sequence_length` goes before it")
+        return no_effect("`sequence_length` takes precedence")
     return mapped("rollout.max_response_tokens", lengths(config)[1])
 
 
@@ -315,9 +317,9 @@ def validation_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
     section, _, name = given.key.rpartition(".")
     of_agentic = section.startswith("val_env_manager")
     if of_agentic and not has_own_validation(config):
-        return no_effect("those of `actor_infer` go before them")
+        return no_effect("those of `actor_infer` take precedence")
     if of_agentic == is_rlvr(config):
-        return no_effect("it belongs to " + ("games" if of_agentic else "questions"))
+        return no_effect("it belongs to the " + ("agentic pipeline" if of_agentic else "RLVR pipeline"))
     if not validates(config):
         return built_in("there is no validation")
     if name == "top_p" and not config[f"{section}.temperature"]:
@@ -347,7 +349,7 @@ def one_or_all(paths: list[str]) -> str | list[str]:
 def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
         return built_in("one domain, all of the data")
-    return unsupported("rows are drawn as the files have them; mix them there")
+    return unsupported("rows are taken as the files have them; mix them there")
 
 
 def reward_of(config: ForeignConfig, domain: str) -> str | None:
@@ -357,7 +359,7 @@ def reward_of(config: ForeignConfig, domain: str) -> str | None:
 def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """All rows have the reward of one domain: the first that Corral has one for."""
     if is_agentic(config):
-        return unsupported("games have rewards of their own")
+        return unsupported("environments have rewards of their own")
     domain = given.key.split(".")[1]
     domains = list(dict.fromkeys(key.partition(".")[0] for key in config.below("rewards")))
     name, main = reward_of(config, domain), next((one for one in domains if reward_of(config, one)), domains[0])
@@ -366,7 +368,7 @@ def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if name is None:
         why = f"Corral has {', '.join(REWARDS.values())} of ROLL's; write it as a function and name it here"
         return replaced({"environment.reward.name": f"my_rewards:{domain}"}, why)
-    return converted({"environment.reward.name": name}, "without what ROLL takes off for repetition")
+    return converted({"environment.reward.name": name}, "without ROLL's penalty for repetition")
 
 
 def query_filter(config: ForeignConfig, given: ForeignValue) -> Outcome:
