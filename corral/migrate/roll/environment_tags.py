@@ -127,7 +127,7 @@ def groups_note(config: ForeignConfig, part: str) -> str:
     found = num_groups(config, part)
     if len(found) == 1:
         return f"{next(iter(found))} alone"
-    return "groups: " + ", ".join(f"{groups} of {tag}" for tag, groups in found.items())
+    return ", ".join(f"{groups} of {tag}" for tag, groups in found.items())
 
 
 def section(config: ForeignConfig, tag: str) -> KeyPath:
