@@ -168,7 +168,7 @@ def resume_dir(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
     named = given.value or []
-    ours = {("logging", "trackers"): ["console", *(name for name in named if name in TRACKERS)]}
+    ours: dict[KeyPath, Any] = {("logging", "trackers"): ["console", *(name for name in named if name in TRACKERS)]}
     if strange := [name for name in named if name not in TRACKERS]:
         return Outcome("unsupported", ours, f"there is no tracker {' or '.join(strange)}")
     return Outcome("mapped", ours)

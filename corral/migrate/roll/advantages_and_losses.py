@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
-from corral.migrate.roll.pipelines import (
+from corral.migrate.roll.pipelines_and_devices import (
     group_size,
     is_agentic,
     is_rlvr,

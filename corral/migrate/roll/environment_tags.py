@@ -20,7 +20,7 @@ from corral.migrate.outcome import (
     texts,
     unsupported,
 )
-from corral.migrate.roll.pipelines import (
+from corral.migrate.roll.pipelines_and_devices import (
     at_least,
     is_old,
     is_rlvr,

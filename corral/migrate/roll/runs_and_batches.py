@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, text, unsupported
-from corral.migrate.roll.device_mapping import data_parallel, on_cluster
-from corral.migrate.roll.pipelines import (
+from corral.migrate.roll.pipelines_and_devices import (
+    data_parallel,
     group_size,
     is_agentic,
     is_rlvr,
@@ -14,6 +14,7 @@ from corral.migrate.roll.pipelines import (
     lengths,
     num_prompts,
     num_steps,
+    on_cluster,
     plural,
     replaced,
     validates,
