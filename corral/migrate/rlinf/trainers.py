@@ -167,7 +167,7 @@ def shard_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """The keys of all parts give the same list."""
+    """The parts of the model that are offloaded, which several keys choose together."""
     if not is_fsdp(config):
         keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimiser": "offload_optimizer"}
         parts = [part for part, key in keys.items() if value_of(config, f"actor.{key}")]
@@ -201,7 +201,7 @@ def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def old_logprobs(config: ForeignConfig) -> str | None:
-    """None: what Corral does anyway, which is to take the engine's."""
+    """Where old log-probs come from. None: from the engine, as in Corral by default."""
     if config["algorithm.importance_sampling_fix"]:
         return "recompute"
     if not value_of(config, "algorithm.recompute_logprobs"):
@@ -305,7 +305,7 @@ def warmup_iterations(config: ForeignConfig, given: ForeignValue, role: str, our
 
 
 def updates_per_change(config: ForeignConfig) -> int:
-    """FSDP's learning rate changes once a step."""
+    """Number of updates between two changes of FSDP's learning rate, which are once a step."""
     updates: int = value_of(config, "algorithm.n_minibatches")
     return 1 if config["actor.lr_sched_sync_with_optim"] else updates
 

@@ -80,9 +80,9 @@ def normalized_by(config: ForeignConfig) -> tuple[str | None, str | None]:
 class RollAdvantage:
     name: str
     description: str
-    """What it is in ROLL."""
+    """The advantage as ROLL has it, for the report."""
     difference: str = ""
-    """What Corral does otherwise."""
+    """How Corral differs from it. Empty: not at all."""
 
 
 def advantage(config: ForeignConfig) -> RollAdvantage:
@@ -197,7 +197,7 @@ def reward_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def uses_variants(config: ForeignConfig) -> bool:
-    """ROLL has two kinds of workers, and only this one reads the variant."""
+    """Whether the worker is that of ROLL's two kinds that reads `pg_variant`."""
     return "pgworker" in (config["actor_train.worker_cls"] or "").lower().replace("_", "")
 
 
@@ -226,7 +226,7 @@ def worker_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def loss_choice(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """`importance_sampling`, `use_policy_loss_type`."""
+    """The loss that `importance_sampling` and `use_policy_loss_type` choose in the RLVR pipeline."""
     if is_agentic(config):
         return no_effect("the agentic pipeline has the ratio of single tokens")
     if uses_variants(config):

@@ -138,7 +138,7 @@ def section(config: ForeignConfig, tag: str) -> KeyPath:
 
 
 def settings(config: ForeignConfig, part: str) -> dict[KeyPath, Any]:
-    """All of the environments of a part."""
+    """Settings of all environments of `train` or `val`."""
     train, validation = num_groups(config, "train"), num_groups(config, "val")
     found: dict[KeyPath, Any] = {}
     for tag in num_groups(config, part):
@@ -351,7 +351,7 @@ TagConvert = Callable[..., Outcome]
 
 
 def of_tag(convert: TagConvert) -> TagConvert:
-    """For a tag that is used."""
+    """A conversion that applies to tags that are used, and to values other than null."""
 
     @wraps(convert)
     def checked(config: ForeignConfig, given: ForeignValue, *arguments: str) -> Outcome:
@@ -417,7 +417,7 @@ def prompt_text(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 @of_tag
 def instruction(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """In older versions it is beside `env_config`."""
+    """Older versions have the instruction beside `env_config`."""
     tag = given.key.split(".")[1]
     if environment_of(config, tag) not in ENVIRONMENTS:
         return unsupported(NO_PROMPT)
@@ -460,7 +460,7 @@ def turns_of(config: ForeignConfig, tag: str) -> int:
 
 
 def num_turns(config: ForeignConfig) -> int:
-    """One for all environments: the largest."""
+    """Number of turns of all environments: the largest of theirs."""
     return max(turns_of(config, tag) for tag in all_tags(config))
 
 
@@ -478,7 +478,7 @@ def tag_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def most_turn_tokens(config: ForeignConfig) -> int:
-    """The largest of the environments, before other limits."""
+    """Largest number of tokens of a turn that an environment allows, before other limits."""
     keys = [f"custom_envs.{tag}.max_tokens_per_step" for tag in all_tags(config)]
     return max(int(config[key] if key in config else value_of(config, "max_tokens_per_step")) for key in keys)
 

@@ -46,7 +46,7 @@ OWN_DEFAULTS: Mapping[str, Any] = {
 }
 """ROLL's own defaults where those of its demo, which the table has, are others."""
 MEANINGFUL_NULLS = ("advantage_clip", "reward_clip")
-"""Keys that can be null, which is never, as well as be left out."""
+"""Keys for which null, a bound that is never reached, is not the same as no value."""
 STRATEGY = "actor_train.strategy_args.strategy_config"
 DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
 EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
@@ -129,7 +129,7 @@ def empty_section(value: Any) -> None:
 
 
 def devices(value: Any) -> Any:
-    """As it was written, if it can be read."""
+    """Devices as they were written, if they can be read."""
     device_list(value)
     return value
 
@@ -151,7 +151,7 @@ def device_list(value: Any) -> tuple[int, ...]:
 
 
 def shard_size(value: Any) -> int:
-    """-1 is all."""
+    """Number of devices that share a copy of a model; -1 is all of them."""
     if integer(value) < -1:
         raise ValueError("a whole number")
     return int(value)
@@ -211,7 +211,7 @@ def lengths(config: ForeignConfig) -> tuple[int, int]:
 
 
 def num_steps(config: ForeignConfig) -> int | None:
-    """None: until the epochs over the data are done."""
+    """Number of steps of the run. None: it ends with its last epoch."""
     steps = int(value_of(config, "max_steps"))
     return steps if steps > 0 else None
 
@@ -234,7 +234,7 @@ def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
 
 
 def kl_in_reward(config: ForeignConfig) -> bool:
-    """Only with `add_token_level_kl`; older versions subtracted it from the rewards of environments in any case."""
+    """Whether KL is subtracted from rewards: with `add_token_level_kl`, and in environments of older versions anyway."""
     if "add_token_level_kl" in config:
         is_on = bool(config["add_token_level_kl"])
     else:
@@ -257,7 +257,7 @@ def data_parallel(config: ForeignConfig) -> int:
 
 
 def experts(config: ForeignConfig) -> int:
-    """1 where experts cannot be split beside tensor and context parallelism."""
+    """Size of expert parallelism; 1 where experts cannot be split beside tensor and context parallelism."""
     tensor, _, context = parallel(config)
     wanted = int(value_of(config, f"{STRATEGY}.expert_model_parallel_size"))
     return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
@@ -279,7 +279,7 @@ def shard(config: ForeignConfig) -> int | None:
 
 
 def role_devices(config: ForeignConfig, role: str) -> tuple[int, ...]:
-    """As ROLL has them; where nothing is written, those of the training."""
+    """Devices of a role as ROLL has them; those of the training where none are written."""
     key = f"{ROLES[role]}.device_mapping"
     return device_list(config[key] if key in config else value_of(config, "actor_train.device_mapping"))
 

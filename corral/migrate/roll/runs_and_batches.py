@@ -52,7 +52,7 @@ def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def every(config: ForeignConfig, key: str) -> int:
-    """Number of steps between two of them; 0 where the run ends before."""
+    """Number of steps between two checkpoints or validations; 0 where the run ends before the first."""
     period, steps = int(value_of(config, key)), num_steps(config)
     return 0 if period <= 0 or (steps is not None and period > steps) else period
 
@@ -65,7 +65,7 @@ def save_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """0 is all of them."""
+    """Number of checkpoints that are kept; 0 is all of them."""
     period, steps = every(config, "save_steps"), num_steps(config)
     if given.value:
         return mapped("checkpoint.keep", given.value)
@@ -139,7 +139,7 @@ def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def has_three_paths(config: ForeignConfig) -> bool:
-    """Only then do ROLL's roles have models of their own."""
+    """Whether three roles name a model, without which ROLL's roles have no models of their own."""
     roles = ("actor_train", "actor_infer", "reference")
     return all(f"{role}.model_args.model_name_or_path" in config for role in roles)
 
@@ -221,7 +221,7 @@ def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Besides the number of updates, how much is computed at once."""
+    """The number of updates, and how many tokens are computed at once."""
     found, tokens = updates(config, given), sum(lengths(config))
     if is_dynamic(config):
         return found
@@ -314,7 +314,7 @@ def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def validation_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Keys of `validation` (RLVR) and of `val_env_manager` (agentic)."""
+    """Sampling of `validation` (RLVR) and of `val_env_manager` (agentic)."""
     section, _, name = given.key.rpartition(".")
     of_agentic = section.startswith("val_env_manager")
     if of_agentic and not has_own_validation(config):
