@@ -234,7 +234,7 @@ def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
 
 
 def kl_in_reward(config: ForeignConfig) -> bool:
-    """Whether KL is subtracted from rewards: with `add_token_level_kl`, and in environments of older versions anyway."""
+    """Whether KL is subtracted from rewards: with `add_token_level_kl`, and in older versions in environments."""
     if "add_token_level_kl" in config:
         is_on = bool(config["add_token_level_kl"])
     else:
