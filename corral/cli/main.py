@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster, debug, doctor, envs, foreign, jobs, retriever
+from corral.cli import bench, cluster, debug, doctor, envs, jobs, migrate, retriever, run_recipe
 from corral.cli.launch import verbs as launch
 from corral.recipe.errors import RunError, UserError
 
@@ -34,67 +34,29 @@ Overrides = Annotated[
 
 @app.command()
 def train(
-    recipe: foreign.RecipeOrWord = None,
+    recipe: RecipeFile,
     overrides: Overrides = None,
-    dialect: foreign.DialectName = None,
-    config_path: foreign.ConfigPath = None,
-    config_name: foreign.ConfigName = None,
-    allow_unsupported: foreign.AllowUnsupported = False,
-    shrink: foreign.Shrink = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="All in this process, on one device: breakpoint() opens a debugger.")
-    ] = False,
-    post_mortem: Annotated[
-        bool, typer.Option("--post-mortem", help="Open a debugger where the run fails, on a cluster in the worker.")
-    ] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
-    ] = False,
+    shrink: run_recipe.Shrink = None,
+    debug: run_recipe.Debug = False,
+    post_mortem: run_recipe.PostMortem = False,
+    insecure: run_recipe.Insecure = False,
 ) -> None:
-    """Train as the recipe says. The same command again goes on where a stopped run was.
-
-    With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
-    """
-    from corral.cli.planning import with_plan
+    """Train as the recipe says. The same command again goes on where a stopped run was."""
     from corral.loop.debug import Debugging
-    from corral.loop.train import train as run_training
-    from corral.observe.console import Console
-    from corral.recipe.plan import batch_in_words, schedule_in_words
 
     debugging = Debugging(debug, post_mortem, insecure)
-    asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
-    loaded, plan = with_plan(debugging.adapt(asked.load()))
-    asked.prepare(loaded)
-    console = Console(live=not debug)
-    for warning in plan.warnings:
-        console.warn(warning)
-    with debugging.watching(loaded, console):
-        run_training(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console, debugging)
+    run_recipe.train_recipe(run_recipe.load_own_recipe(recipe, overrides or []), shrink, debugging)
 
 
 @app.command()
 def plan(
-    recipe: foreign.RecipeOrWord = None,
+    recipe: RecipeFile,
     overrides: Overrides = None,
-    dialect: foreign.DialectName = None,
-    config_path: foreign.ConfigPath = None,
-    config_name: foreign.ConfigName = None,
-    allow_unsupported: foreign.AllowUnsupported = False,
-    shrink: foreign.Shrink = None,
+    shrink: run_recipe.Shrink = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    from corral.cli.planning import services_in_words, with_plan
-
-    asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
-    loaded, made = with_plan(asked.load())
-    services = services_in_words(loaded)
-    if as_json:
-        print(json.dumps({**made.as_dict(), "services": services}, indent=2))
-        return
-    print(made.text())
-    if services:
-        print("\n".join(["services", *(f"  {line}" for line in services)]))
+    run_recipe.print_plan(run_recipe.load_own_recipe(recipe, overrides or []), shrink, as_json)
 
 
 @app.command()
@@ -190,9 +152,9 @@ cluster.register(app)
 debug.register(app)
 doctor.register(app)
 envs.register(app)
-foreign.register(app)
 jobs.register(app)
 launch.register(app)
+migrate.register(app)
 retriever.register(app)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from corral.migrate.migration import Migration
 from corral.migrate.roll import TABLE
-from corral.migrate.written import recipe_text, report_text
+from corral.migrate.migration import recipe_text, report_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
 

@@ -3,31 +3,23 @@
 from corral.migrate.outcome import (
     ForeignValue,
     Outcome,
-    anything,
-    boolean,
     built_in,
     converted,
     format_value,
-    integer,
     mapped,
     no_effect,
-    number,
-    text,
-    texts,
     unsupported,
 )
-from corral.migrate.table import Convert, ForeignConfig, KeyRow, lacking, needless, only, provided, same, turned
-from corral.migrate.verl.batch import ROLLOUT, optional, response_tokens
+from corral.migrate.table import ForeignConfig
+from corral.migrate.verl.sizes import ROLLOUT, response_tokens
 
 GROUND_TRUTH = "reward_model.ground_truth"
 """The column that verl's reward functions compare with, whatever other columns there are."""
 REWARD_PLACES = ("reward.custom_reward_function", "custom_reward_function")
 VALIDATION = f"{ROLLOUT}.val_kwargs"
 TURNS = f"{ROLLOUT}.multi_turn"
-NOT_VALIDATED = "there are no `data.val_files`"
-NO_TOOLS = "`multi_turn.enable` is off"
 MANAGERS = ("naive", "dapo", "prime", "remote")
-"""They differ in how calls are spread, which Corral does by itself, and in dapo's length penalty."""
+"""Reward managers that differ in how calls are spread, which Corral does by itself, and in dapo's length penalty."""
 
 
 # --- files
@@ -55,24 +47,21 @@ def validates(config: ForeignConfig) -> bool:
     return bool(config["data.val_files"])
 
 
-def max_rows(ours: str) -> Convert:
-    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
-        if given.value is None or given.value < 0:
-            return built_in("all rows")
-        return converted({ours: given.value}, f"the first {given.value} rows, where {config.table.title} draws them")
-
-    return convert
+def max_rows(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
+    if given.value is None or given.value < 0:
+        return built_in("all rows")
+    return converted({ours: given.value}, f"the first {given.value} rows, where {config.table.title} draws them")
 
 
 def truncation(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if config["data.filter_overlong_prompts"]:
         return no_effect("prompts that are too long are filtered out")
-    words = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
+    ours = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
     if given.value == "middle":
         return unsupported("prompts are cut at one end")
-    if given.value not in words:
+    if given.value not in ours:
         raise ValueError("should be error, left or right")
-    return mapped("data.overlong", words[given.value])
+    return mapped("data.overlong", ours[given.value])
 
 
 def filtering(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -87,15 +76,11 @@ def batch_to_generate(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return unsupported("prompts per step are `data.train_batch_size`, unless `filter_groups` replaces some")
 
 
-def same_as(key: str, other: str) -> KeyRow:
-    """A reference of verl's own to another key."""
-
-    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
-        if given.value in (None, config[other]):
-            return built_in(f"as `{other}`")
-        raise ValueError(f"differs from `{other}`, which is {format_value(config[other])}")
-
-    return turned(key, anything, convert)
+def same_as(config: ForeignConfig, given: ForeignValue, other: str) -> Outcome:
+    """In verl's own configuration it refers to the other key."""
+    if given.value in (None, config[other]):
+        return built_in(f"as `{other}`")
+    raise ValueError(f"differs from `{other}`, which is {format_value(config[other])}")
 
 
 # --- sampling
@@ -167,7 +152,7 @@ def reward_argument(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped(("environment", "reward", "options", *names), given.value)
 
 
-def manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
+def reward_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in (*MANAGERS, None):
         return built_in("rewards are computed in processes of their own")
     if given.value == "batch":
@@ -204,94 +189,3 @@ def max_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return converted({"rollout.max_turns": min(limits)}, f"{min(limits)} replies")
     most = max(1, response_tokens(config) // 3)
     return converted({"rollout.max_turns": most}, f"no limit there; {most} replies are a third of a response's tokens")
-
-
-def cut_side(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in ("left", None):
-        return built_in("the beginning of a result is kept")
-    return unsupported("the beginning of a long result is kept")
-
-
-def of_tools(row: KeyRow) -> KeyRow:
-    return provided(row, has_tools, NO_TOOLS)
-
-
-# --- rows
-
-ENDS = (
-    same("data.max_prompt_length", "data.max_prompt_tokens", integer, 512),
-    same("data.max_response_length", "rollout.max_response_tokens", integer, 512),
-    same_as(f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
-    same_as(f"{ROLLOUT}.response_length", "data.max_response_length"),
-)
-
-DATA = (
-    turned("data.train_files", texts, train_files, ["~/data/rlhf/gsm8k/train.parquet"]),
-    turned("data.val_files", texts, validation_files),
-    turned("data.train_max_samples", integer, max_rows("data.train.max_rows")),
-    provided(turned("data.val_max_samples", integer, max_rows("data.validation.max_rows")), validates, NOT_VALIDATED),
-    same("data.prompt_key", "data.prompt_key", text),
-    only("data.reward_fn_key", text, ("data_source",), "as in Corral", "the column `data_source` names a row's source"),
-    *ENDS,
-    turned("data.truncation", text, truncation),
-    turned("data.filter_overlong_prompts", boolean, filtering, False),
-    same("data.shuffle", "data.shuffle", boolean),
-    optional("data.seed", "seed", integer),
-    turned("data.gen_batch_size", integer, batch_to_generate),
-    same_as("data.tool_config_path", f"{TURNS}.tool_config_path"),
-    same_as("data.function_tool_path", f"{TURNS}.function_tool_path"),
-)
-
-SAMPLING = (
-    same(f"{ROLLOUT}.temperature", "rollout.temperature", number),
-    same(f"{ROLLOUT}.top_p", "rollout.top_p", number),
-    turned(f"{ROLLOUT}.top_k", integer, top_k),
-    *(
-        provided(row, validates, NOT_VALIDATED)
-        for row in (
-            turned(f"{VALIDATION}.do_sample", boolean, validation_sampling),
-            turned(f"{VALIDATION}.temperature", number, validation_sampling),
-            turned(f"{VALIDATION}.top_p", number, validation_top_p),
-            turned(f"{VALIDATION}.top_k", integer, validation_top_k),
-            same(f"{VALIDATION}.n", "validation.samples_per_prompt", integer),
-        )
-    ),
-)
-
-REWARDS = (
-    turned(f"{REWARD_PLACES[0]}.path", text, reward, None),
-    turned(f"{REWARD_PLACES[1]}.path", text, reward),
-    *(turned(f"{place}.name", text, reward) for place in REWARD_PLACES),
-    *(turned(f"{place}.reward_kwargs.**", anything, reward_argument) for place in REWARD_PLACES),
-    lacking("reward.compute_score_kwargs", "nothing is passed to verl's own functions; name one of Corral's"),
-    lacking("reward.compute_score_kwargs.**", "nothing is passed to verl's own functions; name one of Corral's"),
-    *(
-        turned(key, text, manager)
-        for key in ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
-    ),
-    *(optional(f"{root}.num_workers", "environment.reward.workers", integer) for root in ("reward", "reward_model")),
-)
-
-TOOLS = (
-    turned(f"{TURNS}.enable", boolean, tools, False),
-    turned(f"{ROLLOUT}.agent.default_agent_loop", text, agent_loop),
-    *(
-        of_tools(row)
-        for row in (
-            turned(f"{TURNS}.max_assistant_turns", integer, max_turns, None),
-            turned(f"{TURNS}.max_user_turns", integer, max_turns),
-            same(f"{TURNS}.max_parallel_calls", "environment.options.max_calls_per_turn", integer, 1),
-            same(f"{TURNS}.max_tool_response_length", "environment.options.max_result_characters", integer, 256),
-            turned(f"{TURNS}.tool_response_truncate_side", text, cut_side),
-            only(f"{TURNS}.format", text, ("hermes", "chatml"), "as in Corral", "calls are in the style of hermes"),
-            lacking(f"{TURNS}.tool_config_path", "write the tools as functions: `environment.options.tools`"),
-            lacking(f"{TURNS}.function_tool_path", "name its functions: `environment.options.tools: [file.py:name]`"),
-            lacking(f"{TURNS}.interaction_config_path", "Corral has no simulated user; write an environment"),
-            lacking(f"{TURNS}.completion_callback", "a program of your own is `environment.name: agent` in Corral"),
-            lacking(f"{TURNS}.num_repeat_rollouts", "samples are `rollout.n`"),
-        )
-    ),
-    needless(f"{TURNS}.use_inference_chat_template", "what the model wrote is kept token by token"),
-    needless(f"{TURNS}.tokenization_sanity_check_mode", "nothing is tokenised again"),
-    needless(f"{TURNS}.enable_tokenization_sanity_check", "nothing is tokenised again"),
-)
