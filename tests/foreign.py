@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from corral.migrate.config import Config, add_file, add_override
+from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, migrate
 from corral.migrate.table import KeyReport, KeyTable
 
 
 def read(table: KeyTable, *overrides: str, file: Path | None = None) -> Migration:
     """A file with changes to it, or changes alone; missing files of `defaults` are done without."""
-    config = Config()
+    config = RawConfig()
     if file is not None:
         add_file(config, file)
     for override in overrides:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corral.migrate.config import Config, add_file, add_override
+from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, entry_text, migrate, recipe_text, report_text, value_text
 from corral.migrate.sources import migrate_file, table_of
 from corral.recipe.errors import UserError
@@ -46,7 +46,7 @@ def outputs(case: Path) -> dict[str, str]:
 def migrate_words(case: Path, words: Sequence[str]) -> Migration:
     [option, system, *rest] = words
     assert option == "--system"
-    config = Config()
+    config = RawConfig()
     if rest[:1] == ["--file"]:
         add_file(config, case / rest[1])
         rest = rest[2:]

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from corral.migrate.interpolation import References
+from corral.migrate.interpolation import ReferenceResolver
 from corral.migrate.outcome import ForeignValue, format_value
 from corral.migrate.values import read_value
 from corral.recipe.document import compose, plain, read_text
@@ -19,13 +19,13 @@ from corral.recipe.keys import KeyPath
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w./@,-]+)(?:=(?P<value>.*))?", re.DOTALL)
 DEFAULT = re.compile(r"[\w./-]{1,200}")
 PACKAGE = re.compile(r"^#\s*@package\s+([\w.]+)", re.MULTILINE)
-WORDS = {"yes": True, "on": True, "no": False, "off": False}
+YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
-MOST_FILES = 100
-DEEPEST = 30
+MAX_FILES = 100
+MAX_DEPTH = 30
 
 
-class Config:
+class RawConfig:
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self.variables = dict(variables or {})
         """Of the environment, for `${oc.env:NAME}`; none but these is read."""
@@ -61,7 +61,7 @@ class Config:
 
     def flat(self) -> dict[str, ForeignValue]:
         """References resolved. Raises a RecipeError with all problems."""
-        references = References(self)
+        references = ReferenceResolver(self)
         given: dict[str, ForeignValue] = {}
         for path, value in leaves((), self.values):
             try:
@@ -88,13 +88,13 @@ def leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 # --- files
 
 
-def add_file(config: Config, path: Path, package: KeyPath = (), around: tuple[Path, ...] = ()) -> None:
+def add_file(config: RawConfig, path: Path, package: KeyPath = (), around: tuple[Path, ...] = ()) -> None:
     """A file below `package`, and the files that its `defaults` name, under it or over it as `_self_` says."""
     config.num_files += 1
     if path.resolve() in [other.resolve() for other in around]:
         raise RecipeError(f"{path}: `defaults` of files name each other in a circle")
-    if config.num_files > MOST_FILES:
-        raise RecipeError(f"{path}: `defaults` name more than {MOST_FILES} files")
+    if config.num_files > MAX_FILES:
+        raise RecipeError(f"{path}: `defaults` name more than {MAX_FILES} files")
     text = read_text(path)
     node = compose(text, str(path))
     if node is None:
@@ -127,7 +127,7 @@ def defaults_of(node: yaml.MappingNode, path: Path) -> list[Any]:
     return items if "_self_" in items else [*items, "_self_"]
 
 
-def add_default(config: Config, path: Path, item: Any, package: KeyPath, around: tuple[Path, ...]) -> None:
+def add_default(config: RawConfig, path: Path, item: Any, package: KeyPath, around: tuple[Path, ...]) -> None:
     """`model/qwen@actor.model`, `group: option`, `group@package: option`, `../config/envs@_here_`."""
     if isinstance(item, dict) and len(item) == 1:
         [(group, options)] = item.items()
@@ -164,12 +164,12 @@ def find_default(name: str, path: Path, around: tuple[Path, ...]) -> Path | None
     return None
 
 
-def add_node(config: Config, path: KeyPath, node: yaml.MappingNode, file: str) -> None:
+def add_node(config: RawConfig, path: KeyPath, node: yaml.MappingNode, file: str) -> None:
     """Dotted keys stand for nested ones, as guides write them."""
     for key_node, value_node in node.value:
         below = (*path, *str(key_node.value).split("."))
         where = f"{file}:{key_node.start_mark.line + 1}"
-        if len(below) > DEEPEST:
+        if len(below) > MAX_DEPTH:
             raise RecipeError(f"{where}: is nested too deeply")
         if below == (*path, "defaults"):
             continue
@@ -177,18 +177,18 @@ def add_node(config: Config, path: KeyPath, node: yaml.MappingNode, file: str) -
             config.origins[below] = where
             add_node(config, below, value_node, file)
         else:
-            config.set(below, with_words(plain(value_node), value_node), where)
+            config.set(below, with_booleans(plain(value_node), value_node), where)
 
 
-def with_words(value: Any, node: yaml.Node) -> Any:
+def with_booleans(value: Any, node: yaml.Node) -> Any:
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and isinstance(value, str)
-    return WORDS.get(value.lower(), value) if is_plain else value
+    return YAML_BOOLEANS.get(value.lower(), value) if is_plain else value
 
 
 # --- changes on a command line
 
 
-def add_override(config: Config, word: str, where: str) -> None:
+def add_override(config: RawConfig, word: str, where: str) -> None:
     match = OVERRIDE.fullmatch(word)
     if match is None or (match["value"] is None and match["sign"] != "~"):
         config.problems.append(f"{where}: `{word[:200]}` is not an override; write `key=value`")
@@ -199,13 +199,13 @@ def add_override(config: Config, word: str, where: str) -> None:
         config.notes.append(f"{where}: `{word}` takes the key away; {match['key']}=null says what is meant")
     elif "@" in match["key"] or "/" in match["key"]:
         config.problems.append(f"{where}: `{word}` chooses a file of the other system, which is not at hand")
-    elif "" in path or len(path) > DEEPEST:
+    elif "" in path or len(path) > MAX_DEPTH:
         config.problems.append(f"{where}: `{word[:200]}` is not the name of a key")
     else:
         set_value(config, path, match["value"], where, bool(match["sign"]))
 
 
-def set_value(config: Config, path: KeyPath, written: str, where: str, is_added: bool) -> None:
+def set_value(config: RawConfig, path: KeyPath, written: str, where: str, is_added: bool) -> None:
     try:
         value = read_value(written)
     except RecipeError as error:

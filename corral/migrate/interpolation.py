@@ -11,12 +11,12 @@ from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
 
 if TYPE_CHECKING:
-    from corral.migrate.config import Config
+    from corral.migrate.config import RawConfig
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-DEEPEST = 60
+MAX_DEPTH = 60
 """Values that refer to values that refer to values."""
-MOST = 200_000
+MAX_SIZE = 200_000
 """Values and characters that references put in: more are a bomb, not a configuration."""
 ARITHMETIC: Mapping[str, Callable[..., float]] = {
     "multiply": lambda one, other: one * other,
@@ -27,8 +27,8 @@ ARITHMETIC: Mapping[str, Callable[..., float]] = {
 }
 
 
-class References:
-    def __init__(self, config: "Config") -> None:
+class ReferenceResolver:
+    def __init__(self, config: "RawConfig") -> None:
         self.config = config
         self.open: list[KeyPath] = []
         self.found: dict[KeyPath, Any] = {}
@@ -45,7 +45,7 @@ class References:
         if path in self.open:
             circle = [*self.open[self.open.index(path) :], path]
             raise self.problem(path, f"values refer to each other in a circle: {' -> '.join(map('.'.join, circle))}")
-        if len(self.open) > DEEPEST:
+        if len(self.open) > MAX_DEPTH:
             raise self.problem(path, "refers to values that refer to values, too deeply")
         self.open.append(path)
         try:
@@ -86,7 +86,7 @@ class References:
 
     def _count(self, path: KeyPath, value: Any) -> None:
         self.put_in += size_of(value)
-        if self.put_in > MOST:
+        if self.put_in > MAX_SIZE:
             raise self.problem(path, "has too many references in it")
 
     def _look_up(self, target: KeyPath) -> Any:

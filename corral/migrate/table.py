@@ -93,35 +93,6 @@ class KeyRow:
         )
 
 
-def same(key: str, ours: str, kind: Kind, default: Any = ABSENT) -> KeyRow:
-    return KeyRow(key, kind, lambda _, given: mapped(ours, given.value), default)
-
-
-def turned(key: str, kind: Kind, convert: Convert, default: Any = ABSENT) -> KeyRow:
-    return KeyRow(key, kind, convert, default)
-
-
-def needless(key: str, note: str) -> KeyRow:
-    """Whatever its value, Corral does so anyway or decides it by itself."""
-    return KeyRow(key, anything, lambda *_: built_in(note))
-
-
-def idle(key: str, why: str) -> KeyRow:
-    """Nothing reads it over there."""
-    return KeyRow(key, anything, lambda *_: no_effect(why))
-
-
-def only(key: str, kind: Kind, values: Iterable[Any], note: str, otherwise: str) -> KeyRow:
-    """Corral has just these values of it; null counts as one of them."""
-    allowed = (*values, None)
-    return KeyRow(key, kind, lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise))
-
-
-def lacking(key: str, why: str) -> KeyRow:
-    """Unsupported, unless it is switched off: null, false, 0 or empty."""
-    return KeyRow(key, anything, lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
-
-
 @dataclass(frozen=True)
 class KeyTable:
     title: str

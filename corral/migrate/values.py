@@ -6,7 +6,7 @@ from corral.recipe.document import plain_scalar
 from corral.recipe.errors import RecipeError
 
 ESCAPED = "\\,[]{}:='\" \t"
-DEEPEST = 40
+MAX_DEPTH = 40
 
 
 def read_value(written: str) -> Any:
@@ -14,7 +14,7 @@ def read_value(written: str) -> Any:
     text = written.strip()
     if text[:1] not in ("[", "{", "'", '"'):
         return plain_scalar(unescaped(text)) if text else ""
-    reader = _Reader(text)
+    reader = _ValueReader(text)
     value = reader.value(0)
     if reader.at < len(text):
         if text[0] in "'\"":
@@ -34,12 +34,12 @@ def unescaped(text: str) -> str:
     return found
 
 
-class _Reader:
+class _ValueReader:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
     def value(self, depth: int) -> Any:
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise RecipeError("is nested too deeply")
         self._spaces()
         match self._next():

@@ -9,7 +9,7 @@ from golden_migrations import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.migrate.config import Config, add_file
+from corral.migrate.config import RawConfig, add_file
 from corral.migrate.outcome import format_value
 from corral.migrate.rlinf import TABLE
 from corral.recipe.errors import RecipeError
@@ -28,7 +28,7 @@ def test_a_file_says_the_same_as_the_piece_of_it_in_the_guide() -> None:
 
 
 def test_every_key_of_a_file_is_in_the_report() -> None:
-    migration, config = read(TABLE, file=FIRST_VERSION), Config()
+    migration, config = read(TABLE, file=FIRST_VERSION), RawConfig()
     add_file(config, FIRST_VERSION)
     assert {one.given.key for one in migration.entries} == set(config.flat())
     assert all(one.outcome.note or one.outcome.ours for one in migration.entries)

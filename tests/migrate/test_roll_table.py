@@ -7,9 +7,8 @@ from foreign import read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.migrate.migration import Migration
+from corral.migrate.migration import Migration, recipe_text, report_text
 from corral.migrate.roll import TABLE
-from corral.migrate.migration import recipe_text, report_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
 

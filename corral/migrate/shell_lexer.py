@@ -1,17 +1,9 @@
-"""The text of a shell script as words and operators, without redirections and the texts behind `<<`."""
+"""The text of a shell script as words and operators, without redirections and here-documents."""
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from corral.migrate.shell_brackets import (
-    DEEPEST,
-    end_of,
-    end_of_here_text,
-    end_of_line,
-    end_of_quote,
-    unescaped,
-)
 from corral.recipe.errors import RecipeError
 
 OPERATORS = ("&&", "||", ";;", "|&", "|", ";", "&", "(", ")")
@@ -30,16 +22,27 @@ IN_WORD = re.compile(r"[^ \t\n;|&()<>'\"\\`$]+")
 IN_DEFAULT = re.compile(r"[^'\"\\`$]+")
 IN_QUOTES = re.compile(r"[^\"\\`$]+")
 ESCAPED_IN_QUOTES = '$`"\\\n'
+SPECIAL = re.compile(r"\\.|\$'|\$\(\(|\$\(|\$\{|<<<|<<|['\"`()}\]#\n]", re.DOTALL)
+CLOSING = {"$((": "))", "$(": ")", "${": "}", '"': '"'}
+SINGLE = re.compile(r"[^']*'")
+ESCAPED = {
+    "`": re.compile(r"[^`\\]*(?:\\.[^`\\]*)*`", re.DOTALL),
+    "$'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*'", re.DOTALL),
+}
+HERE = re.compile(r"-?[ \t]*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([^\s;&|<>()'\"]+))")
+ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|([0-7]{1,3})|(.))", re.DOTALL)
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
+MAX_DEPTH = 20
 
 
 @dataclass(frozen=True)
-class Text:
+class LiteralPart:
     text: str
     quoted: bool = False
 
 
 @dataclass(frozen=True)
-class Variable:
+class VariablePart:
     """`$NAME`, `${NAME[index]operator argument}`"""
 
     name: str
@@ -49,11 +52,11 @@ class Variable:
     """`@` and `*`: all of them."""
     operator: str = ""
     """`length` is `${#NAME}`; all others are as the shell writes them."""
-    argument: "Word | None" = None
+    argument: "ShellWord | None" = None
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownPart:
     """What only running something would tell."""
 
     what: str
@@ -62,49 +65,49 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Sum:
+class ArithmeticPart:
     """`$((...))`"""
 
-    expression: "Word"
+    expression: "ShellWord"
 
 
 @dataclass(frozen=True)
-class Array:
+class ArrayPart:
     """`(...)` behind `NAME=`"""
 
-    words: tuple["Word", ...]
+    words: tuple["ShellWord", ...]
 
 
-Part = Text | Variable | Unknown | Sum | Array
+WordPart = LiteralPart | VariablePart | UnknownPart | ArithmeticPart | ArrayPart
 
 
 @dataclass(frozen=True)
-class Word:
-    parts: tuple[Part, ...]
+class ShellWord:
+    parts: tuple[WordPart, ...]
     line: int
 
     @property
     def plain(self) -> str | None:
         """None: something has to be put in."""
-        texts = [part.text for part in self.parts if isinstance(part, Text)]
+        texts = [part.text for part in self.parts if isinstance(part, LiteralPart)]
         return "".join(texts) if len(texts) == len(self.parts) else None
 
 
 @dataclass(frozen=True)
-class Operator:
+class ShellOperator:
     text: str
     line: int
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class ArithmeticCommand:
     """`((...))` as a command, or behind `for`"""
 
     text: str
     line: int
 
 
-class Lexer:
+class ShellLexer:
     def __init__(self, text: str, source: str, line: int = 1, depth: int = 0) -> None:
         self.text, self.source, self.line, self.depth = text.replace("\r\n", "\n"), source, line, depth
         self.at = 0
@@ -112,16 +115,16 @@ class Lexer:
         """Words that end the texts that begin on the next line."""
         self.no_sum_before = 0
         """A `((` that is two brackets: no other is looked at until it ends, or each would look through all of it."""
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise self.problem("is nested too deeply")
 
-    def tokens(self) -> Iterator[Word | Operator | Arithmetic]:
+    def tokens(self) -> Iterator[ShellWord | ShellOperator | ArithmeticCommand]:
         while self.at < len(self.text):
             if self._skipped():
                 continue
             line = self.line
             if self._takes("\n"):
-                yield Operator("\n", line)
+                yield ShellOperator("\n", line)
                 self._skip_here_texts()
             elif self._at_process():
                 yield self._word()
@@ -129,10 +132,10 @@ class Lexer:
                 self.at = match.end()
                 self._redirect(match[1])
             elif (expression := self._arithmetic()) is not None:
-                yield Arithmetic(expression, line)
+                yield ArithmeticCommand(expression, line)
             elif found := next((one for one in OPERATORS if self.text.startswith(one, self.at)), None):
                 self.at += len(found)
-                yield Operator(found, line)
+                yield ShellOperator(found, line)
             else:
                 yield self._word()
 
@@ -199,30 +202,30 @@ class Lexer:
 
     # --- words
 
-    def _word(self, in_array: bool = False) -> Word:
-        line, start, parts = self.line, self.at, list[Part]()
+    def _word(self, in_array: bool = False) -> ShellWord:
+        line, start, parts = self.line, self.at, list[WordPart]()
         while self.at < len(self.text):
             if self.text[self.at] == "(":
                 before = parts[-1] if len(parts) == 1 else None
-                if in_array or not (isinstance(before, Text) and ARRAY.fullmatch(before.text)):
+                if in_array or not (isinstance(before, LiteralPart) and ARRAY.fullmatch(before.text)):
                     break
                 parts.append(self._array())
             elif self._at_process():
                 written = self._bracketed(2, "(", ")")
-                parts.append(Unknown(written[2:-1], written))
+                parts.append(UnknownPart(written[2:-1], written))
             elif self.text[self.at] in " \t\n;|&)<>":
                 break
             else:
                 parts += self._outside_quotes(IN_WORD)
         if self.at == start:  # a bracket that nothing belongs to
             self.at += 1
-        return Word(tuple(parts), line)
+        return ShellWord(tuple(parts), line)
 
-    def _outside_quotes(self, plain: "re.Pattern[str]") -> list[Part]:
+    def _outside_quotes(self, plain: "re.Pattern[str]") -> list[WordPart]:
         """The next part of a word, or of a default in it. `plain`: what goes on as text."""
         character = self.text[self.at]
         if character == "'":
-            return [Text(self._until("'"), quoted=True)]
+            return [LiteralPart(self._until("'"), quoted=True)]
         if character == '"':
             return self._quoted()
         if character == "\\":
@@ -230,7 +233,7 @@ class Lexer:
         if character == "`":
             return self._backquoted()
         if self.text.startswith("$'", self.at):
-            return [Text(unescaped(self._until("$'")), quoted=True)]
+            return [LiteralPart(unescaped(self._until("$'")), quoted=True)]
         if self.text.startswith('$"', self.at):
             self.at += 1
             return self._quoted()
@@ -238,33 +241,33 @@ class Lexer:
             return [self._dollar(quoted=False)]
         match = plain.match(self.text, self.at)
         assert match is not None
-        return [Text(self._moved(match.end()))]
+        return [LiteralPart(self._moved(match.end()))]
 
     def _until(self, quote: str) -> str:
         start = self.at + len(quote)
         return self._moved(self._end(end_of_quote, start, quote))[len(quote) : -1]
 
-    def _backquoted(self) -> list[Part]:
+    def _backquoted(self) -> list[WordPart]:
         """Nothing where it is only a comment: a way to write one between continued lines."""
         command = self._until("`")
-        return [] if COMMENT.fullmatch(command) else [Unknown(command, f"$({command})")]
+        return [] if COMMENT.fullmatch(command) else [UnknownPart(command, f"$({command})")]
 
-    def _escaped(self) -> list[Part]:
+    def _escaped(self) -> list[WordPart]:
         character = self._moved(min(self.at + 2, len(self.text)))[1:]
-        return [] if character in ("", "\n") else [Text(character, quoted=True)]
+        return [] if character in ("", "\n") else [LiteralPart(character, quoted=True)]
 
-    def _quoted(self) -> list[Part]:
+    def _quoted(self) -> list[WordPart]:
         start = self.line
         self.at += 1
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         while not self._takes('"'):
             if self.at >= len(self.text):
                 self.line = start
                 raise self.problem('a " is not closed')
             parts += self._in_quotes()
-        return parts or [Text("", quoted=True)]
+        return parts or [LiteralPart("", quoted=True)]
 
-    def _in_quotes(self) -> list[Part]:
+    def _in_quotes(self) -> list[WordPart]:
         """The next part of a text in double quotes."""
         character = self.text[self.at]
         if character == "\\" and self.at + 1 < len(self.text) and self.text[self.at + 1] in ESCAPED_IN_QUOTES:
@@ -274,53 +277,53 @@ class Lexer:
         if character == "$":
             return [self._dollar(quoted=True)]
         match = IN_QUOTES.match(self.text, self.at)
-        return [Text(self._moved(match.end() if match else self.at + 1), quoted=True)]
+        return [LiteralPart(self._moved(match.end() if match else self.at + 1), quoted=True)]
 
-    def _dollar(self, quoted: bool) -> Part:
+    def _dollar(self, quoted: bool) -> WordPart:
         line = self.line
         if self.text.startswith("$((", self.at):
-            return Sum(self._inner(self._bracketed(3, "$((", "))")[3:-2], line, quoted=True))
+            return ArithmeticPart(self._inner(self._bracketed(3, "$((", "))")[3:-2], line, quoted=True))
         if self.text.startswith("$[", self.at):
-            return Sum(self._inner(self._bracketed(2, "$[", "]")[2:-1], line, quoted=True))
+            return ArithmeticPart(self._inner(self._bracketed(2, "$[", "]")[2:-1], line, quoted=True))
         if self.text.startswith("$(", self.at):
             written = self._bracketed(2, "$(", ")")
-            return Unknown(written[2:-1], written)
+            return UnknownPart(written[2:-1], written)
         if self.text.startswith("${", self.at):
             return self._parameter(self._bracketed(2, "${", "}"), line, quoted)
         match = SIMPLE.match(self.text, self.at + 1)
         written = self._moved(match.end() if match else self.at + 1)
         name = written[1:]
         if not name:
-            return Text("$", quoted)
+            return LiteralPart("$", quoted)
         if name in OF_THE_SHELL:
-            return Unknown(written, written)
-        return Variable(name, quoted, written, index=name if name in "@*" else None)
+            return UnknownPart(written, written)
+        return VariablePart(name, quoted, written, index=name if name in "@*" else None)
 
-    def _parameter(self, written: str, line: int, quoted: bool) -> Part:
+    def _parameter(self, written: str, line: int, quoted: bool) -> WordPart:
         match = PARAMETER.fullmatch(written[2:-1])
         name, operator = (match["name"], match["operator"] or "") if match else ("0", "")
         if match is None or name == "0" or (match["length"] and operator) or (operator == ":" and name not in "@*"):
-            return Unknown(written, written)
+            return UnknownPart(written, written)
         index = match["index"] or (name if name in "@*" else None)
         if match["length"]:
-            return Variable(name, quoted, written, index, "length")
+            return VariablePart(name, quoted, written, index, "length")
         argument = None
         if operator:  # quotes count in a pattern, also where double quotes are around all of it
             argument = self._inner(match["argument"], line, quoted and operator[0] not in "#%")
-        return Variable(name, quoted, written, index, operator, argument)
+        return VariablePart(name, quoted, written, index, operator, argument)
 
-    def _inner(self, text: str, line: int, quoted: bool) -> Word:
+    def _inner(self, text: str, line: int, quoted: bool) -> ShellWord:
         """Of a default or a sum: one word, whatever spaces are in it."""
-        lexer = Lexer(text, self.source, line, self.depth + 1)
-        parts: list[Part] = []
+        lexer = ShellLexer(text, self.source, line, self.depth + 1)
+        parts: list[WordPart] = []
         while lexer.at < len(lexer.text):
             if not quoted:
                 parts += lexer._outside_quotes(IN_DEFAULT)
             elif not lexer._takes('"'):
                 parts += lexer._in_quotes()
         if quoted and not parts:
-            parts = [Text("", quoted=True)]
-        return Word(tuple(parts), line)
+            parts = [LiteralPart("", quoted=True)]
+        return ShellWord(tuple(parts), line)
 
     def _bracketed(self, skip: int, opening: str, closing: str) -> str:
         """With its brackets."""
@@ -332,7 +335,7 @@ class Lexer:
         except ValueError as error:
             raise self.problem(str(error)) from None
 
-    def _array(self) -> Array:
+    def _array(self) -> ArrayPart:
         start = self.line
         self.at += 1
         words = []
@@ -342,4 +345,73 @@ class Lexer:
                 raise self.problem("a ( is not closed")
             if not self._skipped() and not self._takes("\n"):
                 words.append(self._word(in_array=True))
-        return Array(tuple(words))
+        return ArrayPart(tuple(words))
+
+
+# --- where quotes and brackets end, without reading what is in them
+
+
+def end_of(text: str, at: int, opening: str, closing: str, depth: int = 0) -> int:
+    """The place behind `closing`, for a bracket or quote whose inside begins at `at`. ValueError: it has no end."""
+    if depth > MAX_DEPTH:
+        raise ValueError("is nested too deeply")
+    num_open, is_command = len(closing), closing == ")"
+    here: list[str] = []
+    while match := SPECIAL.search(text, at):
+        at, found = match.end(), match[0]
+        if found == closing[0]:
+            num_open -= 1
+            if not num_open:
+                return at
+        elif found == "`" or (found == "$'" and closing != '"'):
+            at = end_of_quote(text, at, found)
+        elif found in CLOSING:
+            at = end_of(text, at, found, CLOSING[found], depth + 1)
+        elif closing == '"':
+            continue
+        elif found == "'":
+            at = end_of_quote(text, at, found)
+        elif found == "(" and closing[0] == ")":
+            num_open += 1
+        elif found == "#" and is_command and text[match.start() - 1] in " \t\n;(&|":
+            at = end_of_line(text, at)
+        elif found == "<<" and is_command and (word := HERE.match(text, at)):
+            at = word.end()
+            here.append(next(one for one in word.groups() if one is not None))
+        elif found == "\n":
+            for word_at_end in here:
+                at = end_of_here_text(text, at, word_at_end)
+            here = []
+    raise ValueError(f"a {opening} is not closed")
+
+
+def end_of_quote(text: str, at: int, quote: str) -> int:
+    """Of a single quote, `$'` or a backquote, whose inside begins at `at`."""
+    match = ESCAPED.get(quote, SINGLE).match(text, at)
+    if match is None:
+        raise ValueError(f"a {quote} is not closed")
+    return match.end()
+
+
+def end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def end_of_here_text(text: str, at: int, word: str) -> int:
+    """Behind the line that is `word` alone; the end of the script where there is none, as for the shell."""
+    match = re.compile(rf"^\t*{re.escape(word)}$\n?", re.MULTILINE).search(text, at)
+    return match.end() if match else len(text)
+
+
+def unescaped(text: str) -> str:
+    """The inside of `$'...'`."""
+
+    def character(match: "re.Match[str]") -> str:
+        if match[4] is not None:
+            return ESCAPES.get(match[4], match[4] if match[4] in "\\'\"?" else match[0])
+        code = int(match[1] or match[2] or match[3], 8 if match[3] else 16)
+        is_character = 0 < code < (0xD800 if match[2] else 0x80)  # above: a byte of several, or no character
+        return chr(code) if is_character else match[0]
+
+    return ESCAPE.sub(character, text)

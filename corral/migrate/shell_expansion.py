@@ -1,55 +1,75 @@
-"""The variables of a shell script, and what words become when their values are put in."""
+"""The variables of a shell script, and what words become when their values are put in; arithmetic as in `$((...))`."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from corral.migrate.shell_sums import changed_names, worked_out
-from corral.migrate.shell_words import Array, Lexer, Part, Sum, Text, Unknown, Variable, Word
+from corral.migrate.shell_lexer import (
+    ArithmeticPart,
+    ArrayPart,
+    LiteralPart,
+    ShellLexer,
+    ShellWord,
+    UnknownPart,
+    VariablePart,
+    WordPart,
+)
 from corral.recipe.errors import RecipeError
 
-LONGEST = 100_000
+MAX_LENGTH = 100_000
 """Characters of a value: variables that double each other are no script."""
-MOST = 5_000_000
+MAX_CHARACTERS = 5_000_000
 """Characters of all values together, with EXTRA for each: arrays that double each other are none either."""
-EXTRA = 50
-MOST_DOUBTS = 20
+EXTRA_CHARACTERS = 50
+MAX_WARNINGS = 20
 """Of one value: who has read these needs no more."""
 PRINTING = re.compile(r"\s*(?P<program>pwd|date|basename|dirname)(?:\s+(?P<rest>[^\s;|&<>()`]+|\+[^;|&<>()`]+))?\s*")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SPACES = " \t\n"
 WILD = re.compile(r"[*?\[\\]")
+TOKEN = re.compile(
+    r"\s*(?:(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})(?![\w#])|([A-Za-z_][A-Za-z0-9_]*)|(\*\*|\+(?!\+)|-(?!-)|[*/%()]))"
+)
+CHANGED = re.compile(
+    r"(?:\+\+|--)\s*([A-Za-z_]\w*)|\b([A-Za-z_]\w*)(?:\[[^]]{0,100}\])?\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))",
+    re.ASCII,
+)
+STRENGTH = {"+": 1, "-": 1, "*": 2, "/": 2, "%": 2, "**": 3}
+MAX_EXPRESSION = 1000
+"""Characters of a sum."""
+LARGEST = 10**18
+LARGEST_POWER = 64
 
 
 @dataclass(frozen=True)
-class Value:
+class ShellValue:
     """A word as the shell would pass it."""
 
     text: str
     line: int = 0
     unknown: str | None = None
     """The command whose output is in it, or what else only a shell that runs would know."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-class Piece(NamedTuple):
+class WordPiece(NamedTuple):
     """Of a word."""
 
-    value: Value
+    value: ShellValue
     splits: bool = False
     """At spaces: it comes from a variable outside quotes."""
     starts: bool = False
     """Another word: the next element of an array."""
 
 
-class Scope:
+class ShellScope:
     """What each name stands for at the line that is being read."""
 
-    def __init__(self, source: str, values: dict[str, list[Value]], fixed: frozenset[str] = frozenset()) -> None:
+    def __init__(self, source: str, values: dict[str, list[ShellValue]], fixed: frozenset[str] = frozenset()) -> None:
         self.source, self.values, self.fixed = source, values, fixed
         """`fixed`: names whose values the user gave, whatever the script says."""
-        self.arguments: list[Value] | None = None
+        self.arguments: list[ShellValue] | None = None
         """Of `set -- a b`. None: they are whatever the script is called with."""
         self.num_shifted = 0
         self.caller = "the script"
@@ -57,21 +77,21 @@ class Scope:
         self.in_branch = False
         """Whether what is read may not be run."""
         self.num_characters = 0
-        self._before: list[dict[str, list[Value] | None]] = []
+        self._before: list[dict[str, list[ShellValue] | None]] = []
         """What the names that a subshell sets stood for before it, for each subshell that is open."""
 
     # --- variables
 
-    def assign(self, name: str, values: list[Value], line: int, appends: bool = False) -> None:
+    def assign(self, name: str, values: list[ShellValue], line: int, appends: bool = False) -> None:
         if self.in_branch:
-            doubt = f"{self.source}:{line}: ${name} is set inside a branch or a loop; its last value is taken"
-            values = [doubted(value, [doubt]) for value in values]
+            warning = f"{self.source}:{line}: ${name} is set inside a branch or a loop; its last value is taken"
+            values = [with_warnings(value, [warning]) for value in values]
         if appends:
             self._extend(name, values)
         else:
             self.set(name, values)
 
-    def set(self, name: str, values: list[Value] | None) -> None:
+    def set(self, name: str, values: list[ShellValue] | None) -> None:
         if name in self.fixed:
             return
         if self._before:
@@ -81,7 +101,7 @@ class Scope:
         else:
             self.values[name] = values
 
-    def _extend(self, name: str, values: list[Value]) -> None:
+    def _extend(self, name: str, values: list[ShellValue]) -> None:
         """An array, in place where nobody else has it: a thousand of these must not copy it a thousand times."""
         if name in self.values and name not in self.fixed and (not self._before or name in self._before[-1]):
             self.values[name] += values
@@ -90,7 +110,7 @@ class Scope:
 
     def forget(self, name: str, why: str) -> None:
         """It has another value from here on, which only a shell that runs would know."""
-        self.set(name, [Value(f"${name}", unknown=why)])
+        self.set(name, [ShellValue(f"${name}", unknown=why)])
 
     def enter_subshell(self) -> None:
         self._before.append({})
@@ -104,24 +124,24 @@ class Scope:
 
     # --- words
 
-    def expand(self, words: Iterable[Word]) -> list[Value]:
+    def expand(self, words: Iterable[ShellWord]) -> list[ShellValue]:
         """One may become none or several: `$ARGS`, `"${ARGS[@]}"`. The doubts of none go to its neighbour."""
-        found: list[Value] = []
+        found: list[ShellValue] = []
         lost: list[str] = []
         for word in words:
             *others, last = self._fields(word)
             for pieces in others:
                 value = self.join(pieces, word.line)
-                found.append(doubted(value, lost) if lost else value)
+                found.append(with_warnings(value, lost) if lost else value)
                 lost = []
-            lost += [doubt for value in last for doubt in value.doubts]
+            lost += [warning for value in last for warning in value.warnings]
         if found and lost:
-            found[-1] = doubted(found[-1], lost)
+            found[-1] = with_warnings(found[-1], lost)
         return found
 
-    def _fields(self, word: Word) -> list[list[Value]]:
+    def _fields(self, word: ShellWord) -> list[list[ShellValue]]:
         """The words that one becomes, as pieces, and last the pieces that become none."""
-        fields: list[list[Value]] = [[]]
+        fields: list[list[ShellValue]] = [[]]
         there = False
         for value, splits, starts in self._counted(word):
             texts = self._split(value.text) if splits and value.unknown is None else [value.text]
@@ -141,122 +161,122 @@ class Scope:
         values = self.values.get("IFS")
         return values[0].text[:20] if values and values[0].unknown is None else SPACES
 
-    def joined(self, word: Word) -> Value:
+    def joined(self, word: ShellWord) -> ShellValue:
         """All of it as one, as behind `NAME=`."""
-        values: list[Value] = []
+        values: list[ShellValue] = []
         for piece in self._counted(word):
-            values += [Value(" "), piece.value] if piece.starts else [piece.value]
+            values += [ShellValue(" "), piece.value] if piece.starts else [piece.value]
         return self.join(values, word.line)
 
-    def _counted(self, word: Word) -> Iterator[Piece]:
+    def _counted(self, word: ShellWord) -> Iterator[WordPiece]:
         for piece in self._pieces(word.parts, word.line):
-            self._count(len(piece.value.text) + EXTRA, word.line)
+            self._count(len(piece.value.text) + EXTRA_CHARACTERS, word.line)
             yield piece
 
     def _count(self, num_characters: int, line: int) -> None:
         self.num_characters += num_characters
-        if self.num_characters > MOST:
-            raise RecipeError(f"{self.source}:{line}: all values together have more than {MOST} characters")
+        if self.num_characters > MAX_CHARACTERS:
+            raise RecipeError(f"{self.source}:{line}: all values together have more than {MAX_CHARACTERS} characters")
 
-    def join(self, values: Sequence[Value], line: int) -> Value:
-        if sum(len(value.text) for value in values) > LONGEST:
-            raise RecipeError(f"{self.source}:{line}: a value has more than {LONGEST} characters")
+    def join(self, values: Sequence[ShellValue], line: int) -> ShellValue:
+        if sum(len(value.text) for value in values) > MAX_LENGTH:
+            raise RecipeError(f"{self.source}:{line}: a value has more than {MAX_LENGTH} characters")
         return join(values, line)
 
     # --- what is put in
 
-    def _pieces(self, parts: Iterable[Part], line: int, in_default: bool = False) -> Iterator[Piece]:
+    def _pieces(self, parts: Iterable[WordPart], line: int, in_default: bool = False) -> Iterator[WordPiece]:
         for part in parts:
-            if isinstance(part, Text):
-                yield Piece(Value(part.text), in_default and not part.quoted)
-            elif isinstance(part, Unknown):
-                yield Piece(self._printed(part, line))
-            elif isinstance(part, Sum):
-                yield Piece(self._sum(part))
-            elif isinstance(part, Array):
-                yield Piece(Value("(...)", unknown="(...)"))
+            if isinstance(part, LiteralPart):
+                yield WordPiece(ShellValue(part.text), in_default and not part.quoted)
+            elif isinstance(part, UnknownPart):
+                yield WordPiece(self._printed(part, line))
+            elif isinstance(part, ArithmeticPart):
+                yield WordPiece(self._sum(part))
+            elif isinstance(part, ArrayPart):
+                yield WordPiece(ShellValue("(...)", unknown="(...)"))
             else:
                 yield from self._variable(part, line)
 
-    def _printed(self, part: Unknown, line: int) -> Value:
+    def _printed(self, part: UnknownPart, line: int) -> ShellValue:
         """What a command would print, where that is only a text taken apart, or the day."""
         match = PRINTING.fullmatch(part.what)
         if match is None:
-            return Value(part.written, unknown=part.what)
+            return ShellValue(part.written, unknown=part.what)
         if match["program"] == "pwd":
-            return Value(".")
+            return ShellValue(".")
         if match["program"] == "date":
-            return Value("", doubts=(f"{self.source}:{line}: what `date` prints is left out",))
-        [word] = list(Lexer(match["rest"], self.source, line).tokens())[:1]
-        value = self.joined(word) if isinstance(word, Word) else Value(part.written, unknown=part.what)
+            return ShellValue("", warnings=(f"{self.source}:{line}: what `date` prints is left out",))
+        [word] = list(ShellLexer(match["rest"], self.source, line).tokens())[:1]
+        value = self.joined(word) if isinstance(word, ShellWord) else ShellValue(part.written, unknown=part.what)
         folder, _, name = value.text.rstrip("/").rpartition("/")
         return replace(value, text=name if match["program"] == "basename" else folder or ".")
 
-    def _sum(self, part: Sum) -> Value:
+    def _sum(self, part: ArithmeticPart) -> ShellValue:
         inner = self.joined(part.expression)
-        used: list[Value] = [inner]
+        used: list[ShellValue] = [inner]
 
         def lookup(name: str) -> str | None:
             values = self.values.get(name)
             if not values:
-                used.append(Value("", doubts=(self._unset(name, part.expression.line),)))
+                used.append(ShellValue("", warnings=(self._unset(name, part.expression.line),)))
                 return "0"
             used.append(values[0])
             return values[0].text if values[0].unknown is None else None
 
-        result = None if inner.unknown is not None else worked_out(inner.text, lookup)
+        result = None if inner.unknown is not None else evaluate_arithmetic(inner.text, lookup)
         if result is not None:
             return replace(join(used, inner.line), text=str(result))
         written = f"$(({inner.text}))"
-        for name in changed_names(inner.text):
+        for name in assigned_names(inner.text):
             self.forget(name, written)
-        return Value(written, unknown=next((one.unknown for one in used if one.unknown is not None), written))
+        return ShellValue(written, unknown=next((one.unknown for one in used if one.unknown is not None), written))
 
-    def _variable(self, part: Variable, line: int) -> Iterator[Piece]:
+    def _variable(self, part: VariablePart, line: int) -> Iterator[WordPiece]:
         values, operator = self._stored(part) or [], part.operator
         self._count(len(values), line)  # all are looked at, also where none is put in
         unknown = next((value.unknown for value in values if value.unknown is not None), None)
         if operator == "length":
-            yield Piece(self._length(part, values, unknown, line))
+            yield WordPiece(self._length(part, values, unknown, line))
         elif operator[-1:] in ("-", "=", "+") and self._takes_argument(operator, values, unknown):
             yield from self._argument(part, unknown, line)
         elif operator[-1:] == "+":
-            yield from [Piece(Value(""))] if part.quoted and part.index is None else []
+            yield from [WordPiece(ShellValue(""))] if part.quoted and part.index is None else []
         elif not values:
             yield from self._nothing(part, line)
         else:
             yield from self._all(part, self._trimmed(part, values) if operator[:1] in ("#", "%") else values, line)
 
-    def _takes_argument(self, operator: str, values: Sequence[Value], unknown: str | None) -> bool:
+    def _takes_argument(self, operator: str, values: Sequence[ShellValue], unknown: str | None) -> bool:
         """Whether `${A:-x}` or `${A:+x}` is `x`. With `:`, what is empty counts as not set."""
         is_set = bool(values) and (operator[0] != ":" or unknown is not None or any(value.text for value in values))
         return is_set == (operator[-1] == "+")
 
-    def _argument(self, part: Variable, unknown: str | None, line: int) -> Iterator[Piece]:
+    def _argument(self, part: VariablePart, unknown: str | None, line: int) -> Iterator[WordPiece]:
         assert part.argument is not None
         if unknown is not None:
-            yield Piece(Value(part.written, unknown=unknown))
+            yield WordPiece(ShellValue(part.written, unknown=unknown))
             return
         if part.operator[-1] == "=":
             self.assign(part.name, [self.joined(part.argument)], line)
         yield from self._pieces(part.argument.parts, line, in_default=True)
 
-    def _all(self, part: Variable, values: Sequence[Value], line: int) -> Iterator[Piece]:
+    def _all(self, part: VariablePart, values: Sequence[ShellValue], line: int) -> Iterator[WordPiece]:
         if part.quoted and part.index == "*":
-            between = Value(self._separators()[:1])
-            yield Piece(self.join([one for value in values for one in (between, value)][1:], line))
+            between = ShellValue(self._separators()[:1])
+            yield WordPiece(self.join([one for value in values for one in (between, value)][1:], line))
             return
         for number, value in enumerate(values):
-            yield Piece(value, splits=not part.quoted, starts=number > 0)
+            yield WordPiece(value, splits=not part.quoted, starts=number > 0)
 
-    def _stored(self, part: Variable) -> list[Value] | None:
+    def _stored(self, part: VariablePart) -> list[ShellValue] | None:
         """None or nothing: it is not set."""
         arguments = self.arguments or []
         if part.name in ("@", "*"):
             skipped = int(part.argument.plain or 0) if part.operator == ":" and part.argument else 1
             return arguments[self.num_shifted + max(skipped - 1, 0) :]
         if part.name == "#":
-            return None if self.arguments is None else [Value(str(max(len(arguments) - self.num_shifted, 0)))]
+            return None if self.arguments is None else [ShellValue(str(max(len(arguments) - self.num_shifted, 0)))]
         if part.name.isdigit() and self.arguments is not None:
             place = int(part.name) + self.num_shifted
             return arguments[place - 1 : place]
@@ -270,16 +290,16 @@ class Scope:
             None,
         )
         if place and unknown is not None:
-            return [Value(part.written, unknown=unknown)]
+            return [ShellValue(part.written, unknown=unknown)]
         return [values[place]] if -len(values) <= place < len(values) else None
 
-    def _nothing(self, part: Variable, line: int) -> Iterator[Piece]:
+    def _nothing(self, part: VariablePart, line: int) -> Iterator[WordPiece]:
         """What is not set is empty, and no word where it is all of an array."""
         if part.name in "@*":
             return
         is_known = part.name in self.values or (self.arguments is not None and not NAME.fullmatch(part.name))
-        doubts = () if is_known else (self._unset(part.name, line),)
-        yield Piece(Value("", doubts=doubts), splits=not part.quoted or part.index == "@")
+        warnings = () if is_known else (self._unset(part.name, line),)
+        yield WordPiece(ShellValue("", warnings=warnings), splits=not part.quoted or part.index == "@")
 
     def _unset(self, name: str, line: int) -> str:
         where = f"{self.source}:{line}: ${name} is"
@@ -290,28 +310,28 @@ class Scope:
             return f"{where} an argument of {self.caller}; give it with --define {number}=VALUE"
         return f"{where} not set in the script, so it is empty"
 
-    def _length(self, part: Variable, values: list[Value], unknown: str | None, line: int) -> Value:
+    def _length(self, part: VariablePart, values: list[ShellValue], unknown: str | None, line: int) -> ShellValue:
         if unknown is not None:
-            return Value(part.written, unknown=unknown)
+            return ShellValue(part.written, unknown=unknown)
         length = len(values) if part.index in ("@", "*") else sum(len(value.text) for value in values)
         nothing = [] if values else [piece.value for piece in self._nothing(part, line)]
         return replace(join([*values, *nothing], line), text=str(length))
 
-    def _trimmed(self, part: Variable, values: Sequence[Value]) -> list[Value]:
+    def _trimmed(self, part: VariablePart, values: Sequence[ShellValue]) -> list[ShellValue]:
         assert part.argument is not None
         pieces = list(self._pieces(part.argument.parts, part.argument.line, in_default=True))
-        pattern, doubts = simple_pattern(pieces), [doubt for piece in pieces for doubt in piece.value.doubts]
+        pattern, warnings = simple_pattern(pieces), [warning for piece in pieces for warning in piece.value.warnings]
         trimmed = []
         for value in values:
             if pattern is None or value.unknown is not None:
-                trimmed.append(Value(part.written, unknown=value.unknown or part.written))
+                trimmed.append(ShellValue(part.written, unknown=value.unknown or part.written))
             else:
-                value = replace(value, text=without(value.text, part.operator, *pattern))
-                trimmed.append(doubted(value, doubts) if doubts else value)
+                value = replace(value, text=without_affix(value.text, part.operator, *pattern))
+                trimmed.append(with_warnings(value, warnings) if warnings else value)
         return trimmed
 
 
-def simple_pattern(pieces: Sequence[Piece]) -> tuple[str, bool, bool] | None:
+def simple_pattern(pieces: Sequence[WordPiece]) -> tuple[str, bool, bool] | None:
     """A text, and whether a `*` stands before or behind it. None: it is more than that."""
     shape = "".join(piece.value.text if piece.splits else WILD.sub("x", piece.value.text) for piece in pieces)
     first, last = shape[:1] == "*", len(shape) > 1 and shape[-1] == "*"
@@ -321,7 +341,7 @@ def simple_pattern(pieces: Sequence[Piece]) -> tuple[str, bool, bool] | None:
     return "".join(piece.value.text for piece in pieces)[plain], first, last
 
 
-def without(text: str, operator: str, wanted: str, first: bool, last: bool) -> str:
+def without_affix(text: str, operator: str, wanted: str, first: bool, last: bool) -> str:
     """`text` less what fits at its start (#) or end (%). `first`, `last`: anything may stand there."""
     longest = len(operator) == 2
     if operator[0] == "#":
@@ -335,13 +355,99 @@ def without(text: str, operator: str, wanted: str, first: bool, last: bool) -> s
     return "" if text.endswith(wanted) and first and longest else text.removesuffix(wanted)
 
 
-def join(values: Sequence[Value], line: int) -> Value:
+def join(values: Sequence[ShellValue], line: int) -> ShellValue:
     if len(values) == 1:
         return replace(values[0], line=line)
     unknown = next((value.unknown for value in values if value.unknown is not None), None)
-    doubts = dict.fromkeys(doubt for value in values for doubt in value.doubts)
-    return Value("".join(value.text for value in values), line, unknown, tuple(doubts)[:MOST_DOUBTS])
+    warnings = dict.fromkeys(warning for value in values for warning in value.warnings)
+    return ShellValue("".join(value.text for value in values), line, unknown, tuple(warnings)[:MAX_WARNINGS])
 
 
-def doubted(value: Value, doubts: Iterable[str]) -> Value:
-    return replace(value, doubts=tuple(dict.fromkeys((*value.doubts, *doubts)))[:MOST_DOUBTS])
+def with_warnings(value: ShellValue, warnings: Iterable[str]) -> ShellValue:
+    return replace(value, warnings=tuple(dict.fromkeys((*value.warnings, *warnings)))[:MAX_WARNINGS])
+
+
+# --- arithmetic with whole numbers, as the shell does it: + - * / % and small powers
+
+
+def evaluate_arithmetic(expression: str, lookup: Callable[[str], str | None]) -> int | None:
+    """None: it is more than this knows. `lookup`: a variable's text, None where it is not known."""
+    try:
+        sum_ = _ArithmeticReader(expression.strip(), lookup)
+        result = sum_.value(0)
+        return result if sum_.next is None else None
+    except (ValueError, ArithmeticError, RecursionError):
+        return None
+
+
+def assigned_names(expression: str) -> set[str]:
+    """Variables that a sum sets: `A++`, `A=3`."""
+    return {before or behind for before, behind in CHANGED.findall(expression)}
+
+
+class _ArithmeticReader:
+    def __init__(self, text: str, lookup: Callable[[str], str | None]) -> None:
+        if len(text) > MAX_EXPRESSION:
+            raise ValueError("too long")
+        self.text, self.lookup, self.at = text, lookup, 0
+        self.next: str | None = None
+        self._move()
+
+    def _move(self) -> None:
+        match = TOKEN.match(self.text, self.at)
+        if match is None and self.at < len(self.text):
+            raise ValueError(f"what `{self.text[self.at :]}` means is not known")
+        self.next, self.at = (match[0].strip(), match.end()) if match else (None, self.at)
+
+    def value(self, weakest: int) -> int:
+        """With the operators behind it that bind stronger than `weakest`."""
+        left = self._number()
+        while self.next in STRENGTH and (strength := STRENGTH[self.next]) > weakest:
+            operator = self.next
+            self._move()
+            left = apply_operator(left, operator, self.value(strength - (operator == "**")))  # powers from the right
+        return left
+
+    def _number(self) -> int:
+        token = self.next
+        if token is None:
+            raise ValueError("it ends too early")
+        self._move()
+        if token in ("-", "+"):
+            return -self._number() if token == "-" else self._number()
+        if token == "(":
+            inside = self.value(0)
+            if self.next != ")":
+                raise ValueError("a bracket is not closed")
+            self._move()
+            return inside
+        return parse_number(self.lookup(token) if re.match(r"[A-Za-z_]", token) else token)
+
+
+def parse_number(text: str | None) -> int:
+    match = re.fullmatch(r"\s*([-+]?)(0[xX][0-9a-fA-F]{1,15}|0[0-7]{0,18}|[1-9][0-9]{0,17})?\s*", text or "0")
+    if text is None or match is None or (match[1] and not match[2]):
+        raise ValueError("not a whole number")
+    digits = match[2] or "0"
+    base = 16 if digits[:2] in ("0x", "0X") else 8 if digits[0] == "0" else 10
+    return int(match[1] + digits, base)
+
+
+def apply_operator(left: int, operator: str, right: int) -> int:
+    """Division goes towards 0, and the remainder with it; not as in Python."""
+    if operator == "+":
+        result = left + right
+    elif operator == "-":
+        result = left - right
+    elif operator == "*":
+        result = left * right
+    elif operator == "**":
+        if not 0 <= right <= LARGEST_POWER:
+            raise ValueError("too large a power")
+        result = left**right
+    else:
+        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+        result = quotient if operator == "/" else left - quotient * right
+    if abs(result) >= LARGEST:
+        raise ValueError("too large")
+    return result
