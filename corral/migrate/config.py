@@ -1,18 +1,19 @@
-"""A configuration of another system as it was written: YAML files with Hydra's `defaults`, and changes to it from a
-command line (`a.b=c`, `+a.b=c`, `~a.b`). Nothing in it is ever evaluated.
+"""A configuration of another system as it was written: YAML files with Hydra's `defaults`, changes to it from a command
+line (`a.b=c`, `+a.b=c`, `~a.b`), and OmegaConf's references (`${a.b}`, `${.a}` beside a key, and the few resolvers that
+need no code to be run). Nothing in it is ever evaluated.
 """
 
+import copy
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from corral.migrate.interpolation import ReferenceResolver
-from corral.migrate.outcome import ForeignValue, format_value
-from corral.migrate.values import read_value
-from corral.recipe.document import compose, plain, read_text
+from corral.migrate.outcome import ABSENT, ForeignValue, format_value, is_secret
+from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
 
@@ -23,6 +24,20 @@ YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
 MAX_FILES = 100
 MAX_DEPTH = 30
+ESCAPED = "\\,[]{}:='\" \t"
+MAX_VALUE_DEPTH = 40
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+MAX_REFERENCE_DEPTH = 60
+"""Values that refer to values that refer to values."""
+MAX_REFERENCED_SIZE = 200_000
+"""Values and characters that references put in: more are a bomb, not a configuration."""
+ARITHMETIC: Mapping[str, Callable[[float, float], float]] = {
+    "multiply": operator.mul,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "divide": operator.truediv,
+    "int_div": operator.floordiv,
+}
 
 
 class RawConfig:
@@ -215,3 +230,243 @@ def set_value(config: RawConfig, path: KeyPath, written: str, where: str, is_add
         config.set(below, leaf, where)
         if is_added:
             config.added.add(".".join(below))
+
+
+# --- values on a command line: texts, numbers, `[a,b]`, `{a:1}`, quotes, and `${...}`, which stays as it is
+
+
+def read_value(written: str) -> Any:
+    """Raises a RecipeError where brackets or quotes are left open."""
+    text = written.strip()
+    if text[:1] not in ("[", "{", "'", '"'):
+        return plain_scalar(unescaped(text)) if text else ""
+    reader = _ValueReader(text)
+    value = reader.value(0)
+    if reader.at < len(text):
+        if text[0] in "'\"":
+            return written
+        raise RecipeError("there is more behind the closing bracket")
+    return value
+
+
+def unescaped(text: str) -> str:
+    if "\\" not in text:
+        return text
+    found, at = "", 0
+    while at < len(text):
+        at += text[at] == "\\" and text[at + 1 : at + 2] in ESCAPED and at + 1 < len(text)
+        found += text[at]
+        at += 1
+    return found
+
+
+class _ValueReader:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def value(self, depth: int) -> Any:
+        if depth > MAX_VALUE_DEPTH:
+            raise RecipeError("is nested too deeply")
+        self._spaces()
+        match self._next():
+            case "[":
+                return [item for _, item in self._items("]", depth)]
+            case "{":
+                return dict(self._items("}", depth))
+            case "'" | '"' as quote:
+                return self._quoted(quote)
+        text = self._until(",]}")
+        return plain_scalar(unescaped(text.strip()))
+
+    def _items(self, closing: str, depth: int) -> list[tuple[str, Any]]:
+        self.at += 1
+        items: list[tuple[str, Any]] = []
+        self._spaces()
+        while self._next() != closing:
+            key = ""
+            if closing == "}":
+                key = str(self._key())
+            items.append((key, self.value(depth + 1)))
+            self._spaces()
+            if self._next() == ",":
+                self.at += 1
+                self._spaces()
+            elif self._next() != closing:
+                raise RecipeError(f"a {closing} is missing")
+        self.at += 1
+        return items
+
+    def _key(self) -> str:
+        self._spaces()
+        key = self._quoted(quote) if (quote := self._next()) in ("'", '"') else self._until(":,]}").strip()
+        self._spaces()
+        if self._next() != ":":
+            raise RecipeError("a : is missing")
+        self.at += 1
+        return key
+
+    def _quoted(self, quote: str) -> str:
+        start = self.at + 1
+        end = start
+        while end < len(self.text) and self.text[end] != quote:
+            end += 2 if self.text[end] == "\\" else 1
+        if end >= len(self.text):
+            raise RecipeError(f"a {quote} is not closed")
+        self.at = end + 1
+        return self.text[start:end].replace(f"\\{quote}", quote).replace("\\\\", "\\")
+
+    def _until(self, ends: str) -> str:
+        """Up to one of these that is not inside `${...}`."""
+        start, depth = self.at, 0
+        while self.at < len(self.text) and (depth or self.text[self.at] not in ends):
+            if self.text.startswith("${", self.at):
+                depth += 1
+                self.at += 1
+            elif self.text[self.at] == "}":
+                depth -= 1
+            elif self.text[self.at] == "\\":
+                self.at += 1
+            self.at += 1
+        return self.text[start : self.at]
+
+    def _next(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _spaces(self) -> None:
+        while self._next().isspace():
+            self.at += 1
+
+
+# --- references
+
+
+class ReferenceResolver:
+    def __init__(self, config: RawConfig) -> None:
+        self.config = config
+        self.open: list[KeyPath] = []
+        self.found: dict[KeyPath, Any] = {}
+        self.put_in = 0
+
+    def resolve(self, path: KeyPath, value: Any) -> Any:
+        """Raises a RecipeError with one line."""
+        if isinstance(value, list):
+            return [self.resolve((*path, str(place)), item) for place, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {name: self.resolve((*path, name), item) for name, item in value.items()}
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if path in self.open:
+            circle = [*self.open[self.open.index(path) :], path]
+            raise self.problem(path, f"values refer to each other in a circle: {' -> '.join(map('.'.join, circle))}")
+        if len(self.open) > MAX_REFERENCE_DEPTH:
+            raise self.problem(path, "refers to values that refer to values, too deeply")
+        self.open.append(path)
+        try:
+            return self._text(path, value)
+        finally:
+            self.open.pop()
+
+    def _text(self, path: KeyPath, value: str) -> Any:
+        """Innermost references first, so that `${a.${b}}` works."""
+        while (match := REFERENCE.search(value)) is not None:
+            found = self._reference(path, match[1].strip())
+            if match.span() == (0, len(value)):
+                return found
+            if isinstance(found, dict | list):
+                raise self.problem(path, f"`${{{match[1]}}}` cannot be put into a text")
+            value = value[: match.start()] + str(found) + value[match.end() :]
+            self._count(path, value)
+        return value
+
+    def _reference(self, path: KeyPath, name: str) -> Any:
+        resolver, colon, arguments = name.partition(":")
+        if colon:
+            return self._resolver(path, resolver, [part.strip() for part in arguments.split(",")])
+        target = absolute(path, name)
+        found = self._look_up(target)
+        if found is ABSENT and self.config.missing:
+            self.config.notes.append(f"`${{{name}}}` may be in a file that is not there: it counts as null")
+            return None
+        if found is ABSENT:
+            raise self.problem(path, f"`${{{name}}}` refers to a key that is not there")
+        return self._value(path, target, found)
+
+    def _value(self, path: KeyPath, target: KeyPath, found: Any) -> Any:
+        if target not in self.found:
+            self.found[target] = self.resolve(target, found)
+        self._count(path, self.found[target])
+        return copy.deepcopy(self.found[target])
+
+    def _count(self, path: KeyPath, value: Any) -> None:
+        self.put_in += size_of(value)
+        if self.put_in > MAX_REFERENCED_SIZE:
+            raise self.problem(path, "has too many references in it")
+
+    def _look_up(self, target: KeyPath) -> Any:
+        found: Any = self.config.values
+        for end, part in enumerate(target):
+            if isinstance(found, str):
+                found = self.resolve(target[:end], found)
+            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict) and part in found:
+                found = found[part]
+            else:
+                return ABSENT
+        return found
+
+    def _resolver(self, path: KeyPath, resolver: str, arguments: list[str]) -> Any:
+        first = absolute(path, arguments[0])
+        if resolver == "oc.select":
+            found = self._look_up(first)
+            return self._value(path, first, found) if found is not ABSENT else self._default(arguments)
+        if resolver == "oc.env":
+            return self._variable(path, *arguments)
+        if resolver == "not":
+            found = self._look_up(first)
+            value = read_value(arguments[0]) if found is ABSENT else self._value(path, first, found)
+            return str(value).lower() in ("false", "none", "null", "0", "")
+        if resolver in ARITHMETIC:
+            try:
+                result = ARITHMETIC[resolver](*map(float, arguments))
+                return int(result) if result == int(result) else result
+            except (ValueError, TypeError, ArithmeticError):
+                raise self.problem(path, f"`{resolver}:{','.join(arguments)}` cannot be worked out") from None
+        if resolver in ("now", "hydra"):
+            self.config.notes.append(
+                f"`{'.'.join(path)}`: `${{{resolver}:...}}` is left out; each run would be another"
+            )
+            return ""
+        raise self.problem(path, f"`${{{resolver}:...}}` would run code of the other system; write its value")
+
+    def _default(self, arguments: list[str]) -> Any:
+        return read_value(arguments[1]) if len(arguments) > 1 else None
+
+    def _variable(self, path: KeyPath, name: str, *default: str) -> Any:
+        if name in self.config.variables:
+            return read_value(self.config.variables[name])
+        if default:
+            return read_value(default[0])
+        if is_secret(name):
+            return None
+        raise self.problem(path, f"needs ${name}, and the environment is not read; give it with --define {name}=VALUE")
+
+    def problem(self, path: KeyPath, what: str) -> RecipeError:
+        return RecipeError(f"{self.config.where(path)}: `{'.'.join(path)}` {what}")
+
+
+def absolute(path: KeyPath, name: str) -> KeyPath:
+    """`.b` is beside the key at `path`, `..b` one level up; `a[0]` is `a.0`."""
+    name = re.sub(r"\[(\w+)\]", r".\1", name)
+    inner = name.lstrip(".")
+    dots = len(name) - len(inner)
+    above = path[: max(len(path) - dots, 0)] if dots else ()
+    return (*above, *inner.split("."))
+
+
+def size_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(size_of, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(size_of, value))
+    return 1 + len(value) // 10 if isinstance(value, str) else 1

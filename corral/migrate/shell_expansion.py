@@ -3,6 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
+from operator import mul as multiply
+from operator import pow as power
+from operator import sub as subtract
 from typing import NamedTuple
 
 from corral.migrate.shell_lexer import (
@@ -23,7 +27,7 @@ MAX_CHARACTERS = 5_000_000
 """Characters of all values together, with EXTRA for each: arrays that double each other are none either."""
 EXTRA_CHARACTERS = 50
 MAX_WARNINGS = 20
-"""Of one value: who has read these needs no more."""
+"""Number of warnings about one value that are kept; who has read these needs no more."""
 PRINTING = re.compile(r"\s*(?P<program>pwd|date|basename|dirname)(?:\s+(?P<rest>[^\s;|&<>()`]+|\+[^;|&<>()`]+))?\s*")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SPACES = " \t\n"
@@ -54,28 +58,28 @@ class ShellValue:
 
 
 class WordPiece(NamedTuple):
-    """Of a word."""
+    """A piece of a word with its value put in."""
 
     value: ShellValue
     splits: bool = False
-    """At spaces: it comes from a variable outside quotes."""
+    """Whether it is split at spaces, since it comes from a variable outside quotes."""
     starts: bool = False
-    """Another word: the next element of an array."""
+    """Whether another word begins with it, as with the next element of an array."""
 
 
 class ShellScope:
-    """What each name stands for at the line that is being read."""
+    """The values of variables at the line that is being read."""
 
     def __init__(self, source: str, values: dict[str, list[ShellValue]], fixed: frozenset[str] = frozenset()) -> None:
         self.source, self.values, self.fixed = source, values, fixed
         """`fixed`: names whose values the user gave, whatever the script says."""
         self.arguments: list[ShellValue] | None = None
-        """Of `set -- a b`. None: they are whatever the script is called with."""
+        """Arguments of `set -- a b`. None: they are whatever the script is called with."""
         self.num_shifted = 0
         self.caller = "the script"
-        """Whose arguments `$1` and so on are."""
+        """The script or function whose arguments `$1` and so on are."""
         self.in_branch = False
-        """Whether what is read may not be run."""
+        """Whether what is read is run under a condition only."""
         self.num_characters = 0
         self._before: list[dict[str, list[ShellValue] | None]] = []
         """What the names that a subshell sets stood for before it, for each subshell that is open."""
@@ -102,14 +106,14 @@ class ShellScope:
             self.values[name] = values
 
     def _extend(self, name: str, values: list[ShellValue]) -> None:
-        """An array, in place where nobody else has it: a thousand of these must not copy it a thousand times."""
+        """Appends in place where no subshell needs the array as it was: a thousand of these must not copy it."""
         if name in self.values and name not in self.fixed and (not self._before or name in self._before[-1]):
             self.values[name] += values
         else:
             self.set(name, [*self.values.get(name, []), *values])
 
     def forget(self, name: str, why: str) -> None:
-        """It has another value from here on, which only a shell that runs would know."""
+        """The variable has another value from here on, which only a shell that runs would know."""
         self.set(name, [ShellValue(f"${name}", unknown=why)])
 
     def enter_subshell(self) -> None:
@@ -125,7 +129,7 @@ class ShellScope:
     # --- words
 
     def expand(self, words: Iterable[ShellWord]) -> list[ShellValue]:
-        """One may become none or several: `$ARGS`, `"${ARGS[@]}"`. The doubts of none go to its neighbour."""
+        """One may become none or several: `$ARGS`, `"${ARGS[@]}"`. The warnings of none go to its neighbour."""
         found: list[ShellValue] = []
         lost: list[str] = []
         for word in words:
@@ -140,11 +144,12 @@ class ShellScope:
         return found
 
     def _fields(self, word: ShellWord) -> list[list[ShellValue]]:
-        """The words that one becomes, as pieces, and last the pieces that become none."""
+        """The words that one becomes, each as pieces, and last the pieces that become none."""
         fields: list[list[ShellValue]] = [[]]
         there = False
         for value, splits, starts in self._counted(word):
-            texts = self._split(value.text) if splits and value.unknown is None else [value.text]
+            separators = self._separators() if splits and value.unknown is None else ""
+            texts = re.split(f"[{re.escape(separators)}]+", value.text) if separators else [value.text]
             for number, text in enumerate(texts):
                 if there and (number or starts):
                     fields.append([])
@@ -153,16 +158,12 @@ class ShellScope:
                 there = there or not splits or text != ""
         return [*fields, []] if there else fields
 
-    def _split(self, text: str) -> list[str]:
-        separators = self._separators()
-        return re.split(f"[{re.escape(separators)}]+", text) if separators else [text]
-
     def _separators(self) -> str:
         values = self.values.get("IFS")
         return values[0].text[:20] if values and values[0].unknown is None else SPACES
 
     def joined(self, word: ShellWord) -> ShellValue:
-        """All of it as one, as behind `NAME=`."""
+        """All that a word becomes as one value, as behind `NAME=`."""
         values: list[ShellValue] = []
         for piece in self._counted(word):
             values += [ShellValue(" "), piece.value] if piece.starts else [piece.value]
@@ -230,12 +231,12 @@ class ShellScope:
         written = f"$(({inner.text}))"
         for name in assigned_names(inner.text):
             self.forget(name, written)
-        return ShellValue(written, unknown=next((one.unknown for one in used if one.unknown is not None), written))
+        return ShellValue(written, unknown=first_unknown(used) or written)
 
     def _variable(self, part: VariablePart, line: int) -> Iterator[WordPiece]:
         values, operator = self._stored(part) or [], part.operator
         self._count(len(values), line)  # all are looked at, also where none is put in
-        unknown = next((value.unknown for value in values if value.unknown is not None), None)
+        unknown = first_unknown(values)
         if operator == "length":
             yield WordPiece(self._length(part, values, unknown, line))
         elif operator[-1:] in ("-", "=", "+") and self._takes_argument(operator, values, unknown):
@@ -270,7 +271,7 @@ class ShellScope:
             yield WordPiece(value, splits=not part.quoted, starts=number > 0)
 
     def _stored(self, part: VariablePart) -> list[ShellValue] | None:
-        """None or nothing: it is not set."""
+        """The values of a variable; None or nothing where it is not set."""
         arguments = self.arguments or []
         if part.name in ("@", "*"):
             skipped = int(part.argument.plain or 0) if part.operator == ":" and part.argument else 1
@@ -285,10 +286,7 @@ class ShellScope:
         if values is None or part.index in ("@", "*"):
             return values
         place = int(part.index or 0)
-        unknown = next(
-            (value.unknown for value in (values if place < 0 else values[: place + 1]) if value.unknown is not None),
-            None,
-        )
+        unknown = first_unknown(values if place < 0 else values[: place + 1])
         if place and unknown is not None:
             return [ShellValue(part.written, unknown=unknown)]
         return [values[place]] if -len(values) <= place < len(values) else None
@@ -358,9 +356,13 @@ def without_affix(text: str, operator: str, wanted: str, first: bool, last: bool
 def join(values: Sequence[ShellValue], line: int) -> ShellValue:
     if len(values) == 1:
         return replace(values[0], line=line)
-    unknown = next((value.unknown for value in values if value.unknown is not None), None)
     warnings = dict.fromkeys(warning for value in values for warning in value.warnings)
-    return ShellValue("".join(value.text for value in values), line, unknown, tuple(warnings)[:MAX_WARNINGS])
+    text, unknown = "".join(value.text for value in values), first_unknown(values)
+    return ShellValue(text, line, unknown, tuple(warnings)[:MAX_WARNINGS])
+
+
+def first_unknown(values: Iterable[ShellValue]) -> str | None:
+    return next((value.unknown for value in values if value.unknown is not None), None)
 
 
 def with_warnings(value: ShellValue, warnings: Iterable[str]) -> ShellValue:
@@ -435,19 +437,13 @@ def parse_number(text: str | None) -> int:
 
 def apply_operator(left: int, operator: str, right: int) -> int:
     """Division goes towards 0, and the remainder with it; not as in Python."""
-    if operator == "+":
-        result = left + right
-    elif operator == "-":
-        result = left - right
-    elif operator == "*":
-        result = left * right
-    elif operator == "**":
-        if not 0 <= right <= LARGEST_POWER:
-            raise ValueError("too large a power")
-        result = left**right
-    else:
+    if operator == "**" and not 0 <= right <= LARGEST_POWER:
+        raise ValueError("too large a power")
+    if operator in "/%":
         quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
         result = quotient if operator == "/" else left - quotient * right
+    else:
+        result = {"+": add, "-": subtract, "*": multiply, "**": power}[operator](left, right)
     if abs(result) >= LARGEST:
         raise ValueError("too large")
     return result

@@ -112,7 +112,7 @@ class ShellLexer:
         self.text, self.source, self.line, self.depth = text.replace("\r\n", "\n"), source, line, depth
         self.at = 0
         self.here: list[str] = []
-        """Words that end the texts that begin on the next line."""
+        """Words that end the here-documents that begin on the next line."""
         self.no_sum_before = 0
         """A `((` that is two brackets: no other is looked at until it ends, or each would look through all of it."""
         if depth > MAX_DEPTH:
@@ -125,7 +125,7 @@ class ShellLexer:
             line = self.line
             if self._takes("\n"):
                 yield ShellOperator("\n", line)
-                self._skip_here_texts()
+                self._skip_here_documents()
             elif self._at_process():
                 yield self._word()
             elif match := REDIRECTION.match(self.text, self.at):
@@ -143,7 +143,7 @@ class ShellLexer:
         return RecipeError(f"{self.source}:{self.line}: {what}")
 
     def _skipped(self) -> bool:
-        """Spaces, continued lines, comments."""
+        """Whether spaces, a continued line or a comment were skipped."""
         if self.text[self.at] in " \t":
             self.at += 1
         elif self.text.startswith("\\\n", self.at):
@@ -163,7 +163,7 @@ class ShellLexer:
         return True
 
     def _moved(self, end: int) -> str:
-        """What stands between here and `end`, which is gone to."""
+        """The text up to `end`, behind which reading goes on."""
         text = self.text[self.at : end]
         self.at = end
         self.line += text.count("\n")
@@ -183,9 +183,9 @@ class ShellLexer:
             if kind in ("<<", "<<-"):
                 self.here.append(target.plain or "")
 
-    def _skip_here_texts(self) -> None:
+    def _skip_here_documents(self) -> None:
         for word in self.here:
-            self._moved(end_of_here_text(self.text, self.at, word))
+            self._moved(end_of_here_document(self.text, self.at, word))
         self.here = []
 
     def _arithmetic(self) -> str | None:
@@ -211,85 +211,62 @@ class ShellLexer:
                     break
                 parts.append(self._array())
             elif self._at_process():
-                written = self._bracketed(2, "(", ")")
+                written = self._bracketed("<(", ")")
                 parts.append(UnknownPart(written[2:-1], written))
             elif self.text[self.at] in " \t\n;|&)<>":
                 break
             else:
-                parts += self._outside_quotes(IN_WORD)
+                parts += self._parts(IN_WORD)
         if self.at == start:  # a bracket that nothing belongs to
             self.at += 1
         return ShellWord(tuple(parts), line)
 
-    def _outside_quotes(self, plain: "re.Pattern[str]") -> list[WordPart]:
-        """The next part of a word, or of a default in it. `plain`: what goes on as text."""
-        character = self.text[self.at]
-        if character == "'":
+    def _parts(self, plain: "re.Pattern[str]", quoted: bool = False) -> list[WordPart]:
+        """The next parts of a word, of a default in it, or of a text in double quotes. `plain` goes on as text."""
+        character, behind = self.text[self.at], self.text[self.at + 1 : self.at + 2]
+        if character == "\\" and (not quoted or (behind and behind in ESCAPED_IN_QUOTES)):
+            escaped = self._moved(min(self.at + 2, len(self.text)))[1:]
+            return [] if escaped in ("", "\n") else [LiteralPart(escaped, quoted=True)]
+        if character == "`":  # one that is only a comment is a way to write one between continued lines
+            command = self._until("`")
+            return [] if COMMENT.fullmatch(command) else [UnknownPart(command, f"$({command})")]
+        if character == "'" and not quoted:
             return [LiteralPart(self._until("'"), quoted=True)]
-        if character == '"':
-            return self._quoted()
-        if character == "\\":
-            return self._escaped()
-        if character == "`":
-            return self._backquoted()
-        if self.text.startswith("$'", self.at):
+        if character + behind == "$'" and not quoted:
             return [LiteralPart(unescaped(self._until("$'")), quoted=True)]
-        if self.text.startswith('$"', self.at):
-            self.at += 1
-            return self._quoted()
+        if (character == '"' or character + behind == '$"') and not quoted:
+            return self._in_double_quotes(skip=1 if character == '"' else 2)
         if character == "$":
-            return [self._dollar(quoted=False)]
+            return [self._dollar(quoted)]
         match = plain.match(self.text, self.at)
-        assert match is not None
-        return [LiteralPart(self._moved(match.end()))]
+        return [LiteralPart(self._moved(match.end() if match else self.at + 1), quoted)]
 
     def _until(self, quote: str) -> str:
         start = self.at + len(quote)
         return self._moved(self._end(end_of_quote, start, quote))[len(quote) : -1]
 
-    def _backquoted(self) -> list[WordPart]:
-        """Nothing where it is only a comment: a way to write one between continued lines."""
-        command = self._until("`")
-        return [] if COMMENT.fullmatch(command) else [UnknownPart(command, f"$({command})")]
-
-    def _escaped(self) -> list[WordPart]:
-        character = self._moved(min(self.at + 2, len(self.text)))[1:]
-        return [] if character in ("", "\n") else [LiteralPart(character, quoted=True)]
-
-    def _quoted(self) -> list[WordPart]:
+    def _in_double_quotes(self, skip: int) -> list[WordPart]:
         start = self.line
-        self.at += 1
+        self.at += skip
         parts: list[WordPart] = []
         while not self._takes('"'):
             if self.at >= len(self.text):
                 self.line = start
                 raise self.problem('a " is not closed')
-            parts += self._in_quotes()
+            parts += self._parts(IN_QUOTES, quoted=True)
         return parts or [LiteralPart("", quoted=True)]
-
-    def _in_quotes(self) -> list[WordPart]:
-        """The next part of a text in double quotes."""
-        character = self.text[self.at]
-        if character == "\\" and self.at + 1 < len(self.text) and self.text[self.at + 1] in ESCAPED_IN_QUOTES:
-            return self._escaped()
-        if character == "`":
-            return self._backquoted()
-        if character == "$":
-            return [self._dollar(quoted=True)]
-        match = IN_QUOTES.match(self.text, self.at)
-        return [LiteralPart(self._moved(match.end() if match else self.at + 1), quoted=True)]
 
     def _dollar(self, quoted: bool) -> WordPart:
         line = self.line
-        if self.text.startswith("$((", self.at):
-            return ArithmeticPart(self._inner(self._bracketed(3, "$((", "))")[3:-2], line, quoted=True))
-        if self.text.startswith("$[", self.at):
-            return ArithmeticPart(self._inner(self._bracketed(2, "$[", "]")[2:-1], line, quoted=True))
-        if self.text.startswith("$(", self.at):
-            written = self._bracketed(2, "$(", ")")
-            return UnknownPart(written[2:-1], written)
-        if self.text.startswith("${", self.at):
-            return self._parameter(self._bracketed(2, "${", "}"), line, quoted)
+        for opening, closing in (("$((", "))"), ("$[", "]"), ("$(", ")"), ("${", "}")):
+            if self.text.startswith(opening, self.at):
+                written = self._bracketed(opening, closing)
+                inside = written[len(opening) : -len(closing)]
+                if closing == "}":
+                    return self._parameter(written, line, quoted)
+                return (
+                    UnknownPart(inside, written) if closing == ")" else ArithmeticPart(self._inner(inside, line, True))
+                )
         match = SIMPLE.match(self.text, self.at + 1)
         written = self._moved(match.end() if match else self.at + 1)
         name = written[1:]
@@ -313,21 +290,18 @@ class ShellLexer:
         return VariablePart(name, quoted, written, index, operator, argument)
 
     def _inner(self, text: str, line: int, quoted: bool) -> ShellWord:
-        """Of a default or a sum: one word, whatever spaces are in it."""
+        """A default or an arithmetic expression as one word, whatever spaces are in it."""
         lexer = ShellLexer(text, self.source, line, self.depth + 1)
         parts: list[WordPart] = []
         while lexer.at < len(lexer.text):
-            if not quoted:
-                parts += lexer._outside_quotes(IN_DEFAULT)
-            elif not lexer._takes('"'):
-                parts += lexer._in_quotes()
-        if quoted and not parts:
-            parts = [LiteralPart("", quoted=True)]
-        return ShellWord(tuple(parts), line)
+            if not (quoted and lexer._takes('"')):
+                parts += lexer._parts(IN_QUOTES if quoted else IN_DEFAULT, quoted)
+        return ShellWord(tuple(parts or [LiteralPart("", quoted=True)] * quoted), line)
 
-    def _bracketed(self, skip: int, opening: str, closing: str) -> str:
-        """With its brackets."""
-        return self._moved(self._end(end_of, self.at + skip, opening, closing, self.depth))
+    def _bracketed(self, opening: str, closing: str) -> str:
+        """What stands in the brackets at which the text is, with them."""
+        shown = opening.replace("<(", "(")
+        return self._moved(self._end(end_of, self.at + len(opening), shown, closing, self.depth))
 
     def _end(self, find: Callable[..., int], *where: int | str) -> int:
         try:
@@ -380,13 +354,13 @@ def end_of(text: str, at: int, opening: str, closing: str, depth: int = 0) -> in
             here.append(next(one for one in word.groups() if one is not None))
         elif found == "\n":
             for word_at_end in here:
-                at = end_of_here_text(text, at, word_at_end)
+                at = end_of_here_document(text, at, word_at_end)
             here = []
     raise ValueError(f"a {opening} is not closed")
 
 
 def end_of_quote(text: str, at: int, quote: str) -> int:
-    """Of a single quote, `$'` or a backquote, whose inside begins at `at`."""
+    """The place behind a single quote, `$'` or a backquote whose inside begins at `at`."""
     match = ESCAPED.get(quote, SINGLE).match(text, at)
     if match is None:
         raise ValueError(f"a {quote} is not closed")
@@ -398,14 +372,14 @@ def end_of_line(text: str, at: int) -> int:
     return len(text) if end < 0 else end
 
 
-def end_of_here_text(text: str, at: int, word: str) -> int:
-    """Behind the line that is `word` alone; the end of the script where there is none, as for the shell."""
+def end_of_here_document(text: str, at: int, word: str) -> int:
+    """The place behind the line that is `word` alone; the end of the script where there is none, as for the shell."""
     match = re.compile(rf"^\t*{re.escape(word)}$\n?", re.MULTILINE).search(text, at)
     return match.end() if match else len(text)
 
 
 def unescaped(text: str) -> str:
-    """The inside of `$'...'`."""
+    """The inside of `$'...'` with its escapes put in."""
 
     def character(match: "re.Match[str]") -> str:
         if match[4] is not None:

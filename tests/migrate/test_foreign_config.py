@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.migrate.config import RawConfig, add_file, add_override
-from corral.migrate.values import read_value
+from corral.migrate.config import RawConfig, add_file, add_override, read_value
 from corral.recipe.errors import RecipeError
 
 
