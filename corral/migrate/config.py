@@ -127,7 +127,7 @@ def add_file(config: RawConfig, path: Path, package: KeyPath = (), around: tuple
 
 
 def defaults_of(node: yaml.MappingNode, path: Path) -> list[Any]:
-    """With `_self_` in its place, which is the end unless it is said, and with overrides of choices made."""
+    """The `defaults` list with overrides of choices made, and `_self_` at the end unless it has another place."""
     found: Any = next((plain(value) for key, value in node.value if key.value == "defaults"), None) or []
     items: list[Any] = []
     for item in found if isinstance(found, list) else [found]:

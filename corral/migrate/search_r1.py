@@ -41,12 +41,8 @@ def state_masking(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return unsupported("what was found is never trained on")
 
 
-def answer_only(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return unsupported("Search-R1 stops with an error, too") if given.value else built_in("off")
-
-
 def search_reward(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Which of Search-R1's two programs was started is told by the scores of the form."""
+    """Scores of the form show which of Search-R1's two programs was started."""
     function = reward_function(config)
     if function is not None:
         return mapped("environment.reward.name", function)

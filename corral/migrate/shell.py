@@ -1,8 +1,8 @@
 """Shell scripts, read and never run: their commands, with the script's own variables put in.
 
 Knows what training scripts are made of: assignments, exports, arrays, quotes, continued lines, `${NAME:-default}`,
-whole numbers in `$((...))`, pipes. What only running a command would tell stays unknown. Branches are not followed: the
-last assignment counts. Doubts about a value go with it, and are told by whoever uses it.
+whole numbers in `$((...))`, pipes. What only running a command would show stays unknown. Branches are not followed: the
+last assignment counts. Warnings about a value go with it, and are reported by whoever uses it.
 """
 
 import re

@@ -57,7 +57,7 @@ class VariablePart:
 
 @dataclass(frozen=True)
 class UnknownPart:
-    """What only running something would tell."""
+    """What only a shell that runs would know."""
 
     what: str
     """A command, or what the shell itself would work out, as written."""

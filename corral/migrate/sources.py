@@ -14,42 +14,37 @@ from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Recipe
 
-SYSTEMS = {
-    "verl": ("verl", "search_r1"),
-    "search_r1": ("search_r1",),
-    "roll": ("roll",),
-    "rlinf": ("rlinf",),
-}
-"""Modules with the tables of a system. Of several the one that knows the most of the keys is taken: Search-R1 is a verl
-with keys of its own."""
+TABLES = ("verl", "search_r1", "roll", "rlinf")
+"""Modules with a table, which are also the names of systems. Of several tables the one that knows most of the keys is
+taken: for verl also that of Search-R1, which is a verl with keys of its own."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_format|dapo)(?:\.py)?"),
     "roll": re.compile(r"(?:[\w./-]*/)?(?:start_\w+_pipeline\.py|run_\w*pipeline\w*\.sh)"),
     "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
 }
-"""What starts a training over there, and so ends whatever comes before it: Ray, Slurm, containers."""
-LONGEST_PROGRAM = 300
+"""Programs that start a training, and so end whatever comes before them: Ray, Slurm, containers."""
+MAX_PROGRAM_LENGTH = 300
 CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
 OTHER_COMMANDS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", "cp", "mv", "sed", "vim", "source", ".")
 """Commands that may name a program and do not start it."""
 OPTION = re.compile(r"--?(config[-_]path|config[-_]name|config[-_]dir|cp|cn|cd)(?:=(.*))?", re.DOTALL)
 OPTIONS = {"cp": "path", "cn": "name", "cd": "path", "path": "path", "name": "name", "dir": "path"}
 OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
-"""verl's own: all that they say is in its table."""
+"""Names of verl's own configurations: all that they say is in its table."""
 
 
 @dataclass
 class TrainingCommand:
-    """What was found: changes in order, files under them, and what looks wrong."""
+    """A command that starts a training: its arguments, where it was found, and what looks wrong around it."""
 
     system: str | None = None
     words: list[ShellValue] = field(default_factory=list)
-    """Behind the program's name."""
+    """What stands behind the program's name."""
     program: str = ""
     file: str = "command"
     folder: Path = Path()
-    """In which the command would run."""
+    """The folder in which the command would run."""
     line: int = 0
     pitfalls: list[str] = field(default_factory=list)
 
@@ -66,12 +61,12 @@ def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, st
 def migrate_words(
     words: Sequence[str], system: str | None = None, defined: Mapping[str, str] | None = None
 ) -> Migration:
-    """A whole command, or with a dialect also only what comes behind its program's name."""
+    """A whole command, or where the system is given also only what comes behind its program's name."""
     values = [ShellValue(word) for word in words]
     source = find_program([ShellCommand(values, 0, False)], "command") or TrainingCommand(words=values)
     if source.system is None and system is None:
         raise RecipeError(
-            f"`{' '.join(words)[:60]}` does not start a training that is known; say of which system it is: --dialect"
+            f"`{' '.join(words)[:60]}` does not start a training that is known; say of which system it is: --system"
         )
     return migrate_source(source, system, defined)
 
@@ -97,11 +92,8 @@ def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> Tra
     source.folder = path.parent
     source.pitfalls = [*script.broken_lines, *source.pitfalls]
     if any(command.texts[:3] == ["ray", "job", "submit"] for command in script.commands):
-        lost = [
-            *dict.fromkeys(script.exported),
-            *(["ulimit"] * any(one.texts[0] == "ulimit" for one in script.commands)),
-        ]
-        if lost:
+        limits = ["ulimit"] * any(one.texts[0] == "ulimit" for one in script.commands)
+        if lost := [*dict.fromkeys(script.exported), *limits]:
             source.pitfalls.append(
                 f"{path}: {', '.join(lost)} apply to the shell that submits, not to the job; "
                 "name variables in `cluster.environment` or `corral submit --env`"
@@ -134,8 +126,8 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
 
 
 def program_of(word: str, before: str) -> str | None:
-    """The dialect of a program: a module behind `-m`, or a file."""
-    if len(word) > LONGEST_PROGRAM or not (before == "-m" or word.endswith((".py", ".sh"))):
+    """The system of a program: a module behind `-m`, or a file."""
+    if len(word) > MAX_PROGRAM_LENGTH or not (before == "-m" or word.endswith((".py", ".sh"))):
         return None
     return next((name for name, program in PROGRAMS.items() if program.fullmatch(word)), None)
 
@@ -199,9 +191,8 @@ def split_options(words: Sequence[ShellValue]) -> tuple[dict[str, ShellValue], l
             rest.append(word)
             continue
         name = OPTIONS[re.split("[-_]", match[1])[-1]]
-        options[name] = (
-            ShellValue(match[2], word.line) if match[2] is not None else queue.pop(0) if queue else ShellValue("")
-        )
+        following = queue.pop(0) if queue and match[2] is None else ShellValue("")
+        options[name] = following if match[2] is None else ShellValue(match[2], word.line)
     return options, rest
 
 
@@ -247,7 +238,8 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
 
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
     given = config.flat()
-    tables = [table_of(name) for name in (SYSTEMS[system] if system else ("verl", "search_r1", "roll", "rlinf"))]
+    names = TABLES if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+    tables = [table_of(name) for name in names]
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and system is None:

@@ -18,6 +18,9 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
       trainer.logger: {convert: trackers, kind: texts, default: [console, wandb]}     # trackers(config, given)
       actor.clip_low: {convert: "clip(low)", kind: number, when: loss_is(ppo)}        # clip(config, given, "low")
       trainer.device: {only: [cuda, cpu], kind: text, built in: what is there, otherwise: Corral has no others}
+      trainer.resume_mode:            # by the value: mapped, converted if there is a `note`, a fate, or an error
+        cases: {auto null: {set: {checkpoint.resume: auto}}, path: {unsupported: no}, else: {refuse: should be auto}}
+        kind: text
       actor.use_dynamic_bsz: {built in: always on, kind: boolean, default: false}     # a fate, with kind or default
       data.sampler.path: {switch: not supported}     # turns on all that is below data.sampler; `off: x` is off, too
     - built in:                       # Corral does so anyway, or decides it by itself, whatever the value: reason, keys
@@ -25,7 +28,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
     - no effect:                      # nothing reads it in the other system
         for pictures only: data.image_patch_size
     - unsupported:                    # whatever the value
-        rows are drawn in order: data.curriculum
+        rows are read in order: data.curriculum
     - unsupported unless off:         # null, false, 0 and empty are built in
         this is `corral evaluate`: trainer.val_only
     - when: has_critic                # rows under a condition
@@ -58,6 +61,8 @@ from corral.migrate.outcome import (
     Outcome,
     anything,
     built_in,
+    converted,
+    format_value,
     mapped,
     no_effect,
     unsupported,
@@ -69,8 +74,22 @@ from corral.recipe.keys import KeyPath, did_you_mean
 CALL = re.compile(r"(\w+)(?:\((.*)\))?", re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"<(\w+)>")
-SPEC = {"to", "note", "null", "convert", "only", "built in", "otherwise", "switch", "off", "kind", "default", "when"}
-"""What may be said of a key in a table's file, besides its fate."""
+SPEC = {
+    "to",
+    "note",
+    "null",
+    "convert",
+    "cases",
+    "only",
+    "built in",
+    "otherwise",
+    "switch",
+    "off",
+    "kind",
+    "default",
+    "when",
+}
+"""Properties that a key may have in a table's file, besides its fate."""
 
 Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
 
@@ -116,7 +135,7 @@ class KeyTable:
 
     @cached_property
     def _by_key(self) -> dict[str, KeyRow | None]:
-        """Those with a name of their own, and what was asked for before."""
+        """Rows with a name of their own, and what was looked up before."""
         return {row.key: row for row in reversed(self.rows) if "*" not in row.key}
 
     @cached_property
@@ -238,6 +257,9 @@ class _TableReader:
         if "to" in spec:
             ours, note, null = spec["to"], spec.get("note", ""), spec.get("null")
             return lambda _, given: built_in(null) if null and given.value is None else mapped(ours, given.value, note)
+        if "cases" in spec:
+            cases = {value: case for values, case in spec["cases"].items() for value in values.split()}
+            return lambda config, given: by_case(config, given, cases)
         if "only" in spec:
             allowed, note, otherwise = (*spec["only"], None), spec["built in"], spec["otherwise"]
             return lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise)
@@ -265,6 +287,17 @@ class _TableReader:
         name, arguments = call_of(call)
         function = self.functions[name]
         return (lambda *values: function(*values, *arguments)) if arguments else function
+
+
+def by_case(config: "ForeignConfig", given: ForeignValue, cases: Mapping[str, Mapping[str, Any]]) -> Outcome:
+    case = cases.get(format_value(given.value), cases["else"])
+    if "refuse" in case:
+        raise ValueError(case["refuse"])
+    if "set" in case:
+        found = converted(case["set"], case.get("note", ""))
+        return found if found.note else replace(found, status="mapped")
+    [(fate, reason)] = case.items()
+    return FATES[fate](reason)(config, given)
 
 
 def call_of(text: str) -> tuple[str, list[Any]]:

@@ -145,11 +145,6 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("algorithm.aggregation", given.value and given.value.replace("-", "_"))
 
 
-def token_level_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Before there was `loss_agg_mode`."""
-    return mapped("algorithm.aggregation", "seq_mean_token_mean" if given.value is False else "token_mean")
-
-
 def aggregation_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not aggregation_is_free(config) or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return no_effect("it belongs to `loss_agg_mode=seq-mean-token-sum-norm`")
@@ -169,12 +164,6 @@ def filter_groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if samples_per_prompt(config) == 1:
         return no_effect("verl keeps groups of one sample")
     return mapped("algorithm.dynamic_sampling.enabled", True)
-
-
-def filter_metric(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in ("acc", "score", "reward", "seq_reward", "seq_final_reward", "train_reward", None):
-        return built_in("groups are compared by the reward function's reward")
-    return unsupported("groups are compared by reward")
 
 
 def filter_rounds(config: ForeignConfig, given: ForeignValue) -> Outcome:

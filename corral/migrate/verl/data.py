@@ -18,8 +18,6 @@ GROUND_TRUTH = "reward_model.ground_truth"
 REWARD_PLACES = ("reward.custom_reward_function", "custom_reward_function")
 VALIDATION = f"{ROLLOUT}.val_kwargs"
 TURNS = f"{ROLLOUT}.multi_turn"
-MANAGERS = ("naive", "dapo", "prime", "remote")
-"""Reward managers that differ in how calls are spread, which Corral does by itself, and in dapo's length penalty."""
 
 
 # --- files
@@ -50,29 +48,18 @@ def validates(config: ForeignConfig) -> bool:
 def max_rows(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
     if given.value is None or given.value < 0:
         return built_in("all rows")
-    return converted({ours: given.value}, f"the first {given.value} rows, where {config.table.title} draws them")
+    return converted({ours: given.value}, f"the first {given.value} rows, where {config.table.title} samples them")
 
 
-def truncation(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if config["data.filter_overlong_prompts"]:
-        return no_effect("prompts that are too long are filtered out")
-    ours = {"error": "error", "left": "truncate_left", "right": "truncate_right"}
-    if given.value == "middle":
-        return unsupported("prompts are cut at one end")
-    if given.value not in ours:
-        raise ValueError("should be error, left or right")
-    return mapped("data.overlong", ours[given.value])
-
-
-def filtering(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return mapped("data.overlong", "filter") if given.value else built_in("`data.truncation` decides")
+def keeps_overlong_prompts(config: ForeignConfig) -> bool:
+    return not config["data.filter_overlong_prompts"]
 
 
 def batch_to_generate(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in (None, config["data.train_batch_size"]):
-        return built_in("as many as are learnt from")
+        return built_in("as many as are trained on")
     if config["algorithm.filter_groups.enable"] or config["trainer.v1.trainer_mode"] not in ("sync", None):
-        return built_in("as many prompts are played as are missing")
+        return built_in("as many prompts are rolled out as are missing")
     return unsupported("prompts per step are `data.train_batch_size`, unless `filter_groups` replaces some")
 
 
@@ -117,7 +104,7 @@ def validation_top_p(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def validation_top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value <= 0 or not validation_temperature(config):
         return built_in("all tokens, as in Corral")
-    return unsupported("validation draws from all tokens, or by top_p")
+    return unsupported("validation samples from all tokens, or by top_p")
 
 
 # --- rewards
@@ -150,14 +137,6 @@ def reward_argument(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("`custom_reward_function.path` is null")
     names = given.key.partition("reward_kwargs.")[2].split(".")
     return mapped(("environment", "reward", "options", *names), given.value)
-
-
-def reward_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (*MANAGERS, None):
-        return built_in("rewards are computed in processes of their own")
-    if given.value == "batch":
-        return unsupported("functions score one response at a time, not a batch of them")
-    return unsupported(f"Corral does what {', '.join(MANAGERS)} do")
 
 
 # --- tools

@@ -24,11 +24,6 @@ from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 from corral.recipe.schema import Checkpoint
 
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
-    **dict.fromkeys(("fp32", "float32"), "float32"),
-}
 VISION_MODEL = re.compile(r"(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNORECASE)
 """Qwen2.5-VL-7B-Instruct, InternVL3-2B, GLM-4.1V-9B"""
 SCHEDULES = {
@@ -40,23 +35,9 @@ SCHEDULES = {
 }
 SCHEDULE_KEYS = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
 """Spellings of verl's engines, of which the first that was written counts."""
-NO_RESUME = "a checkpoint of verl's cannot be gone on from; export its model and name that"
 
 
 # --- models
-
-
-def gradient_checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value:
-        return converted({"train.recompute": "full"}, "activations are computed again in the backward pass")
-    return converted({"train.recompute": "none"}, "activations are kept for the backward pass")
-
-
-def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    found = DTYPES.get(given.value)
-    if found is None and given.value is not None:
-        return unsupported("Corral computes in float32, bfloat16 or float16")
-    return mapped("model.dtype", found) if found in ("float16", "float32") else built_in("auto, on a GPU")
 
 
 def model_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -89,8 +70,8 @@ def critic_warmup(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Steps count from 1 in verl, and the actor is trained from step `critic_warmup` on."""
     alone = max(0, (given.value or 0) - 1)
     if not alone:
-        return built_in("the actor learns from the first step on")
-    note = f"the actor learns from step {given.value} on: {plural(alone, 'step')} of the critic alone"
+        return built_in("the actor is trained from the first step on")
+    note = f"the actor is trained from step {given.value} on: {plural(alone, 'step')} of the critic alone"
     return converted({"critic.warmup_steps": alone}, note)
 
 
@@ -160,22 +141,8 @@ def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("checkpoint.keep", given.value)
 
 
-def newest_only(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return mapped("checkpoint.keep", 1) if given.value else built_in("see `max_actor_ckpt_to_keep`")
-
-
-def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value == "resume_path":
-        return unsupported(NO_RESUME)
-    if given.value not in ("auto", "disable", None):
-        raise ValueError("should be auto, disable or resume_path")
-    return mapped("checkpoint.resume", "never" if given.value == "disable" else "auto")
-
-
-def resume_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if config["trainer.resume_mode"] != "resume_path":
-        return no_effect("`resume_mode` is not resume_path")
-    return unsupported(NO_RESUME)
+def resumes_from_path(config: ForeignConfig) -> bool:
+    return bool(config["trainer.resume_mode"] == "resume_path")
 
 
 # --- optimizers: `optim` is the section of verl, `ours` that of the recipe
