@@ -4,7 +4,7 @@ from pathlib import Path
 
 from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.table import KeyReport, KeyTable
+from corral.migrate.table import KeyTable
 
 
 def read(table: KeyTable, *overrides: str, file: Path | None = None) -> Migration:
@@ -15,9 +15,3 @@ def read(table: KeyTable, *overrides: str, file: Path | None = None) -> Migratio
     for override in overrides:
         add_override(config, override, "test")
     return migrate(table, config.flat())
-
-
-def entry(migration: Migration, key: str) -> KeyReport:
-    """What became of a key."""
-    [found] = [one for one in migration.entries if one.given.key == key]
-    return found

@@ -43,7 +43,7 @@ ARITHMETIC: Mapping[str, Callable[[float, float], float]] = {
 class RawConfig:
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self.variables = dict(variables or {})
-        """Of the environment, for `${oc.env:NAME}`; none but these is read."""
+        """Environment variables for `${oc.env:NAME}`; none but these are read."""
         self.values: dict[str, Any] = {}
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
@@ -316,7 +316,7 @@ class _ValueReader:
         return self.text[start:end].replace(f"\\{quote}", quote).replace("\\\\", "\\")
 
     def _until(self, ends: str) -> str:
-        """Up to one of these that is not inside `${...}`."""
+        """The text up to one of `ends` that is not inside `${...}`."""
         start, depth = self.at, 0
         while self.at < len(self.text) and (depth or self.text[self.at] not in ends):
             if self.text.startswith("${", self.at):
@@ -367,7 +367,7 @@ class ReferenceResolver:
             self.open.pop()
 
     def _text(self, path: KeyPath, value: str) -> Any:
-        """Innermost references first, so that `${a.${b}}` works."""
+        """A text with its references put in, the innermost first, so that `${a.${b}}` works."""
         while (match := REFERENCE.search(value)) is not None:
             found = self._reference(path, match[1].strip())
             if match.span() == (0, len(value)):

@@ -21,15 +21,15 @@ ABSENT: Any = object()
 @dataclass(frozen=True)
 class ForeignValue:
     key: str
-    """As it was written; an old spelling stays one."""
+    """The key as it was written; an old spelling stays one."""
     value: Any
     where: str
     """`train.sh:12`. Empty: nobody wrote it, it is the other system's default."""
     added: bool = False
-    """With Hydra's `+`: the other system's own configuration does not have it."""
+    """Whether it was written with Hydra's `+`: the other system's own configuration does not have it."""
 
     def __str__(self) -> str:
-        """On one line, without secrets."""
+        """The override on one line, without secrets."""
         value = "***" if is_secret(self.key) and self.value else one_line(format_value(self.value))
         return f"{self.key}={value if len(value) <= LONGEST_SHOWN else value[: LONGEST_SHOWN - 3] + '...'}"
 
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
-    """The same thing under another name."""
+    """An outcome that is the same thing under another name."""
     return Outcome("mapped", {as_path(ours): value}, note)
 
 
@@ -115,7 +115,7 @@ def text(value: Any) -> str:
 
 
 def texts(value: Any) -> list[str]:
-    """One stands for a list of one."""
+    """A list of texts, for which a single one may stand."""
     return [text(item) for item in (value if isinstance(value, list) else [value])]
 
 
@@ -131,7 +131,7 @@ def anything(value: Any) -> Any:
 
 
 def is_secret(key: str) -> bool:
-    """By its name: `tracker_kwargs.api_key`, `system_envs.HF_TOKEN`; not `prompt_key` or `max_tokens`."""
+    """Whether a key holds a secret by its name: `tracker_kwargs.api_key`, `envs.HF_TOKEN`; not `prompt_key`."""
     return SECRET.fullmatch(key) is not None
 
 

@@ -76,9 +76,9 @@ class _OpenBlock:
     closer: str
     is_branch: bool
     in_pattern: bool = False
-    """Of a `case`: what stands before the next `)` is no command."""
+    """Whether the pattern of a `case` is open: what stands before the next `)` is no command."""
     caller: "tuple[str, list[ShellValue] | None, int] | None" = None
-    """Of a function: whose arguments `$1` and so on are around it."""
+    """Around a function: whose arguments `$1` and so on are there, these arguments, and how many were shifted."""
 
 
 class _ScriptReader:
@@ -87,9 +87,9 @@ class _ScriptReader:
         self.script = ShellScript()
         self.blocks: list[_OpenBlock] = []
         self.is_behind = False
-        """Of `&&` or `||`."""
+        """Whether a command stands behind `&&` or `||`."""
         self.function = ""
-        """What was seen of one: its `name`, then its `brackets`, then its `body` comes."""
+        """What was seen of a function: its `name`, then its `brackets`, then its `body` comes."""
 
     def read(self, text: str) -> ShellScript:
         self.script.broken_lines += broken_continuations(text, self.source)

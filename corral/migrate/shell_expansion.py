@@ -373,7 +373,7 @@ def with_warnings(value: ShellValue, warnings: Iterable[str]) -> ShellValue:
 
 
 def evaluate_arithmetic(expression: str, lookup: Callable[[str], str | None]) -> int | None:
-    """None: it is more than this knows. `lookup`: a variable's text, None where it is not known."""
+    """The result, or None where it is more than this knows. `lookup` gives a variable's text, or None."""
     try:
         sum_ = _ArithmeticReader(expression.strip(), lookup)
         result = sum_.value(0)
@@ -402,7 +402,7 @@ class _ArithmeticReader:
         self.next, self.at = (match[0].strip(), match.end()) if match else (None, self.at)
 
     def value(self, weakest: int) -> int:
-        """With the operators behind it that bind stronger than `weakest`."""
+        """The next number with the operators behind it that bind stronger than `weakest`."""
         left = self._number()
         while self.next in STRENGTH and (strength := STRENGTH[self.next]) > weakest:
             operator = self.next

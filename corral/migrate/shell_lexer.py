@@ -88,7 +88,7 @@ class ShellWord:
 
     @property
     def plain(self) -> str | None:
-        """None: something has to be put in."""
+        """The word as text, or None where a value has to be put in."""
         texts = [part.text for part in self.parts if isinstance(part, LiteralPart)]
         return "".join(texts) if len(texts) == len(self.parts) else None
 

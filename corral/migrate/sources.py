@@ -133,7 +133,7 @@ def program_of(word: str, before: str) -> str | None:
 
 
 def address_problems(before: Sequence[ShellValue], file: str) -> Iterator[str]:
-    """Of `ray job submit --address=...`"""
+    """Warnings about the address of `ray job submit --address=...`."""
     for place, word in enumerate(before):
         if word.text != "--address" and not word.text.startswith("--address="):
             continue

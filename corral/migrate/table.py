@@ -116,7 +116,7 @@ class KeyRow:
 class KeyTable:
     title: str
     rows: tuple[KeyRow, ...]
-    """In the order in which they are read. A key's row is the one with its very name, else the first that fits it."""
+    """Rows in the order in which they are read. The row of a key is the one with its name, else the first that fits."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings; `a.**` stands for all that is below."""
 
@@ -364,7 +364,7 @@ class ForeignConfig:
         self.problems.append(f"{given.where or self.table.title}: `{given}` {what}")
 
     def __getitem__(self, key: str) -> Any:
-        """As written, else what the other system takes; None where it takes nothing."""
+        """The value as written, else what the other system takes; None where it takes nothing."""
         if key in self.given:
             return self.given[key].value
         row = self.table.row(key)

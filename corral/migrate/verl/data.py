@@ -64,7 +64,7 @@ def batch_to_generate(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def same_as(config: ForeignConfig, given: ForeignValue, other: str) -> Outcome:
-    """In verl's own configuration it refers to the other key."""
+    """A key that refers to the other one in verl's own configuration."""
     if given.value in (None, config[other]):
         return built_in(f"as `{other}`")
     raise ValueError(f"differs from `{other}`, which is {format_value(config[other])}")

@@ -116,7 +116,7 @@ def as_the_actors(config: ForeignConfig, given: ForeignValue, key: str) -> Outco
 
 
 def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """One of three keys decides."""
+    """The size of micro-batches, for which one of three keys decides."""
     decides = None
     if config[f"{ACTOR}.use_dynamic_bsz"]:
         decides = MICRO_TOKENS
