@@ -73,13 +73,9 @@ def migrate(
     """
     from corral.loop.debug import Debugging
 
-    for_runs, for_training = (
-        {"--shrink": shrink, "--allow-unsupported": allow_unsupported},
-        (debug, post_mortem, insecure),
-    )
-    if not (plan or train) and (given := [option for option, value in for_runs.items() if value]):
-        raise UserError(f"{given[0]} belongs to --plan and --train")
-    if not train and any(for_training):
+    if (allow_unsupported or shrink is not None) and not (plan or train):
+        raise UserError("--allow-unsupported and --shrink belong to --plan and --train")
+    if (debug or post_mortem or insecure) and not train:
         raise UserError("--debug, --post-mortem and --insecure belong to --train")
     words = list(source or [])
     for option, value in (("--config_path", config_path), ("--config_name", config_name)):
