@@ -37,8 +37,8 @@ from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, LocalGroup
-from corral.runtime.losses import UpdateTerms
-from corral.runtime.player import Game
+from corral.runtime.loss_functions import UpdateTerms
+from corral.runtime.rollout_worker import Game
 
 PROFILE = Profile(
     prompt_tokens=200,
@@ -202,9 +202,9 @@ class ReadyPlayer(SimulatedPlayer):
         self.games = games
 
     async def _play(self, game: Game) -> None:
-        trajectories = self.games[game.prompt.ordinal % len(self.games)]
+        trajectories = self.games[game.prompt.prompt_id % len(self.games)]
         await asyncio.sleep(self.profile.game_s(max(trajectory.num_generated for trajectory in trajectories)))
-        self.finished.append((game.number, [replace(one, ordinal=game.prompt.ordinal) for one in trajectories]))
+        self.finished.append((game.number, [replace(one, prompt_id=game.prompt.prompt_id) for one in trajectories]))
         self.news.set()
 
 

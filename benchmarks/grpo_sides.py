@@ -48,7 +48,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
         model={"path": options.model, "dtype": "float32"},
         environment={"reward": {"name": "corral.bench.reward:hash_reward"}},
         algorithm={"name": "grpo"},
-        optimiser={"learning_rate": LEARNING_RATE},
+        optimizer={"learning_rate": LEARNING_RATE},
         schedule={"steps": options.steps + 1},
         train={"threads": options.threads},
         **values,
@@ -56,34 +56,34 @@ def recipe_of(options: argparse.Namespace) -> Any:
 
 
 def corral_steps(options: argparse.Namespace) -> Measured:
-    """The loop of `corral.loop.steps.steps`, with a clock. Generation includes the rewards."""
+    """The loop of `corral.loop.training_loop.steps`, with a clock. Generation includes the rewards."""
     return asyncio.run(timed_corral_steps(recipe_of(options), options.steps + 1))
 
 
 async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
-    from corral.loop.learn import learn
-    from corral.loop.parts import open_parts
-    from corral.loop.play import Playing
-    from corral.loop.score import advantages, plan_updates, score
+    from corral.loop.update import learn
+    from corral.loop.components import open_components
+    from corral.loop.rollout_step import PendingRollout
+    from corral.loop.advantages_step import advantages, plan_updates, score
     from corral.observe.console import Console
     from corral.observe.ledger import Ledger
 
     steps = []
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.jsonl")
-        async with open_parts(recipe, Console(io.StringIO()), Path(folder), None) as parts:
+        async with open_components(recipe, Console(io.StringIO()), Path(folder), None) as parts:
             stats = parts.runtime.worker.site.hosted["rollout"].engine.stats
             for step in range(num_steps):
                 computed, started = stats.computed_tokens, time.perf_counter()
-                played = await Playing(parts, ledger, step + 1).whole()
+                played = await PendingRollout(parts, ledger, step + 1).whole()
                 played_at = time.perf_counter()
                 batch = Batch.of(played.trajectories)
                 updates = plan_updates(parts, batch)
                 await score(parts, batch, updates)
                 metrics = advantages(parts, batch, played)
                 metrics |= (await learn(parts, batch, updates, step + 1)).metrics()
-                await parts.publisher.publish(step + 1, parts.playground.lanes)
+                await parts.publisher.publish(step + 1, parts.scheduler.lanes)
                 ended = time.perf_counter()
                 steps.append(
                     {
@@ -100,7 +100,7 @@ async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
 
 
 def trl_steps(options: argparse.Namespace) -> Measured:
-    """TRL's own trainer; a step is from one optimiser step's end to the next one's."""
+    """TRL's own trainer; a step is from one optimizer step's end to the next one's."""
     import torch
 
     from corral.bench.reward import hash_reward

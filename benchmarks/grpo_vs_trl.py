@@ -1,4 +1,4 @@
-"""One GRPO step, Corral against TRL: same model, prompts, samples, lengths, optimiser, reward, dtype and threads.
+"""One GRPO step, Corral against TRL: same model, prompts, samples, lengths, optimizer, reward, dtype and threads.
 
     python benchmarks/grpo_vs_trl.py                # everything; needs TRL in the same Python
     python benchmarks/grpo_vs_trl.py --smoke        # tiny sizes, to see whether it works

@@ -23,8 +23,8 @@ from simulated import BUILDER, Profile
 from timed import bench_folder, timed_steps
 from tiny import save_tiny_model
 
-from corral.loop.parts import Runtime
-from corral.loop.play import PIECES_PER_STEP
+from corral.loop.components import Runtime
+from corral.loop.rollout_step import PIECES_PER_STEP
 from corral.observe.console import Console
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster, Recipe
@@ -222,10 +222,10 @@ FORMULAS = """\
 Bounds follow from the profile alone, from means over the measured steps. `play` is the time of a step's games on all
 places of the engines without a gap, first come, first served (in another order it can be a little shorter, so a step
 may lie below its bound); `work` the same without the tail, which is all games / places; `busy` = score + learn +
-optimiser + publish; `publish` = transfer + probe:
+optimizer + publish; `publish` = transfer + probe:
 
 - synchronous: play + busy
-- pipelined: end of the last piece + optimiser + publish, where a piece begins when it is played and the one before it
+- pipelined: end of the last piece + optimizer + publish, where a piece begins when it is played and the one before it
   is learnt from (max-plus)
 - staleness 1: the largest of work + transfer (engines pause for it), busy, and half of the synchronous bound (a step's
   games begin when the weights of two steps before are there)
@@ -240,7 +240,7 @@ def about(recipe: Recipe, profile: Profile, play: Play) -> str:
         f"{rollout.max_response_tokens} at most. A sample takes {1000 * profile.prefill_s:g} ms and",
         f"{1000 * profile.token_s:g} ms per token, {rollout.max_sequences} samples at once on each of {NUM_PLAYERS}",
         f"devices. Scoring takes {1e6 * profile.score_token_s:g} us per token and learning",
-        f"{1e6 * profile.learn_token_s:g} us, and {1000 * profile.call_s:g} ms per call; the optimiser",
+        f"{1e6 * profile.learn_token_s:g} us, and {1000 * profile.call_s:g} ms per call; the optimizer",
         f"{profile.step_s:g} s; new weights {profile.transfer_s:g} s. So the first measured step has {tokens:,}",
         f"tokens: play {play.makespan_s:.2f} s (work {play.work_s:.2f} s), score {profile.score_s(tokens):.2f} s,",
         f"learn {profile.learn_s(tokens):.2f} s.",

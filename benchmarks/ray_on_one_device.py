@@ -65,7 +65,7 @@ data: {{train: {{path: "arithmetic:addition", size: 400}}, max_prompt_tokens: 64
 environment: {{reward: {{name: "{folder}/vowels.py:share_of_vowels"}}}}
 rollout: {{max_response_tokens: 32, max_sequences: 128}}
 batch: {{prompts_per_step: 16, samples_per_prompt: 8}}
-optimiser: {{learning_rate: 1e-4}}
+optimizer: {{learning_rate: 1e-4}}
 schedule: {{steps: {steps}}}
 logging: {{runs: {folder}/runs, trajectories: false}}
 """

@@ -17,10 +17,10 @@ from corral.data.batch import Batch
 from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
 from corral.recipe.schema import MAX_SEQUENCES, Recipe
 from corral.rollout.driver import Prompt, seed_of
-from corral.runtime.losses import Sums, UpdateTerms
-from corral.runtime.player import Finished, Game
-from corral.runtime.worker import Site
-from corral.train.optimiser import UpdateResult
+from corral.runtime.loss_functions import LossStats, UpdateTerms
+from corral.runtime.rollout_worker import Finished, Game
+from corral.runtime.worker import WorkerContext
+from corral.train.optimizer import UpdateResult
 
 BUILDER = "simulated:build_role"
 FIRST_LETTER, LAST_LETTER = 60, 85
@@ -45,7 +45,7 @@ class Profile:
     call_s: float
     """Of each call that scores or learns, whatever its size."""
     step_s: float
-    """The optimiser's."""
+    """The optimizer's."""
     transfer_s: float
     """New weights; nothing is decoded meanwhile."""
 
@@ -53,12 +53,12 @@ class Profile:
         fields = asdict(self)
         return Profile(**{name: value / times if name.endswith("_s") else value for name, value in fields.items()})
 
-    def lengths(self, recipe: Recipe, ordinals: Sequence[int]) -> IntArray:
+    def lengths(self, recipe: Recipe, prompt_ids: Sequence[int]) -> IntArray:
         """[prompts, samples], tokens of the responses; the same wherever and whenever they are asked for."""
         samples, most = recipe.batch.samples_per_prompt, recipe.rollout.max_response_tokens
         drawn = [
-            [np.random.default_rng(seed_of(recipe.seed, "length", ordinal, sample)) for sample in range(samples)]
-            for ordinal in ordinals
+            [np.random.default_rng(seed_of(recipe.seed, "length", prompt_id, sample)) for sample in range(samples)]
+            for prompt_id in prompt_ids
         ]
         normal = np.array([[dice.standard_normal() for dice in group] for group in drawn])
         return np.clip(self.median_tokens * np.exp(self.sigma * normal), 1, most).astype(np.int64)
@@ -83,7 +83,7 @@ def rows(num_rows: int, prompt_tokens: int) -> Iterator[dict[str, Any]]:
         yield {"prompt": f"{row:08d}".ljust(prompt_tokens, "?"), "answer": ""}
 
 
-def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+def build_role(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Any:
     match role:
         case "rewards":
             return object()
@@ -136,7 +136,7 @@ class SimulatedPlayer:
 
     async def _play(self, game: Game) -> None:
         try:
-            (lengths,) = self.profile.lengths(self.recipe, [game.prompt.ordinal])
+            (lengths,) = self.profile.lengths(self.recipe, [game.prompt.prompt_id])
             samples = (self._sample(game.prompt, sample, int(lengths[sample])) for sample in range(game.samples))
             trajectories = await asyncio.gather(*samples)
             self.finished.append((game.number, trajectories))
@@ -153,7 +153,7 @@ class SimulatedPlayer:
                 left, paused = self.paused_s - paused, self.paused_s
             drawn_at = np.linspace(started, time.monotonic(), length)
         versions = np.array(self.versions)[np.searchsorted(self.since, drawn_at, side="right") - 1]
-        dice = np.random.default_rng(seed_of(self.recipe.seed, "tokens", prompt.ordinal, sample))
+        dice = np.random.default_rng(seed_of(self.recipe.seed, "tokens", prompt.prompt_id, sample))
         return random_trajectory(prompt, sample, dice, versions)
 
     # --- new weights
@@ -161,17 +161,17 @@ class SimulatedPlayer:
     async def join_channel(self, kind: str, meeting: str, rank: int, size: int) -> None:
         """There is no channel."""
 
-    async def take_weights(self, parcel: Any, version: int) -> float:
+    async def receive_weights(self, parcel: Any, version: int) -> float:
         self.paused_s += self.profile.transfer_s
         await asyncio.sleep(self.profile.transfer_s)
-        self.note_version(version)
+        self.set_version(version)
         return self.profile.transfer_s
 
     def share_weights(self, version: int) -> float:
-        self.note_version(version)
+        self.set_version(version)
         return 0.0
 
-    def note_version(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         self.versions.append(version)
         self.since.append(time.monotonic())
 
@@ -190,7 +190,7 @@ def random_trajectory(prompt: Prompt, sample: int, dice: np.random.Generator, ve
         versions=np.concatenate([np.full(start, -1), versions]),
         turn_rewards=[(start + length - 1, float(dice.random()))],
         stop=StopReason.END_OF_TURN,
-        ordinal=prompt.ordinal,
+        prompt_id=prompt.prompt_id,
         sample=sample,
         row=prompt.index,
     )
@@ -211,15 +211,15 @@ class SimulatedTrainer:
             await self._compute(self.profile.score_s(num_tokens(share)))
         return [np.zeros(0, np.float32) if share is None else share.logprobs for share in shares]
 
-    async def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
+    async def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
         await self._compute(self.profile.learn_s(num_tokens(share)))
-        return Sums(num_tokens=0 if share is None else share.num_generated)
+        return LossStats(num_tokens=0 if share is None else share.num_generated)
 
     async def step(self, scale: float = 1.0) -> UpdateResult:
         await self._compute(self.profile.step_s)
         return UpdateResult(gradient_norm=1.0, learning_rate=1e-6, skipped=False)
 
-    async def forget_gradients(self) -> None:
+    async def zero_grad(self) -> None:
         """There are none."""
 
     async def open_channel(self, kind: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.loop.interrupt import Interrupt
-from corral.loop.steps import steps
+from corral.loop.training_loop import steps
 from corral.loop.train import running, train
 from corral.observe.console import Console
 from corral.observe.metrics import read
@@ -25,7 +25,7 @@ data:
 environment: {{reward: {{name: "{folder}/vowels.py:share_of_vowels", workers: 1}}}}
 rollout: {{max_response_tokens: 8}}
 batch: {{prompts_per_step: 4, samples_per_prompt: 4, max_tokens_per_micro_batch: 256}}
-optimiser: {{learning_rate: 0.01}}
+optimizer: {{learning_rate: 0.01}}
 schedule: {{steps: 2}}
 logging: {{runs: {folder}/runs, trajectories: false}}
 """

@@ -24,7 +24,7 @@ def make_trajectory(
         versions=np.where(generated, 0, -1),
         turn_rewards=[(len(tokens) - 1, reward)],
         stop=StopReason.LENGTH,
-        ordinal=group,
+        prompt_id=group,
         sample=sample,
         row=group,
     )

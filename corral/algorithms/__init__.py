@@ -5,5 +5,5 @@ A batch is ragged, never padded. `N` trajectories are flat arrays of `T` tokens,
 on any other token (prompt, observation) changes no result here, not even when it is NaN.
 
 In the order in which an update uses them: `shaping` (rewards), `advantages`, `corrections` (another policy played),
-`losses`, `kl`, `regularisers`, `values` (critic), and `aggregate` (tokens to one number). `ragged` is what they share.
+`losses`, `kl`, `regularizers`, `values` (critic), and `aggregate` (tokens to one number). `ragged` is what they share.
 """

@@ -61,10 +61,10 @@ class Advantages:
     """[T] What a critic should have predicted. Only `gae` has one; for the others it is for the record."""
 
 
-def gae(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def gae(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """Generalised advantage estimation (Schulman et al., 2015, arXiv 1506.02438), whitened over the batch.
 
-    `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * lam * A_next`, where next is the next *generated*
+    `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * gae_lambda * A_next`, where next is the next *generated*
     token of the trajectory, and 0 after the last: a truncated trajectory counts as finished. `returns = A + V`, with
     A before whitening.
     """
@@ -73,17 +73,17 @@ def gae(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advant
     index, offsets = ragged.compact(batch.mask, batch.offsets)
     rewards, values = batch.token_rewards[index].double(), batch.values[index].double()
     deltas = rewards + gamma * ragged.shift_left(values, offsets) - values
-    advantages = ragged.discounted_suffix_sums(deltas, offsets, gamma * lam)
+    advantages = ragged.discounted_suffix_sums(deltas, offsets, gamma * gae_lambda)
     raw = _scatter(advantages, index, batch)
     return _result(batch, ragged.whiten(raw, batch.mask), _scatter(advantages + values, index, batch))
 
 
-def grpo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def grpo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """GRPO (DeepSeekMath, Shao et al., 2024, arXiv 2402.03300): `(R - mean_g) / (std_g + 1e-6)`, std with n - 1."""
     return _per_sequence(batch, _centred(batch) / (_spread(batch) + EPSILON))
 
 
-def dr_grpo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def dr_grpo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): `R - mean_g`.
 
     Without the division, easy and hard prompts are not weighted up. The paper aggregates with a constant as well:
@@ -92,7 +92,7 @@ def dr_grpo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Ad
     return _per_sequence(batch, _centred(batch))
 
 
-def rloo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def rloo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """REINFORCE leave-one-out (Ahmadian et al., 2024, arXiv 2402.14740): R minus the mean of the *other* samples.
 
     That is `n / (n - 1) * (R - mean_g)`; a group of one gets 0.
@@ -101,19 +101,19 @@ def rloo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advan
     return _per_sequence(batch, count / (count - 1).clamp(min=1) * _centred(batch))
 
 
-def reinforce(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def reinforce(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """REINFORCE (Williams, 1992): the discounted sum of the rewards from here on. No baseline, no whitening."""
     returns = _returns(batch, gamma)
     return _result(batch, returns, returns)
 
 
-def reinforce_plus_plus(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def reinforce_plus_plus(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """REINFORCE++ (Hu, 2025, arXiv 2501.03262): discounted returns, whitened over all generated tokens of the batch."""
     returns = _returns(batch, gamma)
     return _result(batch, ragged.whiten(returns, batch.mask), returns)
 
 
-def reinforce_plus_plus_baseline(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def reinforce_plus_plus_baseline(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """REINFORCE++ with a group baseline (Hu, 2025, arXiv 2501.03262): `R - mean_g`, whitened over the batch's tokens.
 
     The whitening counts tokens, so long trajectories weigh more in its statistics.
@@ -122,7 +122,7 @@ def reinforce_plus_plus_baseline(batch: RewardedBatch, *, gamma: float = 1.0, la
     return _result(batch, advantages, advantages)
 
 
-def remax(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def remax(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """ReMax (Li et al., 2023, arXiv 2310.10505): rewards from here on, undiscounted, minus the greedy answer's."""
     if batch.baselines is None:
         raise ValueError("remax needs the rewards of greedy answers (baselines), and this batch has none")
@@ -130,7 +130,7 @@ def remax(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Adva
     return _result(batch, returns - ragged.expand(batch.baselines.double(), batch.offsets), returns)
 
 
-def opo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def opo(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """OPO (Hao et al., 2025, arXiv 2505.23585): R minus the group's mean reward weighted by length.
 
     Lengths are in generated tokens: the variance-optimal baseline when a gradient's norm grows with its length.
@@ -142,7 +142,7 @@ def opo(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advant
     )
 
 
-def gpg(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def gpg(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """GPG (Chu et al., 2025, arXiv 2504.02546): `alpha * (R - mean_g)`, with F_norm = 1.
 
     alpha = samples / samples in groups whose rewards differ: the batch's mean is diluted by groups that have no
@@ -155,7 +155,7 @@ def gpg(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advant
     return _per_sequence(batch, alpha * _centred(batch))
 
 
-def grpo_passk(batch: RewardedBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def grpo_passk(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """GRPO for pass@k: the group's best sample gets `(R_best - R_second) / (std_g + 1e-6)`, all others 0.
 
     Only what raises the best of k is reinforced, as in verl's `grpo_passk` (after Tang et al., 2025, arXiv 2503.19595).

@@ -1,4 +1,4 @@
-"""The sides of `corral bench step`: a whole GRPO step, with the same prompts, samples, lengths, reward and optimiser.
+"""The sides of `corral bench step`: a whole GRPO step, with the same prompts, samples, lengths, reward and optimizer.
 
 No sample ends early and every one is trained on (see `models.py` and `reward.py`), and the gradient norm is told, so
 nobody wins by doing less.
@@ -30,7 +30,7 @@ def corral(settings: Settings, tell: Tell) -> None:
         recipe = Recipe.model_validate(recipe_values(settings, Path(folder)))
         steps = timed_steps(recipe, on_step=lambda step: told(tell, step))
     for step in steps:
-        step["generation_s"] = step["time/play_s"]
+        step["generation_s"] = step["time/rollout_s"]
         step["tokens"] = round(step["speed/tokens_per_s"] * step["time/step_s"])
         step["gradient_norm"] = step["policy/gradient_norm"]
     furthest = max(step["policy/ratio_deviation"] for step in steps)
@@ -64,7 +64,7 @@ def recipe_values(settings: Settings, folder: Path) -> dict[str, Any]:
         },
         "train": {"logits_chunk": settings.micro_batch_tokens},
         "algorithm": {"name": "grpo"},
-        "optimiser": {"learning_rate": LEARNING_RATE},
+        "optimizer": {"learning_rate": LEARNING_RATE},
         "schedule": {"steps": work.steps + 1},
         "logging": {"runs": str(folder / "runs"), "trajectories": False},
     }

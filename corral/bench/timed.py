@@ -9,8 +9,8 @@ from pathlib import Path
 from corral.bench.side import Measured
 from corral.loop.closing import close_runner
 from corral.loop.interrupt import Interrupt
-from corral.loop.parts import OpenWorkers
-from corral.loop.steps import steps
+from corral.loop.components import OpenWorkers
+from corral.loop.training_loop import steps
 from corral.loop.train import running
 from corral.observe.console import Console
 from corral.observe.run_folder import RunFolder

@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-6
 def corral(settings: Settings, tell: Tell) -> None:
     """The native trainer, with float32 masters where the weights are smaller; log-probs and entropy of every token."""
     from corral.model.load import load_model
-    from corral.recipe.schema import Model, Optimiser, Train
+    from corral.recipe.schema import Model, Optimizer, Train
     from corral.train.native import NativePolicy
 
     device = torch.device(settings.device)
@@ -29,7 +29,7 @@ def corral(settings: Settings, tell: Tell) -> None:
         model,
         temperature=1.0,
         logits_chunk=Train().logits_chunk,
-        optimiser=Optimiser(learning_rate=LEARNING_RATE),
+        optimizer=Optimizer(learning_rate=LEARNING_RATE),
         total_updates=10**6,
     )
     pack = pack_of(settings)
@@ -41,8 +41,8 @@ def corral(settings: Settings, tell: Tell) -> None:
         return result.gradient_norm
 
     for recompute in ("full", "none"):
-        policy.recompute = recompute == "full"
-        measure(settings, tell, step, recompute=recompute, masters="float32")
+        policy.gradient_checkpointing = recompute == "full"
+        measure(settings, tell, step, gradient_checkpointing=gradient_checkpointing, masters="float32")
 
 
 def transformers(settings: Settings, tell: Tell) -> None:
@@ -68,7 +68,7 @@ def transformers(settings: Settings, tell: Tell) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
-        measure(settings, tell, step, recompute=recompute, masters="none")
+        measure(settings, tell, step, gradient_checkpointing=gradient_checkpointing, masters="none")
 
 
 def pack_of(settings: Settings) -> Any:
@@ -90,7 +90,7 @@ def pack_of(settings: Settings) -> Any:
                 versions=np.where(generated, 0, -1),
                 turn_rewards=[(len(sequence) - 1, 0.0)],
                 stop=StopReason.LENGTH,
-                ordinal=number,
+                prompt_id=number,
                 sample=0,
                 row=number,
             )

@@ -17,7 +17,7 @@ def timed_trl_steps(
     config: dict[str, Any],
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Measured:
-    """One dict for each step, the first included: its `seconds`, from the end of one optimiser step to the next one's,
+    """One dict for each step, the first included: its `seconds`, from the end of one optimizer step to the next one's,
     of which `generation_s` (with the new weights brought to the engine), `tokens` drawn, `prompt_tokens` and the
     `gradient_norm`. `prompts`: texts, or lists of messages; in their order."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -58,7 +58,7 @@ def make_clock(on_step: Callable[[int], None]) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Notes when optimiser steps end, and how long was generated in each."""
+        """Notes when optimizer steps end, and how long was generated in each."""
 
         def __init__(self) -> None:
             self.generation_s = 0.0

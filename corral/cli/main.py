@@ -28,7 +28,7 @@ INTERRUPTED = 130
 RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimiser.learning_rate=1e-5", show_default=False),
+    typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5", show_default=False),
 ]
 
 
@@ -86,7 +86,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.", show_default=False)],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps what it is.")] = "auto",
 ) -> None:
-    """Write a checkpoint's model and tokenizer, without optimiser state, for transformers, vLLM and others."""
+    """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.train.export import export_model
 
     export_model(checkpoint, out, dtype)

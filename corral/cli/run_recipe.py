@@ -56,7 +56,7 @@ def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging"
     from corral.loop.shrink import prepare
     from corral.loop.train import train
     from corral.observe.console import Console
-    from corral.recipe.plan import batch_in_words, schedule_in_words
+    from corral.recipe.plan import describe_batch, describe_schedule
 
     loaded, plan = with_plan(debugging.adapt(shrunk(recipe, num_nodes)))
     if num_nodes is not None:
@@ -65,7 +65,7 @@ def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging"
     for warning in plan.warnings:
         console.warn(warning)
     with debugging.watching(loaded, console):
-        train(loaded, plan.text(), [*batch_in_words(plan), *schedule_in_words(plan)], console, debugging)
+        train(loaded, plan.text(), [*describe_batch(plan), *describe_schedule(plan)], console, debugging)
 
 
 def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool) -> None:

@@ -28,7 +28,7 @@ class Batch:
     offsets: IntArray
     """[trajectories + 1]"""
     groups: IntArray
-    """[trajectories], the prompt's ordinal."""
+    """[trajectories], the prompt's prompt_id."""
     columns: dict[str, FloatArray] = field(default_factory=dict)
     """What the stages add, [tokens] each."""
 
@@ -47,7 +47,7 @@ class Batch:
             versions=np.concatenate([t.versions for t in trajectories]),
             token_rewards=token_rewards,
             offsets=offsets,
-            groups=np.array([t.ordinal for t in trajectories]),
+            groups=np.array([t.prompt_id for t in trajectories]),
         )
 
     def __len__(self) -> int:

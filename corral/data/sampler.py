@@ -1,7 +1,7 @@
 """Which row comes next: an endless, reproducible sequence with a state of three integers.
 
-Every draw has an ordinal (0, 1, 2, ... over the whole run), which is its identity in the ledger. The order of an epoch
-follows from (seed, epoch) alone, so nothing but the next ordinal has to be remembered.
+Every draw has an prompt_id (0, 1, 2, ... over the whole run), which is its identity in the ledger. The order of an epoch
+follows from (seed, epoch) alone, so nothing but the next prompt_id has to be remembered.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from corral.recipe.errors import UserError
 
 @dataclass(frozen=True)
 class Draw:
-    ordinal: int
+    prompt_id: int
     index: int
     """Of the row."""
     epoch: int
@@ -30,23 +30,23 @@ class Sampler:
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
-        self._next_ordinal = 0
+        self._next_prompt_id = 0
         self._order: tuple[int, NDArray[np.intp]] | None = None
         """The epoch drawn from last and its order; follows from the rest."""
 
     def draw(self, n: int) -> list[Draw]:
         """The next `n` draws. How many are asked for at a time does not change the sequence."""
         assert n >= 0
-        ordinals = range(self._next_ordinal, self._next_ordinal + n)
-        self._next_ordinal += n
-        return self.again(ordinals)
+        prompt_ids = range(self._next_prompt_id, self._next_prompt_id + n)
+        self._next_prompt_id += n
+        return self.again(prompt_ids)
 
-    def again(self, ordinals: Iterable[int]) -> list[Draw]:
+    def again(self, prompt_ids: Iterable[int]) -> list[Draw]:
         """Draws that were handed out before, or are handed out now."""
-        return [self._draw(ordinal) for ordinal in ordinals]
+        return [self._draw(prompt_id) for prompt_id in prompt_ids]
 
     def state(self) -> dict[str, int]:
-        return {"seed": self._seed, "num_rows": self._num_rows, "next_ordinal": self._next_ordinal}
+        return {"seed": self._seed, "num_rows": self._num_rows, "next_prompt_id": self._next_prompt_id}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken. Another seed or number of rows would repeat some rows and lose others."""
@@ -60,12 +60,12 @@ class Sampler:
                 f"the checkpoint was made with data seed {state['seed']}, now it is {self._seed}; "
                 "use the same seed, or start a new run"
             )
-        self._next_ordinal = state["next_ordinal"]
+        self._next_prompt_id = state["next_prompt_id"]
 
-    def _draw(self, ordinal: int) -> Draw:
-        epoch, position = divmod(ordinal, self._num_rows)
+    def _draw(self, prompt_id: int) -> Draw:
+        epoch, position = divmod(prompt_id, self._num_rows)
         index = int(self._epoch_order(epoch)[position]) if self._shuffle else position
-        return Draw(ordinal, index, epoch)
+        return Draw(prompt_id, index, epoch)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.intp]:
         if self._order is None or self._order[0] != epoch:

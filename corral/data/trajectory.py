@@ -41,7 +41,7 @@ class Trajectory:
     turn_rewards: list[tuple[int, float]]
     """(index of the turn's last generated token, its reward)."""
     stop: StopReason
-    ordinal: int
+    prompt_id: int
     """Of the prompt, counted over the whole run. Samples of one prompt share it: it is also the group."""
     sample: int
     """0 .. samples_per_prompt - 1."""

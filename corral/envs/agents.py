@@ -18,7 +18,7 @@ BUDGET_S = 60.0
 
 
 @dataclass(frozen=True)
-class Played:
+class RolloutResult:
     reward: float
     success: float | None
     """None: the environment does not tell."""
@@ -36,13 +36,13 @@ class Floor:
     best_success: float | None = None
 
 
-async def play_random(make: Callable[[], Env], row: Row, seed: int, max_turns: int) -> Played | None:
+async def play_random(make: Callable[[], Env], row: Row, seed: int, max_turns: int) -> RolloutResult | None:
     """None: it can't be played at random."""
     rng = random.Random(f"player {seed}")  # not the numbers that the environment may draw from the same seed
     return await play(make, row, seed, max_turns, "random_reply", rng)
 
 
-async def play_best(make: Callable[[], Env], row: Row, seed: int, max_turns: int) -> Played | None:
+async def play_best(make: Callable[[], Env], row: Row, seed: int, max_turns: int) -> RolloutResult | None:
     """None: nobody knows the best play."""
     played = await play(make, row, seed, max_turns, "best_reply")
     return None if played is None or not played.turns else played
@@ -50,7 +50,7 @@ async def play_best(make: Callable[[], Env], row: Row, seed: int, max_turns: int
 
 async def play(
     make: Callable[[], Env], row: Row, seed: int, max_turns: int, player: str, *arguments: Any
-) -> Played | None:
+) -> RolloutResult | None:
     """With the environment's method `player` for every turn, until it has nothing to say; None if there is none."""
     env: Any = make()
     if not has_player(env, player):
@@ -66,7 +66,7 @@ async def play(
         summary = summary_of(env)
     finally:
         await env.close()
-    return Played(reward, summary.get("success"), turns, summary)
+    return RolloutResult(reward, summary.get("success"), turns, summary)
 
 
 async def floors(env_set: EnvSet, rows: Sequence[Row], max_turns: int, seed: int = 0) -> dict[str, Floor | None]:
@@ -90,7 +90,7 @@ async def floor_of(make: Callable[[], Env], rows: Sequence[Row], max_turns: int,
     return Floor(*means(at_random), *means(best))
 
 
-async def in_time(game: Coroutine[Any, Any, Played | None], timeout_s: float) -> Played | None:
+async def in_time(game: Coroutine[Any, Any, RolloutResult | None], timeout_s: float) -> RolloutResult | None:
     """None if it fails: an environment that does so now and then is no reason to do without a floor."""
     try:
         return await asyncio.wait_for(game, timeout_s)
@@ -98,7 +98,7 @@ async def in_time(game: Coroutine[Any, Any, Played | None], timeout_s: float) ->
         return None
 
 
-def means(played: Sequence[Played | None]) -> tuple[float | None, float | None]:
+def means(played: Sequence[RolloutResult | None]) -> tuple[float | None, float | None]:
     """Of reward and success."""
     games = [one for one in played if one is not None]
     successes = [one.success for one in games if one.success is not None]

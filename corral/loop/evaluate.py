@@ -3,8 +3,8 @@
 import asyncio
 
 from corral.loop.closing import close_runner
-from corral.loop.parts import open_players
-from corral.loop.validate import show_samples, validate
+from corral.loop.components import open_rollout_components
+from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console
 from corral.recipe.schema import Recipe
 
@@ -19,7 +19,7 @@ def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[s
 
 
 async def _evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
-    async with open_players(recipe, console, model_path) as players:
+    async with open_rollout_components(recipe, console, model_path) as players:
         result = await validate(players, console)
     console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts, result.noun)
     show_samples(players, result, console)

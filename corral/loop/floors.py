@@ -12,7 +12,7 @@ MOST_ROWS = 1000
 
 
 async def floor_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, float]:
-    """`validation/floor/...` (random) and `validation/ceiling/...` (optimal) of reward and success, by tag where there
+    """`validation/random/...` (random) and `validation/optimal/...` (optimal) of reward and success, by tag where there
     are several environments. Nothing for environments that code cannot play."""
     playable = {
         tag: environment
@@ -37,10 +37,10 @@ def as_metrics(found: Mapping[str, Floor | None]) -> dict[str, float]:
         if floor is not None:
             where = f"{tag}/" if tag else ""
             values = {
-                f"validation/floor/{where}reward": floor.random_reward,
-                f"validation/floor/{where}success": floor.random_success,
-                f"validation/ceiling/{where}reward": floor.best_reward,
-                f"validation/ceiling/{where}success": floor.best_success,
+                f"validation/random/{where}reward": floor.random_reward,
+                f"validation/random/{where}success": floor.random_success,
+                f"validation/optimal/{where}reward": floor.best_reward,
+                f"validation/optimal/{where}success": floor.best_success,
             }
             metrics |= {name: value for name, value in values.items() if value is not None}
     return metrics

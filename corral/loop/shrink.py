@@ -36,7 +36,7 @@ def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
         "cluster": {"runtime": "local"},
     }
     values["batch"] = small_batch(recipe, values)
-    values["train"] = {"recompute": recipe.train.recompute}
+    values["train"] = {"gradient_checkpointing": recipe.train.gradient_checkpointing}
     if recipe.data.validation is not None:
         values["validation"] = {"before_training": False, "max_prompts": 2}
     for section, key in (("critic", "path"), ("critic", "warmup_steps"), ("reference", "path")):
@@ -82,7 +82,7 @@ def small_batch(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
         "prompts_per_step": prompts,
         "samples_per_prompt": samples,
         "updates_per_step": min(batch.updates_per_step, prompts * samples, 4),
-        "passes": min(batch.passes, 2),
+        "ppo_epochs": min(batch.ppo_epochs, 2),
         "max_tokens_per_micro_batch": 2 * longest,
     }
 

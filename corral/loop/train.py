@@ -10,10 +10,10 @@ from typing import Any
 from corral.loop.closing import close_runner
 from corral.loop.debug import Debugging
 from corral.loop.interrupt import Interrupt, Interrupted
-from corral.loop.mend import Mender
-from corral.loop.parts import OpenWorkers, open_parts
-from corral.loop.saving import forget_after, restore
-from corral.loop.steps import Run, save_run, steps
+from corral.loop.supervisor import Supervisor
+from corral.loop.components import OpenWorkers, open_components
+from corral.loop.run_checkpoint import forget_after, restore
+from corral.loop.training_loop import Run, save_run, steps
 from corral.observe.console import Console
 from corral.observe.curve import draw_curve
 from corral.observe.lines import held_out_score
@@ -70,7 +70,7 @@ async def supervise(
                 try:
                     await run.mender.guard(steps(run))
                 except Interrupted:
-                    await run.parts.playground.cancel()
+                    await run.parts.scheduler.cancel()
                 await finish(run, recipe_file)
                 return
         except WorkerLost as lost:
@@ -102,7 +102,7 @@ async def running(
     """A run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
     state = {} if checkpoint is None else read_state(checkpoint)
     lost = set() if lost_nodes is None else lost_nodes
-    async with open_parts(recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers) as parts:
+    async with open_components(recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers) as parts:
         if checkpoint is not None:
             await restore(parts, checkpoint, state)
         step = int(state.get("step", 0))
@@ -125,7 +125,7 @@ async def running(
                 console=console,
                 trackers=trackers,
                 interrupt=interrupt,
-                mender=Mender(parts, step, lost),
+                mender=Supervisor(parts, step, lost),
                 step=step,
                 saved_step=step if own else 0,
                 skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),

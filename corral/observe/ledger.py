@@ -1,7 +1,7 @@
 """What became of every prompt, in `ledger.jsonl`: it was issued, played, and trained once or dropped for a reason.
 
-A prompt is its ordinal, which the sampler hands out: 0, 1, 2, ... over the whole run. The file has one line for each
-thing that happened, with the ordinals as spans, and a line is in the file as a whole or not at all:
+A prompt is its prompt_id, which the sampler hands out: 0, 1, 2, ... over the whole run. The file has one line for each
+thing that happened, with the prompt_ids as spans, and a line is in the file as a whole or not at all:
 
     {"step": 4, "issued": "32-39"}
     {"step": 4, "played": "32-39"}
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corral.observe.files import json_line, write_atomically
-from corral.observe.spans import Ordinals, format_span, format_spans, ordinals_in, parse_spans
+from corral.observe.spans import PromptIds, format_span, format_spans, prompt_ids_in, parse_spans
 from corral.recipe.errors import RunError, UserError
 
 Event = Literal["issued", "played", "trained", "dropped"]
@@ -52,16 +52,16 @@ class Ledger:
         self._size = content.rfind(b"\n") + 1
         """Bytes of complete lines. What a kill or a full disk left behind them, the next line overwrites."""
 
-    def issue(self, step: int, ordinals: Iterable[int]) -> None:
+    def issue(self, step: int, prompt_ids: Iterable[int]) -> None:
         """Drawn, to be trained at `step`. Open ones may be issued again, when what was done with them is lost."""
-        self._record("issued", step, _sorted(ordinals))
+        self._record("issued", step, _sorted(prompt_ids))
 
-    def played(self, step: int, ordinals: Iterable[int]) -> None:
-        self._record("played", step, _sorted(ordinals))
+    def played(self, step: int, prompt_ids: Iterable[int]) -> None:
+        self._record("played", step, _sorted(prompt_ids))
 
-    def trained(self, step: int, ordinals: Iterable[int]) -> None:
+    def trained(self, step: int, prompt_ids: Iterable[int]) -> None:
         """Raises a RunError, and writes nothing, if any of them has been trained before."""
-        given = _sorted(ordinals)
+        given = _sorted(prompt_ids)
         if len(again := self._prompts.trained_among(given)):
             raise RunError(
                 f"step {step}: {_prompts_in_words(again)} would be trained a second time, which is a bug; "
@@ -69,9 +69,9 @@ class Ledger:
             )
         self._record("trained", step, given)
 
-    def dropped(self, step: int, ordinals: Iterable[int], reason: str) -> None:
+    def dropped(self, step: int, prompt_ids: Iterable[int], reason: str) -> None:
         """Played for nothing, or not at all: `equal rewards`, `environment failed`."""
-        self._record("dropped", step, _sorted(ordinals), reason)
+        self._record("dropped", step, _sorted(prompt_ids), reason)
 
     def open(self, step: int) -> list[int]:
         """Issued for that step, neither trained nor dropped."""
@@ -100,17 +100,17 @@ class Ledger:
     def audit(self) -> "Audit":
         return self._prompts.audit()
 
-    def story(self, ordinal: int) -> list[str]:
+    def story(self, prompt_id: int) -> list[str]:
         """What happened to one prompt, in order. Empty: nothing did."""
         content = self.path.read_bytes() if self.path.exists() else b""
-        return [line for record in _records(content, str(self.path)) for line in _story_lines(record, ordinal)]
+        return [line for record in _records(content, str(self.path)) for line in _story_lines(record, prompt_id)]
 
-    def _record(self, event: Event, step: int, ordinals: Ordinals, reason: str | None = None) -> None:
-        if not len(ordinals):
+    def _record(self, event: Event, step: int, prompt_ids: PromptIds, reason: str | None = None) -> None:
+        if not len(prompt_ids):
             return
-        record = {"step": step, event: format_spans(ordinals)}
+        record = {"step": step, event: format_spans(prompt_ids)}
         self._append(json_line(record if reason is None else {**record, "reason": reason}))
-        self._prompts.apply(event, step, ordinals, reason)
+        self._prompts.apply(event, step, prompt_ids, reason)
 
     def _append(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -138,7 +138,7 @@ class Audit:
     reissued: int
     """Times that a prompt was issued again."""
     gaps: tuple[int, ...]
-    """Ordinals below the highest that never appear."""
+    """PromptIds below the highest that never appear."""
     problems: tuple[str, ...]
 
     @property
@@ -172,46 +172,46 @@ class _Prompts:
     def __init__(self) -> None:
         self.rows = np.zeros(1024, ROW)
         self.size = 0
-        """One more than the highest ordinal."""
+        """One more than the highest prompt_id."""
         self.reasons: list[str] = []
         self.problems: list[str] = []
         self.begins_after = 0
         """Steps made before this ledger began; their prompts are not in it."""
 
-    def apply(self, event: Event, step: int, ordinals: Ordinals, reason: str | None) -> None:
-        self._grow(int(ordinals[-1]) + 1)
-        before = self.rows[ordinals]
+    def apply(self, event: Event, step: int, prompt_ids: PromptIds, reason: str | None) -> None:
+        self._grow(int(prompt_ids[-1]) + 1)
+        before = self.rows[prompt_ids]
         state, never = before["state"], before["times"] == 0
         ended = (state == TRAINED) | (state == DROPPED)
 
         def problem(where: NDArray[np.bool_], what: str) -> None:
             if where.any():
-                self.problems.append(f"step {step}: {_prompts_in_words(ordinals[where])} {what}")
+                self.problems.append(f"step {step}: {_prompts_in_words(prompt_ids[where])} {what}")
 
         if event == "issued":
             problem(state == TRAINED, "issued again after being trained")
             problem(state == DROPPED, "issued again after being dropped")
-            self.rows["times"][ordinals] += 1
-            self.rows["issued_for"][ordinals] = step
-            self.rows["state"][ordinals[~ended]] = ISSUED
+            self.rows["times"][prompt_ids] += 1
+            self.rows["issued_for"][prompt_ids] = step
+            self.rows["state"][prompt_ids[~ended]] = ISSUED
         elif event == "played":
             problem(never, "played without being issued")
-            self.rows["state"][ordinals[state == ISSUED]] = PLAYED
+            self.rows["state"][prompt_ids[state == ISSUED]] = PLAYED
         elif event == "trained":
             problem(state == TRAINED, "trained twice")
             problem(state == DROPPED, "trained after being dropped")
             problem(never & ~ended, "trained without being issued")
             problem(~never & ~ended & (before["issued_for"] != step), "trained, but issued for another step")
-            self._end(ordinals[state != TRAINED], TRAINED, step)
+            self._end(prompt_ids[state != TRAINED], TRAINED, step)
         else:
             problem(state == TRAINED, "dropped after being trained")
             problem(state == DROPPED, "dropped twice")
             problem(never & ~ended, "dropped without being issued")
-            self._end(ordinals[~ended], DROPPED, step, self._reason_number(reason or ""))
+            self._end(prompt_ids[~ended], DROPPED, step, self._reason_number(reason or ""))
 
-    def _end(self, ordinals: Ordinals, state: int, step: int, reason: int = 0) -> None:
+    def _end(self, prompt_ids: PromptIds, state: int, step: int, reason: int = 0) -> None:
         for field, value in (("state", state), ("ended_at", step), ("reason", reason)):
-            self.rows[field][ordinals] = value
+            self.rows[field][prompt_ids] = value
 
     def _reason_number(self, reason: str) -> int:
         if reason not in self.reasons:
@@ -239,19 +239,19 @@ class _Prompts:
         return is_open
 
     def open(self, step: int) -> list[int]:
-        ordinals: list[int] = np.flatnonzero(self.is_open & (self.known["issued_for"] == step)).tolist()
-        return ordinals
+        prompt_ids: list[int] = np.flatnonzero(self.is_open & (self.known["issued_for"] == step)).tolist()
+        return prompt_ids
 
     def open_steps(self) -> list[int]:
         steps: list[int] = np.unique(self.known["issued_for"][self.is_open]).tolist()
         return steps
 
-    def trained_among(self, ordinals: Ordinals) -> Ordinals:
-        known = ordinals[ordinals < self.size]
-        trained: Ordinals = known[self.states[known] == TRAINED]
+    def trained_among(self, prompt_ids: PromptIds) -> PromptIds:
+        known = prompt_ids[prompt_ids < self.size]
+        trained: PromptIds = known[self.states[known] == TRAINED]
         return trained
 
-    def trained_after(self, step: int) -> Ordinals:
+    def trained_after(self, step: int) -> PromptIds:
         return np.flatnonzero((self.states == TRAINED) & (self.known["ended_at"] > step))
 
     def summary(self) -> Iterator[dict[str, Any]]:
@@ -282,15 +282,15 @@ class _Prompts:
         elif "problem" in record:
             self.problems.append(str(record["problem"]))
         elif "prompts" in record:
-            ordinals = ordinals_in(parse_spans(record["prompts"]))
-            self._grow(int(ordinals[-1]) + 1)
+            prompt_ids = prompt_ids_in(parse_spans(record["prompts"]))
+            self._grow(int(prompt_ids[-1]) + 1)
             state, step = STATES.index(record["are"]), int(record.get("step", 0))
-            self._end(ordinals, state, step, self._reason_number(record["reason"]) if state == DROPPED else 0)
-            self.rows["times"][ordinals] = int(record["times"])
-            self.rows["issued_for"][ordinals] = int(record["issued_for"])
+            self._end(prompt_ids, state, step, self._reason_number(record["reason"]) if state == DROPPED else 0)
+            self.rows["times"][prompt_ids] = int(record["times"])
+            self.rows["issued_for"][prompt_ids] = int(record["issued_for"])
         else:
             event = _event_of(record)
-            self.apply(event, int(record["step"]), ordinals_in(parse_spans(record[event])), record.get("reason"))
+            self.apply(event, int(record["step"]), prompt_ids_in(parse_spans(record[event])), record.get("reason"))
 
     def audit(self) -> Audit:
         state, times = self.states, self.known["times"]
@@ -340,9 +340,9 @@ def _event_of(record: dict[str, Any]) -> Event:
     raise ValueError("nothing happened in this record")
 
 
-def _story_lines(record: dict[str, Any], ordinal: int) -> Iterator[str]:
+def _story_lines(record: dict[str, Any], prompt_id: int) -> Iterator[str]:
     if "prompts" in record:
-        if not _has(record["prompts"], ordinal):
+        if not _has(record["prompts"], prompt_id):
             return
         if record["times"]:
             times = f", {record['times']} times" if record["times"] > 1 else ""
@@ -351,12 +351,12 @@ def _story_lines(record: dict[str, Any], ordinal: int) -> Iterator[str]:
             yield _in_words(record["are"], record.get("step", record["issued_for"]), record.get("reason"))
     elif "problem" not in record and "begins_after" not in record:
         event = _event_of(record)
-        if _has(record[event], ordinal):
+        if _has(record[event], prompt_id):
             yield _in_words(event, record["step"], record.get("reason"))
 
 
-def _has(spans: str, ordinal: int) -> bool:
-    return any(ordinal in span for span in parse_spans(spans))
+def _has(spans: str, prompt_id: int) -> bool:
+    return any(prompt_id in span for span in parse_spans(spans))
 
 
 def _in_words(event: str, step: int, reason: str | None) -> str:
@@ -364,12 +364,12 @@ def _in_words(event: str, step: int, reason: str | None) -> str:
     return f"{event} {preposition} step {step}" + (f": {reason}" if reason else "")
 
 
-def _prompts_in_words(ordinals: Ordinals) -> str:
-    return f"prompt{'s' * (len(ordinals) > 1)} {format_spans(ordinals)}"
+def _prompts_in_words(prompt_ids: PromptIds) -> str:
+    return f"prompt{'s' * (len(prompt_ids) > 1)} {format_spans(prompt_ids)}"
 
 
-def _sorted(ordinals: Iterable[int]) -> Ordinals:
-    """Each once: samples of a prompt have its ordinal in common."""
-    given = np.unique(np.fromiter(ordinals, np.int64))
-    assert not len(given) or given[0] >= 0, "an ordinal is never negative"
+def _sorted(prompt_ids: Iterable[int]) -> PromptIds:
+    """Each once: samples of a prompt have its prompt_id in common."""
+    given = np.unique(np.fromiter(prompt_ids, np.int64))
+    assert not len(given) or given[0] >= 0, "an prompt_id is never negative"
     return given

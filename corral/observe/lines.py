@@ -64,8 +64,8 @@ STEP_FIELDS = (
     Field("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
     Field("length/mean", "length", 7, "{:.1f}".format, 3),
     Field("speed/tokens_per_s", "", 6, "{:.0f}".format, 2, " tok/s"),
-    Field("time/play_s", "play", 6, short_duration, 0),
-    Field("time/learn_s", "learn", 6, short_duration, 1),
+    Field("time/rollout_s", "play", 6, short_duration, 0),
+    Field("time/train_s", "learn", 6, short_duration, 1),
     Field("time/step_s", "step", 6, short_duration, 7),
     Field("eta_s", "eta", 6, duration, 8),
 )
@@ -117,9 +117,9 @@ def environment_scores(metrics: Mapping[str, float]) -> list[EnvironmentScore]:
     """One for each tag, or for the only environment; none where environments measure nothing."""
     measured, floor, ceiling = (
         {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        for prefix in ("validation/environment/", "validation/floor/", "validation/ceiling/")
+        for prefix in ("validation/environment/", "validation/random/", "validation/optimal/")
     )
-    ends = ("/reward", "/turns", "/length")  # which every tag has, see `loop/record.py`
+    ends = ("/reward", "/turns", "/length")  # which every tag has, see `loop/step_records.py`
     named = {name.removesuffix(ends[0]) for name in measured if name.endswith(ends[0])}
     tags = sorted(tag for tag in named if all(f"{tag}{end}" in measured for end in ends))
 

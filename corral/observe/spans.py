@@ -5,7 +5,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-Ordinals = NDArray[np.int64]
+PromptIds = NDArray[np.int64]
 
 SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
@@ -14,12 +14,12 @@ def format_span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def format_spans(ordinals: Ordinals) -> str:
-    """Of sorted, distinct ordinals."""
-    if not len(ordinals):
+def format_spans(prompt_ids: PromptIds) -> str:
+    """Of sorted, distinct prompt_ids."""
+    if not len(prompt_ids):
         return ""
-    ends = np.flatnonzero(np.diff(ordinals) != 1)
-    firsts, lasts = ordinals[np.r_[0, ends + 1]], ordinals[np.r_[ends, len(ordinals) - 1]]
+    ends = np.flatnonzero(np.diff(prompt_ids) != 1)
+    firsts, lasts = prompt_ids[np.r_[0, ends + 1]], prompt_ids[np.r_[ends, len(prompt_ids) - 1]]
     return ",".join(map(format_span, firsts.tolist(), lasts.tolist()))
 
 
@@ -37,5 +37,5 @@ def parse_spans(text: str) -> list[range]:
     return spans
 
 
-def ordinals_in(spans: list[range]) -> Ordinals:
+def prompt_ids_in(spans: list[range]) -> PromptIds:
     return np.concatenate([np.arange(span.start, span.stop) for span in spans])

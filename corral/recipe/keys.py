@@ -16,10 +16,10 @@ KeyPath = tuple[str, ...]
 
 PLACEMENT: KeyPath = ("cluster", "placement")
 ANY = "*"
-"""In a path, a name of the user's choice: `environments.*.share`."""
+"""In a path, a name of the user's choice: `environments.*.weight`."""
 
 HABITS = {
-    "lr": "optimiser.learning_rate",
+    "lr": "optimizer.learning_rate",
     "n": "batch.samples_per_prompt",
     "num_generations": "batch.samples_per_prompt",
     "group_size": "batch.samples_per_prompt",
@@ -30,7 +30,7 @@ HABITS = {
     "beta": "algorithm.kl.coefficient",
     "kl_coef": "algorithm.kl.coefficient",
     "clip_ratio": "algorithm.clip_low",
-    "grad_clip": "optimiser.max_gradient_norm",
+    "grad_clip": "optimizer.max_gradient_norm",
     "total_steps": "schedule.steps",
     "total_epochs": "schedule.epochs",
     "save_freq": "checkpoint.every",

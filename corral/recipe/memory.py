@@ -2,7 +2,7 @@
 
 P is the number of parameters, b the bytes of one weight, S the devices that share one copy of a model (`train.parallel`
 without replicate). A rollout device that does not hold the whole actor has its own copy of the weights. What stays
-between phases (weights, optimiser state) counts in all of them; what `train.offload` takes to the host, only where the
+between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the host, only where the
 device computes with it. Layers that sharding gathers for a moment, and buffers in which weights travel, are left out.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.recipe.doubts import is_scored
+from corral.recipe.warnings import is_scored
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
@@ -82,7 +82,7 @@ class _Estimate:
             yield MemoryItem("rollout weights", self.always(self.shape.num_parameters * self.weight_bytes))
         for role in ("actor", "critic"):
             if role in roles:
-                yield MemoryItem(f"{role} optimiser", self.held("optimiser", self.optimiser(role), ["learning"]))
+                yield MemoryItem(f"{role} optimizer", self.held("optimizer", self.optimizer(role), ["learning"]))
         if "rollout" in roles:
             yield MemoryItem("KV cache", {"playing": self.kv_cache()})
             if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
@@ -116,7 +116,7 @@ class _Estimate:
         """P b / S"""
         return self.shape.num_parameters * self.weight_bytes // self.sharing(role)
 
-    def optimiser(self, role: str) -> int:
+    def optimizer(self, role: str) -> int:
         """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
         copies = 2 if self.weight_bytes >= FLOAT32 else 3
         return self.shape.num_parameters * FLOAT32 * copies // self.sharing(role)
@@ -152,7 +152,7 @@ class _Estimate:
         shape, layer = self.shape, self.layer_activations()
         micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
         learning = layer * shape.num_layers
-        if self.recipe.train.recompute == "full":
+        if self.recipe.train.gradient_checkpointing:
             learning = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
         prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {

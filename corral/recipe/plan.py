@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from corral.recipe.doubts import why_learning_waits
+from corral.recipe.warnings import why_training_waits
 from corral.recipe.memory import DeviceMemory, estimate_memory, human_bytes, human_count
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import (
@@ -19,7 +19,7 @@ from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.rules import check, max_trajectory_tokens
 from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
-from corral.recipe.words import algorithm_in_words, mesh_in_words, transfer_in_words
+from corral.recipe.words import describe_algorithm, describe_mesh, describe_transfer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,18 +42,18 @@ class Plan:
 
     def text(self) -> str:
         cluster = self.recipe.cluster
-        words = algorithm_in_words(self.algorithm)
+        words = describe_algorithm(self.algorithm)
         widest = max(map(len, words))
         sections = {
             f"{self.recipe.name}: {self.recipe.algorithm.name} on {self.recipe.model.path}": [],
-            "batch": batch_in_words(self),
-            "schedule": schedule_in_words(self),
+            "batch": describe_batch(self),
+            "schedule": describe_schedule(self),
             "algorithm": [f"{name:<{widest}}  {line}" for name, line in words.items()],
             "placement": [
                 *self.placement.picture(cluster.nodes, cluster.devices_per_node).splitlines(),
-                *cluster_in_words(self),
+                *describe_cluster(self),
             ],
-            memory_title(self): memory_in_words(self),
+            memory_title(self): describe_memory(self),
             "warnings": [f"- {warning}" for warning in self.warnings] or ["none"],
         }
         return "\n".join(
@@ -74,7 +74,7 @@ class Plan:
                 "prompts": batch.prompts_per_step,
                 "samples_per_prompt": batch.samples_per_prompt,
                 "trajectories": num_trajectories(self.recipe),
-                "passes": batch.passes,
+                "ppo_epochs": batch.ppo_epochs,
                 "update_sizes": update_sizes(num_trajectories(self.recipe), batch.updates_per_step),
                 "trainers": len(self.placement.roles["actor"]),
                 "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
@@ -172,12 +172,12 @@ def update_sizes(trajectories: int, updates: int) -> list[int]:
     return [size + 1] * larger + [size] * (updates - larger)
 
 
-def batch_in_words(plan: Plan) -> list[str]:
+def describe_batch(plan: Plan) -> list[str]:
     """64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"""
-    recipe, batch, mesh = plan.recipe, plan.recipe.batch, mesh_in_words(plan.meshes["actor"])
-    updates = updates_in_words(update_sizes(num_trajectories(recipe), batch.updates_per_step))
-    if batch.passes > 1:
-        updates = f"{batch.passes} passes of {updates}"
+    recipe, batch, mesh = plan.recipe, plan.recipe.batch, describe_mesh(plan.meshes["actor"])
+    updates = describe_updates(update_sizes(num_trajectories(recipe), batch.updates_per_step))
+    if batch.ppo_epochs > 1:
+        updates = f"{batch.ppo_epochs} passes of {updates}"
     lines = [
         f"{count(batch.prompts_per_step, 'prompt')} x {count(batch.samples_per_prompt, 'sample')} = "
         f"{count(num_trajectories(recipe), 'trajectory')} -> {updates} on "
@@ -191,7 +191,7 @@ def batch_in_words(plan: Plan) -> list[str]:
     return lines
 
 
-def updates_in_words(sizes: list[int]) -> str:
+def describe_updates(sizes: list[int]) -> str:
     """`4 updates of 128`, or `3 updates of 171, 171 and 170`, or with many `12 updates: 8 of 43 and 4 of 42`"""
     words = count(len(sizes), "update")
     if sizes[0] == sizes[-1]:
@@ -202,22 +202,22 @@ def updates_in_words(sizes: list[int]) -> str:
     return f"{words} ({larger} of {sizes[0]} and {len(sizes) - larger} of {sizes[-1]})"
 
 
-def schedule_in_words(plan: Plan) -> list[str]:
+def describe_schedule(plan: Plan) -> list[str]:
     recipe, batch, steps = plan.recipe, plan.recipe.batch, plan.num_steps
     if steps is None:
         epochs = f"{recipe.schedule.epochs:g} epochs of the training data"
-        return [f"{epochs}; how many steps that is depends on its number of rows", mode_in_words(plan)]
+        return [f"{epochs}; how many steps that is depends on its number of rows", describe_mode(plan)]
     prompts = steps * batch.prompts_per_step
     line = (
         f"{count(steps, 'step')} = {count(prompts, 'prompt')}, "
         f"{count(prompts * batch.samples_per_prompt, 'trajectory')}, "
-        f"{count(steps * batch.updates_per_step * batch.passes, 'update')}"
+        f"{count(steps * batch.updates_per_step * batch.ppo_epochs, 'update')}"
     )
     if plan.num_rows is not None:
         line += f"; {prompts / plan.num_rows:.3g} epochs of {count(plan.num_rows, 'row')}"
     if plan.algorithm.dynamic_sampling:
         line += " (without the prompts that dynamic sampling replaces)"
-    return [line, mode_in_words(plan)]
+    return [line, describe_mode(plan)]
 
 
 def mode_of(recipe: Recipe) -> Literal["synchronous", "pipelined", "ahead"]:
@@ -226,10 +226,10 @@ def mode_of(recipe: Recipe) -> Literal["synchronous", "pipelined", "ahead"]:
     return "pipelined" if recipe.schedule.pipelined else "synchronous"
 
 
-def mode_in_words(plan: Plan) -> str:
+def describe_mode(plan: Plan) -> str:
     schedule, correction = plan.recipe.schedule, plan.algorithm.correction_name
     streams = "scored and learnt from as it comes in"
-    if why_learning_waits(plan.recipe, plan.algorithm):
+    if why_training_waits(plan.recipe, plan.algorithm):
         streams = "scored as it comes in and learnt from when the step is complete"
     match mode_of(plan.recipe):
         case "synchronous":
@@ -241,8 +241,8 @@ def mode_in_words(plan: Plan) -> str:
     return f"{words}; {streams}" if schedule.pipelined else words
 
 
-def cluster_in_words(plan: Plan) -> list[str]:
-    weights = transfer_in_words(transfer_kind(plan.recipe, plan.placement), plan.meshes["actor"])
+def describe_cluster(plan: Plan) -> list[str]:
+    weights = describe_transfer(transfer_kind(plan.recipe, plan.placement), plan.meshes["actor"])
     runtime, address = "this process", plan.recipe.cluster.address
     if runs_on_ray(plan.recipe):
         known = "the cluster that runs on this machine, else one that is started for the run"
@@ -259,7 +259,7 @@ def memory_title(plan: Plan) -> str:
     )
 
 
-def memory_in_words(plan: Plan) -> list[str]:
+def describe_memory(plan: Plan) -> list[str]:
     if plan.shape is None:
         path = plan.recipe.model.path
         return [

@@ -100,7 +100,7 @@ class ResolvedAlgorithm:
     whiten: bool
     advantage_clip: float | None
     gamma: float
-    lam: float
+    gae_lambda: float
     turn_gamma: float
     turn_weight: float
     sapo_tau_positive: float
@@ -132,7 +132,7 @@ class ResolvedAlgorithm:
             return {"turn_gamma": self.turn_gamma, "turn_weight": self.turn_weight}
         if self.advantage == "turn_grpo":
             return {"turn_gamma": self.turn_gamma}
-        return {"gamma": self.gamma, "lam": self.lam}
+        return {"gamma": self.gamma, "gae_lambda": self.gae_lambda}
 
     @property
     def needs_critic(self) -> bool:
@@ -171,7 +171,7 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         whiten=written.whiten,
         advantage_clip=written.advantage_clip,
         gamma=either(written.gamma, 1.0),
-        lam=either(written.lam, 1.0),
+        gae_lambda=either(written.gae_lambda, 1.0),
         turn_gamma=either(written.turn_gamma, 0.95),  # arXiv:2505.10978
         turn_weight=either(written.turn_weight, 1.0),
         sapo_tau_positive=either(written.sapo_tau_positive, 1.0),  # arXiv:2511.20347

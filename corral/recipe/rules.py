@@ -1,4 +1,4 @@
-"""Rules across keys: what a recipe may not say. (What it should think twice about is in `doubts.py`.)
+"""Rules across keys: what a recipe may not say. (What it should think twice about is in `recipe_warnings.py`.)
 
 A key that was written but would have no effect is a problem: the user believes in something that will not happen. What
 counts as written is what pydantic saw in the file or the overrides; presets and defaults never offend.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from corral.recipe.doubts import doubts
+from corral.recipe.warnings import recipe_warnings
 from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
@@ -22,7 +22,7 @@ from corral.recipe.presets import (
     ResolvedAlgorithm,
     resolve_algorithm,
 )
-from corral.recipe.schema import Optimiser, Part, Recipe, Section, Source
+from corral.recipe.schema import Optimizer, Part, Recipe, Section, Source
 
 Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
@@ -50,7 +50,7 @@ def check(recipe: Recipe) -> list[str]:
         raise RecipeError(problems)
     if placement.idle:
         unplaced.append(f"`cluster.placement`: nothing uses device {format_devices(placement.idle)}")
-    return [*doubts(recipe, algorithm), *unplaced]
+    return [*recipe_warnings(recipe, algorithm), *unplaced]
 
 
 def max_trajectory_tokens(recipe: Recipe) -> int:
@@ -111,29 +111,31 @@ def environments_or_one(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Finding
             yield f"`environments`: the tag {tag!r} becomes part of metrics' names: use letters, digits, _ - and ."
 
 
-def shares_of_boards(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+def weights_of_boards(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     parts = parts_on_boards(recipe)
-    others = "is dealt by shares; rows of other sources have a column `environment`"
+    others = "is mixed by weights; rows of other sources have a column `environment`"
     for tag, environment in recipe.environments.items():
         where = f"environments.{tag}"
         if "validation" not in parts:
-            yield from unused(environment, where, ["validation_share"], f"only `data.validation.path: boards` {others}")
+            yield from unused(
+                environment, where, ["validation_weight"], f"only `data.validation.path: boards` {others}"
+            )
         if not parts:
-            yield from unused(environment, where, ["share"], f"only `path: boards` {others}")
-        elif "train" not in parts and environment.validation_share is not None:
-            reason = f"there are only boards to validate on, and `{where}.validation_share` says how many"
-            yield from unused(environment, where, ["share"], reason)
+            yield from unused(environment, where, ["weight"], f"only `path: boards` {others}")
+        elif "train" not in parts and environment.validation_weight is not None:
+            reason = f"there are only boards to validate on, and `{where}.validation_weight` says how many"
+            yield from unused(environment, where, ["weight"], reason)
     for part in parts:
-        if not any(recipe.shares(part).values()):
-            key = "share" if part == "train" else "validation_share"
-            yield f"`environments`: all shares of `data.{part}.path: boards` are 0; give one of them a `{key}`"
+        if not any(recipe.mixing_weights(part).values()):
+            key = "weight" if part == "train" else "validation_weight"
+            yield f"`environments`: all weights of `data.{part}.path: boards` are 0; give one of them a `{key}`"
 
 
 def boards_and_games(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     parts = parts_on_boards(recipe)
     for part in parts:
         for tag, environment in recipe.tagged_environments.items():
-            if environment.name in NEED_ROWS and recipe.shares(part)[tag]:
+            if environment.name in NEED_ROWS and recipe.mixing_weights(part)[tag]:
                 yield (
                     f"`data.{part}.path: boards` is for games, and `{environment.name}` needs rows with a prompt: "
                     "name a file, a hub data set or a generated task"
@@ -211,7 +213,7 @@ def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield from unused(written, "algorithm", ["dro_beta"], by_loss)
     if loss not in ("dppo_tv", "dppo_kl"):
         yield from unused(written, "algorithm", ["dppo_threshold"], by_loss)
-    if recipe.batch.updates_per_step * recipe.batch.passes == 1 and algorithm.old_logprobs == "recompute":
+    if recipe.batch.updates_per_step * recipe.batch.ppo_epochs == 1 and algorithm.old_logprobs == "recompute":
         reason = "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1"
         yield from unused(written, "algorithm", ["max_mean_ratio"], reason)
     forced = FORCED_AGGREGATION.get(loss)
@@ -233,10 +235,10 @@ def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if algorithm.advantage != "gigpo":
         yield from unused(recipe.algorithm, "algorithm", ["turn_weight"], by_advantage)
     if not algorithm.needs_critic:
-        yield from unused(recipe.algorithm, "algorithm", ["lam"], by_advantage)
+        yield from unused(recipe.algorithm, "algorithm", ["gae_lambda"], by_advantage)
         reason = f"only the advantage gae has a critic, and this is {algorithm.advantage}"
         yield from unused(recipe.critic, "critic", ["path", "value_clip", "warmup_steps"], reason)
-        yield from unused(recipe.critic.optimiser, "critic.optimiser", Optimiser.model_fields, reason)
+        yield from unused(recipe.critic.optimizer, "critic.optimizer", Optimizer.model_fields, reason)
 
 
 def kl_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -296,16 +298,16 @@ def shaping_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         )
 
 
-def optimiser_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    optimisers = {"optimiser": recipe.optimiser}
+def optimizer_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    optimizers = {"optimizer": recipe.optimizer}
     if algorithm.needs_critic:
-        optimisers["critic.optimiser"] = recipe.critic.optimiser
-    for where, optimiser in optimisers.items():
-        if optimiser.warmup_ratio is not None and "warmup_steps" in optimiser.model_fields_set:
+        optimizers["critic.optimizer"] = recipe.critic.optimizer
+    for where, optimizer in optimizers.items():
+        if optimizer.warmup_ratio is not None and "warmup_steps" in optimizer.model_fields_set:
             yield f"`{where}.warmup_steps` and `{where}.warmup_ratio` are both set; keep one of them"
-        if optimiser.schedule == "constant":
+        if optimizer.schedule == "constant":
             reason = f"`{where}.schedule` is constant; linear and cosine end at that ratio"
-            yield from unused(optimiser, where, ["min_learning_rate_ratio"], reason)
+            yield from unused(optimizer, where, ["min_learning_rate_ratio"], reason)
 
 
 def length_of_the_run(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -443,10 +445,10 @@ def offloaded_parts(recipe: Recipe, placement: Placement) -> Findings:
         if not mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole:
             return
         for part in recipe.train.offload:
-            if part != "optimiser":
+            if part != "optimizer":
                 yield (
                     f"`train.offload: {part}` needs a sharded model, and every device of actor holds a whole one; keep "
-                    "optimiser only, or shard over several devices (`train.parallel.shard`)"
+                    "optimizer only, or shard over several devices (`train.parallel.shard`)"
                 )
 
 
@@ -461,7 +463,7 @@ RULES: tuple[Rule, ...] = (
     name_is_a_folder,
     data_keys,
     environments_or_one,
-    shares_of_boards,
+    weights_of_boards,
     boards_and_games,
     turns_and_timeouts,
     batch_sizes,
@@ -470,7 +472,7 @@ RULES: tuple[Rule, ...] = (
     kl_keys,
     correction_keys,
     shaping_keys,
-    optimiser_keys,
+    optimizer_keys,
     length_of_the_run,
     validation_keys,
     logging_keys,

@@ -73,7 +73,7 @@ class Model(Section):
     """A folder in Hugging Face layout, a hub name, or a built-in one: `smollm2-135m-instruct`, or `blank-1m`, which
     reads bytes and has learnt nothing yet."""
     dtype: DtypeName = "auto"
-    """Of weights and computation; the optimiser keeps float32 copies of smaller ones, and float16 scales the loss.
+    """Of weights and computation; the optimizer keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""
     exact: bool = False
     """Attention in float64, so that the engine's log-probs are the trainer's to the last bit. float32 only, and only
@@ -151,11 +151,11 @@ class Environment(Section):
 
 
 class TaggedEnvironment(Environment):
-    share: NaturalFloat = 1.0
-    """Of the boards, relative to the others' shares (`path: boards`; rows of other sources say themselves whose they
+    weight: NaturalFloat = 1.0
+    """Mixing weight of its boards, relative to those of the others (`path: boards`; rows of other sources say themselves whose they
     are, in a column `environment`). 0: none."""
-    validation_share: NaturalFloat | None = None
-    """Of the boards to validate on. None: as `share`."""
+    validation_weight: NaturalFloat | None = None
+    """Of the boards to validate on. None: as `weight`."""
 
 
 MAX_SEQUENCES = {"cpu": 64, "cuda": 512}
@@ -191,8 +191,8 @@ class Batch(Section):
     prompts_per_step: PositiveInt = 8
     samples_per_prompt: PositiveInt = 8
     updates_per_step: PositiveInt = 1
-    """Optimiser steps per pass over a batch."""
-    passes: PositiveInt = 1
+    """Optimizer steps per pass over a batch."""
+    ppo_epochs: PositiveInt = 1
     """Passes over a batch (PPO's epochs)."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """Hard cap; tokens with the same history count once."""
@@ -259,7 +259,7 @@ class Algorithm(Section):
     advantage_clip: PositiveFloat | None = None
     """A token's advantage is at most this, and at least its negative; after whitening, where there is any."""
     gamma: Fraction | None = None
-    lam: Fraction | None = None
+    gae_lambda: Fraction | None = None
     """GAE's lambda."""
     turn_gamma: Fraction | None = None
     """Discount of a reward for every turn that it comes later (turn_grpo, gigpo)."""
@@ -271,7 +271,7 @@ class Algorithm(Section):
     dppo_threshold: PositiveFloat | None = None
     entropy_coefficient: NaturalFloat = 0.0
     llds_coefficient: NaturalFloat = 0.0
-    """Lazy likelihood displacement regulariser: penalises a falling likelihood of good samples."""
+    """Lazy likelihood displacement regularizer: penalises a falling likelihood of good samples."""
     old_logprobs: Literal["engine", "recompute"] | None = None
     """engine: those the samples were drawn with (one pass less). recompute: by the trainer, before the first update.
     Not written: engine on-policy, recompute with `schedule.max_staleness` above 0."""
@@ -281,7 +281,7 @@ class Algorithm(Section):
     overlong: Overlong = Overlong()
 
 
-class Optimiser(Section):
+class Optimizer(Section):
     learning_rate: PositiveFloat = 1e-6
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     epsilon: PositiveFloat = 1e-8
@@ -294,14 +294,14 @@ class Optimiser(Section):
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-class CriticOptimiser(Optimiser):
+class CriticOptimizer(Optimizer):
     learning_rate: PositiveFloat = 1e-5
 
 
 class Critic(Section):
     path: str | None = None
     """None: starts as a copy of the model, with a new value head."""
-    optimiser: CriticOptimiser = CriticOptimiser()
+    optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: PositiveFloat | None = 0.5
     warmup_steps: NaturalInt = 0
     """Steps in which only the critic learns."""
@@ -319,7 +319,7 @@ class Parallel(Section):
     replicate: PositiveInt = 1
     """Copies of the sharded model (HSDP)."""
     shard: PositiveInt | None = None
-    """Devices over which one copy's parameters, gradients and optimiser are sharded (FSDP). None: all that are left.
+    """Devices over which one copy's parameters, gradients and optimizer are sharded (FSDP). None: all that are left.
     1: nothing is sharded, and an engine on the same device decodes with the trainer's own tensors."""
     expert: PositiveInt = 1
     """Devices over which a mixture's experts are dealt; besides, they share the data and the other parameters."""
@@ -335,10 +335,10 @@ LOGITS_CHUNK = {"cpu": 256, "cuda": 8192}
 
 class Train(Section):
     parallel: Parallel = Parallel()
-    offload: list[Literal["parameters", "gradients", "optimiser"]] = []
+    offload: list[Literal["parameters", "gradients", "optimizer"]] = []
     """What lives in the host's memory while the device does not compute with it."""
-    recompute: Literal["none", "full"] = "none"
-    """full: activations are computed again in the backward pass (less memory, a third more work)."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass (less memory, a third more work)."""
     logits_chunk: PositiveInt | None = None
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None
@@ -453,7 +453,7 @@ class Recipe(Section):
     rollout: Rollout = Rollout()
     batch: Batch = Batch()
     algorithm: Algorithm = Algorithm()
-    optimiser: Optimiser = Optimiser()
+    optimizer: Optimizer = Optimizer()
     critic: Critic = Critic()
     reference: Reference = Reference()
     train: Train = Train()
@@ -468,10 +468,10 @@ class Recipe(Section):
         """By tag; the only one has none."""
         return dict(self.environments) or {"": self.environment}
 
-    def shares(self, part: Part) -> dict[str, float]:
+    def mixing_weights(self, part: Part) -> dict[str, float]:
         """Of boards, by tag."""
-        shares = {tag: environment.share for tag, environment in self.environments.items()}
+        weights = {tag: environment.weight for tag, environment in self.environments.items()}
         if part == "validation":
-            own = {tag: environment.validation_share for tag, environment in self.environments.items()}
-            shares |= {tag: share for tag, share in own.items() if share is not None}
-        return shares or {"": 1.0}
+            own = {tag: environment.validation_weight for tag, environment in self.environments.items()}
+            weights |= {tag: weight for tag, weight in own.items() if weight is not None}
+        return weights or {"": 1.0}

@@ -54,26 +54,26 @@ TRANSFERS: dict[TransferKind, str] = {
 DIMENSIONS = {"replicate": "replicas", "shard": "shards", "expert": "expert", "context": "context", "tensor": "tensor"}
 
 
-def mesh_in_words(mesh: MeshShape) -> str:
+def describe_mesh(mesh: MeshShape) -> str:
     """`2 shards x 2 tensor`; empty for one device."""
     sizes = {words: getattr(mesh, name) for name, words in DIMENSIONS.items()}
     return " x ".join(f"{size} {words}" for words, size in sizes.items() if size > 1)
 
 
-def transfer_in_words(kind: TransferKind, actor: MeshShape) -> str:
+def describe_transfer(kind: TransferKind, actor: MeshShape) -> str:
     if kind == "shared" and actor.is_whole:
         return "shared: nothing travels, the engine decodes with the trainer's own tensors"
     return TRANSFERS[kind]
 
 
-def algorithm_in_words(algorithm: ResolvedAlgorithm) -> dict[str, str]:
+def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     """What to call each line, and what it says. Things that are off and rarely used are left out."""
     lines = {
-        "advantage": advantage_in_words(algorithm),
-        "loss": loss_in_words(algorithm),
-        "aggregation": AGGREGATIONS[algorithm.aggregation] + norm_in_words(algorithm),
-        "KL": kl_in_words(algorithm),
-        "old log-probs": old_logprobs_in_words(algorithm),
+        "advantage": describe_advantage(algorithm),
+        "loss": describe_loss(algorithm),
+        "aggregation": AGGREGATIONS[algorithm.aggregation] + describe_norm(algorithm),
+        "KL": describe_kl(algorithm),
+        "old log-probs": describe_old_logprobs(algorithm),
         "correction": CORRECTIONS[algorithm.correction_name].format(
             cap=algorithm.correction_cap, floor=algorithm.correction_floor, level=algorithm.correction_level
         ),
@@ -100,10 +100,10 @@ def algorithm_in_words(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     return lines
 
 
-def advantage_in_words(algorithm: ResolvedAlgorithm) -> str:
+def describe_advantage(algorithm: ResolvedAlgorithm) -> str:
     words = f"{algorithm.advantage}: {ADVANTAGES[algorithm.advantage]}"
     if algorithm.needs_critic:
-        words += f"; gamma {algorithm.gamma:g}, lambda {algorithm.lam:g}"
+        words += f"; gamma {algorithm.gamma:g}, lambda {algorithm.gae_lambda:g}"
     elif algorithm.gamma != 1:
         words += f"; gamma {algorithm.gamma:g}"
     if algorithm.whiten:
@@ -112,7 +112,7 @@ def advantage_in_words(algorithm: ResolvedAlgorithm) -> str:
     return words if bound is None else f"{words}; within [{-bound:g}, {bound:g}]"
 
 
-def loss_in_words(algorithm: ResolvedAlgorithm) -> str:
+def describe_loss(algorithm: ResolvedAlgorithm) -> str:
     words = f"{algorithm.loss}: {LOSSES[algorithm.loss]}"
     match algorithm.loss:
         case "gmpo":
@@ -128,11 +128,11 @@ def loss_in_words(algorithm: ResolvedAlgorithm) -> str:
     return words if algorithm.dual_clip is None else f"{words}; dual clip {algorithm.dual_clip:g}"
 
 
-def norm_in_words(algorithm: ResolvedAlgorithm) -> str:
+def describe_norm(algorithm: ResolvedAlgorithm) -> str:
     return f" ({algorithm.aggregation_norm:g})" if algorithm.aggregation == "seq_mean_token_sum_norm" else ""
 
 
-def kl_in_words(algorithm: ResolvedAlgorithm) -> str:
+def describe_kl(algorithm: ResolvedAlgorithm) -> str:
     if algorithm.kl_where is None:
         return "none, so no reference model"
     words = f"in the {algorithm.kl_where}, estimator {algorithm.kl_estimator}, coefficient {algorithm.kl_coefficient:g}"
@@ -141,7 +141,7 @@ def kl_in_words(algorithm: ResolvedAlgorithm) -> str:
     return words
 
 
-def old_logprobs_in_words(algorithm: ResolvedAlgorithm) -> str:
+def describe_old_logprobs(algorithm: ResolvedAlgorithm) -> str:
     if algorithm.old_logprobs == "engine":
         return "those the engine sampled with"
     return "recomputed by the trainer before the first update"

@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Prompt:
-    ordinal: int
+    prompt_id: int
     """Counted over the run; the group of its samples."""
     index: int
     """Of the row in its data set."""
@@ -74,7 +74,7 @@ class Driver:
         """
         groups = [
             [
-                _Episode(self, prompt, sample, seed_of(self.seed, purpose, prompt.ordinal, sample))
+                _Episode(self, prompt, sample, seed_of(self.seed, purpose, prompt.prompt_id, sample))
                 for sample in range(samples_per_prompt)
             ]
             for prompt in prompts
@@ -167,7 +167,7 @@ class _Episode:
             versions=versions,
             turn_rewards=self.turn_rewards,
             stop=stop,
-            ordinal=self.prompt.ordinal,
+            prompt_id=self.prompt.prompt_id,
             sample=self.sample,
             row=self.prompt.index,
             metrics=self.metrics,
@@ -302,9 +302,9 @@ def finite(numbers: dict[str, float]) -> dict[str, float]:
     return numbers
 
 
-def seed_of(seed: int, purpose: str, ordinal: int, sample: int) -> int:
+def seed_of(seed: int, purpose: str, prompt_id: int, sample: int) -> int:
     """63 bits that depend on nothing but these: the same trajectory in every run, on any number of machines."""
-    return hash_of(f"{seed}/{purpose}/{ordinal}/{sample}")
+    return hash_of(f"{seed}/{purpose}/{prompt_id}/{sample}")
 
 
 def hash_of(text: str) -> int:

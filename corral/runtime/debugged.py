@@ -12,17 +12,17 @@ from corral.envs.base import Env, StepResult
 from corral.recipe.schema import Recipe
 from corral.rewards.here import RewardsHere
 from corral.rewards.pools import Pools
-from corral.runtime.player import Player
+from corral.runtime.rollout_worker import Player
 from corral.runtime.roles import build_role, rewarded
 from corral.runtime.terminal import open_at
-from corral.runtime.worker import Site
+from corral.runtime.worker import WorkerContext
 
 HERE = "corral.runtime.debugged:build_here"
 OPENED = "corral.runtime.debugged:build_opened"
 """The same, and a debugger opens where something fails."""
 
 
-def build_here(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+def build_here(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Any:
     if role == "rewards":
         return Pools(rewarded(recipe), RewardsHere)
     made = build_role(role, site, recipe, resume_from)
@@ -34,7 +34,7 @@ def build_here(role: str, site: Site, recipe: Recipe, resume_from: Path | None) 
     return made
 
 
-def build_opened(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+def build_opened(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Any:
     if role == "rewards":
         return Pools(rewarded(recipe), lambda reward: RewardsHere(reward, on_error=open_at))
     made = build_here(role, site, recipe, resume_from)

@@ -24,7 +24,7 @@ class WorkerLost(RunError):
         self.device, self.node = device, node
 
 
-class Late(RunError):
+class CallTimeout(RunError):
     """No answer within the deadline."""
 
 
@@ -48,7 +48,7 @@ class Group(ABC):
             async with asyncio.timeout(limit):
                 return await self.send(rank, method, arguments)
         except TimeoutError:
-            raise Late(
+            raise CallTimeout(
                 f"{self.role}.{method}: no answer from {self.names[rank]} within {limit:g} s; it may hang, or "
                 "`cluster.call_timeout_s` is too short for it"
             ) from None

@@ -44,7 +44,7 @@ def probe_trajectory(prompt: Sequence[int]) -> Trajectory:
         versions=np.where(generated, 0, -1),
         turn_rewards=[],
         stop=StopReason.LENGTH,
-        ordinal=0,
+        prompt_id=0,
         sample=0,
         row=0,
     )

@@ -18,7 +18,7 @@ from typing import Any
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import MESH_ROLES, Placement
 from corral.recipe.schema import Recipe
-from corral.runtime.group import Group, Late
+from corral.runtime.group import Group, CallTimeout
 from corral.runtime.worker import BUILDER
 
 try:
@@ -287,7 +287,7 @@ class RayRuntime:
         except NodeGone:
             raise node_lost(node, None, f"{who} started") from None
         except TimeoutError:
-            raise Late(f"{who} on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)") from None
+            raise CallTimeout(f"{who} on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)") from None
         except RayError as error:
             raise RunError(f"{who} on {node} could not start; is Corral installed there? {error}") from error
 
@@ -303,7 +303,7 @@ class RayRuntime:
             call.result()
         if late:
             names = ", ".join(name for name, call in zip(group.names, calls, strict=True) if call in late)
-            raise Late(
+            raise CallTimeout(
                 f"the workers of {', '.join(one.roles)} did not all connect to {meeting} and to each other within "
                 f"{limit:g} s (`cluster.start_timeout_s`): {names}. A firewall between the nodes, or the wrong network "
                 f"({' and '.join(INTERFACE_VARIABLES)} choose another)"

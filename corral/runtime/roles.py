@@ -8,16 +8,16 @@ from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.pools import Pools
-from corral.runtime.player import Player
-from corral.runtime.trainers import Actor, Critic, Scorer
-from corral.runtime.worker import Site
+from corral.runtime.rollout_worker import Player
+from corral.runtime.model_workers import Actor, Critic, Scorer
+from corral.runtime.worker import WorkerContext
 
 ORDER = ("rewards", "actor", "reference", "critic", "rollout")
 """In which roles are built. Rewards first: their processes start while models are loaded, and a wrong one is known
 before that. The rollout last: it may share the actor's tensors."""
 
 
-def build_role(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Any:
+def build_role(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Any:
     """`resume_from`: a checkpoint whose model the policy starts as."""
     trained = recipe.model.path if resume_from is None else str(resume_from)
     match role:
@@ -45,7 +45,7 @@ def rewarded(recipe: Recipe) -> dict[str, Environment]:
     return {tag: environment for tag, environment in recipe.tagged_environments.items() if uses_rewards(environment)}
 
 
-def engine_model(site: Site, recipe: Recipe, path: str) -> Any:
+def engine_model(site: WorkerContext, recipe: Recipe, path: str) -> Any:
     """The trainer's own, where it is here and whole; else a copy."""
     if "actor" in site.hosted and mesh_shape(recipe.train.parallel, site.size).is_whole:
         return site.hosted["actor"].trainer.model

@@ -25,7 +25,7 @@ BUILDER = "corral.runtime.roles:build_role"
 
 
 @dataclass
-class Site:
+class WorkerContext:
     """Where a role finds itself: a worker among those with the same roles."""
 
     rank: int
@@ -46,7 +46,7 @@ class Worker:
     def __init__(self, rank: int, size: int, address: str, *, timeout_s: float, threads: int | None = None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.site = Site(rank, size, address, default_device(), timeout_s)
+        self.site = WorkerContext(rank, size, address, default_device(), timeout_s)
         self.store: TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
@@ -71,7 +71,7 @@ class Worker:
     def build(self, builder: str, role: str, recipe: Recipe, resume_from: Path | None) -> dict[str, Any]:
         """Builds a role, which may use those built here before. Returns what it has to say of itself."""
         module, _, name = builder.partition(":")
-        make: Callable[[str, Site, Recipe, Path | None], Any] = getattr(importlib.import_module(module), name)
+        make: Callable[[str, WorkerContext, Recipe, Path | None], Any] = getattr(importlib.import_module(module), name)
         self.site.hosted[role] = made = make(role, self.site, recipe, resume_from)
         facts: dict[str, Any] = made.facts() if hasattr(made, "facts") else {}
         return facts

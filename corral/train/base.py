@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from corral.data.batch import Pack
-from corral.train.optimiser import UpdateResult
+from corral.train.optimizer import UpdateResult
 
 PolicyLoss = Callable[[Tensor, Tensor], Tensor]
 """(log-probs [tokens], entropy [tokens]) of a pack, both 0 where nothing was generated -> its share of the loss."""
@@ -33,7 +33,7 @@ class PolicyTrainer(Protocol):
         """One update with the gradients times `scale`."""
         ...
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """As if nothing had been learnt since the last update."""
         ...
 
@@ -42,7 +42,7 @@ class PolicyTrainer(Protocol):
         ...
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
-        """The model and the optimiser's state, into a checkpoint's folder. `writers`: ranks that see it; None: all."""
+        """The model and the optimizer's state, into a checkpoint's folder. `writers`: ranks that see it; None: all."""
         ...
 
     def load(self, folder: Path) -> None: ...
@@ -57,7 +57,7 @@ class ValueTrainer(Protocol):
 
     def step(self, scale: float = 1.0) -> UpdateResult: ...
 
-    def forget_gradients(self) -> None: ...
+    def zero_grad(self) -> None: ...
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None: ...
 

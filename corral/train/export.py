@@ -1,4 +1,4 @@
-"""A checkpoint without its optimiser: the model and tokenizer, for transformers, vLLM and others."""
+"""A checkpoint without its optimizer: the model and tokenizer, for transformers, vLLM and others."""
 
 import json
 import os

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from corral.data.batch import Pack
 from corral.model.logprobs import head_logprobs
-from corral.recipe.schema import LOGITS_CHUNK, Optimiser
+from corral.recipe.schema import LOGITS_CHUNK, Optimizer
 from corral.train.base import PolicyLoss, ValueLoss
 from corral.train.layout import local_tensor
 from corral.train.mesh import Mesh
 from corral.train.prediction import Prediction, stand_in
 from corral.train.pretrained import write_pretrained
 from corral.train.tensors import StoredTensors, write_tensors
-from corral.train.trained import Trained, recomputing
+from corral.train.trained import Trained, checkpointed
 
 
 class NativePolicy(Trained):
-    """The actor, or with `optimiser=None` the frozen reference."""
+    """The actor, or with `optimizer=None` the frozen reference."""
 
     def __init__(
         self,
@@ -33,13 +33,21 @@ class NativePolicy(Trained):
         *,
         temperature: float,
         logits_chunk: int | None = None,
-        optimiser: Optimiser | None = None,
+        optimizer: Optimizer | None = None,
         total_updates: int = 0,
-        recompute: bool = False,
+        gradient_checkpointing: bool = False,
         mesh: Mesh | None = None,
         offload: Sequence[str] = (),
     ) -> None:
-        super().__init__(model, model, optimiser, total_updates, recompute=recompute, mesh=mesh, offload=offload)
+        super().__init__(
+            model,
+            model,
+            optimizer,
+            total_updates,
+            gradient_checkpointing=gradient_checkpointing,
+            mesh=mesh,
+            offload=offload,
+        )
         self.temperature = temperature
         self.logits_chunk = logits_chunk or LOGITS_CHUNK[self.mesh.device.type]
 
@@ -55,7 +63,7 @@ class NativePolicy(Trained):
     def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
         if pack is None and not self.mesh.is_sharded:
             return 0.0
-        with recomputing(self.causal, self.recompute):
+        with checkpointed(self.causal, self.gradient_checkpointing):
             logprobs, entropy = self.compute(pack or stand_in(), self._logprobs)
             if pack is None:
                 return self.backward(0.0 * (logprobs + entropy).sum())
@@ -76,14 +84,14 @@ class NativePolicy(Trained):
         return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
-        """The model in Hugging Face layout, and the optimiser in `actor/`; called by all ranks. `writers`: those that
+        """The model in Hugging Face layout, and the optimizer in `actor/`; called by all ranks. `writers`: those that
         see the folder; None: all."""
         write_pretrained(self.model, self.layout, folder, writers)
-        self.save_optimiser(folder / "actor", writers)
+        self.save_optimizer(folder / "actor", writers)
 
     def load(self, folder: Path) -> None:
-        """The optimiser; the model was loaded before it was spread over processes."""
-        self.load_optimiser(folder / "actor")
+        """The optimizer; the model was loaded before it was spread over processes."""
+        self.load_optimizer(folder / "actor")
 
 
 class NativeCritic(Trained):
@@ -92,18 +100,18 @@ class NativeCritic(Trained):
     def __init__(
         self,
         model: "ValueModel",
-        optimiser: Optimiser,
+        optimizer: Optimizer,
         total_updates: int,
-        recompute: bool = False,
+        gradient_checkpointing: bool = False,
         mesh: Mesh | None = None,
         offload: Sequence[str] = (),
     ) -> None:
         super().__init__(
             model,
             model.trunk,
-            optimiser,
+            optimizer,
             total_updates,
-            recompute=recompute,
+            gradient_checkpointing=gradient_checkpointing,
             mesh=mesh,
             offload=offload,
             in_float32=[model.head],
@@ -121,7 +129,7 @@ class NativeCritic(Trained):
     def forward_backward(self, pack: Pack | None, loss: ValueLoss | None) -> float:
         if pack is None and not self.mesh.is_sharded:
             return 0.0
-        with recomputing(self.causal, self.recompute):
+        with checkpointed(self.causal, self.gradient_checkpointing):
             values = self.compute(pack or stand_in(), self._values)
             if pack is None:
                 return self.backward(0.0 * values.sum())
@@ -133,16 +141,16 @@ class NativeCritic(Trained):
         return prediction.to_tokens(values[prediction.row_of_target])
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
-        """Model and optimiser, in `critic/`; called by all ranks. `writers`: those that see the folder; None: all."""
+        """Model and optimizer, in `critic/`; called by all ranks. `writers`: those that see the folder; None: all."""
         kinds = {name: (spread.dtype, spread.shape) for name, spread in self.layout.spreads.items()}
         write_tensors(folder / "critic", "model", kinds, self.weights(), self.mesh, writers)
-        self.save_optimiser(folder / "critic", writers)
+        self.save_optimizer(folder / "critic", writers)
 
     def load(self, folder: Path) -> None:
         stored = StoredTensors(folder / "critic", "model")
         for name, parameter in self.model.named_parameters():
             local_tensor(parameter).copy_(self.layout.part(name, stored[name]))
-        self.load_optimiser(folder / "critic")
+        self.load_optimizer(folder / "critic")
 
 
 class ValueModel(nn.Module):

@@ -70,7 +70,7 @@ def stand_in() -> Pack:
         versions=np.zeros(2, np.int64),
         turn_rewards=[],
         stop=StopReason.LENGTH,
-        ordinal=0,
+        prompt_id=0,
         sample=0,
         row=0,
     )

@@ -58,7 +58,7 @@ class Sharded:
         layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
         dtype = causal.dtype
         for module in [*self.experts, *layers, *in_float32, self.root]:
-            if trained:  # then the shards are the optimiser's float32 masters
+            if trained:  # then the shards are the optimizer's float32 masters
                 for parameter in module.parameters():
                     if parameter.dtype != torch.float32:
                         parameter.data = parameter.data.float()
@@ -109,7 +109,7 @@ def check_offload(mesh: Mesh, offload: Sequence[str]) -> None:
     if wanted and not mesh.is_sharded:
         raise UserError(
             f"train.offload: {', '.join(sorted(wanted))}: only what is sharded is gathered when it is needed, and "
-            "nothing is sharded here; set `train.parallel.shard` above 1, or offload the optimiser only"
+            "nothing is sharded here; set `train.parallel.shard` above 1, or offload the optimizer only"
         )
     if wanted and wanted != both:
         raise UserError(f"train.offload: {wanted.pop()}: parameters and gradients go together; name both or neither")

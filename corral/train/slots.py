@@ -1,4 +1,4 @@
-"""What the optimiser sees of each parameter, and what happens to gradients between the processes of a mesh."""
+"""What the optimizer sees of each parameter, and what happens to gradients between the processes of a mesh."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from corral.train.layout import Layout, local_tensor
 
 
 class Slot:
-    """One parameter: the tensor that the optimiser updates, float32, and how gradients get to it.
+    """One parameter: the tensor that the optimizer updates, float32, and how gradients get to it.
 
     A float32 parameter is updated as it is, and of a sharded one the part that this rank holds. Others (bfloat16,
     float16) get a float32 master copy, and their gradients are summed over micro-batches in float32.
@@ -66,7 +66,7 @@ class Slot:
         return self.master.detach() if self.is_copy else local_tensor(self.parameter)
 
     def attach(self) -> None:
-        """The master is where the optimiser computes."""
+        """The master is where the optimizer computes."""
         if self.master is not self.parameter:
             self.master.data = self.current.to(local_tensor(self.parameter).device)
 

@@ -1,5 +1,5 @@
-"""What policy and critic have in common: a model on its mesh, its optimiser, the guard against losses that are not
-finite, and the optimiser's files."""
+"""What policy and critic have in common: a model on its mesh, its optimizer, the guard against losses that are not
+finite, and the optimizer's files."""
 
 import json
 import math
@@ -14,16 +14,16 @@ from corral.data.batch import Pack
 from corral.model.fused import unfuse
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimiser
+from corral.recipe.schema import Optimizer
 from corral.train.mesh import Mesh
-from corral.train.optimiser import MasterOptimiser, UpdateResult
+from corral.train.optimizer import MasterOptimizer, UpdateResult
 from corral.train.prediction import Prediction
 from corral.train.sharding import Sharded, check_offload
 from corral.train.tensors import StoredTensors, together, write_tensors
 
 Result = TypeVar("Result")
 STATE = ("step", "exp_avg", "exp_avg_sq", "master")
-"""What an optimiser may keep of a parameter."""
+"""What an optimizer may keep of a parameter."""
 
 
 class Trained:
@@ -31,15 +31,15 @@ class Trained:
         self,
         model: nn.Module,
         causal: Any,
-        optimiser: Optimiser | None,
+        optimizer: Optimizer | None,
         total_updates: int,
         *,
-        recompute: bool,
+        gradient_checkpointing: bool,
         mesh: Mesh | None,
         offload: Sequence[str],
         in_float32: Sequence[nn.Module] = (),
     ) -> None:
-        """`causal`: the transformers model in `model`; modules beside it compute `in_float32`. Without an `optimiser`
+        """`causal`: the transformers model in `model`; modules beside it compute `in_float32`. Without an `optimizer`
         the model is frozen."""
         self.model: Any = model
         self.causal = causal
@@ -51,21 +51,21 @@ class Trained:
             model,
             causal,
             self.mesh,
-            trained=optimiser is not None,
+            trained=optimizer is not None,
             offload="parameters" in offload,
             in_float32=in_float32,
         )
         self.layout = self.sharded.layout
-        self.optimiser: MasterOptimiser | None = None
-        if optimiser is not None:
-            self.optimiser = MasterOptimiser(
+        self.optimizer: MasterOptimizer | None = None
+        if optimizer is not None:
+            self.optimizer = MasterOptimizer(
                 model.named_parameters(),
-                optimiser,
+                optimizer,
                 total_updates,
                 layout=self.layout,
-                on_host="optimiser" in offload,
+                on_host="optimizer" in offload,
             )
-        self.recompute = recompute
+        self.gradient_checkpointing = gradient_checkpointing
         self.poisoned = False
 
     @property
@@ -83,64 +83,64 @@ class Trained:
     def backward(self, loss: Tensor) -> float:
         """A share that is not finite spoils the update. Where others wait for this rank's gradients, it is computed
         with all the same; and on a GPU, which is not kept waiting until the share is known."""
-        assert self.optimiser is not None, "a frozen model is not trained"
+        assert self.optimizer is not None, "a frozen model is not trained"
         share = Share(loss.detach())
         if loss.is_cuda or self.mesh.is_sharded or share.is_finite:
-            self.optimiser.backward(loss)
+            self.optimizer.backward(loss)
         self.poisoned |= not share.is_finite
         return share.value
 
     def step(self, scale: float = 1.0) -> UpdateResult:
         """One update with the gradients times `scale`; the same on all ranks."""
-        assert self.optimiser is not None, "a frozen model is not trained"
+        assert self.optimizer is not None, "a frozen model is not trained"
         if self.mesh.any(self.poisoned):
-            self.forget_gradients()
-            return UpdateResult(math.nan, self.optimiser.learning_rate(self.optimiser.updates), skipped=True)
-        return self.optimiser.step(scale)
+            self.zero_grad()
+            return UpdateResult(math.nan, self.optimizer.learning_rate(self.optimizer.updates), skipped=True)
+        return self.optimizer.step(scale)
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """As if nothing had been learnt since the last update."""
-        assert self.optimiser is not None, "a frozen model is not trained"
+        assert self.optimizer is not None, "a frozen model is not trained"
         self.poisoned = False
-        self.optimiser.zero_gradients()
+        self.optimizer.zero_gradients()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, one after the other; on all ranks at the same time."""
         for name, parameter in self.model.named_parameters():
             yield name, self.layout.weight(name, parameter)
 
-    def save_optimiser(self, folder: Path, writers: Sequence[int] | None) -> None:
-        optimiser = self.optimiser
-        assert optimiser is not None
-        shapes = {slot.name: self.layout.spreads[slot.name].shape for slot in optimiser.slots}
+    def save_optimizer(self, folder: Path, writers: Sequence[int] | None) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        shapes = {slot.name: self.layout.spreads[slot.name].shape for slot in optimizer.slots}
         kinds = {
             f"{slot.name}.{key}": (torch.float32, torch.Size() if key == "step" else shapes[slot.name])
-            for slot in optimiser.slots
-            for key in optimiser.tensors(slot)
+            for slot in optimizer.slots
+            for key in optimizer.tensors(slot)
         }
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for slot in optimiser.slots:
-                for key, local in optimiser.tensors(slot).items():
+            for slot in optimizer.slots:
+                for key, local in optimizer.tensors(slot).items():
                     yield f"{slot.name}.{key}", local if key == "step" else self.layout.whole(slot.name, local)
 
-        write_tensors(folder, "optimiser", kinds, tensors(), self.mesh, writers)
+        write_tensors(folder, "optimizer", kinds, tensors(), self.mesh, writers)
         is_first = self.mesh.rank == (0 if writers is None else writers[0])
-        numbers = json.dumps(optimiser.numbers())
-        together(self.mesh, lambda: write_text(folder / "optimiser.json", numbers) if is_first else None)
+        numbers = json.dumps(optimizer.numbers())
+        together(self.mesh, lambda: write_text(folder / "optimizer.json", numbers) if is_first else None)
 
-    def load_optimiser(self, folder: Path) -> None:
-        optimiser = self.optimiser
-        assert optimiser is not None
-        stored = StoredTensors(folder, "optimiser")
-        unknown = stored.names - {f"{slot.name}.{key}" for slot in optimiser.slots for key in STATE}
+    def load_optimizer(self, folder: Path) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        stored = StoredTensors(folder, "optimizer")
+        unknown = stored.names - {f"{slot.name}.{key}" for slot in optimizer.slots for key in STATE}
         if unknown:
-            raise UserError(f"{folder} is the optimiser of another model: this one has no {min(unknown)}")
-        for slot in optimiser.slots:
+            raise UserError(f"{folder} is the optimizer of another model: this one has no {min(unknown)}")
+        for slot in optimizer.slots:
             found = {key: stored[name] for key in STATE if (name := f"{slot.name}.{key}") in stored.names}
             parts = {key: t if key == "step" else self.layout.part(slot.name, t) for key, t in found.items()}
-            optimiser.load_tensors(slot, parts)
-        optimiser.load_numbers(json.loads((folder / "optimiser.json").read_text()))
+            optimizer.load_tensors(slot, parts)
+        optimizer.load_numbers(json.loads((folder / "optimizer.json").read_text()))
 
 
 class Share:
@@ -168,7 +168,7 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-class recomputing:
+class checkpointed:
     """Activations are computed again in the backward pass, where asked."""
 
     def __init__(self, model: Any, enabled: bool) -> None:

@@ -29,7 +29,7 @@ Reference = Callable[[Ragged, float, float], tuple[Rows, Rows]]
 def group_baseline(advantage: Callable[[list[float], list[int], int], float]) -> Reference:
     """From "the group's rewards, their lengths and my place among them" to rows of advantages."""
 
-    def reference(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    def reference(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
         rewards = batch.generated(batch.columns[0])
         rows = []
         for i, row in enumerate(rewards):
@@ -69,14 +69,14 @@ def whitened(rows: Rows) -> Rows:
     return [[(x - mean(tokens)) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
 
 
-def slow_gae(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+def slow_gae(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
     """The recursion as it is written down: over all tokens, carrying everything where a token was not generated."""
     advantages, returns = [], []
     for rewards, values, mask in zip(batch.columns[0], batch.columns[1], batch.masks, strict=True):
         advantage, next_value, row = 0.0, 0.0, []
         for t in reversed(range(len(mask))):
             if mask[t]:
-                advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * advantage
+                advantage = rewards[t] + gamma * next_value - values[t] + gamma * gae_lambda * advantage
                 next_value = values[t]
                 row.insert(0, (advantage, advantage + values[t]))
         advantages.append([a for a, _ in row])
@@ -84,32 +84,32 @@ def slow_gae(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
     return whitened(advantages), returns
 
 
-def slow_reinforce(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+def slow_reinforce(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
     returns = returns_to_go(batch.generated(batch.columns[0]), gamma)
     return returns, returns
 
 
-def slow_reinforce_plus_plus(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+def slow_reinforce_plus_plus(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
     returns = returns_to_go(batch.generated(batch.columns[0]), gamma)
     return whitened(returns), returns
 
 
-def slow_reinforce_plus_plus_baseline(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
-    rows = whitened(REFERENCES["dr_grpo"](batch, gamma, lam)[0])
+def slow_reinforce_plus_plus_baseline(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
+    rows = whitened(REFERENCES["dr_grpo"](batch, gamma, gae_lambda)[0])
     return rows, rows
 
 
-def slow_remax(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+def slow_remax(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
     returns = returns_to_go(batch.generated(batch.columns[0]), 1.0)
     return [[x - greedy_reward(i) for x in row] for i, row in enumerate(returns)], returns
 
 
-def slow_gpg(batch: Ragged, gamma: float, lam: float) -> tuple[Rows, Rows]:
+def slow_gpg(batch: Ragged, gamma: float, gae_lambda: float) -> tuple[Rows, Rows]:
     rewards = batch.generated(batch.columns[0])
     totals = {i: sum(row) for i, row in enumerate(rewards) if row}
     useful = [i for i in totals if any(totals[i] != totals[j] for j in totals if batch.groups[j] == batch.groups[i])]
     alpha = len(totals) / max(len(useful), 1)
-    rows = [[alpha * x for x in row] for row in REFERENCES["dr_grpo"](batch, gamma, lam)[0]]
+    rows = [[alpha * x for x in row] for row in REFERENCES["dr_grpo"](batch, gamma, gae_lambda)[0]]
     return rows, rows
 
 
@@ -156,13 +156,13 @@ def outcome_batch(rewards: list[float], groups: list[int] | None = None) -> Rewa
 
 @pytest.mark.parametrize("name", REFERENCES)
 @quick
-@given(batch=rewarded, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95]))
+@given(batch=rewarded, gamma=st.sampled_from([1.0, 0.9]), gae_lambda=st.sampled_from([1.0, 0.95]))
 def test_estimators_match_lists_whatever_stands_on_other_tokens(
-    name: str, batch: Ragged, gamma: float, lam: float
+    name: str, batch: Ragged, gamma: float, gae_lambda: float
 ) -> None:
     assume(name not in WHITENED or batch.num_generated >= 2)
-    result = ADVANTAGES[name](rewarded_batch(batch, batch.poisoned()), gamma=gamma, lam=lam)
-    advantages, returns = REFERENCES[name](batch, gamma, lam)
+    result = ADVANTAGES[name](rewarded_batch(batch, batch.poisoned()), gamma=gamma, gae_lambda=gae_lambda)
+    advantages, returns = REFERENCES[name](batch, gamma, gae_lambda)
     assert_rows(result.advantages, batch.spread(advantages), 1e-7)
     assert_rows(result.returns, batch.spread(returns), 1e-7)
 
@@ -331,5 +331,5 @@ def test_gae_is_fast_on_a_large_batch() -> None:
     tokens = torch.rand(int(offsets[-1]), generator=torch.Generator().manual_seed(1))
     batch = RewardedBatch(tokens, tokens > 0.2, offsets, torch.arange(512) // 8, values=tokens)
     start = time.perf_counter()
-    gae(batch, gamma=0.99, lam=0.95)
+    gae(batch, gamma=0.99, gae_lambda=0.95)
     assert time.perf_counter() - start < 2.0  # Takes 0.05 s; the rest is for a busy machine.

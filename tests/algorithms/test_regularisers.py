@@ -4,7 +4,7 @@ from hypothesis import given
 from ragged_lists import Ragged, assert_rows, eighths, quick, ragged
 
 from corral.algorithms.aggregate import GlobalCounts, aggregate
-from corral.algorithms.regularisers import llds, num_preserved
+from corral.algorithms.regularizers import llds, num_preserved
 
 
 def slow_llds(batch: Ragged) -> tuple[list[list[float]], int]:

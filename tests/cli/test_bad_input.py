@@ -36,8 +36,8 @@ def test_unknown_key_with_its_place_and_a_suggestion(tmp_path: Path, tiny_model:
     replace_in_recipe(tmp_path, tiny_model, "learning_rate", "learning_rat")
     error = the_error(train(tmp_path, tiny_model))
     assert error.startswith("recipe.yaml:9: ")
-    assert "`optimiser.learning_rat` is not a key" in error
-    assert "did you mean `optimiser.learning_rate`?" in error
+    assert "`optimizer.learning_rat` is not a key" in error
+    assert "did you mean `optimizer.learning_rate`?" in error
 
 
 def test_wrong_type(tmp_path: Path, tiny_model: Path) -> None:
@@ -53,7 +53,7 @@ def test_unknown_key_in_an_override(tmp_path: Path, tiny_model: Path) -> None:
 
 
 def test_several_problems_are_several_lines(tmp_path: Path, tiny_model: Path) -> None:
-    finished = train(tmp_path, tiny_model, "batch.passes=none", "schedule.stepps=3")
+    finished = train(tmp_path, tiny_model, "batch.ppo_epochs=none", "schedule.stepps=3")
     assert finished.code == 2
     assert len(finished.errors) == 2
     assert finished.errors == finished.stderr.splitlines()

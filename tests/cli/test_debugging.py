@@ -49,8 +49,8 @@ def raises(response):
 """
 ENVIRONMENTS = """\
 from corral.envs.base import StepResult
-import corral.loop.steps
-from corral.runtime.trainers import Actor
+import corral.loop.training_loop
+from corral.runtime.model_workers import Actor
 
 
 class Plain:
@@ -80,7 +80,7 @@ class Stops(Plain):
 
 class Breaks(Plain):
     def __init__(self):
-        corral.loop.steps.advantages = broken
+        corral.loop.training_loop.advantages = broken
 
 
 class BreaksWorker(Stops):
@@ -199,7 +199,7 @@ def test_what_is_debugged_is_the_same_algorithm_on_one_device(tmp_path: Path, ti
         "schedule.max_staleness=1",
         "schedule.pipelined=true",
         "train.parallel.shard=2",
-        "train.offload=[parameters, optimiser]",
+        "train.offload=[parameters, optimizer]",
         "algorithm.correction.cap=3",
     )
     recipe = load_recipe(write_recipe(tmp_path, tiny_model), overrides)

@@ -42,7 +42,7 @@ import os
 import time
 
 from corral.envs.question import QuestionEnv
-from corral.runtime.trainers import Actor
+from corral.runtime.model_workers import Actor
 
 
 def hangs(response, gate):
@@ -107,12 +107,12 @@ def test_a_process_that_has_ended_is_forgotten(sleeper: "subprocess.Popen[str]")
 
 
 def test_processes_that_do_the_same_are_one_block() -> None:
-    stack = Stack("corral-worker_0", True, (Frame("Actor.step", "runtime/trainers.py", 118, True),))
+    stack = Stack("corral-worker_0", True, (Frame("Actor.step", "runtime/model_workers.py", 118, True),))
     about = ("worker", "r")
     alike = [Process(f"h{own // 4 + 1}", 100 + own, *about, own, ("actor",), (stack,)) for own in range(7)]
     other = Process("h2", 107, *about, 7, ("actor",))
     same, alone = in_words([*alike, other]).split("\n\n")
-    assert same.startswith("devices 0-6, actor of run r (7 alike): Actor.step (runtime/trainers.py:118)\n")
+    assert same.startswith("devices 0-6, actor of run r (7 alike): Actor.step (runtime/model_workers.py:118)\n")
     assert "h1, pid 100, 101, 102, 103; h2, pid 104, 105, 106" in same
     assert alone.startswith("device 7, actor of run r: waits for work\n")
 

@@ -36,7 +36,7 @@ def two_networks() -> Iterator[Lab]:
 
 
 @dataclass(frozen=True)
-class Late:
+class CallTimeout:
     """A cluster whose worker came when the head had stopped waiting for it."""
 
     lab: Lab
@@ -47,7 +47,7 @@ class Late:
 
 
 @pytest.fixture(scope="module")
-def late() -> Iterator[Late]:
+def late() -> Iterator[CallTimeout]:
     with two_networks() as lab:
         started = time.monotonic()
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
@@ -55,17 +55,17 @@ def late() -> Iterator[Late]:
         said, _ = head.communicate(timeout=60)
         error, waited_s = lab.errors.read_text().splitlines()[-1], time.monotonic() - started
         bring_up(lab, devices=1)  # what was up stays, and the rest can still come
-        yield Late(lab, head.returncode, said, error, waited_s)
+        yield CallTimeout(lab, head.returncode, said, error, waited_s)
 
 
-def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(late: Late) -> None:
+def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(late: CallTimeout) -> None:
     assert late.code == 1
     assert "rank 0 (head)" in late.said
     assert late.error.startswith("error: after 3 s the cluster lacks rank 1 of 2; here: 0 h1.")
     assert late.waited_s < 45
 
 
-def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: Late) -> None:
+def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: CallTimeout) -> None:
     lab = late.lab
     nodes = json.loads(corral(lab, 0, "status", "--json").stdout)["nodes"]
     assert [node["address"] for node in nodes] == [host.address for host in lab.hosts]
@@ -76,7 +76,7 @@ def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: Late
         assert "NCCL_SOCKET_IFNAME=eth0" in variables
 
 
-def test_a_head_that_was_started_again_gets_its_worker_back(late: Late) -> None:
+def test_a_head_that_was_started_again_gets_its_worker_back(late: CallTimeout) -> None:
     lab = late.lab
     corral(lab, 0, "down")
     bring_up(lab, devices=1)  # the worker's Ray, of the first cluster, is still there

@@ -39,7 +39,7 @@ def test_a_resumed_sampler_goes_on_like_an_uninterrupted_one(
 
 def test_ordinals_count_up_from_zero_over_epochs() -> None:
     sampler = Sampler(3, seed=0, shuffle=True)
-    assert [draw.ordinal for draw in sampler.draw(2) + sampler.draw(5)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [draw.prompt_id for draw in sampler.draw(2) + sampler.draw(5)] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_epochs_are_shuffled_differently() -> None:
@@ -62,7 +62,7 @@ def test_without_shuffling_rows_come_in_their_order() -> None:
 def test_the_state_is_three_integers() -> None:
     sampler = Sampler(10, seed=4, shuffle=True)
     sampler.draw(13)
-    assert sampler.state() == {"seed": 4, "num_rows": 10, "next_ordinal": 13}
+    assert sampler.state() == {"seed": 4, "num_rows": 10, "next_prompt_id": 13}
 
 
 def test_a_state_for_another_number_of_rows_is_refused() -> None:

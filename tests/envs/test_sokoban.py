@@ -8,7 +8,7 @@ from playing import board, opened, say, share_won_at_random
 
 from corral.envs.agents import play_best
 from corral.envs.games.sokoban import SYMBOLS, Sokoban, SokobanEnv, push
-from corral.envs.games.sokoban_rooms import DIRECTIONS, Room, make_room
+from corral.envs.games.sokoban_rooms import DIRECTIONS, Room, release_cache
 
 LETTERS = {
     "wall": "W",
@@ -82,7 +82,7 @@ def test_other_signs_and_larger_rooms_are_options() -> None:
 def test_the_solution_is_the_shortest() -> None:
     num_checked = 0
     for seed in range(60):
-        room = make_room(seed, 6, 6, 1, 300)
+        room = release_cache(seed, 6, 6, 1, 300)
         solution = Sokoban(room, SYMBOLS, "").solution()
         assert solution is not None
         assert solves(room, solution)
@@ -110,7 +110,7 @@ def test_two_boxes_are_solved_in_the_fewest_moves() -> None:
 
 def test_no_room_begins_solved_and_all_have_their_boxes_and_walls() -> None:
     for seed in range(100):
-        room = make_room(seed, 6, 6, 1, 300)
+        room = release_cache(seed, 6, 6, 1, 300)
         assert room.boxes.isdisjoint(room.targets)
         assert len(room.boxes) == len(room.targets) == 1
         assert room.boxes | room.targets | {room.player} <= room.floor
@@ -120,7 +120,7 @@ def test_no_room_begins_solved_and_all_have_their_boxes_and_walls() -> None:
 def test_rooms_are_like_those_of_the_game_that_people_compare_with() -> None:
     """Known of 200 rooms: 3.9 moves on average, nearly all in 10; random play wins 19 % in 10 moves."""
     assert share_won_at_random(SokobanEnv(), 3000, 10) == pytest.approx(0.205, abs=0.03)
-    lengths = [len(Sokoban(make_room(seed, 6, 6, 1, 300), SYMBOLS, "").solution() or []) for seed in range(1000)]
+    lengths = [len(Sokoban(release_cache(seed, 6, 6, 1, 300), SYMBOLS, "").solution() or []) for seed in range(1000)]
     assert fmean(lengths) == pytest.approx(3.8, abs=0.3)
     assert sum(length <= 10 for length in lengths) > 985
 
@@ -134,6 +134,6 @@ def test_the_best_player_earns_eleven_less_a_tenth_a_move() -> None:
 
 
 def test_the_larger_rooms_take_more_moves() -> None:
-    rooms = [make_room(seed, 10, 10, 2, 10) for seed in range(100)]
+    rooms = [release_cache(seed, 10, 10, 2, 10) for seed in range(100)]
     lengths = [len(Sokoban(room, SYMBOLS, "").solution() or []) for room in rooms]
     assert fmean(lengths) == pytest.approx(6, abs=1)

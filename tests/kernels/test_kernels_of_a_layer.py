@@ -18,9 +18,9 @@ from corral.model.attention import TreeAttention, forward_hidden, register
 from corral.model.fused import fuse
 
 
-def gradients(model: torch.nn.Module, recompute: bool) -> dict[str, torch.Tensor]:
+def gradients(model: torch.nn.Module, gradient_checkpointing: bool) -> dict[str, torch.Tensor]:
     tree = TokenTree.build([np.array([3, 4, 5, *range(6, 8 + n), n]) for n in range(4)])
-    if recompute:
+    if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     tokens, positions = (torch.from_numpy(array).to(DEVICE) for array in (tree.tokens, tree.positions))
@@ -29,22 +29,22 @@ def gradients(model: torch.nn.Module, recompute: bool) -> dict[str, torch.Tensor
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_gradients_through_the_kernels_around_attention(
-    family: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register()
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval().to(DEVICE)
-    expected = gradients(copy.deepcopy(model), recompute=False)
+    expected = gradients(copy.deepcopy(model), gradient_checkpointing=False)
     assert fuse(model)
     monkeypatch.setattr("corral.model.attention.has_flash", lambda _: True)
     monkeypatch.setattr("corral.model.attention.gather", Gather.apply)
     monkeypatch.setattr("corral.model.fused.rotate", Rotate.apply)
     monkeypatch.setattr("corral.model.fused.rotate_merged", RotateMerged.apply)
     monkeypatch.setattr("corral.kernels.linear.column_sums", column_sums)
-    found = gradients(model, recompute)
+    found = gradients(model, gradient_checkpointing)
     assert set(found) == set(expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")

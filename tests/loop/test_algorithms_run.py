@@ -12,7 +12,7 @@ from corral.observe.ledger import Ledger
 from corral.observe.trajectories import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.schema import AlgorithmName
-from corral.runtime.losses import Sums
+from corral.runtime.loss_functions import LossStats
 
 RARE = ("environment.reward.name=regex", "environment.reward.options.pattern=a|e|i|o|u", "batch.samples_per_prompt=2")
 """A reward that the random model earns about every other time: many groups of two have equal rewards."""
@@ -43,7 +43,7 @@ def test_algorithm_trains(tmp_path: Path, tiny_model: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo"])
 def test_several_updates_and_passes(tmp_path: Path, tiny_model: Path, name: str) -> None:
-    overrides = ("batch.updates_per_step=3", "batch.passes=2", "optimiser.learning_rate=0.003")
+    overrides = ("batch.updates_per_step=3", "batch.ppo_epochs=2", "optimizer.learning_rate=0.003")
     steps = steps_here(tmp_path, tiny_model, f"algorithm.name={name}", *overrides)
     assert [row["updates/made"] + row["updates/empty"] for row in steps] == [6, 6]
     assert all(row["policy/ratio_deviation"] > 1e-3 for row in steps)  # the later updates are off-policy
@@ -154,7 +154,7 @@ def test_remax_clips_the_greedy_answers_reward_too(tmp_path: Path, tiny_model: P
 
 def test_an_update_whose_mean_ratio_is_too_high_is_not_made(tmp_path: Path, tiny_model: Path) -> None:
     """The first of a step is on-policy. That several in a row are skipped is no reason to end the run."""
-    overrides = ("batch.passes=8", "optimiser.learning_rate=0.02", "algorithm.max_mean_ratio=1.02")
+    overrides = ("batch.ppo_epochs=8", "optimizer.learning_rate=0.02", "algorithm.max_mean_ratio=1.02")
     run = train_here(tmp_path, tiny_model, *overrides)
     rows = steps_of(run)
     assert all(row["updates/made"] >= 1 and row["updates/made"] + row["updates/skipped"] == 8 for row in rows)
@@ -171,9 +171,9 @@ def test_nothing_is_left_of_a_step_whose_updates_were_all_skipped(
     tmp_path: Path, tiny_model: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next gradient is that of a run which never moved."""
-    _, unmoved = steps_in_mode(tmp_path, tiny_model, pipelined, "optimiser.learning_rate=1e-30")
+    _, unmoved = steps_in_mode(tmp_path, tiny_model, pipelined, "optimizer.learning_rate=1e-30")
     ratios = iter([9.0, 9.0, 1.0])  # compared, and said
-    monkeypatch.setattr(Sums, "mean_ratio", property(lambda sums: next(ratios)))
+    monkeypatch.setattr(LossStats, "mean_ratio", property(lambda sums: next(ratios)))
     rows = steps_in_mode(tmp_path, tiny_model, pipelined, "algorithm.max_mean_ratio=1.5", "name=skipped")
     assert [(row["updates/made"], row["updates/skipped"]) for row in rows] == [(0, 1), (1, 0)]
     assert rows[1]["policy/gradient_norm"] == pytest.approx(unmoved["policy/gradient_norm"], rel=1e-4)
@@ -188,7 +188,7 @@ def test_entropy_bonus_keeps_the_policy_more_random(tmp_path: Path, tiny_model: 
 
 
 def test_llds_is_felt_once_a_likelihood_falls(tmp_path: Path, tiny_model: Path) -> None:
-    updates = ("batch.updates_per_step=2", "batch.passes=2", "schedule.steps=1")
+    updates = ("batch.updates_per_step=2", "batch.ppo_epochs=2", "schedule.steps=1")
     [plain] = steps_here(tmp_path, tiny_model, *updates)
     [llds] = steps_here(tmp_path, tiny_model, *updates, "algorithm.llds_coefficient=10")
     assert llds["reward/mean"] == plain["reward/mean"]

@@ -151,7 +151,7 @@ def test_adaptive_kl_of_a_bad_model_does_not_hide_the_reason(tmp_path: Path, poi
 
 def test_a_learning_rate_that_breaks_the_model_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
-    finished = corral(tmp_path, "train", "recipe.yaml", "optimiser.learning_rate=1e30", "schedule.steps=9")
+    finished = corral(tmp_path, "train", "recipe.yaml", "optimizer.learning_rate=1e30", "schedule.steps=9")
     assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=4)
 
 
@@ -230,7 +230,7 @@ def test_a_full_disk_ends_the_run_with_the_reason(tmp_path: Path, tiny_model: Pa
 
 def test_a_second_process_is_told_who_has_the_run(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
-    first = start_corral(tmp_path, "train", "recipe.yaml", "batch.passes=100000")
+    first = start_corral(tmp_path, "train", "recipe.yaml", "batch.ppo_epochs=100000")
     first.wait_until(lambda: (tmp_path / "runs" / "tiny" / "logs" / "main.log").exists())
     second = corral(tmp_path, "train", "recipe.yaml")
     owner = f"process {first.process.pid} on {socket.gethostname()}"

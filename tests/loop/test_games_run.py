@@ -38,7 +38,7 @@ environments:
 rollout: {{max_turns: 3, max_turn_tokens: 1, max_response_tokens: 200}}
 batch: {{prompts_per_step: 6, samples_per_prompt: 2, max_tokens_per_micro_batch: 512}}
 algorithm: {{name: gigpo}}
-optimiser: {{learning_rate: 0.001}}
+optimizer: {{learning_rate: 0.001}}
 schedule: {{steps: 2}}
 logging: {{runs: {folder}/runs}}
 """
@@ -70,8 +70,8 @@ def test_mixed_environments_have_their_shares_and_their_own_metrics(tmp_path: Pa
         for name in ("success", "valid_actions", "effective_actions", "turns", "reward", "length"):
             assert f"environment/{tag}/{name}" in step
     before = next(row for row in rows if "validation/environment/lake/success" in row)
-    assert 0 < before["validation/floor/lake/success"] < before["validation/ceiling/lake/success"] <= 1
-    assert before["validation/ceiling/boxes/success"] > before["validation/floor/boxes/success"]
+    assert 0 < before["validation/random/lake/success"] < before["validation/optimal/lake/success"] <= 1
+    assert before["validation/optimal/boxes/success"] > before["validation/random/boxes/success"]
     assert "environment  success  random  optimal" in screen
     assert "(12 boards)" in screen
     played = trajectories(folder)
@@ -82,7 +82,7 @@ def test_the_samples_of_a_prompt_share_a_board_and_other_prompts_have_others(tmp
     folder, _ = run(tmp_path, tiny_model, MIXED, *ONLY_TRAINING)
     openings: dict[int, set[str]] = {}
     for one in trajectories(folder):
-        openings.setdefault(one["ordinal"], set()).add(one["prompt"])
+        openings.setdefault(one["prompt_id"], set()).add(one["prompt"])
     assert all(len(prompts) == 1 for prompts in openings.values())
     assert len({next(iter(prompts)) for prompts in openings.values()}) > 8
 
@@ -100,9 +100,9 @@ def test_the_same_seed_plays_the_same_games(tmp_path: Path, tiny_model: Path) ->
 
 def test_an_environment_may_be_trained_on_or_validated_on_alone(tmp_path: Path, tiny_model: Path) -> None:
     apart = (
-        "environments.lake.validation_share=0",
-        "environments.boxes.share=0",
-        "environments.boxes.validation_share=1",
+        "environments.lake.validation_weight=0",
+        "environments.boxes.weight=0",
+        "environments.boxes.validation_weight=1",
     )
     folder, _ = run(tmp_path, tiny_model, MIXED, *apart, "schedule.steps=1")
     rows = read(folder / "metrics.jsonl")
@@ -117,7 +117,7 @@ def test_an_environment_may_be_trained_on_or_validated_on_alone(tmp_path: Path, 
         (["batch.samples_per_prompt=1"], "all advantages would be zero"),
         (["environment.name=question"], "`environment` and `environments` are both set"),
         (["environments.quiz.name=question"], "`question` needs rows with a prompt"),
-        (["data.train.path=rows.jsonl", "~data.validation"], "`environments.lake.share` has no effect"),
+        (["data.train.path=rows.jsonl", "~data.validation"], "`environments.lake.weight` has no effect"),
         (["data.system=Play."], "`data.system` has no effect"),
         (["algorithm.name=grpo", "algorithm.turn_gamma=0.9"], "`algorithm.turn_gamma` has no effect"),
         (["rollout.max_turn_tokens=500"], "`rollout.max_turn_tokens: 500` is more than"),
@@ -149,7 +149,7 @@ def test_no_board_is_trained_on_and_validated_on(tmp_path: Path, tiny_model: Pat
     source = recipe.data.validation
     assert source is not None
     env_set = EnvSet(recipe.tagged_environments, {}, recipe.rollout)
-    for row in load_rows(source, recipe.data, recipe.shares("validation")):
+    for row in load_rows(source, recipe.data, recipe.mixing_weights("validation")):
         messages = asyncio.run(env_set.kind_of(row).make().reset(row, 0))
         assert messages[0]["content"] not in trained
 
@@ -169,9 +169,9 @@ data:
   max_prompt_tokens: 32
 environment: {{name: frozen_lake, options: {{size: 2, p: 1.0, format_penalty: -0.1, {short}}}}}
 rollout: {{max_turns: 2, max_turn_tokens: 1, max_response_tokens: 32, max_sequences: 256}}
-batch: {{prompts_per_step: 32, samples_per_prompt: 8, passes: 2, max_tokens_per_micro_batch: 1024}}
+batch: {{prompts_per_step: 32, samples_per_prompt: 8, ppo_epochs: 2, max_tokens_per_micro_batch: 1024}}
 algorithm: {{name: turn_grpo}}
-optimiser: {{learning_rate: 0.003}}
+optimizer: {{learning_rate: 0.003}}
 schedule: {{steps: 40}}
 validation: {{temperature: 1.0}}
 logging: {{runs: {folder}/runs, trajectories: false}}
@@ -183,7 +183,7 @@ def test_a_model_that_knows_nothing_learns_to_walk(tmp_path: Path) -> None:
     """Two turns on lakes of 2 x 2 cells without holes, of which there are a dozen: a random player wins nearly half."""
     folder, _ = run(tmp_path, Path("blank-1m"), EASY)
     rows = read(folder / "metrics.jsonl")
-    floor = rows[0]["validation/floor/success"]
+    floor = rows[0]["validation/random/success"]
     success = [row["environment/success"] for row in rows if "environment/success" in row]
     assert sum(success[:3]) / 3 < floor / 2
     assert sum(success[-3:]) / 3 > 1.5 * floor

@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 STEPS = ("schedule.steps=3", "logging.trajectories=true")
 CALLS_PER_STEP = 16
 CALLS_PER_VALIDATION = 6
-LONG_UPDATES = "batch.passes=20"
+LONG_UPDATES = "batch.ppo_epochs=20"
 
 
 class Watched:
@@ -137,7 +137,7 @@ def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Pa
 
 @BOTH
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
-    run = Watched(tmp_path, tiny_model, "batch.passes=100000", "checkpoint.every=1")
+    run = Watched(tmp_path, tiny_model, "batch.ppo_epochs=100000", "checkpoint.every=1")
     run.process.wait_until(lambda: run.num_calls() >= CALLS_PER_STEP)
     time.sleep(0.3)  # to learn, for a very long time
     run.process.send(number)

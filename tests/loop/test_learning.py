@@ -13,7 +13,7 @@ from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
 from corral.observe.metrics import read
 from corral.observe.trajectories import read_trajectories
 
-PPO = ("algorithm.name=ppo", "critic.optimiser.learning_rate=0.01")
+PPO = ("algorithm.name=ppo", "critic.optimizer.learning_rate=0.01")
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float:
@@ -80,7 +80,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, tiny_model: Pa
 
 def test_warm_up_is_a_share_of_the_updates_that_so_many_epochs_have(tmp_path: Path, tiny_model: Path) -> None:
     """40 rows, 4 a step: 5 steps of 2 updates."""
-    overrides = ("~schedule.steps", "schedule.epochs=0.5", "batch.updates_per_step=2", "optimiser.warmup_ratio=0.4")
+    overrides = ("~schedule.steps", "schedule.epochs=0.5", "batch.updates_per_step=2", "optimizer.warmup_ratio=0.4")
     rates = [row["policy/learning_rate"] for row in steps_here(tmp_path, tiny_model, *overrides)]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01, 0.01])
 
@@ -95,8 +95,8 @@ def test_the_score_on_held_out_questions_rises(tmp_path: Path, tiny_model: Path)
 def test_trajectories_hold_what_was_played_and_learnt_from(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, "logging.trajectories=true")
     records = list(read_trajectories(run / "trajectories" / "step_000002.jsonl.gz"))
-    expected = [(ordinal, sample) for ordinal in range(4, 8) for sample in range(4)]
-    assert [(record["ordinal"], record["sample"]) for record in records] == expected
+    expected = [(prompt_id, sample) for prompt_id in range(4, 8) for sample in range(4)]
+    assert [(record["prompt_id"], record["sample"]) for record in records] == expected
     for record in records:
         assert record["prompt"].startswith("<|start|>user\nWhat is ")
         said = re.sub(r"<pad>|<\|\w+\|>", "", record["response"])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from corral.loop.mend import Mender
-from corral.loop.playground import Playground
+from corral.loop.supervisor import Supervisor
+from corral.loop.rollout_scheduler import RolloutScheduler
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster
 from corral.runtime.group import Group, WorkerLost
@@ -52,7 +52,7 @@ class Runtime:
     async def build(self, role: str, recipe: Any, resume_from: Path | None, *, rank: int | None = None) -> None: ...
 
 
-class Publisher:
+class WeightPublisher:
     def __init__(self, workers: Workers) -> None:
         self.workers, self.sent = workers, list[tuple[int, ...]]()
 
@@ -60,7 +60,7 @@ class Publisher:
 
     async def publish(self, version: int, ranks: set[int]) -> dict[str, float]:
         self.sent.append(tuple(sorted(ranks)))
-        await self.workers.all("take_weights", ranks=sorted(ranks))
+        await self.workers.all("receive_weights", ranks=sorted(ranks))
         return {"sent": 1.0}
 
 
@@ -69,18 +69,18 @@ class Scene:
 
     def __init__(self, players: int, **cluster: Any) -> None:
         self.runtime = Runtime(players)
-        self.playground = Playground(self.runtime.workers, 100)
-        self.publisher = Publisher(self.runtime.workers)
+        self.scheduler = RolloutScheduler(self.runtime.workers, 100)
+        self.publisher = WeightPublisher(self.runtime.workers)
         parts: Any = SimpleNamespace(
             runtime=self.runtime,
-            playground=self.playground,
+            scheduler=self.scheduler,
             publisher=self.publisher,
             recipe=SimpleNamespace(cluster=Cluster(nodes=players + 1, **cluster)),
         )
         self.lost_nodes: set[str] = set()
-        self.mender = Mender(parts, 7, self.lost_nodes)
+        self.mender = Supervisor(parts, 7, self.lost_nodes)
         for rank in range(players):
-            self.playground.open(rank)
+            self.scheduler.open(rank)
 
     async def mended(self) -> None:
         while self.mender.mending:
@@ -100,7 +100,7 @@ def test_one_death_is_replaced_once_however_many_hear_of_it() -> None:
         assert s.mender.lose(lost)
         await s.mended()
         assert s.runtime.replaced == [1]
-        assert set(s.playground.lanes) == {0, 1}
+        assert set(s.scheduler.lanes) == {0, 1}
 
     run(scene())
 
@@ -124,7 +124,7 @@ def test_the_only_player_dies_while_weights_are_sent() -> None:
         async with s.mender.trainers:
             assert await s.mender.publish() == {}
         await s.mended()
-        assert set(s.playground.lanes) == {0}
+        assert set(s.scheduler.lanes) == {0}
 
     run(scene())
 

@@ -19,8 +19,8 @@ PPO = (
     "algorithm.name=ppo",
     "algorithm.kl.controller=adaptive",
     "algorithm.kl.horizon=50",
-    "critic.optimiser.learning_rate=0.01",
-    "optimiser.schedule=cosine",
+    "critic.optimizer.learning_rate=0.01",
+    "optimizer.schedule=cosine",
     "batch.updates_per_step=2",
 )
 EVERY_STEP = ("schedule.steps=5", "checkpoint.every=1", "logging.trajectories=true")
@@ -119,13 +119,13 @@ def flip_a_bit_of_the_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def cut_off_the_optimiser(checkpoint: Path) -> None:
-    file = checkpoint / "actor" / "optimiser.safetensors"
+def cut_off_the_optimizer(checkpoint: Path) -> None:
+    file = checkpoint / "actor" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_manifest, empty_manifest, remove_manifest, flip_a_bit_of_the_weights, cut_off_the_optimiser]
+    "damage", [damage_manifest, empty_manifest, remove_manifest, flip_a_bit_of_the_weights, cut_off_the_optimizer]
 )
 def test_a_damaged_checkpoint_is_not_used(
     tmp_path: Path, tiny_model: Path, four_steps: Path, damage: Callable[[Path], None]
@@ -196,12 +196,12 @@ def test_prompts_are_drawn_exactly_once_over_resumes(tmp_path: Path, tiny_model:
     steps = ("checkpoint.every=1", "logging.trajectories=true")
     train_here(tmp_path, tiny_model, *steps, "schedule.steps=2")
     run = train_here(tmp_path, tiny_model, *steps, "schedule.steps=4")
-    ordinals = [
-        record["ordinal"]
+    prompt_ids = [
+        record["prompt_id"]
         for file in sorted((run / "trajectories").iterdir())
         for record in read_trajectories(file)
         if record["sample"] == 0
     ]
-    assert ordinals == list(range(16))
+    assert prompt_ids == list(range(16))
     state = json.loads((run / "checkpoints" / "step_000004" / "state.json").read_text())
-    assert state["sampler"]["next_ordinal"] == 16
+    assert state["sampler"]["next_prompt_id"] == 16

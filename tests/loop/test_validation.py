@@ -7,7 +7,7 @@ from runs import VALIDATION, rows_of, train_here
 from trajectories import make_trajectory
 
 from corral.data.trajectory import StopReason
-from corral.loop.validate import summarise
+from corral.loop.validation import summarise
 from corral.observe.trajectories import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")

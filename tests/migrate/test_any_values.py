@@ -46,7 +46,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "algorithm.kl_ctrl.type": st.sampled_from(["fixed", "adaptive"]),
         "algorithm.kl_ctrl.target_kl": st.floats(0.01, 1),
         "algorithm.gamma": st.floats(0.1, 1),
-        "algorithm.lam": st.floats(0.1, 1),
+        "algorithm.gae_lambda": st.floats(0.1, 1),
         "algorithm.norm_adv_by_std_in_grpo": st.booleans(),
         "algorithm.filter_groups.enable": st.booleans(),
         "algorithm.filter_groups.max_num_gen_batches": st.integers(-1, 20),
@@ -152,7 +152,7 @@ def test_a_whole_configuration_says_what_its_defaults_say(system: str, case: str
     plans = [make_plan(made.recipe).as_dict() for made in (whole, short)]
     for part in ("batch", "schedule", "algorithm", "placement", "mesh", "cluster"):
         assert plans[0][part] == plans[1][part]
-    for part in ("rollout", "validation", "optimiser", "critic"):
+    for part in ("rollout", "validation", "optimizer", "critic"):
         assert getattr(whole.recipe, part) == getattr(short.recipe, part)
 
 

@@ -36,7 +36,7 @@ rows:
     "this is `corral evaluate`": val_only
 - when: has_critic
   rows:
-  - {block: optimizer, role: critic, ours: critic.optimiser, lr: 1e-5}
+  - {block: optimizer, role: critic, ours: critic.optimizer, lr: 1e-5}
 """
 
 
@@ -82,7 +82,7 @@ def make() -> KeyTable:
         ({"val_only": 0}, "val_only", "built in {} off, as in Corral"),
         ({"val_only": 1}, "val_only", "unsupported {} this is `corral evaluate`"),
         ({"critic.lr": 0.5}, "critic.lr", "no effect {} there is no critic"),
-        ({"critic.lr": 0.5, "algorithm": "gae"}, "critic.lr", "mapped {'critic.optimiser.learning_rate': 0.5} "),
+        ({"critic.lr": 0.5, "algorithm": "gae"}, "critic.lr", "mapped {'critic.optimizer.learning_rate': 0.5} "),
     ],
 )
 def test_every_form_of_a_row_says_what_becomes_of_its_key(given: dict[str, object], key: str, fate: str) -> None:
@@ -96,7 +96,7 @@ def test_every_form_of_a_row_says_what_becomes_of_its_key(given: dict[str, objec
 def test_defaults_are_read_where_nothing_is_written() -> None:
     settings, reports = ForeignConfig(make(), {"algorithm": ForeignValue("algorithm", "gae", "test")}).read()
     values = {".".join(path): one.value for path, one in settings.items()}
-    assert values == {"cluster.nodes": 1, "critic.optimiser.learning_rate": 1e-5}
+    assert values == {"cluster.nodes": 1, "critic.optimizer.learning_rate": 1e-5}
     assert len(reports) == 1
 
 

@@ -43,15 +43,15 @@ def hidden_states_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tenso
     return {"hidden states": hidden.detach(), **gradients}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_gives_the_hidden_states_and_gradients_of_the_models_own_code(
-    family: str, recompute: bool
+    family: str, gradient_checkpointing: bool
 ) -> None:
     model = tiny(family)
     expected = hidden_states_and_gradients(copy.deepcopy(model))
     assert fuse(model)
-    if recompute:
+    if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     found = hidden_states_and_gradients(model)

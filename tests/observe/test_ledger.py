@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.observe.ledger import Ledger
-from corral.observe.spans import format_spans, ordinals_in, parse_spans
+from corral.observe.spans import format_spans, prompt_ids_in, parse_spans
 from corral.recipe.errors import RunError, UserError
 
 
@@ -25,10 +25,10 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "ledger.jsonl")
 
 
-def one_step(ledger: Ledger, step: int, ordinals: range) -> None:
-    ledger.issue(step, ordinals)
-    ledger.played(step, ordinals)
-    ledger.trained(step, ordinals)
+def one_step(ledger: Ledger, step: int, prompt_ids: range) -> None:
+    ledger.issue(step, prompt_ids)
+    ledger.played(step, prompt_ids)
+    ledger.trained(step, prompt_ids)
 
 
 def append(ledger: Ledger, record: dict[str, object]) -> Ledger:
@@ -246,8 +246,8 @@ def test_what_happened_after_the_checkpoint_is_forgotten_and_what_was_open_stays
 def test_a_snapshot_has_one_line_for_prompts_with_the_same_fate(ledger: Ledger) -> None:
     for step in range(1, 4):
         ledger.issue(step, range(8 * step - 8, 8 * step))
-        for ordinal in range(8 * step - 8, 8 * step):
-            ledger.played(step, [ordinal])
+        for prompt_id in range(8 * step - 8, 8 * step):
+            ledger.played(step, [prompt_id])
         ledger.trained(step, range(8 * step - 8, 8 * step))
     assert [json.loads(line) for line in ledger.snapshot().splitlines()] == [
         {"prompts": f"{8 * step - 8}-{8 * step - 1}", "are": "trained", "times": 1, "issued_for": step, "step": step}
@@ -306,7 +306,7 @@ def test_a_snapshot_that_knows_more_than_the_weights_is_refused(ledger: Ledger) 
 @dataclass
 class Checkpoint:
     step: int
-    next_ordinal: int
+    next_prompt_id: int
     ledger: str
 
 
@@ -317,7 +317,7 @@ class Simulation:
     path: Path
     random: random.Random
     step: int = 0
-    next_ordinal: int = 0
+    next_prompt_id: int = 0
     prompts: dict[int, list[int]] = field(default_factory=dict)
     """On their way, by the step they are for."""
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -329,13 +329,13 @@ class Simulation:
     def draw(self) -> None:
         step = max([self.step, *self.prompts]) + 1
         if step <= self.step + 3:
-            self.prompts[step] = list(range(self.next_ordinal, self.next_ordinal + self.random.randint(1, 6)))
-            self.next_ordinal = self.prompts[step][-1] + 1
+            self.prompts[step] = list(range(self.next_prompt_id, self.next_prompt_id + self.random.randint(1, 6)))
+            self.next_prompt_id = self.prompts[step][-1] + 1
             self.ledger.issue(step, self.prompts[step])
 
     def play(self) -> None:
-        for step, ordinals in self.prompts.items():
-            self.ledger.played(step, [ordinal for ordinal in ordinals if self.random.random() < 0.5])
+        for step, prompt_ids in self.prompts.items():
+            self.ledger.played(step, [prompt_id for prompt_id in prompt_ids if self.random.random() < 0.5])
 
     def lose_a_worker(self) -> None:
         for step in self.ledger.open_steps():
@@ -344,15 +344,15 @@ class Simulation:
     def train(self) -> None:
         if self.step + 1 in self.prompts:
             self.step += 1
-            ordinals = self.prompts.pop(self.step)
-            dull = [ordinal for ordinal in ordinals if self.random.random() < 0.3]
+            prompt_ids = self.prompts.pop(self.step)
+            dull = [prompt_id for prompt_id in prompt_ids if self.random.random() < 0.3]
             self.ledger.dropped(self.step, dull, "equal rewards")
-            self.ledger.trained(self.step, set(ordinals) - set(dull))
-            for ordinal in ordinals:
-                self.fates.setdefault(ordinal, []).append("dropped" if ordinal in dull else "trained")
+            self.ledger.trained(self.step, set(prompt_ids) - set(dull))
+            for prompt_id in prompt_ids:
+                self.fates.setdefault(prompt_id, []).append("dropped" if prompt_id in dull else "trained")
 
     def save(self) -> None:
-        self.checkpoints.append(Checkpoint(self.step, self.next_ordinal, self.ledger.snapshot()))
+        self.checkpoints.append(Checkpoint(self.step, self.next_prompt_id, self.ledger.snapshot()))
 
     def crash(self) -> None:
         if self.path.exists() and self.random.random() < 0.5:
@@ -363,14 +363,14 @@ class Simulation:
         del self.checkpoints[kept:]
         if kept == 0:
             self.ledger.restore(None, 0)
-            self.step = self.next_ordinal = 0
+            self.step = self.next_prompt_id = 0
         else:
             last = self.checkpoints[-1]
             self.ledger.restore(last.ledger, last.step)
-            self.step, self.next_ordinal = last.step, last.next_ordinal
+            self.step, self.next_prompt_id = last.step, last.next_prompt_id
         self.prompts = {step: self.ledger.open(step) for step in self.ledger.open_steps()}
         self.lose_a_worker()
-        done = self.next_ordinal, {ordinal for ordinals in self.prompts.values() for ordinal in ordinals}
+        done = self.next_prompt_id, {prompt_id for prompt_ids in self.prompts.values() for prompt_id in prompt_ids}
         self.fates = {o: fates for o, fates in self.fates.items() if o < done[0] and o not in done[1]}
 
     def finish(self) -> None:
@@ -405,7 +405,7 @@ def test_after_any_crashes_every_prompt_was_trained_once_or_dropped(
     audit = Ledger(simulation.path).audit()
     assert audit.clean
     assert audit.open == 0
-    assert sorted(simulation.fates) == list(range(simulation.next_ordinal))
+    assert sorted(simulation.fates) == list(range(simulation.next_prompt_id))
     assert all(len(fates) == 1 for fates in simulation.fates.values())
     assert audit.trained == sum(fates == ["trained"] for fates in simulation.fates.values())
     assert sum(audit.dropped.values()) == sum(fates == ["dropped"] for fates in simulation.fates.values())
@@ -417,8 +417,8 @@ def test_a_single_prompt_that_was_not_trained_once_makes_any_history_unclean(
     tmp_path_factory: pytest.TempPathFactory, seed: int, actions: list[str], fault: str
 ) -> None:
     simulation = simulate(tmp_path_factory.getbasetemp() / "fault", seed, ["draw", "train", *actions])
-    one_step(simulation.ledger, simulation.step + 1, range(simulation.next_ordinal, simulation.next_ordinal + 2))
-    ledger, step, following = simulation.ledger, simulation.step + 2, simulation.next_ordinal + 2
+    one_step(simulation.ledger, simulation.step + 1, range(simulation.next_prompt_id, simulation.next_prompt_id + 2))
+    ledger, step, following = simulation.ledger, simulation.step + 2, simulation.next_prompt_id + 2
     assert ledger.audit().clean
     if fault == "again":
         ledger = append(ledger, {"step": step, "trained": str(simulation.random.randint(following - 2, following - 1))})
@@ -436,9 +436,9 @@ def test_a_single_prompt_that_was_not_trained_once_makes_any_history_unclean(
 
 @settings(max_examples=60)
 @given(st.sets(st.integers(0, 60), min_size=1))
-def test_spans_are_read_back(ordinals: set[int]) -> None:
-    text = format_spans(np.array(sorted(ordinals)))
-    assert ordinals_in(parse_spans(text)).tolist() == sorted(ordinals)
+def test_spans_are_read_back(prompt_ids: set[int]) -> None:
+    text = format_spans(np.array(sorted(prompt_ids)))
+    assert prompt_ids_in(parse_spans(text)).tolist() == sorted(prompt_ids)
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1,1", "2,1", "1-3,2", "-1", "1-"])

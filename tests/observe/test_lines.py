@@ -13,8 +13,8 @@ FULL = {
     "policy/entropy": 1.21,
     "length/mean": 5.1,
     "speed/tokens_per_s": 412.3,
-    "time/play_s": 1.2,
-    "time/learn_s": 2.8,
+    "time/rollout_s": 1.2,
+    "time/train_s": 2.8,
     "time/step_s": 4.3,
     "eta_s": 200.0,
 }

@@ -21,12 +21,12 @@ odd = st.sampled_from(
 
 
 def test_only_the_keys_that_were_set_are_written(load):
-    assert yaml.safe_load(dump_recipe(load("batch.passes=2"))) == {
+    assert yaml.safe_load(dump_recipe(load("batch.ppo_epochs=2"))) == {
         "name": "test",
         "model": {"path": "some/model"},
         "data": {"train": {"path": "rows.jsonl"}},
         "schedule": {"steps": 10},
-        "batch": {"passes": 2},
+        "batch": {"ppo_epochs": 2},
     }
 
 
@@ -36,13 +36,13 @@ def test_the_name_comes_first(load):
 
 def test_a_full_dump_has_every_key(load):
     full = yaml.safe_load(dump_recipe(load(), full=True))
-    assert full["optimiser"]["betas"] == [0.9, 0.999]
+    assert full["optimizer"]["betas"] == [0.9, 0.999]
     assert full["algorithm"]["kl"]["where"] is None
     assert set(full) == set(Recipe.model_fields)
 
 
 def test_a_full_dump_loads_to_the_same_recipe(load):
-    recipe = load("optimiser.learning_rate=1e-6")
+    recipe = load("optimizer.learning_rate=1e-6")
     assert load(text=dump_recipe(recipe, full=True)) == recipe
 
 
@@ -63,7 +63,7 @@ def test_whatever_is_written_is_read_back(load, text, other, number):
             "name": text,
             "model": Model(path=other),
             "data": Data(train=Source(path=[text, other], options={"x": other, "y": [1, 2.5, None, {"z": text}]})),
-            "optimiser": {"learning_rate": number},
+            "optimizer": {"learning_rate": number},
         }
     )
     assert load(text=dump_recipe(recipe)) == recipe

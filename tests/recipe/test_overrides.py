@@ -4,10 +4,10 @@ from recipe_texts import MINIMAL
 
 def test_an_override_sets_a_key_with_the_type_that_yaml_gives_it(load):
     recipe = load(
-        "batch.prompts_per_step=64", "optimiser.learning_rate=5e-5", "data.shuffle=false", "rollout.stop=[a, b]"
+        "batch.prompts_per_step=64", "optimizer.learning_rate=5e-5", "data.shuffle=false", "rollout.stop=[a, b]"
     )
     assert recipe.batch.prompts_per_step == 64
-    assert recipe.optimiser.learning_rate == 5e-5
+    assert recipe.optimizer.learning_rate == 5e-5
     assert recipe.data.shuffle is False
     assert recipe.rollout.stop == ["a", "b"]
 
@@ -22,12 +22,12 @@ def test_the_last_of_two_overrides_wins(load):
 
 @pytest.mark.parametrize("plus", ["+", "++"])
 def test_a_leading_plus_is_accepted_as_in_hydra(load, plus):
-    assert load(f"{plus}batch.passes=2").batch.passes == 2
+    assert load(f"{plus}batch.ppo_epochs=2").batch.ppo_epochs == 2
 
 
 def test_a_plus_does_not_make_an_unknown_key_known(problems):
-    assert problems("+batch.pases=2") == [
-        "override +batch.pases=2: `batch.pases` is not a key; did you mean `batch.passes`?"
+    assert problems("+batch.ppo_epoch=2") == [
+        "override +batch.ppo_epoch=2: `batch.ppo_epoch` is not a key; did you mean `batch.ppo_epochs`?"
     ]
 
 
@@ -36,16 +36,16 @@ def test_a_tilde_deletes_a_key(load):
 
 
 def test_a_tilde_deletes_a_section(load):
-    assert load("~batch", text=MINIMAL + "batch: {passes: 3}\n").batch.passes == 1
+    assert load("~batch", text=MINIMAL + "batch: {ppo_epochs: 3}\n").batch.ppo_epochs == 1
 
 
 def test_deleting_a_key_that_is_not_there_is_an_error(problems):
-    assert problems("~batch.passes") == [
-        "override ~batch.passes: `batch.passes` is not set in recipe.yaml, so it cannot be deleted"
+    assert problems("~batch.ppo_epochs") == [
+        "override ~batch.ppo_epochs: `batch.ppo_epochs` is not set in recipe.yaml, so it cannot be deleted"
     ]
 
 
-@pytest.mark.parametrize("text", ["batch.passes", "=3", "batch.passes:3", ""])
+@pytest.mark.parametrize("text", ["batch.ppo_epochs", "=3", "batch.ppo_epochs:3", ""])
 def test_a_malformed_override_is_one_clear_line(problems, text):
     assert problems(text) == [f"override {text}: is not an override; write `key=value`, or `~key` to delete"]
 

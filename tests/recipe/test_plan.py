@@ -56,7 +56,7 @@ def test_updates_differ_by_one_at_most():
 
 
 def test_several_passes_are_said(load):
-    recipe = load(*BATCH, "batch.passes=2", "batch.updates_per_step=4")
+    recipe = load(*BATCH, "batch.ppo_epochs=2", "batch.updates_per_step=4")
     assert any("-> 2 passes of 4 updates of 128 on" in line for line in lines_of(recipe))
 
 
@@ -137,7 +137,7 @@ APART = ["cluster.devices_per_node=2", "cluster.placement={actor: 0, reference: 
             "weights",
         ),
         (
-            [*APART, "schedule.pipelined=true", "batch.passes=2"],
+            [*APART, "schedule.pipelined=true", "batch.ppo_epochs=2"],
             "pipelined",
             "pipelined: what has been played is scored as it comes in and learnt from when the step is complete; the "
             "next step waits for the new weights",
@@ -225,16 +225,16 @@ def test_without_a_local_model_the_memory_is_said_to_be_unknown(load):
     assert "unknown: some/model is not on this machine" in text
 
 
-def test_weights_gradients_and_optimiser_in_float32_take_sixteen_bytes_a_parameter(load):
+def test_weights_gradients_and_optimizer_in_float32_take_sixteen_bytes_a_parameter(load):
     items, _ = memory_of(load())
-    held = [items["actor weights"], items["actor optimiser"], items["gradients"]]
+    held = [items["actor weights"], items["actor optimizer"], items["gradients"]]
     assert sum(item["learning"] for item in held) == 16 * SMOLLM2_135M.num_parameters
 
 
 def test_sixteen_bit_weights_have_a_master_copy(load):
     items, _ = memory_of(load("model.dtype=bfloat16"))
     assert items["actor weights"]["playing"] == 2 * SMOLLM2_135M.num_parameters
-    assert items["actor optimiser"]["learning"] == 12 * SMOLLM2_135M.num_parameters
+    assert items["actor optimizer"]["learning"] == 12 * SMOLLM2_135M.num_parameters
 
 
 def test_what_auto_means_depends_on_the_device(load):
@@ -257,12 +257,12 @@ def test_nothing_is_scored_where_nothing_has_to_be(load):
 def test_critic_and_reference_take_their_share(load):
     items, _ = memory_of(load("algorithm.name=ppo"))
     assert items["reference weights"]["playing"] == 4 * SMOLLM2_135M.num_parameters
-    assert items["critic optimiser"]["learning"] == 8 * SMOLLM2_135M.num_parameters
+    assert items["critic optimizer"]["learning"] == 8 * SMOLLM2_135M.num_parameters
 
 
 def test_recomputing_takes_far_less_for_activations(load):
     kept, _ = memory_of(load())
-    recomputed, _ = memory_of(load("train.recompute=full"))
+    recomputed, _ = memory_of(load("train.gradient_checkpointing=true"))
     assert recomputed["activations"]["learning"] < kept["activations"]["learning"] / 10
 
 
@@ -281,7 +281,7 @@ def test_replicas_share_nothing_and_the_engine_has_no_copy(load):
 def test_every_dimension_but_replicas_divides_what_a_device_holds(load):
     parallel = [f"train.parallel.{name}=2" for name in ("replicate", "expert", "context", "tensor")]
     items, _ = memory_of(load("cluster.devices_per_node=32", *parallel))
-    for name, per_parameter in (("actor weights", 4), ("actor optimiser", 8), ("gradients", 4)):
+    for name, per_parameter in (("actor weights", 4), ("actor optimizer", 8), ("gradients", 4)):
         assert items[name]["learning"] == per_parameter * SMOLLM2_135M.num_parameters // 16
 
 
@@ -303,14 +303,14 @@ def test_an_engine_with_devices_of_its_own_has_a_whole_model(load):
 
 def test_what_is_offloaded_counts_where_it_is_computed_with(load):
     recipe = load(
-        "cluster.devices_per_node=4", "algorithm.name=ppo", "train.offload=[parameters, gradients, optimiser]"
+        "cluster.devices_per_node=4", "algorithm.name=ppo", "train.offload=[parameters, gradients, optimizer]"
     )
     items, _ = memory_of(recipe)
     phases = {name: set(sizes) for name, sizes in items.items()}
     assert phases["actor weights"] == {"learning"}
     assert phases["critic weights"] == {"scoring", "learning"}
     assert phases["reference weights"] == {"scoring"}
-    assert phases["actor optimiser"] == phases["critic optimiser"] == phases["gradients"] == {"learning"}
+    assert phases["actor optimizer"] == phases["critic optimizer"] == phases["gradients"] == {"learning"}
     assert phases["rollout weights"] == {"playing", "scoring", "learning"}
 
 
@@ -318,7 +318,7 @@ def test_an_actor_that_recomputes_is_there_for_scoring(load):
     offloaded = ["cluster.devices_per_node=4", "train.offload=[parameters]", "algorithm.old_logprobs=recompute"]
     items, _ = memory_of(load(*offloaded))
     assert set(items["actor weights"]) == {"scoring", "learning"}
-    assert set(items["actor optimiser"]) == {"playing", "scoring", "learning"}
+    assert set(items["actor optimizer"]) == {"playing", "scoring", "learning"}
 
 
 def test_totals_are_the_sums_of_their_phase(load):

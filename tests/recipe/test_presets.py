@@ -27,7 +27,7 @@ def test_ppo_has_a_critic_and_a_kl_in_the_reward(load):
     assert ppo.needs_critic
     assert ppo.needs_reference
     assert (ppo.kl_where, ppo.kl_estimator, ppo.kl_coefficient, ppo.kl_controller) == ("reward", "k1", 0.001, "fixed")
-    assert (ppo.gamma, ppo.lam) == (1.0, 1.0)
+    assert (ppo.gamma, ppo.gae_lambda) == (1.0, 1.0)
 
 
 def test_dr_grpo_divides_by_a_constant_the_longest_response(load):

@@ -15,11 +15,11 @@ def test_a_minimal_recipe_gets_every_default(load):
     recipe = load()
     assert recipe.name == "test"
     assert recipe.batch.prompts_per_step == 8
-    assert recipe.critic.optimiser.learning_rate == 1e-5
+    assert recipe.critic.optimizer.learning_rate == 1e-5
 
 
-def test_a_critic_optimiser_keeps_its_own_learning_rate_when_another_key_is_set(load):
-    assert load("critic.optimiser.weight_decay=0.1").critic.optimiser.learning_rate == 1e-5
+def test_a_critic_optimizer_keeps_its_own_learning_rate_when_another_key_is_set(load):
+    assert load("critic.optimizer.weight_decay=0.1").critic.optimizer.learning_rate == 1e-5
 
 
 def test_a_path_object_is_accepted(load):
@@ -41,8 +41,8 @@ def test_importing_the_recipe_package_imports_neither_torch_nor_transformers():
 
 @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "1E-6", "0.000001", ".000001", "1e-06"])
 def test_small_numbers_are_numbers_however_they_are_written(load, text):
-    recipe = load(text=MINIMAL + f"optimiser:\n  learning_rate: {text}\n")
-    assert recipe.optimiser.learning_rate == 1e-6
+    recipe = load(text=MINIMAL + f"optimizer:\n  learning_rate: {text}\n")
+    assert recipe.optimizer.learning_rate == 1e-6
 
 
 def test_a_whole_number_may_be_written_in_scientific_notation_or_with_underscores(load):
@@ -89,8 +89,8 @@ def test_a_dotted_key_inside_a_section_stands_for_a_nested_one(load):
 
 
 def test_dotted_and_nested_keys_of_one_section_are_merged(load):
-    recipe = load(text=MINIMAL + "batch.passes: 2\nbatch:\n  updates_per_step: 3\n")
-    assert (recipe.batch.passes, recipe.batch.updates_per_step) == (2, 3)
+    recipe = load(text=MINIMAL + "batch.ppo_epochs: 2\nbatch:\n  updates_per_step: 3\n")
+    assert (recipe.batch.ppo_epochs, recipe.batch.updates_per_step) == (2, 3)
 
 
 def test_keys_inside_options_are_the_users_own_and_are_not_split(load):
@@ -109,8 +109,8 @@ def test_a_key_given_twice_is_an_error_with_both_lines(problems):
 
 
 def test_a_key_given_both_dotted_and_nested_is_given_twice(problems):
-    found = problems(text=MINIMAL + "batch.passes: 1\nbatch:\n  passes: 2\n")
-    assert found == ["recipe.yaml:11: `batch.passes` is given twice (first at recipe.yaml:9)"]
+    found = problems(text=MINIMAL + "batch.ppo_epochs: 1\nbatch:\n  ppo_epochs: 2\n")
+    assert found == ["recipe.yaml:11: `batch.ppo_epochs` is given twice (first at recipe.yaml:9)"]
 
 
 def test_a_key_given_twice_inside_a_list_is_an_error(problems):
@@ -118,7 +118,7 @@ def test_a_key_given_twice_inside_a_list_is_an_error(problems):
     assert found == ["recipe.yaml:11: a key is given twice in this mapping"]
 
 
-@pytest.mark.parametrize("lines", ["batch: 5\nbatch.passes: 1\n", "batch.passes: 1\nbatch: 5\n"])
+@pytest.mark.parametrize("lines", ["batch: 5\nbatch.ppo_epochs: 1\n", "batch.ppo_epochs: 1\nbatch: 5\n"])
 def test_a_section_that_is_also_a_value_is_a_contradiction(problems, lines):
     found = problems(text=MINIMAL + lines)
     assert "recipe.yaml:10: " in found[-1]

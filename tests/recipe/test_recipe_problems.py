@@ -23,14 +23,14 @@ def test_a_key_at_the_top_is_found_in_its_section(problems):
 def test_keys_below_a_misspelt_section_are_each_led_to_the_right_one(problems):
     found = problems(text=MINIMAL + "optimizer:\n  learning_rate: 1e-6\n  warmup: 3\n")
     assert found == [
-        "recipe.yaml:10: `optimizer.learning_rate` is not a key; did you mean `optimiser.learning_rate`?",
-        "recipe.yaml:11: `optimizer.warmup` is not a key; did you mean `optimiser.warmup_steps`?",
+        "recipe.yaml:10: `optimizer.learning_rate` is not a key; did you mean `optimizer.learning_rate`?",
+        "recipe.yaml:11: `optimizer.warmup` is not a key; did you mean `optimizer.warmup_steps`?",
     ]
 
 
 @pytest.mark.parametrize(
     ("habit", "ours"),
-    [("optimiser.lr", "optimiser.learning_rate"), ("rollout.n", "batch.samples_per_prompt")],
+    [("optimizer.lr", "optimizer.learning_rate"), ("rollout.n", "batch.samples_per_prompt")],
 )
 def test_names_from_other_frameworks_lead_to_ours(problems, habit, ours):
     assert problems(f"{habit}=1") == [f"override {habit}=1: `{habit}` is not a key; did you mean `{ours}`?"]
@@ -61,21 +61,21 @@ def test_a_wrong_choice_in_a_list_is_the_one_that_is_named(problems):
         ("batch.prompts_per_step='8'", '`batch.prompts_per_step: "8"` should be a whole number, at least 1'),
         ("batch.prompts_per_step=true", "`batch.prompts_per_step: true` should be a whole number, at least 1"),
         ("batch.prompts_per_step=", "`batch.prompts_per_step: null` should be a whole number, at least 1"),
-        ("optimiser.learning_rate=-1", "`optimiser.learning_rate: -1` should be a number, above 0"),
-        ("optimiser.learning_rate=.inf", "`optimiser.learning_rate: Infinity` should be a number, above 0"),
+        ("optimizer.learning_rate=-1", "`optimizer.learning_rate: -1` should be a number, above 0"),
+        ("optimizer.learning_rate=.inf", "`optimizer.learning_rate: Infinity` should be a number, above 0"),
         ("rollout.top_p=1.5", "`rollout.top_p: 1.5` should be a number, above 0 and at most 1"),
         ("algorithm.clip_low=x", "`algorithm.clip_low: x` should be a number, at least 0 or null"),
         ("data.shuffle=yes", "`data.shuffle: yes` should be true or false"),
         ("rollout.stop=[1]", "`rollout.stop: [1]` should be a list (each item text)"),
         (
-            "optimiser.betas=[0.9]",
-            "`optimiser.betas: [0.9]` should be a list of 2 (each a number, at least 0 and below 1)",
+            "optimizer.betas=[0.9]",
+            "`optimizer.betas: [0.9]` should be a list of 2 (each a number, at least 0 and below 1)",
         ),
         ("data.train.path=5", "`data.train.path: 5` should be text or a list (each item text)"),
         ("rollout=5", "`rollout: 5` should be a section, with its keys indented below it"),
         ("schedule.max_staleness=-1", "`schedule.max_staleness: -1` should be a whole number, at least 0"),
         ("train.parallel.shard=0", "`train.parallel.shard: 0` should be a whole number, at least 1 or null"),
-        ("train.offload=[weights]", "`train.offload: weights` is not one of parameters, gradients, optimiser"),
+        ("train.offload=[weights]", "`train.offload: weights` is not one of parameters, gradients, optimizer"),
         ("cluster.placement.actor=1.5", "`cluster.placement.actor: 1.5` should be text or a whole number or a list"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_missing_key_of_a_section_is_reported_at_the_section(problems):
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(problems):
     found = problems(
-        "a=1", "broken", text=MINIMAL + "seed: -1\nalgorithm: {name: x, loss: y}\nbatch: {passes: 0}\nz: 1\n"
+        "a=1", "broken", text=MINIMAL + "seed: -1\nalgorithm: {name: x, loss: y}\nbatch: {ppo_epochs: 0}\nz: 1\n"
     )
     assert [problem.split(": ")[0] for problem in found] == [
         "recipe.yaml:9",

@@ -2,13 +2,13 @@ from recipe_texts import MINIMAL
 
 
 def test_a_reference_alone_keeps_the_type_of_its_value(load):
-    recipe = load("batch.updates_per_step=${batch.passes}", "batch.passes=4", "rollout.stop=['${name}', x]")
+    recipe = load("batch.updates_per_step=${batch.ppo_epochs}", "batch.ppo_epochs=4", "rollout.stop=['${name}', x]")
     assert recipe.batch.updates_per_step == 4
     assert recipe.rollout.stop == ["test", "x"]
 
 
 def test_a_reference_inside_a_text_is_text(load):
-    recipe = load("name=run-${schedule.steps}-${data.shuffle}-${optimiser.learning_rate}", "data.shuffle=true")
+    recipe = load("name=run-${schedule.steps}-${data.shuffle}-${optimizer.learning_rate}", "data.shuffle=true")
     assert recipe.name == "run-10-true-1e-06"
 
 
@@ -28,13 +28,16 @@ def test_references_are_followed_through_others(load):
 
 
 def test_a_reference_sees_overrides(load):
-    text = MINIMAL + "batch: {passes: 1}\nbatch.updates_per_step: ${batch.passes}\n"
-    assert load("batch.passes=5", text=text).batch.updates_per_step == 5
+    text = MINIMAL + "batch: {ppo_epochs: 1}\nbatch.updates_per_step: ${batch.ppo_epochs}\n"
+    assert load("batch.ppo_epochs=5", text=text).batch.updates_per_step == 5
 
 
 def test_a_reference_to_a_key_that_is_not_set_gives_its_default(load):
-    assert load("batch.passes=${batch.samples_per_prompt}").batch.passes == 8
-    assert load("batch.passes=${critic.optimiser.warmup_steps}", "critic.optimiser.warmup_steps=2").batch.passes == 2
+    assert load("batch.ppo_epochs=${batch.samples_per_prompt}").batch.ppo_epochs == 8
+    assert (
+        load("batch.ppo_epochs=${critic.optimizer.warmup_steps}", "critic.optimizer.warmup_steps=2").batch.ppo_epochs
+        == 2
+    )
 
 
 def test_options_may_hold_references_and_be_referred_to(load):

@@ -50,12 +50,16 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
         ("reference.path=x", "reference.path", "there is no KL in this recipe"),
         ("critic.path=x", "critic.path", "only the advantage gae has a critic, and this is grpo"),
         ("critic.value_clip=0.2", "critic.value_clip", "only the advantage gae has a critic"),
-        ("critic.optimiser.learning_rate=1", "critic.optimiser.learning_rate", "only the advantage gae has a critic"),
+        ("critic.optimizer.learning_rate=1", "critic.optimizer.learning_rate", "only the advantage gae has a critic"),
         ("algorithm.name=gpg algorithm.clip_low=0.1", "algorithm.clip_low", "the loss gpg does not clip"),
         ("algorithm.name=sapo algorithm.clip_high=0.1", "algorithm.clip_high", "the loss sapo does not clip"),
         ("algorithm.name=gspo algorithm.dual_clip=3", "algorithm.dual_clip", "the loss gspo does not use it"),
         ("algorithm.gamma=0.9", "algorithm.gamma", "the advantage grpo does not use it"),
-        ("algorithm.name=reinforce algorithm.lam=0.9", "algorithm.lam", "the advantage reinforce does not use it"),
+        (
+            "algorithm.name=reinforce algorithm.gae_lambda=0.9",
+            "algorithm.gae_lambda",
+            "the advantage reinforce does not use it",
+        ),
         ("algorithm.sapo_tau_positive=1", "algorithm.sapo_tau_positive", "the loss ppo does not use it"),
         ("algorithm.sapo_tau_negative=1", "algorithm.sapo_tau_negative", "the loss ppo does not use it"),
         ("algorithm.dro_beta=1", "algorithm.dro_beta", "the loss ppo does not use it"),
@@ -67,20 +71,20 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
             "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1",
         ),
         (
-            "environments.quiz.share=2",
-            "environments.quiz.share",
+            "environments.quiz.weight=2",
+            "environments.quiz.weight",
             "only `path: boards` is dealt by shares",
         ),
         (
-            f"{GAMES} environments.lake.validation_share=2",
-            "environments.lake.validation_share",
+            f"{GAMES} environments.lake.validation_weight=2",
+            "environments.lake.validation_weight",
             "only `data.validation.path: boards` is dealt by shares",
         ),
         (
-            f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.share=2 "
-            "environments.lake.validation_share=1",
-            "environments.lake.share",
-            "only boards to validate on, and `environments.lake.validation_share` says how many",
+            f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.weight=2 "
+            "environments.lake.validation_weight=1",
+            "environments.lake.weight",
+            "only boards to validate on, and `environments.lake.validation_weight` says how many",
         ),
         ("algorithm.correction.cap=2", "algorithm.correction.cap", "there is no correction"),
         ("algorithm.correction.floor=0.1", "algorithm.correction.floor", "there is no correction"),
@@ -106,14 +110,14 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
         ("data.chat=false data.system=x", "data.system", "with `data.chat: false` there is no chat"),
         ("data.chat=false model.chat_template=x", "model.chat_template", "with `data.chat: false` there is no chat"),
         (
-            "optimiser.min_learning_rate_ratio=0.1",
-            "optimiser.min_learning_rate_ratio",
-            "`optimiser.schedule` is constant",
+            "optimizer.min_learning_rate_ratio=0.1",
+            "optimizer.min_learning_rate_ratio",
+            "`optimizer.schedule` is constant",
         ),
         (
-            "algorithm.name=ppo critic.optimiser.min_learning_rate_ratio=0.1",
-            "critic.optimiser.min_learning_rate_ratio",
-            "`critic.optimiser.schedule` is constant",
+            "algorithm.name=ppo critic.optimizer.min_learning_rate_ratio=0.1",
+            "critic.optimizer.min_learning_rate_ratio",
+            "`critic.optimizer.schedule` is constant",
         ),
         ("environment.timeout_s=5", "environment.timeout_s", "`environment.reward.timeout_s`"),
         ("logging.project=x", "logging.project", "none of `logging.trackers` has projects"),
@@ -135,7 +139,7 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
     "overrides",
     [
         "algorithm.kl.where=loss algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k3 reference.path=x",
-        "algorithm.name=ppo algorithm.kl.coefficient=0.1 critic.path=x algorithm.gamma=0.9 algorithm.lam=0.9",
+        "algorithm.name=ppo algorithm.kl.coefficient=0.1 critic.path=x algorithm.gamma=0.9 algorithm.gae_lambda=0.9",
         "algorithm.kl.where=loss algorithm.kl.controller=adaptive algorithm.kl.target=1 algorithm.kl.horizon=10",
         "algorithm.clip_low=0.1 algorithm.clip_high=0.3 algorithm.dual_clip=3",
         "algorithm.name=gspo algorithm.clip_low=1e-4 algorithm.aggregation=seq_mean_token_mean",
@@ -147,20 +151,20 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         "data.train.path=reasoning_gym:chain_sum data.train.size=100 data.train.seed=1 data.train.options.x=1",
         "data.train.path=module:function data.train.options.x=1",
         f"{VALIDATED} validation.every=5 validation.temperature=1 validation.top_p=0.9",
-        "optimiser.schedule=cosine optimiser.min_learning_rate_ratio=0.1",
-        "optimiser.warmup_ratio=0.1",
-        "optimiser.warmup_ratio=null optimiser.warmup_steps=3",
-        "algorithm.name=ppo critic.optimiser.warmup_ratio=0.1 optimiser.warmup_steps=3",
+        "optimizer.schedule=cosine optimizer.min_learning_rate_ratio=0.1",
+        "optimizer.warmup_ratio=0.1",
+        "optimizer.warmup_ratio=null optimizer.warmup_steps=3",
+        "algorithm.name=ppo critic.optimizer.warmup_ratio=0.1 optimizer.warmup_steps=3",
         "algorithm.reward_clip=1 algorithm.advantage_clip=5 algorithm.max_mean_ratio=2",
-        "algorithm.max_mean_ratio=2 algorithm.old_logprobs=recompute batch.passes=2",
-        f"{GAMES} environments.lake.share=0",
-        f"{GAMES_TO_VALIDATE} environments.lake.share=0 environments.lake.validation_share=1",
-        f"{GAMES_TO_VALIDATE} environments.lake.validation_share=0",
-        f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.share=2",
-        f"{GAMES} {VALIDATED} environments.quiz.share=0",
+        "algorithm.max_mean_ratio=2 algorithm.old_logprobs=recompute batch.ppo_epochs=2",
+        f"{GAMES} environments.lake.weight=0",
+        f"{GAMES_TO_VALIDATE} environments.lake.weight=0 environments.lake.validation_weight=1",
+        f"{GAMES_TO_VALIDATE} environments.lake.validation_weight=0",
+        f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.weight=2",
+        f"{GAMES} {VALIDATED} environments.quiz.weight=0",
         "environment.name=module:Class environment.timeout_s=5 rollout.max_turns=3",
         "logging.trackers=[wandb] logging.project=x",
-        "batch.updates_per_step=4 batch.passes=2",
+        "batch.updates_per_step=4 batch.ppo_epochs=2",
         "algorithm.clip_low=null reference.path=null algorithm.gamma=null",
         "cluster.runtime=local cluster.min_nodes=null",
         "cluster.runtime=ray",
@@ -169,10 +173,10 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         f"{APART} schedule.max_staleness=2 algorithm.correction.name=icepop algorithm.correction.floor=0.2",
         f"{APART} schedule.max_staleness=1 schedule.pipelined=true",
         f"{APART} schedule.pipelined=true algorithm.kl.where=loss",
-        f"{APART} schedule.pipelined=false batch.passes=2",
+        f"{APART} schedule.pipelined=false batch.ppo_epochs=2",
         f"{TOGETHER} train.parallel.tensor=2",
-        f"{TOGETHER} train.parallel.shard=2 train.parallel.replicate=2 train.offload=[parameters,gradients,optimiser]",
-        f"{TOGETHER} train.parallel.shard=1 train.parallel.replicate=4 train.offload=[optimiser]",
+        f"{TOGETHER} train.parallel.shard=2 train.parallel.replicate=2 train.offload=[parameters,gradients,optimizer]",
+        f"{TOGETHER} train.parallel.shard=1 train.parallel.replicate=4 train.offload=[optimizer]",
         f"{APART} algorithm.name=ppo train.parallel.tensor=2",
         f"{TOGETHER} cluster.transfer=shared",
         f"{APART} cluster.transfer=ipc",
@@ -219,7 +223,7 @@ def test_a_band_whose_floor_is_above_its_cap_is_a_problem(load):
     assert "the floor 6 is not below the cap 5" in problem
 
 
-@pytest.mark.parametrize("where", ["optimiser", "critic.optimiser"])
+@pytest.mark.parametrize("where", ["optimizer", "critic.optimizer"])
 def test_warm_up_is_a_number_of_updates_or_a_share_of_them(load, where):
     assert problems_of(load("algorithm.name=ppo", f"{where}.warmup_steps=0", f"{where}.warmup_ratio=0.1")) == [
         f"`{where}.warmup_steps` and `{where}.warmup_ratio` are both set; keep one of them"
@@ -229,8 +233,8 @@ def test_warm_up_is_a_number_of_updates_or_a_share_of_them(load, where):
 @pytest.mark.parametrize(
     ("shares", "part", "key"),
     [
-        (("share=0", "validation_share=1"), "train", "share"),
-        (("validation_share=0",), "validation", "validation_share"),
+        (("share=0", "validation_weight=1"), "train", "share"),
+        (("validation_weight=0",), "validation", "validation_weight"),
     ],
 )
 def test_somebody_has_a_share_of_the_boards(load, shares, part, key):
@@ -423,7 +427,7 @@ def test_a_model_is_spread_over_the_devices_that_there_are(load, overrides, prob
 @pytest.mark.parametrize("part", ["parameters", "gradients"])
 @pytest.mark.parametrize("whole", ["", f"{TOGETHER} train.parallel.shard=1 train.parallel.replicate=4"])
 def test_a_whole_model_is_not_offloaded(load, part, whole):
-    (problem,) = problems_of(load(*whole.split(), f"train.offload=[optimiser,{part}]"))
+    (problem,) = problems_of(load(*whole.split(), f"train.offload=[optimizer,{part}]"))
     assert problem.startswith(f"`train.offload: {part}` needs a sharded model, and every device of actor holds a whole")
 
 
@@ -436,15 +440,15 @@ def test_a_whole_model_is_not_offloaded(load, part, whole):
         ("rollout.top_p=0.9", "`rollout.top_p: 0.9` draws from a truncated distribution"),
         ("rollout.top_k=50", "`rollout.top_k: 50` draws from a truncated distribution"),
         ("rollout.min_p=0.1", "`rollout.min_p: 0.1` draws from a truncated distribution"),
-        ("optimiser.learning_rate=0.01", "`optimiser.learning_rate: 0.01` is unusually high"),
+        ("optimizer.learning_rate=0.01", "`optimizer.learning_rate: 0.01` is unusually high"),
         ("batch.updates_per_step=6", "64 trajectories do not divide into 6 updates: the last 2 have one less"),
-        ("algorithm.name=gpg batch.passes=2", "the loss gpg has nothing that keeps the later updates"),
+        ("algorithm.name=gpg batch.ppo_epochs=2", "the loss gpg has nothing that keeps the later updates"),
         ("algorithm.name=ppo critic.warmup_steps=10", "`critic.warmup_steps: 10` covers all 10 steps"),
-        ("optimiser.warmup_steps=10", "`optimiser.warmup_steps: 10` covers all 10 updates"),
-        ("optimiser.warmup_ratio=0.05", "`optimiser.warmup_ratio: 0.05` of 10 updates is less than one"),
+        ("optimizer.warmup_steps=10", "`optimizer.warmup_steps: 10` covers all 10 updates"),
+        ("optimizer.warmup_ratio=0.05", "`optimizer.warmup_ratio: 0.05` of 10 updates is less than one"),
         (
-            "algorithm.name=ppo critic.optimiser.warmup_ratio=0.05",
-            "`critic.optimiser.warmup_ratio: 0.05` of 10 updates is less than one",
+            "algorithm.name=ppo critic.optimizer.warmup_ratio=0.05",
+            "`critic.optimizer.warmup_ratio: 0.05` of 10 updates is less than one",
         ),
         ("checkpoint.every=11", "`checkpoint.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
@@ -469,14 +473,14 @@ def test_what_is_allowed_but_doubtful_is_a_warning(load, overrides, warning):
     ("overrides", "reason"),
     [
         ("algorithm.name=dapo", "dynamic sampling"),
-        ("batch.passes=2", "`batch.passes: 2`"),
+        ("batch.ppo_epochs=2", "`batch.ppo_epochs: 2`"),
         ("batch.updates_per_step=4", "`batch.updates_per_step: 4`"),
         ("algorithm.name=ppo", "the advantage gae, which looks at the whole batch"),
         ("algorithm.name=reinforce_plus_plus", "the advantage reinforce_plus_plus, which looks at the whole batch"),
         ("algorithm.name=reinforce_plus_plus_baseline", "the advantage reinforce_plus_plus_baseline, which looks at"),
         ("algorithm.name=gpg", "the advantage gpg, which looks at the whole batch"),
         ("algorithm.llds_coefficient=0.1", "`algorithm.llds_coefficient`, whose share depends on the whole batch"),
-        ("algorithm.name=dapo batch.passes=2", "dynamic sampling and `batch.passes: 2`; "),
+        ("algorithm.name=dapo batch.ppo_epochs=2", "dynamic sampling and `batch.ppo_epochs: 2`; "),
     ],
 )
 def test_what_makes_a_pipeline_wait_is_a_warning(load, overrides, reason):
@@ -486,7 +490,7 @@ def test_what_makes_a_pipeline_wait_is_a_warning(load, overrides, reason):
 
 
 def test_a_pipeline_with_nothing_to_do_is_said_to_be_one(load):
-    (found,) = check(load(*APART.split(), "schedule.pipelined=true", "batch.passes=2"))
+    (found,) = check(load(*APART.split(), "schedule.pipelined=true", "batch.ppo_epochs=2"))
     assert found.endswith("nothing is scored in this recipe, so nothing is left to do while the rest is played")
 
 

@@ -354,7 +354,7 @@ def test_samples_of_a_prompt_differ_and_are_the_same_again(play: Play) -> None:
     first, again = play("TwoTurns", samples=4), play("TwoTurns", samples=4)
     assert [t.tokens.tolist() for t in first] == [t.tokens.tolist() for t in again]
     assert len({tuple(t.tokens) for t in first}) == 4
-    assert [(t.ordinal, t.sample) for t in first] == [(3, 0), (3, 1), (3, 2), (3, 3)]
+    assert [(t.prompt_id, t.sample) for t in first] == [(3, 0), (3, 1), (3, 2), (3, 3)]
 
 
 def test_a_conversation_ends_after_max_turns(play: Play) -> None:

@@ -141,10 +141,10 @@ def test_what_the_environment_said_is_in_no_loss_no_value_and_no_whitening(playe
     values = torch.linspace(0, 1, len(mask))
     tensors = {"mask": mask, "offsets": torch.from_numpy(batch.offsets), "groups": torch.from_numpy(batch.groups)}
     rewards = torch.from_numpy(batch.token_rewards)
-    clean = gae(RewardedBatch(rewards, values=values, **tensors), gamma=0.99, lam=0.95)
+    clean = gae(RewardedBatch(rewards, values=values, **tensors), gamma=0.99, gae_lambda=0.95)
     nan = torch.tensor(torch.nan)
     poisoned = RewardedBatch(torch.where(mask, rewards, nan), values=torch.where(mask, values, nan), **tensors)
-    found = gae(poisoned, gamma=0.99, lam=0.95)
+    found = gae(poisoned, gamma=0.99, gae_lambda=0.95)
     assert torch.equal(found.advantages, clean.advantages)
     assert torch.equal(found.returns, clean.returns)
     assert found.advantages[~mask].abs().max() == 0

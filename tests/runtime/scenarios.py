@@ -19,13 +19,13 @@ from corral.recipe.placement import Placement, parse_placement
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
 from corral.runtime.ray import RayRuntime
-from corral.runtime.worker import Site
+from corral.runtime.worker import WorkerContext
 
 
 class Fake:
     """A role."""
 
-    def __init__(self, role: str, site: Site) -> None:
+    def __init__(self, role: str, site: WorkerContext) -> None:
         self.role, self.site = role, site
 
     def facts(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Fake:
         await asyncio.sleep(600)
 
 
-def build_fake(role: str, site: Site, recipe: Recipe, resume_from: Path | None) -> Fake:
+def build_fake(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Fake:
     return Fake(role, site)
 
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corral.recipe.errors import RunError
-from corral.runtime.transfer import Channel, CollectiveChannel, IpcChannel, Layout, ObjectChannel, Parcel, layout_of
+from corral.runtime.transfer import (
+    Channel,
+    CollectiveChannel,
+    IpcChannel,
+    Layout,
+    ObjectChannel,
+    TransferHandle,
+    layout_of,
+)
 from corral.runtime.transfer.base import pack, reused
 
 CPU = torch.device("cpu")
@@ -47,7 +55,7 @@ def layout(weights: Weights) -> Layout:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in weights]
 
 
-def arrived(channel: Channel, parcel: Parcel, expected: Weights) -> Weights:
+def arrived(channel: Channel, parcel: TransferHandle, expected: Weights) -> Weights:
     return [(name, tensor.clone()) for name, tensor in channel.receive(parcel, layout(expected))]
 
 
@@ -244,7 +252,7 @@ def test_weights_go_through_the_object_store() -> None:
         parcel = channel.send(iter(weights))
 
         @ray.remote
-        def receive(parcel: Parcel, expected: Layout) -> Weights:
+        def receive(parcel: TransferHandle, expected: Layout) -> Weights:
             return [(name, t.clone()) for name, t in ObjectChannel(CPU, timeout_s=20.0).receive(parcel, expected)]
 
         assert_same(ray.get(receive.remote(parcel, layout(weights)), timeout=60), weights)

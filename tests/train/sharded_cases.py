@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimiser
+from corral.recipe.schema import Optimizer
 from corral.train.mesh import Mesh
 from corral.train.native import NativePolicy
 
@@ -54,16 +54,16 @@ def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def policy_of(
-    model: Any, mesh: Mesh | None = None, recompute: bool = False, offload: Sequence[str] = ()
+    model: Any, mesh: Mesh | None = None, gradient_checkpointing: bool = False, offload: Sequence[str] = ()
 ) -> NativePolicy:
-    recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2, max_gradient_norm=1.0)
+    recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2, max_gradient_norm=1.0)
     return NativePolicy(
         model,
         temperature=0.9,
         logits_chunk=16,
-        optimiser=recipe,
+        optimizer=recipe,
         total_updates=10,
-        recompute=recompute,
+        gradient_checkpointing=gradient_checkpointing,
         mesh=mesh,
         offload=offload,
     )
@@ -115,8 +115,8 @@ class Outcome:
 
 def outcome(policy: NativePolicy, mesh: Mesh | None = None) -> Outcome:
     """Scores a pack, and makes two updates."""
-    optimiser = policy.optimiser
-    assert optimiser is not None
+    optimizer = policy.optimizer
+    assert optimizer is not None
     batch, result = small_batch(), Outcome()
     packs = own_packs(batch, mesh)
     result.logprobs = torch.zeros(len(batch.tokens))
@@ -127,11 +127,11 @@ def outcome(policy: NativePolicy, mesh: Mesh | None = None) -> Outcome:
             result.logprobs[pack.flat] = logprobs.float()
 
     def keep_gradients(*_: Any) -> None:
-        for slot in optimiser.slots:
+        for slot in optimizer.slots:
             if slot.gradient is not None:
                 result.gradients.setdefault(slot.name, policy.layout.whole(slot.name, slot.gradient).clone())
 
-    optimiser.adamw.register_step_pre_hook(keep_gradients)
+    optimizer.adamw.register_step_pre_hook(keep_gradients)
     for scale in (1.0, 0.5):
         share = backward(policy, packs)
         result.share = result.share or share
@@ -153,7 +153,7 @@ def on_mesh(
     shape: MeshShape,
     family: str,
     dtype: torch.dtype = torch.float32,
-    recompute: bool = False,
+    gradient_checkpointing: bool = False,
     offload: Sequence[str] = (),
 ) -> Outcome:
     mesh = mesh_of(shape)

@@ -1,4 +1,4 @@
-"""Training a fused model is training the model: with one process, sharded, and with the optimiser's steps on a GPU."""
+"""Training a fused model is training the model: with one process, sharded, and with the optimizer's steps on a GPU."""
 
 import math
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from tiny import DEVICE
 
 from corral.model.fused import fuse, fused_layers
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimiser
-from corral.train.optimiser import MasterOptimiser
+from corral.recipe.schema import Optimizer
+from corral.train.optimizer import MasterOptimizer
 from corral.train.slots import total_norm
 
 
-def fused_outcome(shape: MeshShape | None, recompute: bool = False) -> Outcome:
+def fused_outcome(shape: MeshShape | None, gradient_checkpointing: bool = False) -> Outcome:
     model = build_model("llama")
     assert fuse(model)
-    return outcome(policy_of(model, mesh_of(shape), recompute=recompute), mesh_of(shape))
+    return outcome(policy_of(model, mesh_of(shape), gradient_checkpointing=gradient_checkpointing), mesh_of(shape))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_fused_model_learns_the_same(recompute: bool) -> None:
-    found, expected = fused_outcome(None, recompute), alone("llama")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_a_fused_model_learns_the_same(gradient_checkpointing: bool) -> None:
+    found, expected = fused_outcome(None, gradient_checkpointing), alone("llama")
     assert deviation(found.gradients, expected.gradients) < 5e-6
     assert deviation(found.weights, expected.weights) < 5e-6
     assert found.norms == pytest.approx(expected.norms, rel=5e-6)
@@ -46,8 +46,8 @@ def test_updates_leave_fused_weights_where_they_are() -> None:
     assert fused_layers(model) is not None
 
 
-def optimiser_of(parameter: torch.nn.Parameter) -> MasterOptimiser:
-    return MasterOptimiser([("weight", parameter)], Optimiser(learning_rate=0.1, max_gradient_norm=0.5), 10)
+def optimizer_of(parameter: torch.nn.Parameter) -> MasterOptimizer:
+    return MasterOptimizer([("weight", parameter)], Optimizer(learning_rate=0.1, max_gradient_norm=0.5), 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -55,29 +55,29 @@ def test_a_step_that_does_not_wait_for_the_norm_is_the_same_step(dtype: torch.dt
     weights = []
     for waits in (True, False):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5).to(DEVICE, dtype))
-        optimiser = optimiser_of(parameter)
+        optimizer = optimizer_of(parameter)
         for scale in (1.0, 0.5):
-            optimiser.backward((parameter * (torch.arange(5) / 4).to(DEVICE, dtype)).sum())
-            norm = total_norm(optimiser.slots, None)
+            optimizer.backward((parameter * (torch.arange(5) / 4).to(DEVICE, dtype)).sum())
+            norm = total_norm(optimizer.slots, None)
             if waits:
-                size = optimiser._step_on_host(float(norm), scale, 0.1)
+                size = optimizer._step_on_host(float(norm), scale, 0.1)
             else:
-                size = optimiser._step_on_gpu(norm, scale, 0.1)
+                size = optimizer._step_on_gpu(norm, scale, 0.1)
             assert size == pytest.approx(math.sqrt(30) / 4 * scale)
-            optimiser.zero_gradients()
-        weights.append(optimiser.slots[0].current)
+            optimizer.zero_gradients()
+        weights.append(optimizer.slots[0].current)
     torch.testing.assert_close(*weights)
 
 
 def test_a_step_that_does_not_wait_for_the_norm_skips_what_is_not_finite() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16, device=DEVICE))
-    optimiser = optimiser_of(parameter)
+    optimizer = optimizer_of(parameter)
     for gradient in (1.0, math.inf, math.nan, 1.0):
-        optimiser.slots[0].total = torch.full((3,), gradient, device=DEVICE)
-        before = optimiser.slots[0].current.clone()
-        size = optimiser._step_on_gpu(total_norm(optimiser.slots, None), 1.0, 0.1)
+        optimizer.slots[0].total = torch.full((3,), gradient, device=DEVICE)
+        before = optimizer.slots[0].current.clone()
+        size = optimizer._step_on_gpu(total_norm(optimizer.slots, None), 1.0, 0.1)
         assert math.isfinite(size) == math.isfinite(gradient)
-        assert torch.equal(before, optimiser.slots[0].current) == (not math.isfinite(gradient))
-    assert optimiser.tensors(optimiser.slots[0])["step"].item() == 2
+        assert torch.equal(before, optimizer.slots[0].current) == (not math.isfinite(gradient))
+    assert optimizer.tensors(optimizer.slots[0])["step"].item() == 2
     # To the last bit or the one before: the interpreter cuts where a GPU rounds.
-    torch.testing.assert_close(parameter.float(), optimiser.slots[0].current, rtol=2**-7, atol=0)
+    torch.testing.assert_close(parameter.float(), optimizer.slots[0].current, rtol=2**-7, atol=0)

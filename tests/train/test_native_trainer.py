@@ -12,17 +12,24 @@ from transformers import AutoModelForCausalLM
 
 from corral.data.batch import Batch, Pack
 from corral.model.attention import register
-from corral.recipe.schema import Optimiser
+from corral.recipe.schema import Optimizer
 from corral.train.native import NativeCritic, NativePolicy, ValueModel
 
 
-def tiny_policy(dtype: torch.dtype = torch.float32, recompute: bool = False, **optimiser: object) -> NativePolicy:
+def tiny_policy(
+    dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False, **optimizer: object
+) -> NativePolicy:
     register()
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE, dtype)
-    recipe = Optimiser(**{"learning_rate": 1e-2, "max_gradient_norm": 1e9, **optimiser})
+    recipe = Optimizer(**{"learning_rate": 1e-2, "max_gradient_norm": 1e9, **optimizer})
     return NativePolicy(
-        model, temperature=0.9, logits_chunk=16, optimiser=recipe, total_updates=10, recompute=recompute
+        model,
+        temperature=0.9,
+        logits_chunk=16,
+        optimizer=recipe,
+        total_updates=10,
+        gradient_checkpointing=gradient_checkpointing,
     )
 
 
@@ -78,7 +85,7 @@ def test_sharing_prompts_changes_nothing_but_the_work() -> None:
 def test_recomputed_activations_give_the_same_gradient() -> None:
     batch = small_batch()
     plain = gradients(tiny_policy(), batch.pack(1000))
-    recomputed = gradients(tiny_policy(recompute=True), batch.pack(1000))
+    recomputed = gradients(tiny_policy(gradient_checkpointing=True), batch.pack(1000))
     for name in plain:
         torch.testing.assert_close(plain[name], recomputed[name])
 
@@ -123,8 +130,8 @@ def test_training_raises_what_it_is_told_to_raise(dtype: torch.dtype) -> None:
 def test_small_updates_are_not_lost_in_bfloat16() -> None:
     """Each update is far below bfloat16's resolution; the float32 master adds them up."""
     policy = tiny_policy(torch.bfloat16, learning_rate=1e-5)
-    assert policy.optimiser is not None
-    slots = policy.optimiser.slots
+    assert policy.optimizer is not None
+    slots = policy.optimizer.slots
     masters = [slot.master.detach().clone() for slot in slots]
     learn_to_prefer(policy, steps=3)
     moved = [float((slot.master.detach() - old).abs().max()) for slot, old in zip(slots, masters, strict=True)]
@@ -164,7 +171,7 @@ def test_a_critic_starts_at_zero_and_learns_returns() -> None:
     register()
     torch.manual_seed(6)
     model = AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
-    critic = NativeCritic(ValueModel(model), Optimiser(learning_rate=5e-3), total_updates=60)
+    critic = NativeCritic(ValueModel(model), Optimizer(learning_rate=5e-3), total_updates=60)
     batch = small_batch()
     (pack,) = batch.pack(1000)
     returns = torch.from_numpy((batch.groups == 1)[np.repeat(np.arange(len(batch)), np.diff(batch.offsets))][pack.flat])

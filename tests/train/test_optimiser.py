@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from corral.recipe.schema import Optimiser
-from corral.train.optimiser import LossScaler, MasterOptimiser
+from corral.recipe.schema import Optimizer
+from corral.train.optimizer import LossScaler, MasterOptimizer
 
 
 def make(
     total_updates: int = 10, dtype: torch.dtype = torch.float32, **recipe: object
-) -> tuple[MasterOptimiser, nn.Parameter]:
+) -> tuple[MasterOptimizer, nn.Parameter]:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=dtype))
-    return MasterOptimiser([("weight", parameter)], Optimiser(**recipe), total_updates), parameter
+    return MasterOptimizer([("weight", parameter)], Optimizer(**recipe), total_updates), parameter
 
 
-def rates(optimiser: MasterOptimiser, updates: int) -> list[float]:
-    return [optimiser.learning_rate(update) for update in range(updates)]
+def rates(optimizer: MasterOptimizer, updates: int) -> list[float]:
+    return [optimizer.learning_rate(update) for update in range(updates)]
 
 
 def test_warm_up_rises_in_a_line_to_the_learning_rate() -> None:
-    optimiser, _ = make(learning_rate=1.0, warmup_steps=4)
-    assert rates(optimiser, 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    optimizer, _ = make(learning_rate=1.0, warmup_steps=4)
+    assert rates(optimizer, 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 def test_warm_up_may_be_a_share_of_all_updates() -> None:
@@ -34,24 +34,24 @@ def test_warm_up_may_be_a_share_of_all_updates() -> None:
 
 
 def test_linear_decay_ends_at_its_floor() -> None:
-    optimiser, _ = make(10, learning_rate=1.0, schedule="linear", min_learning_rate_ratio=0.2)
-    assert optimiser.learning_rate(0) == 1.0
-    assert optimiser.learning_rate(5) == pytest.approx(0.6)
-    assert optimiser.learning_rate(10) == optimiser.learning_rate(99) == pytest.approx(0.2)
+    optimizer, _ = make(10, learning_rate=1.0, schedule="linear", min_learning_rate_ratio=0.2)
+    assert optimizer.learning_rate(0) == 1.0
+    assert optimizer.learning_rate(5) == pytest.approx(0.6)
+    assert optimizer.learning_rate(10) == optimizer.learning_rate(99) == pytest.approx(0.2)
 
 
 def test_cosine_decay_is_halfway_at_half_time() -> None:
-    optimiser, _ = make(12, learning_rate=1.0, schedule="cosine", warmup_steps=2)
-    assert optimiser.learning_rate(7) == pytest.approx(0.5)
-    assert optimiser.learning_rate(12) == pytest.approx(0.0)
+    optimizer, _ = make(12, learning_rate=1.0, schedule="cosine", warmup_steps=2)
+    assert optimizer.learning_rate(7) == pytest.approx(0.5)
+    assert optimizer.learning_rate(12) == pytest.approx(0.0)
 
 
 def test_updates_equal_torchs_adamw() -> None:
-    optimiser, parameter = make(learning_rate=0.1, weight_decay=0.01, betas=[0.8, 0.9], max_gradient_norm=9.0)
+    optimizer, parameter = make(learning_rate=0.1, weight_decay=0.01, betas=[0.8, 0.9], max_gradient_norm=9.0)
     theirs = nn.Parameter(parameter.detach().clone())
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.01, betas=(0.8, 0.9))
     for step in range(5):
-        for target, finish in ((parameter, optimiser.step), (theirs, adamw.step)):
+        for target, finish in ((parameter, optimizer.step), (theirs, adamw.step)):
             loss = (target * torch.tensor([0.1, 0.2, -0.1]) * (step + 1)).sum()
             loss.backward()
             finish()
@@ -60,21 +60,21 @@ def test_updates_equal_torchs_adamw() -> None:
 
 
 def test_a_long_gradient_is_clipped_and_its_true_norm_reported() -> None:
-    optimiser, parameter = make(learning_rate=1.0, max_gradient_norm=0.5)
+    optimizer, parameter = make(learning_rate=1.0, max_gradient_norm=0.5)
     seen = []
-    optimiser.adamw.register_step_pre_hook(lambda *_: seen.append(parameter.grad.norm().item()))
-    optimiser.backward((parameter * 4).sum())
-    result = optimiser.step()
+    optimizer.adamw.register_step_pre_hook(lambda *_: seen.append(parameter.grad.norm().item()))
+    optimizer.backward((parameter * 4).sum())
+    result = optimizer.step()
     assert result.gradient_norm == pytest.approx(math.sqrt(48))
     assert seen == [pytest.approx(0.5, rel=1e-4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_state_continues_exactly(dtype: torch.dtype) -> None:
-    def advance(optimiser: MasterOptimiser, parameter: nn.Parameter, steps: range) -> None:
+    def advance(optimizer: MasterOptimizer, parameter: nn.Parameter, steps: range) -> None:
         for step in steps:
-            optimiser.backward((parameter.float() * torch.tensor([1.0, 2.0, 3.0]) * (step + 1)).sum())
-            optimiser.step()
+            optimizer.backward((parameter.float() * torch.tensor([1.0, 2.0, 3.0]) * (step + 1)).sum())
+            optimizer.step()
 
     whole, parameter = make(dtype=dtype, learning_rate=0.1, schedule="linear")
     advance(whole, parameter, range(3))
@@ -91,16 +91,16 @@ def test_saved_state_continues_exactly(dtype: torch.dtype) -> None:
 
 
 def test_float16_halves_its_loss_scale_after_an_overflow_and_goes_on() -> None:
-    optimiser, parameter = make(dtype=torch.float16, learning_rate=0.1)
-    assert optimiser.scaler.scale == 2.0**15
-    optimiser.backward((parameter * 10).sum())
-    result = optimiser.step()
+    optimizer, parameter = make(dtype=torch.float16, learning_rate=0.1)
+    assert optimizer.scaler.scale == 2.0**15
+    optimizer.backward((parameter * 10).sum())
+    result = optimizer.step()
     assert result.skipped
     assert result.overflow
-    assert optimiser.scaler.scale == 2.0**14
+    assert optimizer.scaler.scale == 2.0**14
     while result.skipped:
-        optimiser.backward((parameter * 10).sum())
-        result = optimiser.step()
+        optimizer.backward((parameter * 10).sum())
+        result = optimizer.step()
     assert result.gradient_norm == pytest.approx(math.sqrt(300), rel=1e-2)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimiser
+from corral.recipe.schema import Optimizer
 from corral.train import tensors as tensor_files
 from corral.train.mesh import Mesh
 from corral.train.native import NativeCritic, NativePolicy, ValueModel
@@ -110,8 +110,8 @@ def test_files_are_the_same_whoever_writes_them(
         "config.json",
         "generation_config.json",
         "model.safetensors",
-        "actor/optimiser.json",
-        "actor/optimiser.safetensors",
+        "actor/optimizer.json",
+        "actor/optimizer.safetensors",
     }
     assert contents(one) == files
     assert contents(three) == files
@@ -139,8 +139,8 @@ def test_large_models_are_split_into_several_files(
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in build_model("llama").parameters())
     policy, _ = loaded(None, torch.float32, tmp_path / "two")
     assert deviation(weights_of(policy), weights_of(policy_of(build_model("llama")))) == 0
-    assert policy.optimiser is not None
-    assert policy.optimiser.updates == 0
+    assert policy.optimizer is not None
+    assert policy.optimizer.updates == 0
 
 
 def save_in_pieces(shape: MeshShape | None, folder: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_that_cannot_write_is_heard_by_all(team: Teams, tmp_path: Path, s
 
 
 def critic_of(mesh: Mesh | None, dtype: torch.dtype) -> NativeCritic:
-    recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2)
+    recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
     return NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
 
 
@@ -247,10 +247,10 @@ def test_bytes_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
 
 
-def test_the_optimiser_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_the_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     policy = policy_of(build_model("qwen2"))
     advance(policy, None, 1)
     policy.save(tmp_path)
-    with pytest.raises(UserError, match="optimiser of another model: this one has no lm_head"):
+    with pytest.raises(UserError, match="optimizer of another model: this one has no lm_head"):
         policy_of(build_model("llama")).load(tmp_path)
     assert os.listdir(tmp_path)

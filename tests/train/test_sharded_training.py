@@ -23,7 +23,7 @@ from trajectories import small_batch
 
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimiser
+from corral.recipe.schema import Optimizer
 from corral.train.native import NativeCritic, NativePolicy, ValueModel
 
 Teams = Callable[[int], Team]
@@ -83,7 +83,7 @@ def test_activations_can_be_recomputed(team: Teams, shape: MeshShape) -> None:
 
 
 @pytest.mark.parametrize(
-    "offload", [("optimiser",), ("parameters", "gradients"), ("parameters", "gradients", "optimiser")]
+    "offload", [("optimizer",), ("parameters", "gradients"), ("parameters", "gradients", "optimizer")]
 )
 def test_offloading_changes_nothing(team: Teams, offload: Sequence[str]) -> None:
     shape = MeshShape(shard=2)
@@ -111,8 +111,8 @@ def one_bad_loss(shape: MeshShape, bad_rank: int, dtype: torch.dtype) -> tuple[b
     unchanged = all(torch.equal(before[n], weight) for n, weight in policy.weights())
     for pack in own_packs(small_batch(), mesh):
         policy.forward_backward(pack, lambda logprobs, _: logprobs.sum() * 1e-3)
-    assert policy.optimiser is not None
-    return result.skipped, result.gradient_norm, unchanged, not policy.step().skipped, policy.optimiser.scaler.scale
+    assert policy.optimizer is not None
+    return result.skipped, result.gradient_norm, unchanged, not policy.step().skipped, policy.optimizer.scaler.scale
 
 
 @pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2)], ids=name)
@@ -139,8 +139,8 @@ def overflow(shape: MeshShape) -> tuple[list[bool], float]:
             steep = 1e3 if data_rank(mesh) == 1 and not skipped else 1.0
             policy.forward_backward(pack, lambda logprobs, _, steep=steep: (logprobs * steep).mean())
         skipped.append(policy.step().skipped)
-    assert policy.optimiser is not None
-    return skipped, policy.optimiser.scaler.scale
+    assert policy.optimizer is not None
+    return skipped, policy.optimizer.scaler.scale
 
 
 @pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2)], ids=name)
@@ -172,7 +172,7 @@ def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
 @cache
 def values_learnt(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mesh = mesh_of(shape)
-    recipe = Optimiser(learning_rate=1e-2, epsilon=1e-2)
+    recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
     critic = NativeCritic(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
     for _ in range(3):
         for pack in own_packs(small_batch(), mesh):

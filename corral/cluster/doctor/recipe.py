@@ -31,7 +31,7 @@ def read_recipe(path: Path, overrides: Sequence[str], has_gpus: bool) -> tuple[P
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """For as many as are kept, and one more while it is written: weights, and the optimiser's float32 state."""
+    """For as many as are kept, and one more while it is written: weights, and the optimizer's float32 state."""
     if plan.shape is None:
         return 0
     models = 2 if plan.algorithm.needs_critic else 1
@@ -99,7 +99,7 @@ def check_fit(plan: Plan, capacities: Mapping[Place, Capacity]) -> Iterator[Find
 
 
 SMALLER = (
-    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.recompute` or a smaller "
+    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.gradient_checkpointing` or a smaller "
     "`batch.max_tokens_per_micro_batch`"
 )
 

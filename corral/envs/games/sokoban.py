@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from corral.envs.games.kit import Game, GameEnv, Move, draw_board, override, require
 from corral.envs.games.prompts import Prompts
-from corral.envs.games.sokoban_rooms import DIRECTIONS, Cell, Room, make_room, step
+from corral.envs.games.sokoban_rooms import DIRECTIONS, Cell, Room, release_cache, step
 
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 MAX_SEARCHED_STATES = 500_000
@@ -117,7 +117,7 @@ class SokobanEnv(GameEnv):
     def new_game(self, board_seed: int, seed: int) -> Game:
         height, width = self.dim_room
         return Sokoban(
-            make_room(board_seed, height, width, self.num_boxes, self.search_depth), self._signs, self.separator
+            release_cache(board_seed, height, width, self.num_boxes, self.search_depth), self._signs, self.separator
         )
 
     def symbols(self) -> dict[str, str]:

@@ -37,7 +37,7 @@ class Room(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def make_room(seed: int, height: int, width: int, num_boxes: int, search_depth: int) -> Room:
+def release_cache(seed: int, height: int, width: int, num_boxes: int, search_depth: int) -> Room:
     rng = random.Random(seed)
     for _ in range(MAX_LAYOUTS):
         floor = carve(height, width, rng)

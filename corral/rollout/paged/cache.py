@@ -52,7 +52,7 @@ class PagedCache:
         return self.made
 
     def acquire(self) -> None:
-        """Takes the pool's memory. Others may have come to stay since it was made, such as an optimiser's moments: then
+        """Takes the pool's memory. Others may have come to stay since it was made, such as an optimizer's moments: then
         there is a smaller pool."""
         if self.made is None:
             self.made = PagePool(self.shape, self.num_pages(), self.device)
@@ -92,7 +92,7 @@ class PagedCache:
             )
         return min(wanted, fitting)
 
-    def make_room(self, count: int) -> bool:
+    def release_cache(self, count: int) -> bool:
         """Whether `count` pages are free; what can be read again goes for it: histories, then stored prompts."""
         free = self.pool.free
         for key in list(self.histories):

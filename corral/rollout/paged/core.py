@@ -182,9 +182,9 @@ class PagedCore:
         if not self.running:
             return
         steps = min(WINDOW, max(sequence.last - sequence.length for sequence in self.running.values()))
-        if not self.cache.make_room(self._lacking(steps)):
+        if not self.cache.release_cache(self._lacking(steps)):
             self._collect_all()
-            while self.running and not self.cache.make_room(self._lacking(steps)):
+            while self.running and not self.cache.release_cache(self._lacking(steps)):
                 self._set_aside(waiting)
         if not self.running:
             return

@@ -61,7 +61,7 @@ class Openings:
         for request in waiting[:num_slots]:
             family = family_of(request)
             # Each sequence may need a page of its own, where it goes on from those that it shares.
-            if not self.cache.make_room(taken + 1):
+            if not self.cache.release_cache(taken + 1):
                 break
             if family not in openings:
                 opening = self.open(request, room, own=taken + 1, is_first=not openings)
@@ -87,7 +87,7 @@ class Openings:
         pool.share(pages)
         whole = known // PAGE
         needed = num_pages_of(len(tokens)) - whole
-        if not self.cache.make_room(needed + own):
+        if not self.cache.release_cache(needed + own):
             pool.leave(pages)
             return None
         opening = Opening([], tokens, pages[:whole] + pool.take(needed), known, self.version)

@@ -15,7 +15,7 @@ Which version the weights are, and who may use them when, is the caller's busine
 
 import torch
 
-from corral.runtime.transfer.base import BUCKET_BYTES, Channel, Layout, Parcel, layout_of
+from corral.runtime.transfer.base import BUCKET_BYTES, Channel, Layout, TransferHandle, layout_of
 from corral.runtime.transfer.collective import CollectiveChannel
 from corral.runtime.transfer.ipc import IpcChannel
 from corral.runtime.transfer.objects import ObjectChannel

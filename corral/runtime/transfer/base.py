@@ -49,17 +49,17 @@ class SentBucket:
     """Where receivers find the content."""
 
 
-Parcel = tuple[SentBucket, ...] | None
+TransferHandle = tuple[SentBucket, ...] | None
 """What the sender hands to the receivers, by way of the controller: small, none of the weights' bytes. None: those come
 by themselves."""
 
 
 class Channel(Protocol):
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Parcel:
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         """On the first trainer. The others only iterate, where it takes all of them to put a tensor together."""
         ...
 
-    def receive(self, parcel: Parcel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, parcel: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         """A tensor is to be copied before the next one is asked for. Raises `RunError` when what arrives is not
         `layout`, or nothing does: then the receiver has a mixture of old and new."""
         ...

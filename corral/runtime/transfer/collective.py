@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from corral.recipe.errors import RunError, first_line
-from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, Parcel, Place, pack, reused, unpack
+from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, TransferHandle, Place, pack, reused, unpack
 
 
 class CollectiveChannel:
@@ -67,7 +67,7 @@ class CollectiveChannel:
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Parcel:
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         self._begin()
         try:
             index = 0
@@ -81,7 +81,7 @@ class CollectiveChannel:
             raise
         return None
 
-    def receive(self, parcel: Parcel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, parcel: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         self._begin()
         return unpack(self._arriving(), layout)
 

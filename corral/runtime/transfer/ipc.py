@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from corral.recipe.errors import RunError, UserError
-from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, Parcel, SentBucket, pack, unpack
+from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, TransferHandle, SentBucket, pack, unpack
 
 
 class IpcChannel:
@@ -24,7 +24,7 @@ class IpcChannel:
         self.in_use: list[DeviceMemory | MemoryFile] = []
         self.idle: list[MemoryFile] = []
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Parcel:
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         self.release()
         sent = []
         for places, _ in pack(weights, self.bucket_bytes, self._allocate):
@@ -43,7 +43,7 @@ class IpcChannel:
             self.in_use.append(fitting or MemoryFile(size))
         return self.in_use[-1].content
 
-    def receive(self, parcel: Parcel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, parcel: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         assert parcel is not None
         return unpack(self._arriving(parcel), layout)
 

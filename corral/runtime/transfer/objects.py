@@ -11,7 +11,7 @@ from corral.runtime.transfer.base import (
     BUCKET_BYTES,
     Bucket,
     Layout,
-    Parcel,
+    TransferHandle,
     SentBucket,
     pack,
     reused,
@@ -26,13 +26,13 @@ class ObjectChannel:
         self.sent: tuple[SentBucket, ...] = ()
         """An object is there for as long as somebody refers to it."""
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Parcel:
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         ray = import_ray()
         buckets = pack(weights, self.bucket_bytes, reused(torch.device("cpu"), pinned=self.pinned))
         self.sent = tuple(SentBucket(places, ray.put(content.numpy())) for places, content in buckets)
         return self.sent
 
-    def receive(self, parcel: Parcel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, parcel: TransferHandle, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         assert parcel is not None
         return unpack(self._arriving(parcel), layout)
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from corral.data.batch import Batch
 from corral.data.trajectory import FloatArray, StopReason, Trajectory
-from corral.loop.play import Played
+from corral.loop.rollout_step import RolloutResult
 
 
-def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[str, float]:
+def step_metrics(played: RolloutResult, batch: Batch, samples_per_prompt: int) -> dict[str, float]:
     rewards = np.array([trajectory.reward for trajectory in played.trajectories])
     lengths = np.array([trajectory.num_generated for trajectory in played.trajectories])
     by_group = [rewards[batch.groups == group] for group in np.unique(batch.groups)]
@@ -28,8 +28,8 @@ def step_metrics(played: Played, batch: Batch, samples_per_prompt: int) -> dict[
         "samples/errors": float(sum(trajectory.error is not None for trajectory in played.trajectories)),
         "samples/failed": float(played.num_failed),
     }
-    if played.rounds > 1 or played.dull:
-        metrics |= {"samples/dropped_groups": float(len(played.dull)), "samples/rounds": float(played.rounds)}
+    if played.rounds > 1 or played.zero_variance:
+        metrics |= {"samples/dropped_groups": float(len(played.zero_variance)), "samples/rounds": float(played.rounds)}
     for reason in StopReason:
         share = np.mean([trajectory.stop is reason for trajectory in played.trajectories])
         if share:
@@ -72,7 +72,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     return {
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        **{f"staleness/share_{age}": float((ages == age).mean()) for age in np.unique(ages).tolist()},
+        **{f"staleness/fraction_{age}": float((ages == age).mean()) for age in np.unique(ages).tolist()},
     }
 
 
@@ -82,7 +82,7 @@ def trajectory_records(
     for i, trajectory in enumerate(trajectories):
         start = trajectory.prompt_length
         record = {
-            "ordinal": trajectory.ordinal,
+            "prompt_id": trajectory.prompt_id,
             "sample": trajectory.sample,
             "row": trajectory.row,
             "tag": trajectory.tag,

@@ -6,18 +6,18 @@ import numpy as np
 import torch
 
 from corral.algorithms.aggregate import GlobalCounts
-from corral.algorithms.regularisers import num_preserved
+from corral.algorithms.regularizers import num_preserved
 from corral.data.batch import Batch
-from corral.loop.parts import Parts
-from corral.runtime.losses import Sums, UpdateTerms
-from corral.train.optimiser import UpdateResult
+from corral.loop.components import RunComponents
+from corral.runtime.loss_functions import LossStats, UpdateTerms
+from corral.train.optimizer import UpdateResult
 
 
-class Learnt:
+class TrainResult:
     """Sums over a step's updates, and what became of each update."""
 
     def __init__(self) -> None:
-        self.sums = Sums()
+        self.sums = LossStats()
         self.losses: list[float] = []
         self.value_losses: list[float] = []
         self.gradient_norms: list[float] = []
@@ -33,7 +33,7 @@ class Learnt:
         """Of each update in order, critic and policy together."""
         self.num_overflows = 0
 
-    def add_policy(self, loss: float, sums: Sums, result: UpdateResult) -> None:
+    def add_policy(self, loss: float, sums: LossStats, result: UpdateResult) -> None:
         self.sums.merge(sums)
         self.losses.append(loss)
         self.gradient_norms.append(result.gradient_norm)
@@ -44,7 +44,7 @@ class Learnt:
         elif result.skipped:
             self.skipped.append(f"policy loss {loss:g}, gradient norm {result.gradient_norm:g}")
 
-    def add_too_far(self, loss: float, sums: Sums, limit: float) -> None:
+    def add_too_far(self, loss: float, sums: LossStats, limit: float) -> None:
         self.sums.merge(sums)
         self.losses.append(loss)
         self.too_far.append(f"mean ratio {sums.mean_ratio:.4g}, above algorithm.max_mean_ratio: {limit:g}")
@@ -74,17 +74,17 @@ class Learnt:
         return result
 
 
-async def learn(parts: Parts, batch: Batch, updates: list[list[int]], step: int) -> Learnt:
-    """`passes` times over the batch, one optimiser step for each update.
+async def learn(parts: RunComponents, batch: Batch, updates: list[list[int]], step: int) -> TrainResult:
+    """`ppo_epochs` times over the batch, one optimizer step for each update.
 
     Consumes a scored batch with advantages, produces new weights in the trainers. Waits for critic and actor, one after
     the other; a trainer that is lost ends the wait.
     """
-    learnt = Learnt()
+    learnt = TrainResult()
     if is_broken(batch, learnt):
         return learnt
     only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
-    for _ in range(parts.recipe.batch.passes):
+    for _ in range(parts.recipe.batch.ppo_epochs):
         for rows in updates:
             num_skipped = len(learnt.skipped)
             if parts.critic is not None:
@@ -95,7 +95,7 @@ async def learn(parts: Parts, batch: Batch, updates: list[list[int]], step: int)
     return learnt
 
 
-def is_broken(batch: Batch, learnt: Learnt) -> bool:
+def is_broken(batch: Batch, learnt: TrainResult) -> bool:
     """Said here, because samples of a broken model may well have equal rewards, and then no loss is computed."""
     if np.isfinite(batch.logprobs).all():
         return False
@@ -104,7 +104,7 @@ def is_broken(batch: Batch, learnt: Learnt) -> bool:
     return True
 
 
-async def update_policy(parts: Parts, batch: Batch, rows: Sequence[int], learnt: Learnt) -> None:
+async def update_policy(parts: RunComponents, batch: Batch, rows: Sequence[int], learnt: TrainResult) -> None:
     trainable = trainable_rows(parts, batch, rows)
     if not trainable:
         learnt.num_empty += 1
@@ -113,23 +113,23 @@ async def update_policy(parts: Parts, batch: Batch, rows: Sequence[int], learnt:
     await step_policy(parts, sums, learnt)
 
 
-async def step_policy(parts: Parts, sums: Sums, learnt: Learnt, scale: float = 1.0) -> None:
+async def step_policy(parts: RunComponents, sums: LossStats, learnt: TrainResult, scale: float = 1.0) -> None:
     """One update with the gradients times `scale`, unless these are of a policy too far from the one that played."""
     limit = parts.algorithm.max_mean_ratio
     if limit is not None and sums.mean_ratio > limit:
-        await parts.actor.group.all("forget_gradients")
+        await parts.actor.group.all("zero_grad")
         learnt.add_too_far(sums.loss * scale, sums, limit)
     else:
         learnt.add_policy(sums.loss * scale, sums, await parts.actor.step(scale))
 
 
-async def update_critic(parts: Parts, batch: Batch, rows: Sequence[int], learnt: Learnt) -> None:
+async def update_critic(parts: RunComponents, batch: Batch, rows: Sequence[int], learnt: TrainResult) -> None:
     assert parts.critic is not None
     sums = await parts.critic.accumulate(batch, rows, terms_of(parts, batch, rows))
     learnt.add_value(sums.loss, await parts.critic.step())
 
 
-def terms_of(parts: Parts, batch: Batch, rows: Sequence[int]) -> UpdateTerms:
+def terms_of(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> UpdateTerms:
     """What losses are divided by: tokens and trajectories of the whole update, whatever is left out or split off."""
     flat = batch.positions_of(rows)
     offsets = np.cumsum([0, *(batch.offsets[row + 1] - batch.offsets[row] for row in rows)])
@@ -138,11 +138,11 @@ def terms_of(parts: Parts, batch: Batch, rows: Sequence[int]) -> UpdateTerms:
     return UpdateTerms(GlobalCounts(int(mask.sum()), len(rows)), preserved, kl_coefficient(parts))
 
 
-def kl_coefficient(parts: Parts) -> float:
+def kl_coefficient(parts: RunComponents) -> float:
     return 0.0 if parts.kl is None else parts.kl.coefficient
 
 
-def trainable_rows(parts: Parts, batch: Batch, rows: Sequence[int]) -> list[int]:
+def trainable_rows(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> list[int]:
     """Trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not computed,
     unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as they are.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corral.recipe.schema import Optimiser as OptimiserRecipe
+from corral.recipe.schema import Optimizer as OptimizerRecipe
 from corral.train.layout import Layout
 from corral.train.slots import Slot, sum_gradients, total_norm
 
@@ -26,13 +26,13 @@ class UpdateResult:
     """Skipped, but expected now and then: float16's loss scale was too high and has been halved."""
 
 
-class MasterOptimiser:
+class MasterOptimizer:
     """Of all parameters that are trained, given by name; `layout` says how they are spread over processes."""
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
-        recipe: OptimiserRecipe,
+        recipe: OptimizerRecipe,
         total_updates: int,
         *,
         layout: Layout | None = None,

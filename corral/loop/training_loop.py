@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
 from corral.loop.interrupt import Interrupt
-from corral.loop.learn import Learnt, learn
-from corral.loop.mend import Mender
-from corral.loop.parts import Parts
-from corral.loop.play import Ahead, Played
-from corral.loop.record import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
-from corral.loop.saving import save
-from corral.loop.score import advantages, plan_updates, score, steer_kl
-from corral.loop.stream import learn_while_playing
-from corral.loop.validate import show_samples, validate
+from corral.loop.update import TrainResult, learn
+from corral.loop.supervisor import Supervisor
+from corral.loop.components import RunComponents
+from corral.loop.rollout_step import AsyncRollouts, RolloutResult
+from corral.loop.step_records import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
+from corral.loop.run_checkpoint import save
+from corral.loop.advantages_step import advantages, plan_updates, score, steer_kl
+from corral.loop.pipelined import train_while_rolling_out
+from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
 from corral.observe.run_folder import RunFolder
@@ -36,13 +36,13 @@ class Run:
     """A run in progress: its parts, its folder, and where it is."""
 
     recipe: Recipe
-    parts: Parts
+    parts: RunComponents
     folder: RunFolder
     ledger: Ledger
     console: Console
     trackers: Trackers
     interrupt: Interrupt
-    mender: Mender
+    mender: Supervisor
     step: int = 0
     """Steps made; also the version of the weights."""
     saved_step: int = 0
@@ -67,7 +67,7 @@ class Run:
 async def steps(run: Run) -> None:
     """The loop. It must read like this, in every mode: `ahead` may play steps to come, and `pipelined` learns from a
     step while it is played. Who asks the trainers for anything holds `trainers`."""
-    parts, ahead, trainers = run.parts, Ahead(run.parts, run.ledger), run.mender.trainers
+    parts, ahead, trainers = run.parts, AsyncRollouts(run.parts, run.ledger), run.mender.trainers
     await validate_if_due(run)
     run.console.begin(parts.num_steps, run.step)
     while not run.is_complete and not run.interrupt.requested:
@@ -75,17 +75,17 @@ async def steps(run: Run) -> None:
         with run.timed("step"):
             ahead.begin(version=run.step)
             if parts.recipe.schedule.pipelined:
-                played, batch, metrics, learnt = await learn_as_played(run, ahead)
+                played, batch, metrics, learnt = await rollout_and_train(run, ahead)
             else:
-                with run.timed("play"):
-                    played = await play_now(run, ahead)
+                with run.timed("rollout"):
+                    played = await finish_rollout(run, ahead)
                 batch = Batch.of(played.trajectories)
                 updates = plan_updates(parts, batch)
                 async with trainers:
-                    with run.timed("score"):
+                    with run.timed("logprobs"):
                         await score(parts, batch, updates)
                         metrics = advantages(parts, batch, played)
-                    with run.timed("learn"):
+                    with run.timed("train"):
                         learnt = await learn(parts, batch, updates, run.step + 1)
             steer_kl(parts, metrics, len(batch))
             run.step = run.mender.version = run.step + 1
@@ -105,7 +105,7 @@ async def steps(run: Run) -> None:
         await save_if_due(run)
 
 
-async def play_now(run: Run, ahead: Ahead) -> Played:
+async def finish_rollout(run: Run, ahead: AsyncRollouts) -> RolloutResult:
     """The step's trajectories. Waits until all are played; a request to stop ends the wait."""
     playing = ahead.playing.pop(run.step + 1)
     with run.console.stage("playing") as progress:
@@ -116,11 +116,13 @@ async def play_now(run: Run, ahead: Ahead) -> Played:
     return played
 
 
-async def learn_as_played(run: Run, ahead: Ahead) -> tuple[Played, Batch, dict[str, float], Learnt]:
+async def rollout_and_train(
+    run: Run, ahead: AsyncRollouts
+) -> tuple[RolloutResult, Batch, dict[str, float], TrainResult]:
     playing = ahead.playing.pop(run.step + 1)
-    with run.console.stage("playing and learning") as progress, run.timed("play_and_learn"):
+    with run.console.stage("playing and learning") as progress, run.timed("rollout_and_train"):
         playing.on_progress = progress.update
-        played, batch, metrics, learnt = await learn_while_playing(
+        played, batch, metrics, learnt = await train_while_rolling_out(
             run.parts, playing, run.step + 1, run.interrupt, run.mender.trainers
         )
     if batch is None:
@@ -128,20 +130,20 @@ async def learn_as_played(run: Run, ahead: Ahead) -> tuple[Played, Batch, dict[s
     return played, batch, metrics, learnt
 
 
-def settle(run: Run, played: Played, learnt: Learnt) -> None:
+def settle(run: Run, played: RolloutResult, learnt: TrainResult) -> None:
     """What became of the step's prompts."""
     if learnt.finite and not any(learnt.finite):
-        run.ledger.dropped(run.step, played.ordinals, "update not finite")
+        run.ledger.dropped(run.step, played.prompt_ids, "update not finite")
     elif learnt.too_far and len(learnt.too_far) == len(learnt.finite):
-        run.ledger.dropped(run.step, played.ordinals, "mean ratio too high")
+        run.ledger.dropped(run.step, played.prompt_ids, "mean ratio too high")
     else:
-        run.ledger.trained(run.step, played.ordinals)
+        run.ledger.trained(run.step, played.prompt_ids)
     run.ledger.dropped(run.step, played.failed, "environment failed")
-    run.ledger.dropped(run.step, played.dull, "equal rewards")
+    run.ledger.dropped(run.step, played.zero_variance, "equal rewards")
 
 
-def nothing_to_learn(run: Run, played: Played) -> str:
-    if not played.dull:
+def nothing_to_learn(run: Run, played: RolloutResult) -> str:
+    if not played.zero_variance:
         return (
             f"step {run.step + 1}: all {played.num_failed} trajectories failed in the environment, the last one with: "
             f"{played.last_error}"
@@ -153,7 +155,7 @@ def nothing_to_learn(run: Run, played: Played) -> str:
     )
 
 
-def guard(run: Run, learnt: Learnt, batch: Batch) -> None:
+def guard(run: Run, learnt: TrainResult, batch: Batch) -> None:
     """Says which updates were not made. A number that is not finite never reached the weights; the batch is kept, and
     three in a row end the run."""
     if learnt.too_far:
@@ -169,7 +171,7 @@ def guard(run: Run, learnt: Learnt, batch: Batch) -> None:
     if run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise RunError(
             f"step {run.step}: {run.skipped_in_a_row} updates in a row were not finite ({learnt.skipped[-1]}); "
-            f"the batches are in {run.folder.failures}. Lower optimiser.learning_rate, or look for the cause in the "
+            f"the batches are in {run.folder.failures}. Lower optimizer.learning_rate, or look for the cause in the "
             "rewards"
         )
 
@@ -219,7 +221,7 @@ def log_step(run: Run, metrics: dict[str, float], trajectories: list[Trajectory]
     for trajectory in trajectories:
         if trajectory.error:
             logger.info(
-                "step %d, prompt %d, sample %d: %s", run.step, trajectory.ordinal, trajectory.sample, trajectory.error
+                "step %d, prompt %d, sample %d: %s", run.step, trajectory.prompt_id, trajectory.sample, trajectory.error
             )
     if run.recipe.logging.trajectories:
         writer = TrajectoryWriter(run.folder.trajectories)

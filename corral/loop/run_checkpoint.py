@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from corral.loop.parts import Parts
-from corral.loop.shares import Learners
+from corral.loop.components import RunComponents
+from corral.loop.trainer_group import TrainerGroup
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
 from corral.observe.metrics import MetricsFile
@@ -23,7 +23,7 @@ from corral.train.checkpoint import prune, set_aside_after, step_folder, writing
 logger = logging.getLogger(__name__)
 
 
-async def save(parts: Parts, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]) -> None:
+async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]) -> None:
     """`state`: what only the loop knows."""
     state = {
         "step": step,
@@ -47,7 +47,7 @@ async def save(parts: Parts, ledger: Ledger, folder: RunFolder, step: int, state
     prune(folder.checkpoints, parts.recipe.checkpoint.keep)
 
 
-async def writers(learners: Learners, folder: Path) -> Sequence[int]:
+async def writers(learners: TrainerGroup, folder: Path) -> Sequence[int]:
     """Trainers that see the folder: those on this machine, and all where it is on a shared file system."""
     mark = folder / f".{uuid4().hex}"
     mark.touch()
@@ -67,7 +67,7 @@ async def writers(learners: Learners, folder: Path) -> Sequence[int]:
     return [rank for rank, sees_it in enumerate(sees) if sees_it]
 
 
-async def restore(parts: Parts, checkpoint: Path, state: dict[str, Any]) -> None:
+async def restore(parts: RunComponents, checkpoint: Path, state: dict[str, Any]) -> None:
     """The model was loaded from the checkpoint already; this is the rest, but for the ledger."""
     seed = parts.recipe.seed
     if state["seed"] != seed:
@@ -82,7 +82,7 @@ async def restore(parts: Parts, checkpoint: Path, state: dict[str, Any]) -> None
         await parts.critic.group.all("load", checkpoint)
     if parts.kl is not None and state["kl"] is not None:
         parts.kl.load_state(state["kl"])
-    await parts.runtime.groups["rollout"].all("note_version", int(state["step"]))
+    await parts.runtime.groups["rollout"].all("set_version", int(state["step"]))
 
 
 def forget_after(folder: RunFolder, checkpoint: Path | None, step: int, console: Console) -> Ledger:

@@ -13,7 +13,7 @@ from corral.recipe.errors import RunError
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, WorkerLost
-from corral.runtime.player import Game
+from corral.runtime.rollout_worker import Game
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MAX_DEATHS = 3
 
 
 @dataclass
-class Lane:
+class WorkerQueue:
     """One worker's games."""
 
     rank: int
@@ -37,7 +37,7 @@ class Lane:
     task: asyncio.Task[None] | None = None
 
 
-class Playground:
+class RolloutScheduler:
     """`room`: trajectories that a worker has in flight at most; the rest waits here, so that a slow one takes less.
 
     `on_lost` hears of a worker that was lost, and either calls `lose` and returns True, or all games fail.
@@ -45,7 +45,7 @@ class Playground:
 
     def __init__(self, group: Group, room: float, on_lost: Callable[[WorkerLost], bool] = lambda lost: False) -> None:
         self.group, self.room, self.on_lost = group, room, on_lost
-        self.lanes: dict[int, Lane] = {}
+        self.lanes: dict[int, WorkerQueue] = {}
         self.by_load: list[tuple[int, int]] = []
         """A heap of (load, rank); an entry that is no longer true is skipped when it comes up."""
         self.waiting: deque[Game] = deque()
@@ -58,7 +58,7 @@ class Playground:
 
     def open(self, rank: int) -> None:
         """From now on the worker takes games."""
-        lane = self.lanes[rank] = Lane(rank)
+        lane = self.lanes[rank] = WorkerQueue(rank)
         lane.task = asyncio.get_running_loop().create_task(self._feed(lane))
         heapq.heappush(self.by_load, (0, rank))
         self._deal()
@@ -123,14 +123,14 @@ class Playground:
             self._load(lane, game.samples)
             lane.wake.set()
 
-    def _load(self, lane: Lane, more: int) -> None:
+    def _load(self, lane: WorkerQueue, more: int) -> None:
         lane.load += more
         heapq.heappush(self.by_load, (lane.load, lane.rank))
         if len(self.by_load) > 8 * len(self.lanes) + 64:
             self.by_load = [(lane.load, rank) for rank, lane in self.lanes.items()]
             heapq.heapify(self.by_load)
 
-    async def _feed(self, lane: Lane) -> None:
+    async def _feed(self, lane: WorkerQueue) -> None:
         """Consumes a lane's inbox, produces results. Waits for games (unblocked by `_deal`) and for the worker's next
         finished ones (at most the group's deadline: a player that makes no progress says so before)."""
         collecting: asyncio.Task[list[tuple[int, list[Trajectory]]]] | None = None
@@ -160,7 +160,7 @@ class Playground:
             if collecting is not None:
                 collecting.cancel()
 
-    def _finish(self, lane: Lane, finished: list[tuple[int, list[Trajectory]]]) -> None:
+    def _finish(self, lane: WorkerQueue, finished: list[tuple[int, list[Trajectory]]]) -> None:
         for number, trajectories in finished:
             self.deaths.pop(number, None)
             if (game := lane.playing.pop(number, None)) is not None:
@@ -184,7 +184,7 @@ class Playground:
         for game in games:
             if self.deaths[game.number] >= MAX_DEATHS:
                 self._fail(
-                    RunError(f"{MAX_DEATHS} workers died while they played prompt {game.prompt.ordinal}: {lost}")
+                    RunError(f"{MAX_DEATHS} workers died while they played prompt {game.prompt.prompt_id}: {lost}")
                 )
                 return True
         self.waiting.extendleft(reversed(games))

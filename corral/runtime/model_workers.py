@@ -21,18 +21,18 @@ from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Recipe
-from corral.runtime.losses import PolicyShare, Sums, UpdateTerms, ValueShare
-from corral.runtime.transfer import Channel, CollectiveChannel, Parcel, make_channel
-from corral.runtime.worker import Site
+from corral.runtime.loss_functions import PolicyLossFunction, LossStats, UpdateTerms, ValueLossFunction
+from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, make_channel
+from corral.runtime.worker import WorkerContext
 from corral.train.mesh import Mesh
 from corral.train.native import NativeCritic, NativePolicy, ValueModel
-from corral.train.optimiser import UpdateResult
+from corral.train.optimizer import UpdateResult
 
 
 class _Role:
     """What actor, reference and critic have in common."""
 
-    def __init__(self, role: str, site: Site, recipe: Recipe) -> None:
+    def __init__(self, role: str, site: WorkerContext, recipe: Recipe) -> None:
         self.recipe, self.site = recipe, site
         self.algorithm = resolve_algorithm(recipe)
         self.mesh = Mesh.build(mesh_shape(recipe.train.parallel, site.size, role), site.device, site.timeout_s)
@@ -45,7 +45,7 @@ class _Role:
     def packs(self, share: Batch | None) -> Sequence[Pack | None]:
         """As many as the worker with the most has."""
         if self.site.device.type == "cuda" and "rollout" in self.site.hosted:
-            self.site.hosted["rollout"].make_room()
+            self.site.hosted["rollout"].release_cache()
         packs: list[Pack | None] = []
         if share is not None:
             packs += share.pack(self.recipe.batch.max_tokens_per_micro_batch)
@@ -58,7 +58,7 @@ class _Role:
     def num_updates(self) -> int:
         recipe = self.recipe
         assert recipe.schedule.steps is not None, "the controller has worked it out"
-        return recipe.schedule.steps * recipe.batch.updates_per_step * recipe.batch.passes
+        return recipe.schedule.steps * recipe.batch.updates_per_step * recipe.batch.ppo_epochs
 
 
 class Scorer(_Role):
@@ -66,7 +66,7 @@ class Scorer(_Role):
 
     trainer: NativePolicy
 
-    def __init__(self, role: str, site: Site, recipe: Recipe, path: str | None) -> None:
+    def __init__(self, role: str, site: WorkerContext, recipe: Recipe, path: str | None) -> None:
         super().__init__(role, site, recipe)
         self.trainer = self.make_trainer(self.load_model(path))
 
@@ -101,19 +101,19 @@ class Actor(Scorer):
     def make_trainer(self, model: Any) -> NativePolicy:
         return self.policy(
             model,
-            optimiser=self.recipe.optimiser,
+            optimizer=self.recipe.optimizer,
             total_updates=self.num_updates,
-            recompute=self.recipe.train.recompute == "full",
+            gradient_checkpointing=self.recipe.train.gradient_checkpointing,
         )
 
     def facts(self) -> dict[str, Any]:
         return {"dtype": str(self.trainer.dtype).removeprefix("torch.")}
 
-    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
+    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
         """Adds the gradient of a share of the update."""
-        sums = Sums()
+        sums = LossStats()
         for pack in self.packs(share):
-            loss = None if pack is None else PolicyShare(self.algorithm, pack, terms, sums)
+            loss = None if pack is None else PolicyLossFunction(self.algorithm, pack, terms, sums)
             sums.loss += self.trainer.forward_backward(pack, loss)
         return sums.read()
 
@@ -121,8 +121,8 @@ class Actor(Scorer):
         """`scale`: for what the gradient is still to be divided by."""
         return self.trainer.step(scale)
 
-    def forget_gradients(self) -> None:
-        self.trainer.forget_gradients()
+    def zero_grad(self) -> None:
+        self.trainer.zero_grad()
 
     def save(self, folder: Path, writers: Sequence[int]) -> None:
         self.trainer.save(folder, writers)
@@ -143,7 +143,7 @@ class Actor(Scorer):
         if isinstance(self.channel, CollectiveChannel):
             await asyncio.to_thread(self.channel.join, meeting, 0, size)
 
-    def send_weights(self) -> Parcel:
+    def send_weights(self) -> TransferHandle:
         """The first worker sends; the others help to put sharded tensors together."""
         weights = self.trainer.weights()
         try:
@@ -160,13 +160,13 @@ class Actor(Scorer):
 class Critic(_Role):
     """Says how much reward is to come, and learns to."""
 
-    def __init__(self, site: Site, recipe: Recipe) -> None:
+    def __init__(self, site: WorkerContext, recipe: Recipe) -> None:
         super().__init__("critic", site, recipe)
         self.trainer = NativeCritic(
             ValueModel(self.load_model(recipe.critic.path)),
-            recipe.critic.optimiser,
+            recipe.critic.optimizer,
             self.num_updates,
-            recipe.train.recompute == "full",
+            recipe.train.gradient_checkpointing,
             mesh=self.mesh,
             offload=recipe.train.offload,
         )
@@ -178,10 +178,10 @@ class Critic(_Role):
         packs = self.packs(share)
         return gather(share, packs, list(self.trainer.values(packs)))
 
-    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> Sums:
-        sums = Sums()
+    def accumulate(self, share: Batch | None, terms: UpdateTerms) -> LossStats:
+        sums = LossStats()
         for pack in self.packs(share):
-            loss = None if pack is None else ValueShare(self.recipe.critic.value_clip, pack, terms)
+            loss = None if pack is None else ValueLossFunction(self.recipe.critic.value_clip, pack, terms)
             sums.loss += self.trainer.forward_backward(pack, loss)
         return sums
 

@@ -20,8 +20,8 @@ from corral.rollout.driver import Driver, Prompt
 from corral.rollout.engine import Sampling
 from corral.rollout.native import NativeEngine
 from corral.runtime.probe import engine_logprobs
-from corral.runtime.transfer import Channel, CollectiveChannel, Parcel, layout_of, make_channel
-from corral.runtime.worker import Site
+from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, layout_of, make_channel
+from corral.runtime.worker import WorkerContext
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Player:
 
     channel: Channel | None = None
 
-    def __init__(self, site: Site, recipe: Recipe, model: Any, pools: Pools) -> None:
+    def __init__(self, site: WorkerContext, recipe: Recipe, model: Any, pools: Pools) -> None:
         self.site, self.recipe, self.pools = site, recipe, pools
         self.tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, self.tokenizer)
@@ -120,7 +120,7 @@ class Player:
             self.failure = error
             self.news.set()
 
-    def make_room(self) -> None:
+    def release_cache(self) -> None:
         """Gives the cache's memory to who computes next on this device; the next game takes it again. Not while games
         are being played, whose histories are in it."""
         if not self.tasks:
@@ -137,7 +137,7 @@ class Player:
             await asyncio.to_thread(channel.join, meeting, rank, size)
         self.channel = channel
 
-    async def take_weights(self, parcel: Parcel, version: int) -> float:
+    async def receive_weights(self, parcel: TransferHandle, version: int) -> float:
         """From a trainer in another process. Returns the seconds for which decoding paused."""
         assert self.channel is not None
         layout = layout_of(self.engine.model)
@@ -149,7 +149,7 @@ class Player:
         self.engine.load(() if self.engine.model is trainer.model else trainer.weights(), version)
         return 0.0
 
-    def note_version(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         self.engine.load((), version)
 
     async def probe(self, tokens: Sequence[int]) -> list[float]:

@@ -13,7 +13,7 @@ OF_WHOLE_BATCH: frozenset[AdvantageName] = frozenset(
 """Advantages with a number in them that is of the whole batch: whitening's mean and deviation, GPG's alpha."""
 
 
-def doubts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+def recipe_warnings(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     yield from truncated_sampling(recipe)
     yield from learning_rates(recipe)
     yield from update_sizes(recipe, algorithm)
@@ -35,9 +35,9 @@ def truncated_sampling(recipe: Recipe) -> Findings:
 
 
 def learning_rates(recipe: Recipe) -> Findings:
-    for optimiser, where in ((recipe.optimiser, "optimiser"), (recipe.critic.optimiser, "critic.optimiser")):
-        if optimiser.learning_rate > 1e-3:
-            yield f"`{where}.learning_rate: {optimiser.learning_rate:g}` is unusually high; 1e-6 to 1e-4 is common"
+    for optimizer, where in ((recipe.optimizer, "optimizer"), (recipe.critic.optimizer, "critic.optimizer")):
+        if optimizer.learning_rate > 1e-3:
+            yield f"`{where}.learning_rate: {optimizer.learning_rate:g}` is unusually high; 1e-6 to 1e-4 is common"
 
 
 def update_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -48,20 +48,20 @@ def update_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
             f"{trajectories} trajectories do not divide into {batch.updates_per_step} updates: "
             f"the last {batch.updates_per_step - rest} have one less than the others"
         )
-    if batch.updates_per_step * batch.passes > 1 and algorithm.loss == "gpg":
+    if batch.updates_per_step * batch.ppo_epochs > 1 and algorithm.loss == "gpg":
         yield "the loss gpg has nothing that keeps the later updates of a step near the policy that played"
 
 
 def steps_that_do_nothing(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    steps, updates = recipe.schedule.steps, recipe.batch.updates_per_step * recipe.batch.passes
+    steps, updates = recipe.schedule.steps, recipe.batch.updates_per_step * recipe.batch.ppo_epochs
     if steps is None:
         return
     if algorithm.needs_critic and recipe.critic.warmup_steps >= steps:
         yield f"`critic.warmup_steps: {recipe.critic.warmup_steps}` covers all {steps} steps: only the critic learns"
-    if recipe.optimiser.warmup_steps >= steps * updates:
-        yield f"`optimiser.warmup_steps: {recipe.optimiser.warmup_steps}` covers all {steps * updates} updates"
-    for optimiser, where in ((recipe.optimiser, "optimiser"), (recipe.critic.optimiser, "critic.optimiser")):
-        ratio = optimiser.warmup_ratio
+    if recipe.optimizer.warmup_steps >= steps * updates:
+        yield f"`optimizer.warmup_steps: {recipe.optimizer.warmup_steps}` covers all {steps * updates} updates"
+    for optimizer, where in ((recipe.optimizer, "optimizer"), (recipe.critic.optimizer, "critic.optimizer")):
+        ratio = optimizer.warmup_ratio
         if ratio and int(ratio * steps * updates) == 0:
             yield f"`{where}.warmup_ratio: {ratio:g}` of {steps * updates} updates is less than one: nothing warms up"
     if recipe.data.validation is not None and recipe.validation.every > steps:
@@ -94,7 +94,7 @@ def uncorrected_staleness(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findi
 
 
 def stalled_pipeline(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
-    reasons = why_learning_waits(recipe, algorithm)
+    reasons = why_training_waits(recipe, algorithm)
     if recipe.schedule.pipelined and reasons:
         still = "only scoring goes on while the rest is played"
         if not is_scored(algorithm):
@@ -102,12 +102,12 @@ def stalled_pipeline(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield f"`schedule.pipelined`: learning waits for the whole step because of {' and '.join(reasons)}; {still}"
 
 
-def why_learning_waits(recipe: Recipe, algorithm: ResolvedAlgorithm) -> list[str]:
+def why_training_waits(recipe: Recipe, algorithm: ResolvedAlgorithm) -> list[str]:
     """What keeps gradients from being summed prompt by prompt as they are played. Empty: nothing does."""
     batch = recipe.batch
     reasons = {
         "dynamic sampling": algorithm.dynamic_sampling,
-        f"`batch.passes: {batch.passes}`": batch.passes > 1,
+        f"`batch.ppo_epochs: {batch.ppo_epochs}`": batch.ppo_epochs > 1,
         f"`batch.updates_per_step: {batch.updates_per_step}`": batch.updates_per_step > 1,
         f"the advantage {algorithm.advantage}, which looks at the whole batch": algorithm.advantage in OF_WHOLE_BATCH,
         "`algorithm.whiten`, which looks at the whole batch": algorithm.whiten,

@@ -10,7 +10,7 @@ from torch import Tensor
 from corral.algorithms.aggregate import GlobalCounts, aggregate
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.losses import LOSSES, LossOptions, PolicyTerms, TokenLoss
-from corral.algorithms.regularisers import llds
+from corral.algorithms.regularizers import llds
 from corral.algorithms.values import value_loss
 from corral.data.batch import Pack
 from corral.kernels.device import on_device
@@ -24,12 +24,12 @@ class UpdateTerms:
     counts: GlobalCounts
     """What losses are divided by, whatever was left out or is computed elsewhere."""
     preserved: int
-    """Trajectories that the LLDS regulariser looks at."""
+    """Trajectories that the LLDS regularizer looks at."""
     kl_coefficient: float
 
 
 @dataclass
-class Sums:
+class LossStats:
     """Over the tokens of one worker's share of an update; shares add up."""
 
     loss: float = 0.0
@@ -67,13 +67,13 @@ class Sums:
 
 
 @dataclass
-class PolicyShare:
+class PolicyLossFunction:
     """A pack's share of the policy loss, as a function of its log-probs and entropy."""
 
     algorithm: ResolvedAlgorithm
     pack: Pack
     terms: UpdateTerms
-    sums: Sums
+    sums: LossStats
 
     def __call__(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         algorithm, device = self.algorithm, logprobs.device
@@ -115,7 +115,7 @@ def loss_options(algorithm: ResolvedAlgorithm) -> LossOptions:
 
 
 @dataclass
-class ValueShare:
+class ValueLossFunction:
     """A pack's share of the value loss, as a function of its values."""
 
     clip: float | None

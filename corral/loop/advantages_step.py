@@ -14,20 +14,20 @@ from corral.algorithms.ragged import segment_mean, whiten
 from corral.algorithms.shaping import clipped_rewards, overlong_penalty
 from corral.data.batch import Batch
 from corral.data.trajectory import IntArray, Trajectory
-from corral.loop.parts import Parts
-from corral.loop.play import Played
-from corral.loop.shares import Learners
+from corral.loop.components import RunComponents
+from corral.loop.rollout_step import RolloutResult
+from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.presets import BY_TURN
 from corral.runtime.group import together
 
 
-def plan_updates(parts: Parts, batch: Batch) -> list[list[int]]:
+def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:
     """Trajectories of each update of one pass: groups in the order drawn, cut into parts that differ by one at most."""
     order = np.argsort(batch.groups, kind="stable")
     return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
 
 
-async def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
+async def score(parts: RunComponents, batch: Batch, updates: list[list[int]]) -> None:
     """Adds `old_logprobs`, and where they are used `reference_logprobs` and `values`.
 
     Consumes what was played; waits for actor, reference and critic: at the same time where they have devices of their
@@ -35,7 +35,7 @@ async def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
     packs that will be learnt from, so that a recomputed log-prob is the same number, bit for bit, as the one of the
     first update's forward pass.
     """
-    wanted: dict[str, tuple[Learners, str]] = {}
+    wanted: dict[str, tuple[TrainerGroup, str]] = {}
     if parts.algorithm.old_logprobs == "recompute":
         wanted["old_logprobs"] = (parts.actor, "logprobs")
     if parts.reference is not None:
@@ -55,7 +55,7 @@ async def score(parts: Parts, batch: Batch, updates: list[list[int]]) -> None:
     await together(*map(one_after_the_other, by_devices.values()))
 
 
-def advantages(parts: Parts, batch: Batch, played: Played) -> dict[str, float]:
+def advantages(parts: RunComponents, batch: Batch, played: RolloutResult) -> dict[str, float]:
     """Adds `advantages`, `returns` and, where asked for, `correction`; shapes the rewards first."""
     algorithm, metrics = parts.algorithm, dict[str, float]()
     mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
@@ -126,7 +126,7 @@ def last_generated(batch: Batch) -> Tensor:
     return torch.tensor(ends)
 
 
-def steer_kl(parts: Parts, metrics: dict[str, float], num_trajectories: int) -> None:
+def steer_kl(parts: RunComponents, metrics: dict[str, float], num_trajectories: int) -> None:
     """The controller's next coefficient, from the step's KL."""
     if parts.kl is not None and math.isfinite(metrics["kl/mean"]):  # else the update was skipped
         parts.kl.update(metrics["kl/mean"], num_trajectories)

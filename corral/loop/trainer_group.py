@@ -10,14 +10,14 @@ from corral.data.batch import Batch
 from corral.data.trajectory import FloatArray
 from corral.recipe.mesh import MeshShape
 from corral.runtime.group import Group
-from corral.runtime.losses import Sums, UpdateTerms
-from corral.train.optimiser import UpdateResult
+from corral.runtime.loss_functions import LossStats, UpdateTerms
+from corral.train.optimizer import UpdateResult
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Learners:
+class TrainerGroup:
     """The workers of actor, reference or critic."""
 
     group: Group
@@ -35,11 +35,11 @@ class Learners:
                     column[batch.positions_of(rows[data])] = numbers
         return column
 
-    async def accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> Sums:
+    async def accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> LossStats:
         """Adds the gradient of these trajectories."""
         shares = [share(batch, own) for own in self.deal(batch, rows)]
         arguments = [(shares[self.mesh.data_rank(rank)], terms) for rank in range(self.group.size)]
-        total = Sums()
+        total = LossStats()
         for sums in self.by_data(await self.group.each("accumulate", arguments)):
             total.merge(sums)
         return total

@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 from corral.algorithms.aggregate import GlobalCounts
 from corral.data.batch import Batch
 from corral.loop.interrupt import Interrupt
-from corral.loop.learn import Learnt, is_broken, kl_coefficient, learn, step_policy, trainable_rows
-from corral.loop.parts import Parts
-from corral.loop.play import Played, Playing
-from corral.loop.score import advantages, plan_updates, score
-from corral.recipe.doubts import why_learning_waits
-from corral.runtime.losses import Sums, UpdateTerms
+from corral.loop.update import TrainResult, is_broken, kl_coefficient, learn, step_policy, trainable_rows
+from corral.loop.components import RunComponents
+from corral.loop.rollout_step import RolloutResult, PendingRollout
+from corral.loop.advantages_step import advantages, plan_updates, score
+from corral.recipe.warnings import why_training_waits
+from corral.runtime.loss_functions import LossStats, UpdateTerms
 
 
 @dataclass
-class Streamed:
+class PipelinedStep:
     """What has come of a step so far."""
 
-    played: list[Played] = field(default_factory=list)
+    played: list[RolloutResult] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over trajectories."""
-    sums: Sums = field(default_factory=Sums)
-    learnt: Learnt = field(default_factory=Learnt)
+    sums: LossStats = field(default_factory=LossStats)
+    learnt: TrainResult = field(default_factory=TrainResult)
     is_broken: bool = False
 
     @property
@@ -38,12 +38,12 @@ class Streamed:
         return Batch.join(self.batches)
 
 
-async def learn_while_playing(
-    parts: Parts, playing: Playing, step: int, interrupt: Interrupt, trainers: asyncio.Lock
-) -> tuple[Played, Batch | None, dict[str, float], Learnt]:
+async def train_while_rolling_out(
+    parts: RunComponents, playing: PendingRollout, step: int, interrupt: Interrupt, trainers: asyncio.Lock
+) -> tuple[RolloutResult, Batch | None, dict[str, float], TrainResult]:
     """Consumes pieces of the step as they are finished, in the order drawn. Waits for the next piece (unblocked by the
     engine; a request to stop ends the wait) or for the workers that score and learn."""
-    streams, so_far = not why_learning_waits(parts.recipe, parts.algorithm), Streamed()
+    streams, so_far = not why_training_waits(parts.recipe, parts.algorithm), PipelinedStep()
     pieces = playing.parts()
     while (played := await interrupt.cuts_short(following(pieces))) is not None:
         so_far.played.append(played)
@@ -55,7 +55,7 @@ async def learn_while_playing(
             await score(parts, batch, [list(range(len(batch)))])
             if streams:
                 await add_gradient(parts, played, batch, so_far)
-    whole = Played.join(so_far.played)
+    whole = RolloutResult.join(so_far.played)
     if not so_far.batches:
         return whole, None, {}, so_far.learnt
     batch = so_far.batch
@@ -68,11 +68,11 @@ async def learn_while_playing(
     return whole, batch, metrics, so_far.learnt
 
 
-async def following(pieces: AsyncIterator[Played]) -> Played | None:
+async def following(pieces: AsyncIterator[RolloutResult]) -> RolloutResult | None:
     return await anext(pieces, None)
 
 
-async def add_gradient(parts: Parts, played: Played, batch: Batch, so_far: Streamed) -> None:
+async def add_gradient(parts: RunComponents, played: RolloutResult, batch: Batch, so_far: PipelinedStep) -> None:
     for name, value in advantages(parts, batch, played).items():
         so_far.metrics[name] = so_far.metrics.get(name, 0.0) + value * len(batch)
     so_far.is_broken = so_far.is_broken or is_broken(batch, so_far.learnt)
@@ -82,11 +82,11 @@ async def add_gradient(parts: Parts, played: Played, batch: Batch, so_far: Strea
         so_far.sums.merge(await parts.actor.accumulate(batch, trainable, terms))
 
 
-async def make_update(parts: Parts, batch: Batch, so_far: Streamed) -> None:
+async def make_update(parts: RunComponents, batch: Batch, so_far: PipelinedStep) -> None:
     learnt, sums = so_far.learnt, so_far.sums
     scale = scale_to(parts, expected_counts(parts), GlobalCounts(batch.num_generated, len(batch)))
     if so_far.is_broken:
-        await parts.actor.group.all("forget_gradients")
+        await parts.actor.group.all("zero_grad")
     elif sums.num_tokens:
         await step_policy(parts, sums, learnt, scale)
         learnt.finite.append(not learnt.skipped)
@@ -94,14 +94,14 @@ async def make_update(parts: Parts, batch: Batch, so_far: Streamed) -> None:
         learnt.num_empty += 1
 
 
-def expected_counts(parts: Parts) -> GlobalCounts:
+def expected_counts(parts: RunComponents) -> GlobalCounts:
     """To divide by before the counts are known; near enough to keep float16 gradients in range."""
     batch = parts.recipe.batch
     num_sequences = batch.prompts_per_step * batch.samples_per_prompt
     return GlobalCounts(num_sequences * parts.recipe.rollout.max_response_tokens, num_sequences)
 
 
-def scale_to(parts: Parts, guess: GlobalCounts, counts: GlobalCounts) -> float:
+def scale_to(parts: RunComponents, guess: GlobalCounts, counts: GlobalCounts) -> float:
     """From a loss that was divided by the guess to one that is divided by the counts."""
     match parts.algorithm.aggregation:
         case "token_mean":

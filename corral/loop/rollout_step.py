@@ -8,8 +8,8 @@ import torch
 from corral.algorithms.shaping import informative_groups
 from corral.data.sampler import Draw
 from corral.data.trajectory import Trajectory
-from corral.loop.parts import Parts
-from corral.loop.playground import Result
+from corral.loop.components import RunComponents
+from corral.loop.rollout_scheduler import Result
 from corral.observe.ledger import Ledger
 from corral.rollout.driver import Prompt
 
@@ -18,7 +18,7 @@ PIECES_PER_STEP = 8
 
 
 @dataclass
-class Played:
+class RolloutResult:
     """What a step, or a piece of it, has to learn from."""
 
     trajectories: list[Trajectory]
@@ -28,7 +28,7 @@ class Played:
     """Trajectories left out because their environment failed before the model said anything."""
     failed: list[int] = field(default_factory=list)
     """Prompts of which no trajectory is left."""
-    dull: list[int] = field(default_factory=list)
+    zero_variance: list[int] = field(default_factory=list)
     """Prompts left out because all their rewards were equal (dynamic sampling)."""
     last_error: str | None = None
     """Of those that failed."""
@@ -38,33 +38,33 @@ class Played:
     def join(cls, pieces: Sequence["Played"]) -> "Played":
         return cls(
             trajectories=[trajectory for piece in pieces for trajectory in piece.trajectories],
-            baselines={ordinal: reward for piece in pieces for ordinal, reward in piece.baselines.items()},
+            baselines={prompt_id: reward for piece in pieces for prompt_id, reward in piece.baselines.items()},
             num_failed=sum(piece.num_failed for piece in pieces),
-            failed=[ordinal for piece in pieces for ordinal in piece.failed],
-            dull=[ordinal for piece in pieces for ordinal in piece.dull],
+            failed=[prompt_id for piece in pieces for prompt_id in piece.failed],
+            zero_variance=[prompt_id for piece in pieces for prompt_id in piece.zero_variance],
             last_error=next((piece.last_error for piece in reversed(pieces) if piece.last_error), None),
             rounds=max((piece.rounds for piece in pieces), default=1),
         )
 
     @property
-    def ordinals(self) -> list[int]:
+    def prompt_ids(self) -> list[int]:
         """Prompts to learn from."""
-        return list(dict.fromkeys(trajectory.ordinal for trajectory in self.trajectories))
+        return list(dict.fromkeys(trajectory.prompt_id for trajectory in self.trajectories))
 
 
 @dataclass
 class _Group:
     """A prompt in flight."""
 
-    ordinal: int
+    prompt_id: int
     sampled: Result
     greedy: Result | None
 
 
-class Playing:
+class PendingRollout:
     """The prompts of one step, in flight from the moment this is made."""
 
-    def __init__(self, parts: Parts, ledger: Ledger, step: int) -> None:
+    def __init__(self, parts: RunComponents, ledger: Ledger, step: int) -> None:
         self.recipe, self.algorithm = parts.recipe, parts.algorithm
         self.parts_of_run, self.ledger, self.step = parts, ledger, step
         self.groups: list[_Group] = []
@@ -77,11 +77,11 @@ class Playing:
             draws += parts.sampler.draw(max(0, self.recipe.batch.prompts_per_step - len(draws)))
         self._issue(draws)
 
-    async def whole(self) -> Played:
+    async def whole(self) -> RolloutResult:
         """Everything. Waits until it is played: a player without progress says so, environments have deadlines."""
-        return Played.join([piece async for piece in self.parts(1)])
+        return RolloutResult.join([piece async for piece in self.parts(1)])
 
-    async def parts(self, most: int = PIECES_PER_STEP) -> AsyncIterator[Played]:
+    async def parts(self, most: int = PIECES_PER_STEP) -> AsyncIterator[RolloutResult]:
         """Up to `most` pieces, in the order drawn, each as soon as it is played. With dynamic sampling, others are
         drawn for prompts that have nothing to teach."""
         wanted, kept, rounds = self.recipe.batch.prompts_per_step, 0, 1
@@ -90,8 +90,8 @@ class Playing:
             async for groups in self._finished(size):
                 piece = self._played(groups, rounds)
                 if self.algorithm.dynamic_sampling:
-                    keep_informative(piece, self.algorithm.reward_clip)
-                kept += len(piece.ordinals)
+                    drop_zero_variance_groups(piece, self.algorithm.reward_clip)
+                kept += len(piece.prompt_ids)
                 yield piece
             if not self.algorithm.dynamic_sampling or kept >= wanted or rounds == self.algorithm.max_rounds:
                 return
@@ -101,17 +101,17 @@ class Playing:
     def _issue(self, draws: Sequence[Draw]) -> None:
         parts, samples = self.parts_of_run, self.recipe.batch.samples_per_prompt
         prompts = [
-            Prompt(draw.ordinal, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)
+            Prompt(draw.prompt_id, draw.index, parts.train[draw.index].row, parts.train[draw.index].tokens)
             for draw in draws
         ]
-        self.ledger.issue(self.step, [prompt.ordinal for prompt in prompts])
-        sampled = parts.playground.play(prompts, samples, parts.sampling())
+        self.ledger.issue(self.step, [prompt.prompt_id for prompt in prompts])
+        sampled = parts.scheduler.play(prompts, samples, parts.sampling())
         greedy: Sequence[Result | None] = [None] * len(prompts)
         if self.algorithm.needs_greedy_baseline:
-            greedy = parts.playground.play(prompts, 1, parts.sampling(greedy=True), "baseline")
+            greedy = parts.scheduler.play(prompts, 1, parts.sampling(greedy=True), "baseline")
         for prompt, result, baseline in zip(prompts, sampled, greedy, strict=True):
             result.add_done_callback(lambda _: self._count())
-            self.groups.append(_Group(prompt.ordinal, result, baseline))
+            self.groups.append(_Group(prompt.prompt_id, result, baseline))
 
     def _count(self) -> None:
         samples = self.recipe.batch.samples_per_prompt
@@ -129,22 +129,22 @@ class Playing:
                     await greedy
                 end += 1
             self.num_taken = end
-            self.ledger.played(self.step, [group.ordinal for group in self.groups[start:end]])
+            self.ledger.played(self.step, [group.prompt_id for group in self.groups[start:end]])
             yield self.groups[start:end]
 
-    def _played(self, groups: Iterable[_Group], rounds: int) -> Played:
-        played = Played([], rounds=rounds)
+    def _played(self, groups: Iterable[_Group], rounds: int) -> RolloutResult:
+        played = RolloutResult([], rounds=rounds)
         for group in groups:
             trajectories = group.sampled.result()
             answered = [trajectory for trajectory in trajectories if trajectory.num_generated]
             played.trajectories += answered
             if not answered:
-                played.failed.append(group.ordinal)
+                played.failed.append(group.prompt_id)
             if len(answered) < len(trajectories):
                 played.num_failed += len(trajectories) - len(answered)
                 played.last_error = [t.error for t in trajectories if not t.num_generated][-1]
             if group.greedy is not None:
-                played.baselines[group.ordinal] = group.greedy.result()[0].reward
+                played.baselines[group.prompt_id] = group.greedy.result()[0].reward
         return played
 
 
@@ -152,30 +152,30 @@ def is_finished(group: _Group) -> bool:
     return group.sampled.done() and (group.greedy is None or group.greedy.done())
 
 
-def keep_informative(played: Played, reward_clip: float | None) -> None:
+def drop_zero_variance_groups(played: RolloutResult, reward_clip: float | None) -> None:
     """Drops groups whose rewards, as far as they count, are all equal."""
     if not played.trajectories:
         return
     rewards = torch.tensor([trajectory.reward for trajectory in played.trajectories])
     if reward_clip is not None:
         rewards = rewards.clamp(-reward_clip, reward_clip)
-    groups = torch.tensor([trajectory.ordinal for trajectory in played.trajectories])
+    groups = torch.tensor([trajectory.prompt_id for trajectory in played.trajectories])
     informative = informative_groups(rewards, groups)
-    played.dull = sorted(set(groups[~informative].tolist()))
+    played.zero_variance = sorted(set(groups[~informative].tolist()))
     played.trajectories = [t for t, keep in zip(played.trajectories, informative.tolist(), strict=True) if keep]
 
 
-class Ahead:
+class AsyncRollouts:
     """The steps that are being played. Step s is begun as soon as the weights of version s - 1 - max_staleness are in
     the engine: no token is ever older than that when it is trained on, and none is thrown away for its age."""
 
-    def __init__(self, parts: Parts, ledger: Ledger) -> None:
+    def __init__(self, parts: RunComponents, ledger: Ledger) -> None:
         self.parts, self.ledger = parts, ledger
-        self.playing: dict[int, Playing] = {}
+        self.playing: dict[int, PendingRollout] = {}
 
     def begin(self, version: int) -> None:
         """Begins all steps that `version` allows."""
         last = min(version + 1 + self.parts.recipe.schedule.max_staleness, self.parts.num_steps)
         for step in range(version + 1, last + 1):
             if step not in self.playing:
-                self.playing[step] = Playing(self.parts, self.ledger, step)
+                self.playing[step] = PendingRollout(self.parts, self.ledger, step)

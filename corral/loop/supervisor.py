@@ -10,7 +10,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from corral.loop.parts import Parts
+from corral.loop.components import RunComponents
 from corral.runtime.group import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -21,14 +21,14 @@ LAST_TRANSFER_S = 60.0
 """For weights that are on their way to a new player when the run ends."""
 
 
-class Mender:
+class Supervisor:
     """Also the one way in which weights are published, since that is when a new player gets its own.
 
     `lost_nodes`: addresses are added as nodes are lost. `trainers`: to be held by who asks anything of the trainers,
     which compute together and so must all be asked for the same things in the same order.
     """
 
-    def __init__(self, parts: Parts, version: int, lost_nodes: set[str]) -> None:
+    def __init__(self, parts: RunComponents, version: int, lost_nodes: set[str]) -> None:
         self.parts, self.lost_nodes = parts, lost_nodes
         self.version = version
         """Of the trainers' weights."""
@@ -36,7 +36,7 @@ class Mender:
         self.mending: dict[int, asyncio.Task[None]] = {}
         """By the player's rank."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        parts.playground.on_lost = self.lose
+        parts.scheduler.on_lost = self.lose
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs the steps, until they end or something is lost that the run cannot do without."""
@@ -59,8 +59,8 @@ class Mender:
     async def publish(self, joining: int | None = None) -> dict[str, float]:
         """To all engines that are there, and to a new one; again without those that are lost meanwhile. The loss of
         `joining` is for the caller. `trainers` is held."""
-        playground, rollout = self.parts.playground, self.parts.runtime.placement.roles["rollout"]
-        while ranks := {*playground.lanes, *(() if joining is None else (joining,))}:
+        scheduler, rollout = self.parts.scheduler, self.parts.runtime.placement.roles["rollout"]
+        while ranks := {*scheduler.lanes, *(() if joining is None else (joining,))}:
             try:
                 return await self.parts.publisher.publish(self.version, ranks)
             except WorkerLost as lost:
@@ -72,7 +72,7 @@ class Mender:
 
     def lose(self, lost: WorkerLost) -> bool:
         """Takes lost players out. Whether the run goes on, without them or with new ones."""
-        runtime, playground = self.parts.runtime, self.parts.playground
+        runtime, scheduler = self.parts.runtime, self.parts.scheduler
         devices = set(runtime.devices_of(lost.node)) if lost.node is not None else {lost.device}
         if any(devices & set(own) for role, own in runtime.placement.roles.items() if role != "rollout"):
             return False
@@ -80,10 +80,10 @@ class Mender:
             self.lost_nodes.add(lost.node)
         rollout = runtime.placement.roles["rollout"]
         for rank in [rank for rank, device in enumerate(rollout) if device in devices]:
-            if playground.lose(rank, lost) and lost.node is None:  # else it was heard of before
+            if scheduler.lose(rank, lost) and lost.node is None:  # else it was heard of before
                 self.mending[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
         least = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
-        return bool(playground.lanes or self.mending) and runtime.num_nodes >= least
+        return bool(scheduler.lanes or self.mending) and runtime.num_nodes >= least
 
     async def _replace(self, rank: int, device: int) -> None:
         """Waits for the new process, then for the trainers to be free. Nothing waits for this, unless no other player
@@ -103,7 +103,7 @@ class Mender:
         finally:
             self.mending.pop(rank, None)
         logger.warning("device %d could not be replaced: %s", device, error)
-        if error is not None and not self.parts.playground.lanes and not self.mending and not self.failure.done():
+        if error is not None and not self.parts.scheduler.lanes and not self.mending and not self.failure.done():
             self.failure.set_exception(error)
 
     async def _start_again(self, rank: int, device: int) -> None:
@@ -114,7 +114,7 @@ class Mender:
         async with self.trainers:
             parts.publisher.reopen()
             await self.publish(joining=rank)
-            parts.playground.open(rank)
+            parts.scheduler.open(rank)
         logger.warning("device %d plays again", device)
 
     async def _watch(self) -> None:

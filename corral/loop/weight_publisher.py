@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from corral.loop.shares import Learners
+from corral.loop.trainer_group import TrainerGroup
 from corral.runtime.group import Group, together
 from corral.runtime.probe import compare, probe_batch
 
 
-class Publisher:
+class WeightPublisher:
     """`kind`: shared, collective, object or ipc. `prompt`: some tokens to probe with."""
 
-    def __init__(self, actor: Learners, rollout: Group, kind: str, dtype: str, prompt: Sequence[int]) -> None:
+    def __init__(self, actor: TrainerGroup, rollout: Group, kind: str, dtype: str, prompt: Sequence[int]) -> None:
         self.actor, self.rollout, self.kind = actor, rollout, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.probe = probe_batch([prompt if len(prompt) > 1 else [*prompt, *prompt]])
@@ -62,11 +62,11 @@ class Publisher:
         actor = self.actor.group
         if self.kind == "collective":
             _, pauses = await together(
-                actor.all("send_weights"), self.rollout.all("take_weights", None, version, ranks=ranks)
+                actor.all("send_weights"), self.rollout.all("receive_weights", None, version, ranks=ranks)
             )
         else:
             parcel = (await actor.all("send_weights"))[0]
-            pauses = await self.rollout.all("take_weights", parcel, version, ranks=ranks)
+            pauses = await self.rollout.all("receive_weights", parcel, version, ranks=ranks)
         await actor.one(0, "release_weights")
         return pauses
 

@@ -10,8 +10,8 @@ import numpy as np
 from corral.data.sources import BOARDS
 from corral.data.trajectory import Trajectory
 from corral.loop.floors import floor_metrics
-from corral.loop.parts import Players
-from corral.loop.record import environment_metrics
+from corral.loop.components import RolloutComponents
+from corral.loop.step_records import environment_metrics
 from corral.observe.console import Console, Sample
 from corral.rollout.driver import Prompt
 
@@ -25,14 +25,14 @@ class ValidationResult:
     """What one of them is."""
 
 
-async def validate(players: Players, console: Console) -> ValidationResult:
+async def validate(players: RolloutComponents, console: Console) -> ValidationResult:
     """Seeds depend on the prompt alone: the same model gives the same score at every step and in every run."""
     settings = players.recipe.validation
     sampling = replace(players.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
     prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(players.validation)]
     samples = settings.samples_per_prompt
     with console.stage("validating", len(prompts) * samples) as progress:
-        results = players.playground.play(prompts, samples, sampling, "validation", first=True)
+        results = players.scheduler.play(prompts, samples, sampling, "validation", first=True)
         for result in results:
             result.add_done_callback(lambda _: progress.update(progress.done + samples))
         trajectories = [trajectory for group in await asyncio.gather(*results) for trajectory in group]
@@ -49,7 +49,7 @@ def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str
     """mean@k with its 95 % interval over prompts (normal approximation), pass@k, lengths and stop reasons."""
     rewards = defaultdict(list)
     for trajectory in trajectories:
-        rewards[trajectory.ordinal].append(trajectory.reward)
+        rewards[trajectory.prompt_id].append(trajectory.reward)
     k = max(len(samples) for samples in rewards.values())
     means = np.array([np.mean(samples) for samples in rewards.values()])
     spread = float(means.std(ddof=1)) if len(means) > 1 else 0.0
@@ -67,7 +67,7 @@ def summarise(trajectories: list[Trajectory], pass_threshold: float) -> dict[str
     return metrics
 
 
-def show_samples(players: Players, result: ValidationResult, console: Console, title: str = "") -> None:
+def show_samples(players: RolloutComponents, result: ValidationResult, console: Console, title: str = "") -> None:
     """A few answers, spread over the set."""
     wanted = players.recipe.logging.samples
     if not wanted:

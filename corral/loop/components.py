@@ -11,9 +11,9 @@ from corral.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
-from corral.loop.playground import Playground
-from corral.loop.publish import Publisher
-from corral.loop.shares import Learners
+from corral.loop.rollout_scheduler import RolloutScheduler
+from corral.loop.weight_publisher import WeightPublisher
+from corral.loop.trainer_group import TrainerGroup
 from corral.model.load import load_tokenizer
 from corral.model.smollm2 import needs_conversion
 from corral.observe.console import Console
@@ -76,14 +76,14 @@ OpenWorkers = Callable[[Recipe, Placement, Path, Console, frozenset[str]], Abstr
 
 
 @dataclass
-class Players:
+class RolloutComponents:
     """All that plays: enough to evaluate a model."""
 
     recipe: Recipe
     tokenizer: Any
     validation: list[PreparedPrompt]
     runtime: Runtime
-    playground: Playground
+    scheduler: RolloutScheduler
     floors: dict[str, float] | None = field(default=None, kw_only=True)
     """What random and optimal play would score on the validation set; found out when it is first played."""
 
@@ -101,7 +101,7 @@ class Players:
 
 
 @dataclass
-class Parts(Players):
+class RunComponents(RolloutComponents):
     """And all that learns."""
 
     algorithm: ResolvedAlgorithm
@@ -110,15 +110,17 @@ class Parts(Players):
     num_steps: int
     dtype: str
     """Of the model."""
-    actor: Learners
-    reference: Learners | None
-    critic: Learners | None
+    actor: TrainerGroup
+    reference: TrainerGroup | None
+    critic: TrainerGroup | None
     kl: KLController | None
-    publisher: Publisher
+    publisher: WeightPublisher
 
 
 @asynccontextmanager
-async def open_players(recipe: Recipe, console: Console, model_path: str | None = None) -> AsyncIterator[Players]:
+async def open_rollout_components(
+    recipe: Recipe, console: Console, model_path: str | None = None
+) -> AsyncIterator[RolloutComponents]:
     """`model_path`: another model than the recipe's, such as a checkpoint; the tokenizer is its own."""
     if recipe.data.validation is None:
         raise UserError("data.validation: there is nothing to evaluate on")
@@ -132,19 +134,19 @@ async def open_players(recipe: Recipe, console: Console, model_path: str | None 
         validation = prompts_of(recipe, "validation", tokenizer, console)
         with console.stage("loading the model"):
             facts = await runtime.build("rollout", recipe, None)
-        async with open_playground(runtime, facts[0]["max_sequences"]) as playground:
-            yield Players(recipe, tokenizer, validation[: recipe.validation.max_prompts], runtime, playground)
+        async with open_scheduler(runtime, facts[0]["max_sequences"]) as scheduler:
+            yield RolloutComponents(recipe, tokenizer, validation[: recipe.validation.max_prompts], runtime, scheduler)
 
 
 @asynccontextmanager
-async def open_parts(
+async def open_components(
     recipe: Recipe,
     console: Console,
     logs: Path,
     resume_from: Path | None,
     lost_nodes: frozenset[str] = frozenset(),
     open_workers: OpenWorkers | None = None,
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[RunComponents]:
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
     async with (open_workers or open_runtime)(recipe, placement, logs, console, lost_nodes) as runtime:
@@ -158,14 +160,14 @@ async def open_parts(
         recipe = with_steps(recipe, len(train))
         with console.stage("loading the model"):
             facts = {role: await runtime.build(role, recipe, resume_from) for role in ORDER if role in placement.roles}
-        async with open_playground(runtime, facts["rollout"][0]["max_sequences"]) as playground:
+        async with open_scheduler(runtime, facts["rollout"][0]["max_sequences"]) as scheduler:
             actor, dtype = learners(recipe, runtime, "actor"), facts["actor"][0]["dtype"]
-            yield Parts(
+            yield RunComponents(
                 recipe=recipe,
                 tokenizer=tokenizer,
                 validation=validation[: recipe.validation.max_prompts],
                 runtime=runtime,
-                playground=playground,
+                scheduler=scheduler,
                 algorithm=algorithm,
                 train=train,
                 sampler=Sampler(len(train), recipe.seed, recipe.data.shuffle),
@@ -175,7 +177,7 @@ async def open_parts(
                 reference=learners(recipe, runtime, "reference") if "reference" in placement.roles else None,
                 critic=learners(recipe, runtime, "critic") if "critic" in placement.roles else None,
                 kl=kl_controller(algorithm),
-                publisher=Publisher(
+                publisher=WeightPublisher(
                     actor,
                     runtime.groups["rollout"],
                     transfer_kind(recipe, runtime.placement),
@@ -214,20 +216,20 @@ async def open_runtime(
 
 
 @asynccontextmanager
-async def open_playground(runtime: Runtime, max_sequences: int) -> AsyncIterator[Playground]:
+async def open_scheduler(runtime: Runtime, max_sequences: int) -> AsyncIterator[RolloutScheduler]:
     """`max_sequences`: that a player decodes at the same time."""
     rollout = runtime.groups["rollout"]
-    playground = Playground(rollout, math.inf if rollout.size == 1 else ROOM * max_sequences)
+    scheduler = RolloutScheduler(rollout, math.inf if rollout.size == 1 else ROOM * max_sequences)
     for rank in range(rollout.size):
-        playground.open(rank)
+        scheduler.open(rank)
     try:
-        yield playground
+        yield scheduler
     finally:
-        await playground.close()
+        await scheduler.close()
 
 
-def learners(recipe: Recipe, runtime: Runtime, role: str) -> Learners:
-    return Learners(runtime.groups[role], mesh_shape(recipe.train.parallel, runtime.groups[role].size, role))
+def learners(recipe: Recipe, runtime: Runtime, role: str) -> TrainerGroup:
+    return TrainerGroup(runtime.groups[role], mesh_shape(recipe.train.parallel, runtime.groups[role].size, role))
 
 
 def tokenizer_of(model: Model, console: Console) -> Any:
@@ -250,7 +252,7 @@ def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> 
     data = recipe.data
     source = data.train if part == "train" else data.validation
     assert source is not None
-    rows = load_rows(source, data, recipe.shares(part))
+    rows = load_rows(source, data, recipe.mixing_weights(part))
     check_tags(rows, recipe, source)
     prompts, counts = fit_prompts(
         rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong
