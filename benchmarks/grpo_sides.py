@@ -62,10 +62,10 @@ def corral_steps(options: argparse.Namespace) -> Measured:
 
 async def timed_corral_steps(recipe: Any, num_steps: int) -> Measured:
     from corral.data.batch import Batch
-    from corral.loop.update import learn
+    from corral.loop.advantages_step import advantages, plan_updates, score
     from corral.loop.components import open_components
     from corral.loop.rollout_step import PendingRollout
-    from corral.loop.advantages_step import advantages, plan_updates, score
+    from corral.loop.update import learn
     from corral.observe.console import Console
     from corral.observe.ledger import Ledger
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.loop.interrupt import Interrupt
-from corral.loop.training_loop import steps
 from corral.loop.train import running, train
+from corral.loop.training_loop import steps
 from corral.observe.console import Console
 from corral.observe.metrics import read
 from corral.observe.run_folder import RunFolder

@@ -64,8 +64,8 @@ class Advantages:
 def gae(batch: RewardedBatch, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """Generalised advantage estimation (Schulman et al., 2015, arXiv 1506.02438), whitened over the batch.
 
-    `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * gae_lambda * A_next`, where next is the next *generated*
-    token of the trajectory, and 0 after the last: a truncated trajectory counts as finished. `returns = A + V`, with
+    `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * gae_lambda * A_next`, where next is the next
+    *generated* token of the trajectory, and 0 after the last: a truncated trajectory counts as finished. `returns = A + V`, with
     A before whitening.
     """
     if batch.values is None:

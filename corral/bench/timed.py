@@ -8,10 +8,10 @@ from pathlib import Path
 
 from corral.bench.side import Measured
 from corral.loop.closing import close_runner
-from corral.loop.interrupt import Interrupt
 from corral.loop.components import OpenWorkers
-from corral.loop.training_loop import steps
+from corral.loop.interrupt import Interrupt
 from corral.loop.train import running
+from corral.loop.training_loop import steps
 from corral.observe.console import Console
 from corral.observe.run_folder import RunFolder
 from corral.recipe.schema import Recipe

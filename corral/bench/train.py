@@ -42,7 +42,7 @@ def corral(settings: Settings, tell: Tell) -> None:
 
     for recompute in ("full", "none"):
         policy.gradient_checkpointing = recompute == "full"
-        measure(settings, tell, step, gradient_checkpointing=gradient_checkpointing, masters="float32")
+        measure(settings, tell, step, recompute=recompute, masters="float32")
 
 
 def transformers(settings: Settings, tell: Tell) -> None:
@@ -68,7 +68,7 @@ def transformers(settings: Settings, tell: Tell) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
-        measure(settings, tell, step, gradient_checkpointing=gradient_checkpointing, masters="none")
+        measure(settings, tell, step, recompute=recompute, masters="none")
 
 
 def pack_of(settings: Settings) -> Any:

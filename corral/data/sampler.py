@@ -1,7 +1,7 @@
 """Which row comes next: an endless, reproducible sequence with a state of three integers.
 
-Every draw has an prompt_id (0, 1, 2, ... over the whole run), which is its identity in the ledger. The order of an epoch
-follows from (seed, epoch) alone, so nothing but the next prompt_id has to be remembered.
+Every prompt that is handed out has an id (0, 1, 2, ... over the whole run), which is its identity in the ledger. The
+order of an epoch follows from (seed, epoch) alone, so nothing but the next id has to be remembered.
 """
 
 from collections.abc import Iterable

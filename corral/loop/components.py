@@ -12,8 +12,8 @@ from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
 from corral.loop.rollout_scheduler import RolloutScheduler
-from corral.loop.weight_publisher import WeightPublisher
 from corral.loop.trainer_group import TrainerGroup
+from corral.loop.weight_publisher import WeightPublisher
 from corral.model.load import load_tokenizer
 from corral.model.smollm2 import needs_conversion
 from corral.observe.console import Console

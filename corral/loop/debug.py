@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.loop.interrupt import Handler
 from corral.loop.components import OpenWorkers, Runtime, open_runtime
+from corral.loop.interrupt import Handler
 from corral.observe.console import Console
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, runs_on_ray

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from corral.algorithms.aggregate import GlobalCounts
 from corral.data.batch import Batch
-from corral.loop.interrupt import Interrupt
-from corral.loop.update import TrainResult, is_broken, kl_coefficient, learn, step_policy, trainable_rows
-from corral.loop.components import RunComponents
-from corral.loop.rollout_step import RolloutResult, PendingRollout
 from corral.loop.advantages_step import advantages, plan_updates, score
+from corral.loop.components import RunComponents
+from corral.loop.interrupt import Interrupt
+from corral.loop.rollout_step import PendingRollout, RolloutResult
+from corral.loop.update import TrainResult, is_broken, kl_coefficient, learn, step_policy, trainable_rows
 from corral.recipe.warnings import why_training_waits
 from corral.runtime.loss_functions import LossStats, UpdateTerms
 

@@ -35,7 +35,7 @@ class RolloutResult:
     rounds: int = 1
 
     @classmethod
-    def join(cls, pieces: Sequence["Played"]) -> "Played":
+    def join(cls, pieces: Sequence["RolloutResult"]) -> "RolloutResult":
         return cls(
             trajectories=[trajectory for piece in pieces for trajectory in piece.trajectories],
             baselines={prompt_id: reward for piece in pieces for prompt_id, reward in piece.baselines.items()},

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from corral.loop.closing import close_runner
+from corral.loop.components import OpenWorkers, open_components
 from corral.loop.debug import Debugging
 from corral.loop.interrupt import Interrupt, Interrupted
-from corral.loop.supervisor import Supervisor
-from corral.loop.components import OpenWorkers, open_components
 from corral.loop.run_checkpoint import forget_after, restore
+from corral.loop.supervisor import Supervisor
 from corral.loop.training_loop import Run, save_run, steps
 from corral.observe.console import Console
 from corral.observe.curve import draw_curve

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from corral.data.batch import Batch
 from corral.data.trajectory import Trajectory
-from corral.loop.interrupt import Interrupt
-from corral.loop.update import TrainResult, learn
-from corral.loop.supervisor import Supervisor
-from corral.loop.components import RunComponents
-from corral.loop.rollout_step import AsyncRollouts, RolloutResult
-from corral.loop.step_records import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
-from corral.loop.run_checkpoint import save
 from corral.loop.advantages_step import advantages, plan_updates, score, steer_kl
+from corral.loop.components import RunComponents
+from corral.loop.interrupt import Interrupt
 from corral.loop.pipelined import train_while_rolling_out
+from corral.loop.rollout_step import AsyncRollouts, RolloutResult
+from corral.loop.run_checkpoint import save
+from corral.loop.step_records import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
+from corral.loop.supervisor import Supervisor
+from corral.loop.update import TrainResult, learn
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger

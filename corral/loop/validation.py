@@ -9,8 +9,8 @@ import numpy as np
 
 from corral.data.sources import BOARDS
 from corral.data.trajectory import Trajectory
-from corral.loop.floors import floor_metrics
 from corral.loop.components import RolloutComponents
+from corral.loop.floors import floor_metrics
 from corral.loop.step_records import environment_metrics
 from corral.observe.console import Console, Sample
 from corral.rollout.driver import Prompt

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corral.observe.files import json_line, write_atomically
-from corral.observe.spans import PromptIds, format_span, format_spans, prompt_ids_in, parse_spans
+from corral.observe.spans import PromptIds, format_span, format_spans, parse_spans, prompt_ids_in
 from corral.recipe.errors import RunError, UserError
 
 Event = Literal["issued", "played", "trained", "dropped"]

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.recipe.warnings import is_scored
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.rules import max_trajectory_tokens
 from corral.recipe.schema import LOGITS_CHUNK, MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.recipe.shape import ModelShape
+from corral.recipe.warnings import is_scored
 
 Phase = Literal["playing", "scoring", "learning"]
 PHASES: tuple[Phase, ...] = ("playing", "scoring", "learning")

@@ -4,7 +4,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from corral.recipe.warnings import why_training_waits
 from corral.recipe.memory import DeviceMemory, estimate_memory, human_bytes, human_count
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import (
@@ -19,6 +18,7 @@ from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.rules import check, max_trajectory_tokens
 from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
+from corral.recipe.warnings import why_training_waits
 from corral.recipe.words import describe_algorithm, describe_mesh, describe_transfer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from corral.recipe.warnings import recipe_warnings
 from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
@@ -23,6 +22,7 @@ from corral.recipe.presets import (
     resolve_algorithm,
 )
 from corral.recipe.schema import Optimizer, Part, Recipe, Section, Source
+from corral.recipe.warnings import recipe_warnings
 
 Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]

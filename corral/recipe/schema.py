@@ -152,8 +152,8 @@ class Environment(Section):
 
 class TaggedEnvironment(Environment):
     weight: NaturalFloat = 1.0
-    """Mixing weight of its boards, relative to those of the others (`path: boards`; rows of other sources say themselves whose they
-    are, in a column `environment`). 0: none."""
+    """Mixing weight of its boards, relative to those of the others (`path: boards`; rows of other
+    sources name their environment in a column `environment`). 0: none."""
     validation_weight: NaturalFloat | None = None
     """Of the boards to validate on. None: as `weight`."""
 

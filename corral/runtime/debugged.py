@@ -12,8 +12,8 @@ from corral.envs.base import Env, StepResult
 from corral.recipe.schema import Recipe
 from corral.rewards.here import RewardsHere
 from corral.rewards.pools import Pools
-from corral.runtime.rollout_worker import Player
 from corral.runtime.roles import build_role, rewarded
+from corral.runtime.rollout_worker import Player
 from corral.runtime.terminal import open_at
 from corral.runtime.worker import WorkerContext
 

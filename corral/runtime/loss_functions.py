@@ -47,7 +47,7 @@ class LossStats:
     def add(self, name: str, token_loss: TokenLoss) -> None:
         self.unread.append((name, TokenLoss(token_loss.loss.detach(), token_loss.sums, token_loss.maxima)))
 
-    def read(self) -> "Sums":
+    def read(self) -> "LossStats":
         """Itself, with all that was added."""
         for name, token_loss in self.unread:
             for key, value in token_loss.sums.items():
@@ -57,7 +57,7 @@ class LossStats:
         self.unread.clear()
         return self
 
-    def merge(self, other: "Sums") -> None:
+    def merge(self, other: "LossStats") -> None:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
         for key, value in other.sums.items():

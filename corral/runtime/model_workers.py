@@ -21,7 +21,7 @@ from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Recipe
-from corral.runtime.loss_functions import PolicyLossFunction, LossStats, UpdateTerms, ValueLossFunction
+from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateTerms, ValueLossFunction
 from corral.runtime.transfer import Channel, CollectiveChannel, TransferHandle, make_channel
 from corral.runtime.worker import WorkerContext
 from corral.train.mesh import Mesh

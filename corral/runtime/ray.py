@@ -18,7 +18,7 @@ from typing import Any
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import MESH_ROLES, Placement
 from corral.recipe.schema import Recipe
-from corral.runtime.group import Group, CallTimeout
+from corral.runtime.group import CallTimeout, Group
 from corral.runtime.worker import BUILDER
 
 try:

@@ -8,8 +8,8 @@ from corral.model.load import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.pools import Pools
-from corral.runtime.rollout_worker import Player
 from corral.runtime.model_workers import Actor, Critic, Scorer
+from corral.runtime.rollout_worker import Player
 from corral.runtime.worker import WorkerContext
 
 ORDER = ("rewards", "actor", "reference", "critic", "rollout")

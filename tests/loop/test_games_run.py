@@ -30,7 +30,7 @@ data:
 environments:
   lake:
     name: frozen_lake
-    share: 2
+    weight: 2
     options: {{size: 3, {short}}}
   boxes:
     name: sokoban
@@ -135,7 +135,7 @@ def test_a_row_of_no_environment_is_said_at_the_start(tmp_path: Path, tiny_model
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": "a", "seed": 1, "environment": "lake"}\n{"prompt": "b", "seed": 2}\n'
     )
-    text = MIXED.replace("path: boards, size: 60", "path: {folder}/rows.jsonl").replace("    share: 2\n", "")
+    text = MIXED.replace("path: boards, size: 60", "path: {folder}/rows.jsonl").replace("    weight: 2\n", "")
     with pytest.raises(UserError, match=r"rows.jsonl, row 1: the column `environment` is None; there are lake, boxes"):
         run(tmp_path, tiny_model, text)
 

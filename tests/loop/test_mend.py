@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from corral.loop.supervisor import Supervisor
 from corral.loop.rollout_scheduler import RolloutScheduler
+from corral.loop.supervisor import Supervisor
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster
 from corral.runtime.group import Group, WorkerLost

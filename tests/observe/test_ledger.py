@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.observe.ledger import Ledger
-from corral.observe.spans import format_spans, prompt_ids_in, parse_spans
+from corral.observe.spans import format_spans, parse_spans, prompt_ids_in
 from corral.recipe.errors import RunError, UserError
 
 

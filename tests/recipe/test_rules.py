@@ -233,7 +233,7 @@ def test_warm_up_is_a_number_of_updates_or_a_share_of_them(load, where):
 @pytest.mark.parametrize(
     ("shares", "part", "key"),
     [
-        (("share=0", "validation_weight=1"), "train", "share"),
+        (("weight=0", "validation_weight=1"), "train", "weight"),
         (("validation_weight=0",), "validation", "validation_weight"),
     ],
 )

@@ -157,7 +157,7 @@ def on_mesh(
     offload: Sequence[str] = (),
 ) -> Outcome:
     mesh = mesh_of(shape)
-    return outcome(policy_of(build_model(family, dtype), mesh, recompute, offload), mesh)
+    return outcome(policy_of(build_model(family, dtype), mesh, gradient_checkpointing, offload), mesh)
 
 
 def deviation(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -99,8 +99,8 @@ def check_fit(plan: Plan, capacities: Mapping[Place, Capacity]) -> Iterator[Find
 
 
 SMALLER = (
-    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.gradient_checkpointing` or a smaller "
-    "`batch.max_tokens_per_micro_batch`"
+    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.gradient_checkpointing` or a "
+    "smaller `batch.max_tokens_per_micro_batch`"
 )
 
 

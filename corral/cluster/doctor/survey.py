@@ -301,7 +301,7 @@ class Survey:
         data, rollout = plan.recipe.data, plan.recipe.rollout
         source = data.train.model_copy(update={"max_rows": min(data.train.max_rows or PROMPTS, PROMPTS)})
         try:
-            rows = load_rows(source, data, plan.recipe.shares("train"))
+            rows = load_rows(source, data, plan.recipe.mixing_weights("train"))
         except UserError as error:
             self.add([Finding("error", "data", str(error))])
             return

@@ -450,8 +450,8 @@ def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> O
 
 def gradient_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value == 0:
-        return converted({"optimizer.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
-    return mapped("optimizer.max_gradient_norm", given.value)
+        return converted({"optimiser.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
+    return mapped("optimiser.max_gradient_norm", given.value)
 
 
 def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:

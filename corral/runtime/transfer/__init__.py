@@ -27,7 +27,7 @@ __all__ = [
     "IpcChannel",
     "Layout",
     "ObjectChannel",
-    "Parcel",
+    "TransferHandle",
     "layout_of",
     "make_channel",
 ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from corral.recipe.errors import RunError, first_line
-from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, TransferHandle, Place, pack, reused, unpack
+from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, Place, TransferHandle, pack, reused, unpack
 
 
 class CollectiveChannel:

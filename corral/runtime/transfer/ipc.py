@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from corral.recipe.errors import RunError, UserError
-from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, TransferHandle, SentBucket, pack, unpack
+from corral.runtime.transfer.base import BUCKET_BYTES, Bucket, Layout, SentBucket, TransferHandle, pack, unpack
 
 
 class IpcChannel:
