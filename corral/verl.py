@@ -5,10 +5,10 @@ import sys
 from corral.cli.main import main
 
 OPTIONS = ("-h", "--help", "--debug", "--post-mortem", "--allow-unsupported")
-"""Of `corral train`; all other words are verl's."""
+"""Options of `corral migrate`; all other words are verl's."""
 
 if __name__ == "__main__":
     options = [word for word in sys.argv[1:] if word in OPTIONS]
     words = [word for word in sys.argv[1:] if word not in OPTIONS]
-    sys.argv[1:] = ["train", "--dialect", "verl", *options, "--", *words]
+    sys.argv[1:] = ["migrate", "--system", "verl", "--train", *options, "--", *words]
     main()

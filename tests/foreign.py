@@ -2,22 +2,16 @@
 
 from pathlib import Path
 
-from corral.migrate.config import Config, add_file, add_override
+from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.table import Entry, Table
+from corral.migrate.table import KeyTable
 
 
-def read(table: Table, *overrides: str, file: Path | None = None) -> Migration:
+def read(table: KeyTable, *overrides: str, file: Path | None = None) -> Migration:
     """A file with changes to it, or changes alone; missing files of `defaults` are done without."""
-    config = Config()
+    config = RawConfig()
     if file is not None:
         add_file(config, file)
     for override in overrides:
         add_override(config, override, "test")
     return migrate(table, config.flat())
-
-
-def entry(migration: Migration, key: str) -> Entry:
-    """What became of a key."""
-    [found] = [one for one in migration.entries if one.given.key == key]
-    return found

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from corral.migrate.migration import recipe_text, report_text
 from corral.migrate.sources import migrate_file, migrate_words
-from corral.migrate.written import recipe_text, report_text
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.plan import make_plan
 
-WRITTEN = Path(__file__).parent / "migrate" / "written"
+GOLDEN = Path(__file__).parent / "migrate" / "golden"
 PIECES = [
     *"${}()[]'\"`\\|&;<>=:,.#~@*!%^-+ \t\n0\x00é√",
     *("${a}", "$(touch hit)", "`touch hit`", "eval(1)", "__import__('os').system('touch hit')", "list(range(0,4))"),
@@ -61,19 +61,19 @@ def as_words(text: str, _: Path) -> object:
 
 
 def overrides_of(name: str) -> str:
-    return " ".join(re.findall(r"[a-z_]+\.[\w.]+=[^\s\\]+", (WRITTEN / name).read_text()))
+    return " ".join(re.findall(r"[a-z_]+\.[\w.]+=[^\s\\]+", (GOLDEN / name).read_text()))
 
 
 def written(*names: str) -> list[str]:
-    return [(WRITTEN / name).read_text() for name in names]
+    return [(GOLDEN / name).read_text() for name in names]
 
 
 READERS: dict[str, tuple[list[str], Callable[[str, Path], object]]] = {
-    "verl script": (written("verl_dstack.sh", "verl_submit.sh"), as_file("a.sh")),
-    "verl words": ([overrides_of("verl_dstack.sh")], as_words),
-    "search_r1 script": (written("search_r1.sh"), as_file("b.sh")),
-    "roll yaml": (written("roll_two_nodes.yaml", "roll_one_gpu.yaml"), as_file("c.yaml")),
-    "rlinf yaml": (written("rlinf_shared.yaml", "rlinf_apart.yaml"), as_file("d.yaml")),
+    "verl script": (written("verl_dstack/input.sh", "verl_submit/input.sh"), as_file("a.sh")),
+    "verl words": ([overrides_of("verl_dstack/input.sh")], as_words),
+    "search_r1 script": (written("search_r1_multinode/input.sh"), as_file("b.sh")),
+    "roll yaml": (written("roll_guide_two_nodes/input.yaml", "roll_guide_one_device/input.yaml"), as_file("c.yaml")),
+    "rlinf yaml": (written("rlinf_shared_devices/input.yaml", "rlinf_devices_apart/input.yaml"), as_file("d.yaml")),
 }
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster_commands, envs, foreign, jobs, launch, retriever
-from corral.cli.planning import AsJson, Overrides, RecipeFile, describe_services, planned, with_plan
+from corral.cli import bench, cluster_commands, envs, jobs, launch, retriever, run_recipe
+from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 
 app = typer.Typer(
@@ -27,60 +27,29 @@ INTERRUPTED = 130  # exit code of a process that SIGINT ended, by convention of 
 
 @app.command()
 def train(
-    recipe: foreign.RecipeOrWord = None,
+    recipe: RecipeFile,
     overrides: Overrides = None,
-    dialect: foreign.DialectName = None,
-    config_path: foreign.ConfigPath = None,
-    config_name: foreign.ConfigName = None,
-    allow_unsupported: foreign.AllowUnsupported = False,
-    shrink: foreign.Shrink = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Run in one process, so that breakpoint() works.")] = False,
-    post_mortem: Annotated[bool, typer.Option("--post-mortem", help="Open a debugger where the run fails.")] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
-    ] = False,
+    shrink: run_recipe.Shrink = None,
+    debug: run_recipe.Debug = False,
+    post_mortem: run_recipe.PostMortem = False,
+    insecure: run_recipe.Insecure = False,
 ) -> None:
-    """Train as the recipe says. The same command again goes on where a stopped run was.
-
-    With --dialect the recipe is a command of another system: `corral train --dialect verl -- data.train_files=...`
-    """
-    from corral.loop.train import train as run_training
-    from corral.observe.console import Console
-    from corral.recipe.plan import describe_batch, describe_schedule
+    """Train as the recipe says. The same command again continues a stopped run."""
     from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
-    asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
-    loaded, plan = with_plan(debugging.adapt(asked.load()))
-    asked.prepare(loaded)
-    console = Console(live=not debug)
-    for warning in plan.warnings:
-        console.warn(warning)
-    with debugging.watching(loaded, console):
-        run_training(loaded, plan.text(), [*describe_batch(plan), *describe_schedule(plan)], console, debugging)
+    run_recipe.train_recipe(run_recipe.load_own_recipe(recipe, overrides or []), shrink, debugging)
 
 
 @app.command()
 def plan(
-    recipe: foreign.RecipeOrWord = None,
+    recipe: RecipeFile,
     overrides: Overrides = None,
-    dialect: foreign.DialectName = None,
-    config_path: foreign.ConfigPath = None,
-    config_name: foreign.ConfigName = None,
-    allow_unsupported: foreign.AllowUnsupported = False,
-    shrink: foreign.Shrink = None,
+    shrink: run_recipe.Shrink = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    asked = foreign.Asked(recipe, overrides or [], dialect, config_path, config_name, allow_unsupported, shrink)
-    loaded, made = with_plan(asked.load())
-    services = describe_services(loaded)
-    if as_json:
-        print(json.dumps({**made.as_dict(), "services": services}, indent=2))
-        return
-    print(made.text())
-    if services:
-        print("\n".join(["services", *(f"  {line}" for line in services)]))
+    run_recipe.print_plan(run_recipe.load_own_recipe(recipe, overrides or []), shrink, as_json)
 
 
 @app.command()
@@ -161,7 +130,7 @@ def version() -> None:
         print(f"{package} is not installed as a package" if found == "none" else f"{package} {found}")
 
 
-for module in (bench, cluster_commands, envs, foreign, jobs, launch, retriever):
+for module in (bench, cluster_commands, envs, jobs, launch, migrate, retriever):
     module.register(app)
 
 

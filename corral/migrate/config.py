@@ -1,34 +1,49 @@
-"""A configuration of another system as it was written: YAML files with Hydra's `defaults`, and changes to it from a
-command line (`a.b=c`, `+a.b=c`, `~a.b`). Nothing in it is ever evaluated.
+"""A configuration of another system as it was written: YAML files with Hydra's `defaults`, changes to it from a command
+line (`a.b=c`, `+a.b=c`, `~a.b`), and OmegaConf's references (`${a.b}`, `${.a}` beside a key, and the few resolvers that
+need no code to be run). Nothing in it is ever evaluated.
 """
 
+import copy
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from corral.migrate.interpolation import References
-from corral.migrate.table import Given, show
-from corral.migrate.values import read_value
-from corral.recipe.document import compose, plain, read_text
+from corral.migrate.outcome import ABSENT, ForeignValue, format_value, is_secret
+from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
 
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w./@,-]+)(?:=(?P<value>.*))?", re.DOTALL)
 DEFAULT = re.compile(r"[\w./-]{1,200}")
 PACKAGE = re.compile(r"^#\s*@package\s+([\w.]+)", re.MULTILINE)
-WORDS = {"yes": True, "on": True, "no": False, "off": False}
+YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
-MOST_FILES = 100
-DEEPEST = 30
+MAX_FILES = 100
+MAX_DEPTH = 30
+ESCAPED = "\\,[]{}:='\" \t"
+MAX_VALUE_DEPTH = 40
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+MAX_REFERENCE_DEPTH = 60
+"""Values that refer to values that refer to values."""
+MAX_REFERENCED_SIZE = 200_000
+"""Values and characters that references put in: more are a bomb, not a configuration."""
+ARITHMETIC: Mapping[str, Callable[[float, float], float]] = {
+    "multiply": operator.mul,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "divide": operator.truediv,
+    "int_div": operator.floordiv,
+}
 
 
-class Config:
+class RawConfig:
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self.variables = dict(variables or {})
-        """Of the environment, for `${oc.env:NAME}`; none but these is read."""
+        """Environment variables for `${oc.env:NAME}`; none but these are read."""
         self.values: dict[str, Any] = {}
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
@@ -59,10 +74,10 @@ class Config:
     def where(self, path: KeyPath) -> str:
         return next((self.origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.origins), "")
 
-    def flat(self) -> dict[str, Given]:
+    def flat(self) -> dict[str, ForeignValue]:
         """References resolved. Raises a RecipeError with all problems."""
-        references = References(self)
-        given: dict[str, Given] = {}
+        references = ReferenceResolver(self)
+        given: dict[str, ForeignValue] = {}
         for path, value in leaves((), self.values):
             try:
                 resolved = references.resolve(path, value)
@@ -71,7 +86,7 @@ class Config:
                 continue
             for below, leaf in leaves(path, resolved):
                 key = ".".join(below)
-                given[key] = Given(key, leaf, self.where(below) or ".".join(path), key in self.added)
+                given[key] = ForeignValue(key, leaf, self.where(below) or ".".join(path), key in self.added)
         if self.problems:
             raise RecipeError(dict.fromkeys(self.problems))
         return given
@@ -88,13 +103,13 @@ def leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 # --- files
 
 
-def add_file(config: Config, path: Path, package: KeyPath = (), around: tuple[Path, ...] = ()) -> None:
+def add_file(config: RawConfig, path: Path, package: KeyPath = (), around: tuple[Path, ...] = ()) -> None:
     """A file below `package`, and the files that its `defaults` name, under it or over it as `_self_` says."""
     config.num_files += 1
     if path.resolve() in [other.resolve() for other in around]:
         raise RecipeError(f"{path}: `defaults` of files name each other in a circle")
-    if config.num_files > MOST_FILES:
-        raise RecipeError(f"{path}: `defaults` name more than {MOST_FILES} files")
+    if config.num_files > MAX_FILES:
+        raise RecipeError(f"{path}: `defaults` name more than {MAX_FILES} files")
     text = read_text(path)
     node = compose(text, str(path))
     if node is None:
@@ -112,7 +127,7 @@ def add_file(config: Config, path: Path, package: KeyPath = (), around: tuple[Pa
 
 
 def defaults_of(node: yaml.MappingNode, path: Path) -> list[Any]:
-    """With `_self_` in its place, which is the end unless it is said, and with overrides of choices made."""
+    """The `defaults` list with overrides of choices made, and `_self_` at the end unless it has another place."""
     found: Any = next((plain(value) for key, value in node.value if key.value == "defaults"), None) or []
     items: list[Any] = []
     for item in found if isinstance(found, list) else [found]:
@@ -127,7 +142,7 @@ def defaults_of(node: yaml.MappingNode, path: Path) -> list[Any]:
     return items if "_self_" in items else [*items, "_self_"]
 
 
-def add_default(config: Config, path: Path, item: Any, package: KeyPath, around: tuple[Path, ...]) -> None:
+def add_default(config: RawConfig, path: Path, item: Any, package: KeyPath, around: tuple[Path, ...]) -> None:
     """`model/qwen@actor.model`, `group: option`, `group@package: option`, `../config/envs@_here_`."""
     if isinstance(item, dict) and len(item) == 1:
         [(group, options)] = item.items()
@@ -138,7 +153,7 @@ def add_default(config: Config, path: Path, item: Any, package: KeyPath, around:
         group, names = name.rpartition("/")[0], [name]
     for name in names:
         if not DEFAULT.fullmatch(name):
-            raise RecipeError(f"{path}: `defaults: {show(item)}` is not the name of a file")
+            raise RecipeError(f"{path}: `defaults: {format_value(item)}` is not the name of a file")
         file = find_default(name, path, around)
         if file is None:
             config.missing.append(name)
@@ -164,12 +179,12 @@ def find_default(name: str, path: Path, around: tuple[Path, ...]) -> Path | None
     return None
 
 
-def add_node(config: Config, path: KeyPath, node: yaml.MappingNode, file: str) -> None:
+def add_node(config: RawConfig, path: KeyPath, node: yaml.MappingNode, file: str) -> None:
     """Dotted keys stand for nested ones, as guides write them."""
     for key_node, value_node in node.value:
         below = (*path, *str(key_node.value).split("."))
         where = f"{file}:{key_node.start_mark.line + 1}"
-        if len(below) > DEEPEST:
+        if len(below) > MAX_DEPTH:
             raise RecipeError(f"{where}: is nested too deeply")
         if below == (*path, "defaults"):
             continue
@@ -177,18 +192,18 @@ def add_node(config: Config, path: KeyPath, node: yaml.MappingNode, file: str) -
             config.origins[below] = where
             add_node(config, below, value_node, file)
         else:
-            config.set(below, with_words(plain(value_node), value_node), where)
+            config.set(below, with_booleans(plain(value_node), value_node), where)
 
 
-def with_words(value: Any, node: yaml.Node) -> Any:
+def with_booleans(value: Any, node: yaml.Node) -> Any:
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and isinstance(value, str)
-    return WORDS.get(value.lower(), value) if is_plain else value
+    return YAML_BOOLEANS.get(value.lower(), value) if is_plain else value
 
 
 # --- changes on a command line
 
 
-def add_override(config: Config, word: str, where: str) -> None:
+def add_override(config: RawConfig, word: str, where: str) -> None:
     match = OVERRIDE.fullmatch(word)
     if match is None or (match["value"] is None and match["sign"] != "~"):
         config.problems.append(f"{where}: `{word[:200]}` is not an override; write `key=value`")
@@ -199,13 +214,13 @@ def add_override(config: Config, word: str, where: str) -> None:
         config.notes.append(f"{where}: `{word}` takes the key away; {match['key']}=null says what is meant")
     elif "@" in match["key"] or "/" in match["key"]:
         config.problems.append(f"{where}: `{word}` chooses a file of the other system, which is not at hand")
-    elif "" in path or len(path) > DEEPEST:
+    elif "" in path or len(path) > MAX_DEPTH:
         config.problems.append(f"{where}: `{word[:200]}` is not the name of a key")
     else:
         set_value(config, path, match["value"], where, bool(match["sign"]))
 
 
-def set_value(config: Config, path: KeyPath, written: str, where: str, is_added: bool) -> None:
+def set_value(config: RawConfig, path: KeyPath, written: str, where: str, is_added: bool) -> None:
     try:
         value = read_value(written)
     except RecipeError as error:
@@ -215,3 +230,243 @@ def set_value(config: Config, path: KeyPath, written: str, where: str, is_added:
         config.set(below, leaf, where)
         if is_added:
             config.added.add(".".join(below))
+
+
+# --- values on a command line: texts, numbers, `[a,b]`, `{a:1}`, quotes, and `${...}`, which stays as it is
+
+
+def read_value(written: str) -> Any:
+    """Raises a RecipeError where brackets or quotes are left open."""
+    text = written.strip()
+    if text[:1] not in ("[", "{", "'", '"'):
+        return plain_scalar(unescaped(text)) if text else ""
+    reader = _ValueReader(text)
+    value = reader.value(0)
+    if reader.at < len(text):
+        if text[0] in "'\"":
+            return written
+        raise RecipeError("there is more behind the closing bracket")
+    return value
+
+
+def unescaped(text: str) -> str:
+    if "\\" not in text:
+        return text
+    found, at = "", 0
+    while at < len(text):
+        at += text[at] == "\\" and text[at + 1 : at + 2] in ESCAPED and at + 1 < len(text)
+        found += text[at]
+        at += 1
+    return found
+
+
+class _ValueReader:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def value(self, depth: int) -> Any:
+        if depth > MAX_VALUE_DEPTH:
+            raise RecipeError("is nested too deeply")
+        self._spaces()
+        match self._next():
+            case "[":
+                return [item for _, item in self._items("]", depth)]
+            case "{":
+                return dict(self._items("}", depth))
+            case "'" | '"' as quote:
+                return self._quoted(quote)
+        text = self._until(",]}")
+        return plain_scalar(unescaped(text.strip()))
+
+    def _items(self, closing: str, depth: int) -> list[tuple[str, Any]]:
+        self.at += 1
+        items: list[tuple[str, Any]] = []
+        self._spaces()
+        while self._next() != closing:
+            key = ""
+            if closing == "}":
+                key = str(self._key())
+            items.append((key, self.value(depth + 1)))
+            self._spaces()
+            if self._next() == ",":
+                self.at += 1
+                self._spaces()
+            elif self._next() != closing:
+                raise RecipeError(f"a {closing} is missing")
+        self.at += 1
+        return items
+
+    def _key(self) -> str:
+        self._spaces()
+        key = self._quoted(quote) if (quote := self._next()) in ("'", '"') else self._until(":,]}").strip()
+        self._spaces()
+        if self._next() != ":":
+            raise RecipeError("a : is missing")
+        self.at += 1
+        return key
+
+    def _quoted(self, quote: str) -> str:
+        start = self.at + 1
+        end = start
+        while end < len(self.text) and self.text[end] != quote:
+            end += 2 if self.text[end] == "\\" else 1
+        if end >= len(self.text):
+            raise RecipeError(f"a {quote} is not closed")
+        self.at = end + 1
+        return self.text[start:end].replace(f"\\{quote}", quote).replace("\\\\", "\\")
+
+    def _until(self, ends: str) -> str:
+        """The text up to one of `ends` that is not inside `${...}`."""
+        start, depth = self.at, 0
+        while self.at < len(self.text) and (depth or self.text[self.at] not in ends):
+            if self.text.startswith("${", self.at):
+                depth += 1
+                self.at += 1
+            elif self.text[self.at] == "}":
+                depth -= 1
+            elif self.text[self.at] == "\\":
+                self.at += 1
+            self.at += 1
+        return self.text[start : self.at]
+
+    def _next(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _spaces(self) -> None:
+        while self._next().isspace():
+            self.at += 1
+
+
+# --- references
+
+
+class ReferenceResolver:
+    def __init__(self, config: RawConfig) -> None:
+        self.config = config
+        self.open: list[KeyPath] = []
+        self.found: dict[KeyPath, Any] = {}
+        self.put_in = 0
+
+    def resolve(self, path: KeyPath, value: Any) -> Any:
+        """Raises a RecipeError with one line."""
+        if isinstance(value, list):
+            return [self.resolve((*path, str(place)), item) for place, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {name: self.resolve((*path, name), item) for name, item in value.items()}
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if path in self.open:
+            circle = [*self.open[self.open.index(path) :], path]
+            raise self.problem(path, f"values refer to each other in a circle: {' -> '.join(map('.'.join, circle))}")
+        if len(self.open) > MAX_REFERENCE_DEPTH:
+            raise self.problem(path, "refers to values that refer to values, too deeply")
+        self.open.append(path)
+        try:
+            return self._text(path, value)
+        finally:
+            self.open.pop()
+
+    def _text(self, path: KeyPath, value: str) -> Any:
+        """A text with its references put in, the innermost first, so that `${a.${b}}` works."""
+        while (match := REFERENCE.search(value)) is not None:
+            found = self._reference(path, match[1].strip())
+            if match.span() == (0, len(value)):
+                return found
+            if isinstance(found, dict | list):
+                raise self.problem(path, f"`${{{match[1]}}}` cannot be put into a text")
+            value = value[: match.start()] + str(found) + value[match.end() :]
+            self._count(path, value)
+        return value
+
+    def _reference(self, path: KeyPath, name: str) -> Any:
+        resolver, colon, arguments = name.partition(":")
+        if colon:
+            return self._resolver(path, resolver, [part.strip() for part in arguments.split(",")])
+        target = absolute(path, name)
+        found = self._look_up(target)
+        if found is ABSENT and self.config.missing:
+            self.config.notes.append(f"`${{{name}}}` may be in a file that is not there: it counts as null")
+            return None
+        if found is ABSENT:
+            raise self.problem(path, f"`${{{name}}}` refers to a key that is not there")
+        return self._value(path, target, found)
+
+    def _value(self, path: KeyPath, target: KeyPath, found: Any) -> Any:
+        if target not in self.found:
+            self.found[target] = self.resolve(target, found)
+        self._count(path, self.found[target])
+        return copy.deepcopy(self.found[target])
+
+    def _count(self, path: KeyPath, value: Any) -> None:
+        self.put_in += size_of(value)
+        if self.put_in > MAX_REFERENCED_SIZE:
+            raise self.problem(path, "has too many references in it")
+
+    def _look_up(self, target: KeyPath) -> Any:
+        found: Any = self.config.values
+        for end, part in enumerate(target):
+            if isinstance(found, str):
+                found = self.resolve(target[:end], found)
+            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict) and part in found:
+                found = found[part]
+            else:
+                return ABSENT
+        return found
+
+    def _resolver(self, path: KeyPath, resolver: str, arguments: list[str]) -> Any:
+        first = absolute(path, arguments[0])
+        if resolver == "oc.select":
+            found = self._look_up(first)
+            return self._value(path, first, found) if found is not ABSENT else self._default(arguments)
+        if resolver == "oc.env":
+            return self._variable(path, *arguments)
+        if resolver == "not":
+            found = self._look_up(first)
+            value = read_value(arguments[0]) if found is ABSENT else self._value(path, first, found)
+            return str(value).lower() in ("false", "none", "null", "0", "")
+        if resolver in ARITHMETIC:
+            try:
+                result = ARITHMETIC[resolver](*map(float, arguments))
+                return int(result) if result == int(result) else result
+            except (ValueError, TypeError, ArithmeticError):
+                raise self.problem(path, f"`{resolver}:{','.join(arguments)}` cannot be worked out") from None
+        if resolver in ("now", "hydra"):
+            self.config.notes.append(
+                f"`{'.'.join(path)}`: `${{{resolver}:...}}` is left out; each run would be another"
+            )
+            return ""
+        raise self.problem(path, f"`${{{resolver}:...}}` would run code of the other system; write its value")
+
+    def _default(self, arguments: list[str]) -> Any:
+        return read_value(arguments[1]) if len(arguments) > 1 else None
+
+    def _variable(self, path: KeyPath, name: str, *default: str) -> Any:
+        if name in self.config.variables:
+            return read_value(self.config.variables[name])
+        if default:
+            return read_value(default[0])
+        if is_secret(name):
+            return None
+        raise self.problem(path, f"needs ${name}, and the environment is not read; give it with --define {name}=VALUE")
+
+    def problem(self, path: KeyPath, what: str) -> RecipeError:
+        return RecipeError(f"{self.config.where(path)}: `{'.'.join(path)}` {what}")
+
+
+def absolute(path: KeyPath, name: str) -> KeyPath:
+    """`.b` is beside the key at `path`, `..b` one level up; `a[0]` is `a.0`."""
+    name = re.sub(r"\[(\w+)\]", r".\1", name)
+    inner = name.lstrip(".")
+    dots = len(name) - len(inner)
+    above = path[: max(len(path) - dots, 0)] if dots else ()
+    return (*above, *inner.split("."))
+
+
+def size_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(size_of, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(size_of, value))
+    return 1 + len(value) // 10 if isinstance(value, str) else 1

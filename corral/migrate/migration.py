@@ -1,46 +1,88 @@
-"""A foreign configuration turned into a recipe, with what became of each of its keys."""
+"""A configuration of another system as a recipe, with what became of each of its keys; both as text."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
+import yaml
 from pydantic import ValidationError
 
-from corral.migrate.table import Entry, Given, Reading, Setting, Table
+from corral.migrate.outcome import ABSENT, ForeignValue, Status, format_value, is_secret, mapped, one_line
+from corral.migrate.table import ForeignConfig, KeyReport, KeyTable, RecipeValue
+from corral.recipe.document import OVERRIDE, Document, compose
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, all_keys, dotted, find_key, pattern_of
-from corral.recipe.load import problems_of
+from corral.recipe.load import RecipeDumper, problems_of, validate
+from corral.recipe.overrides import apply_override
+from corral.recipe.references import escape_references, resolve_references
 from corral.recipe.schema import Recipe
 
 MEANINGFUL_NULLS = {("algorithm", "kl", "where")}
-"""Keys of ours of which a null says something else than nothing."""
+"""Keys of a recipe of which a null says something else than nothing."""
+TITLES: dict[Status, str] = {
+    "mapped": "mapped",
+    "converted": "converted",
+    "built in": "built in: Corral does so anyway, or decides it by itself",
+    "no effect": "without effect there, and so here",
+    "unsupported": "unsupported",
+}
+assert tuple(TITLES) == get_args(Status)
 
 
 @dataclass(frozen=True)
 class Migration:
-    table: Table
+    table: KeyTable
     recipe: Recipe
-    settings: Mapping[KeyPath, Setting]
-    """Of ours, those that differ from our defaults, in the order of the schema."""
-    entries: tuple[Entry, ...]
-    """One for each key that was written."""
+    settings: Mapping[KeyPath, RecipeValue]
+    """Values of the recipe that differ from Corral's defaults, in the order of the schema."""
+    entries: tuple[KeyReport, ...]
+    """What became of each key that was written."""
     pitfalls: tuple[str, ...] = ()
-    """What is wrong around the configuration: in the script that it is from."""
+    """Warnings about what is around the configuration, as in the script that it is from."""
 
     @property
-    def unsupported(self) -> list[Entry]:
+    def unsupported(self) -> list[KeyReport]:
         return [entry for entry in self.entries if entry.outcome.status == "unsupported"]
 
 
-def migrate(table: Table, given: Mapping[str, Given], pitfalls: Iterable[str] = ()) -> Migration:
+def migrate(table: KeyTable, given: Mapping[str, ForeignValue], pitfalls: Iterable[str] = ()) -> Migration:
     """Raises a RecipeError with all that is wrong."""
-    settings, entries = Reading(table, given).read()
+    settings, entries = ForeignConfig(table, given).read()
     chosen = {path: settings[path] for path in in_order(settings) if differs(path, settings[path].value)}
     return Migration(table, validated(chosen), chosen, tuple(entries), tuple(pitfalls))
 
 
+def with_overrides(migration: Migration, overrides: Sequence[str]) -> Migration:
+    """The migration with changes to keys of the recipe, `key=value` as `corral train` takes them."""
+    if not overrides:
+        return migration
+    document = Document("the recipe")
+    node = compose(recipe_text(migration), document.file)
+    assert isinstance(node, yaml.MappingNode)
+    document.add_keys((), node)
+    for override in overrides:
+        apply_override(document, override)
+    resolve_references(document)
+    recipe = validate(document)
+    settings = {path: one for path, one in migration.settings.items() if value_at(document.values, path) == one.value}
+    for path, where in document.origins.items():
+        value = value_at(document.values, path)
+        if where.line == OVERRIDE and not isinstance(value, dict):
+            given = ForeignValue("changed on the command line", value, where.text)
+            settings[path] = RecipeValue(value, given, mapped(path, value))
+    return replace(migration, recipe=recipe, settings={path: settings[path] for path in in_order(settings)})
+
+
+def value_at(values: Any, path: KeyPath) -> Any:
+    for name in path:
+        values = values.get(name, ABSENT) if isinstance(values, dict) else ABSENT
+    return values
+
+
 def differs(path: KeyPath, value: Any) -> bool:
-    """From what the key would be if it were left out."""
+    """Whether a value is other than what the key would be if it were left out."""
     key = find_key(path)
     if key is None or key.required or path in MEANINGFUL_NULLS:
         return True
@@ -48,7 +90,7 @@ def differs(path: KeyPath, value: Any) -> bool:
 
 
 def in_order(paths: Iterable[KeyPath]) -> list[KeyPath]:
-    """That of the schema; names of the user's, and what is below them, as they come."""
+    """Paths in the order of the schema; names that the user chose, and what is below them, as they come."""
     order = {path: number for number, path in enumerate(all_keys())}
     first: dict[KeyPath, int] = {}
     for path in (paths := list(paths)):
@@ -58,8 +100,8 @@ def in_order(paths: Iterable[KeyPath]) -> list[KeyPath]:
     return sorted(paths, key=lambda path: [place[path[:end]] for end in range(1, len(path) + 1)])
 
 
-def validated(settings: Mapping[KeyPath, Setting]) -> Recipe:
-    """Problems are told at the foreign key that a value is from."""
+def validated(settings: Mapping[KeyPath, RecipeValue]) -> Recipe:
+    """The recipe; problems are reported at the foreign key that a value is from."""
     nested = nest({path: setting.value for path, setting in settings.items()})
     try:
         return Recipe.model_validate(nested)
@@ -82,3 +124,88 @@ def nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
             assert isinstance(section, dict), dotted(path[:end])
         section[path[-1]] = value
     return nested
+
+
+# --- as text
+
+
+def recipe_text(migration: Migration) -> str:
+    """YAML that reads back as the migration's recipe, with a comment behind every line."""
+    title = migration.table.title
+    lines = [f"# Written by `corral migrate` from a configuration of {title}. Behind each line: where it is from."]
+    above: KeyPath = ()
+    for path, setting in migration.settings.items():
+        common = next(end for end in range(len(path)) if path[: end + 1] != above[: end + 1])
+        for depth in range(common, len(path) - 1):
+            lines += ["", f"{path[0]}:"] if depth == 0 else [f"{'  ' * depth}{key_text(path[depth])}:"]
+        indent = "  " * (len(path) - 1)
+        lines.append(f"{indent}{key_text(path[-1])}: {value_text(setting.value)}  # {comment(setting, title)}")
+        above = path[:-1]
+    return "\n".join(lines) + "\n"
+
+
+def key_text(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z_][\w,.-]*", key) else json.dumps(key)
+
+
+def value_text(value: Any) -> str:
+    """A value as YAML on one line."""
+    options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "width": 10**9, "sort_keys": False}
+    written: str = yaml.dump([escape_references(value)], Dumper=RecipeDumper, **options)
+    return written.strip()[1:-1]
+
+
+def comment(setting: RecipeValue, title: str) -> str:
+    given, outcome = setting.given, setting.outcome
+    if not given.where:
+        return one_line(f"{title}'s default: {outcome.note or given.key}")
+    return one_line(f"{given.key}: {outcome.note}" if outcome.note else given.key)
+
+
+def report_text(migration: Migration) -> str:
+    """Every key that was written, by what became of it; and what looks wrong."""
+    title, entries = migration.table.title, migration.entries
+    by_status = {status: [entry for entry in entries if entry.outcome.status == status] for status in TITLES}
+    counts = ", ".join(f"{len(found)} {status}" for status, found in by_status.items() if found)
+    lines = [f"{title}: {len(entries)} keys: {counts}" if entries else f"{title}: no keys"]
+    for status, found in by_status.items():
+        if found:
+            lines += ["", TITLES[status], *(f"  {entry_text(entry)}" for entry in found)]
+    if num_defaults := len(list(defaults_of(migration))):
+        lines += ["", f"besides, {title}'s defaults where Corral's are others: {num_defaults} lines of the recipe"]
+    if migration.pitfalls:
+        lines += ["", "look at these", *(f"  {pitfall}" for pitfall in migration.pitfalls)]
+    return "\n".join(lines)
+
+
+def defaults_of(migration: Migration) -> Iterator[tuple[KeyPath, RecipeValue]]:
+    yield from ((path, one) for path, one in migration.settings.items() if not one.given.where)
+
+
+def entry_text(entry: KeyReport) -> str:
+    outcome = entry.outcome
+    ours = ", ".join(f"{'.'.join(path)}: {format_value(value)}" for path, value in outcome.ours.items())
+    return one_line(
+        " ".join([str(entry.given), *([f"-> {ours}"] if ours else []), *([f"({outcome.note})"] * bool(outcome.note))])
+    )
+
+
+def as_dict(migration: Migration) -> dict[str, Any]:
+    """The migration for programs."""
+    return {
+        "system": migration.table.title,
+        "recipe": recipe_text(migration),
+        "keys": [
+            {
+                "key": entry.given.key,
+                "value": "***" if is_secret(entry.given.key) and entry.given.value else entry.given.value,
+                "where": entry.given.where,
+                "status": entry.outcome.status,
+                "ours": {".".join(path): value for path, value in entry.outcome.ours.items()},
+                "note": entry.outcome.note,
+            }
+            for entry in migration.entries
+        ],
+        "defaults": {".".join(path): setting.value for path, setting in defaults_of(migration)},
+        "pitfalls": list(migration.pitfalls),
+    }

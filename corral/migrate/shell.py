@@ -1,19 +1,18 @@
 """Shell scripts, read and never run: their commands, with the script's own variables put in.
 
 Knows what training scripts are made of: assignments, exports, arrays, quotes, continued lines, `${NAME:-default}`,
-whole numbers in `$((...))`, pipes. What only running a command would tell stays unknown. Branches are not followed: the
-last assignment counts. Doubts about a value go with it, and are told by whoever uses it.
+whole numbers in `$((...))`, pipes. What only running a command would show stays unknown. Branches are not followed: the
+last assignment counts. Warnings about a value go with it, and are reported by whoever uses it.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from corral.migrate.shell_sums import changed_names
-from corral.migrate.shell_values import NAME, Scope, Value
-from corral.migrate.shell_words import Arithmetic, Array, Lexer, Operator, Text, Word
+from corral.migrate.shell_expansion import NAME, ShellScope, ShellValue, assigned_names
+from corral.migrate.shell_lexer import ArithmeticCommand, ArrayPart, LiteralPart, ShellLexer, ShellOperator, ShellWord
 
-__all__ = ["Command", "Script", "Value", "read_script"]
+__all__ = ["ShellCommand", "ShellScript", "ShellValue", "read_script"]
 
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 ELEMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[")
@@ -43,8 +42,8 @@ SETTERS = ("read", "mapfile", "readarray", "getopts")
 
 
 @dataclass(frozen=True)
-class Command:
-    words: list[Value]
+class ShellCommand:
+    words: list[ShellValue]
     line: int
     piped: bool
     """Gets what the command before it writes."""
@@ -55,53 +54,53 @@ class Command:
 
 
 @dataclass
-class Script:
-    commands: list[Command] = field(default_factory=list)
+class ShellScript:
+    commands: list[ShellCommand] = field(default_factory=list)
     exported: list[str] = field(default_factory=list)
-    odd_lines: list[str] = field(default_factory=list)
+    broken_lines: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, source: str, defined: Mapping[str, str] | None = None) -> Script:
+def read_script(text: str, source: str, defined: Mapping[str, str] | None = None) -> ShellScript:
     """Raises a RecipeError where quotes or brackets are left open. `defined`: what the user sets; `1` is `$1`."""
-    variables = {"HOME": [Value("~")]}
+    variables = {"HOME": [ShellValue("~")]}
     for option, number in SBATCH.findall(text):
-        variables |= {name: [Value(number)] for name in OF_SLURM[option]}
-    variables |= {name: [Value(value)] for name, value in (defined or {}).items()}
-    return _Reader(source, Scope(source, variables, frozenset(defined or ()))).read(text)
+        variables |= {name: [ShellValue(number)] for name in OF_SLURM[option]}
+    variables |= {name: [ShellValue(value)] for name, value in (defined or {}).items()}
+    return _ScriptReader(source, ShellScope(source, variables, frozenset(defined or ()))).read(text)
 
 
 @dataclass
-class _Block:
+class _OpenBlock:
     """What is open: an `if`, a loop, a function, brackets."""
 
     closer: str
     is_branch: bool
     in_pattern: bool = False
-    """Of a `case`: what stands before the next `)` is no command."""
-    caller: "tuple[str, list[Value] | None, int] | None" = None
-    """Of a function: whose arguments `$1` and so on are around it."""
+    """Whether the pattern of a `case` is open: what stands before the next `)` is no command."""
+    caller: "tuple[str, list[ShellValue] | None, int] | None" = None
+    """Around a function: whose arguments `$1` and so on are there, these arguments, and how many were shifted."""
 
 
-class _Reader:
-    def __init__(self, source: str, scope: Scope) -> None:
+class _ScriptReader:
+    def __init__(self, source: str, scope: ShellScope) -> None:
         self.source, self.scope = source, scope
-        self.script = Script()
-        self.blocks: list[_Block] = []
+        self.script = ShellScript()
+        self.blocks: list[_OpenBlock] = []
         self.is_behind = False
-        """Of `&&` or `||`."""
+        """Whether a command stands behind `&&` or `||`."""
         self.function = ""
-        """What was seen of one: its `name`, then its `brackets`, then its `body` comes."""
+        """What was seen of a function: its `name`, then its `brackets`, then its `body` comes."""
 
-    def read(self, text: str) -> Script:
-        self.script.odd_lines += broken_continuations(text, self.source)
-        words, piped, in_test = list[Word](), False, False
-        for token in Lexer(text + "\n", self.source).tokens():
-            if isinstance(token, Word):
+    def read(self, text: str) -> ShellScript:
+        self.script.broken_lines += broken_continuations(text, self.source)
+        words, piped, in_test = list[ShellWord](), False, False
+        for token in ShellLexer(text + "\n", self.source).tokens():
+            if isinstance(token, ShellWord):
                 if token.plain == "[[":
                     in_test = in_test or all(word.plain in KEYWORDS for word in words)
                 in_test = in_test and token.plain != "]]"
                 words.append(token)
-            elif isinstance(token, Arithmetic):
+            elif isinstance(token, ArithmeticCommand):
                 self._open_blocks(words)
                 words = []
                 self._calculate(token.text, f"(({token.text}))")
@@ -115,7 +114,7 @@ class _Reader:
 
     # --- what is open
 
-    def _end_command(self, words: list[Word], piped: bool, end: Operator) -> None:
+    def _end_command(self, words: list[ShellWord], piped: bool, end: ShellOperator) -> None:
         case = self.blocks[-1] if self.blocks and self.blocks[-1].in_pattern else None
         if case and not (words and words[0].plain == "esac"):
             case.in_pattern = end.text != ")"
@@ -142,7 +141,7 @@ class _Reader:
         goes_on = end.text in ("|", "|&", "(") or (end.text == "\n" and not words)
         self.is_behind = end.text in ("&&", "||") or (self.is_behind and goes_on)
 
-    def _open_blocks(self, words: Sequence[Word]) -> list[Word]:
+    def _open_blocks(self, words: Sequence[ShellWord]) -> list[ShellWord]:
         """What is left without the keywords in front."""
         at = 0
         while at < len(words) and (keyword := words[at].plain or "") in KEYWORDS:
@@ -165,7 +164,7 @@ class _Reader:
     def _open(self, opener: str) -> None:
         is_function = self.function != "" and opener in "{("
         is_branch = opener != "{" or is_function or self.is_behind
-        block = _Block(CLOSERS[opener], is_branch or self._in_branch())
+        block = _OpenBlock(CLOSERS[opener], is_branch or self._in_branch())
         if is_function:
             scope, self.function = self.scope, ""
             block.caller = (scope.caller, scope.arguments, scope.num_shifted)
@@ -188,22 +187,22 @@ class _Reader:
 
     # --- commands
 
-    def _command(self, words: list[Word], piped: bool) -> None:
+    def _command(self, words: list[ShellWord], piped: bool) -> None:
         if words[0].plain in DECLARERS:
             self._declare(words)
             return
         number = next((place for place, word in enumerate(words) if not assigned_name(word)), len(words))
         passed = self.scope.expand(words[number:])
         if passed:  # what is assigned before a command is for that command alone
-            self.script.commands.append(Command(passed, words[0].line, piped))
+            self.script.commands.append(ShellCommand(passed, words[0].line, piped))
             self._builtin([value.text for value in passed], passed)
             return
         for word in words[:number]:
             self._assign(word, self._values(word))
 
-    def _declare(self, words: Sequence[Word]) -> None:
+    def _declare(self, words: Sequence[ShellWord]) -> None:
         """All values are read before the first name gets its own, unlike those of plain assignments."""
-        command, options, todo = words[0].plain, set[str](), list[tuple[Word, list[Value]]]()
+        command, options, todo = words[0].plain, set[str](), list[tuple[ShellWord, list[ShellValue]]]()
         for word in words[1:]:
             if (word.plain or "").startswith(("-", "+")):
                 options |= set(word.plain or "")
@@ -219,25 +218,25 @@ class _Reader:
         for word, values in todo:
             self._assign(word, values)
 
-    def _values(self, word: Word) -> list[Value]:
+    def _values(self, word: ShellWord) -> list[ShellValue]:
         """What stands behind the `=` of an assignment."""
         first, last = word.parts[0], word.parts[-1]
-        assert isinstance(first, Text)
-        if isinstance(last, Array):
+        assert isinstance(first, LiteralPart)
+        if isinstance(last, ArrayPart):
             return self.scope.expand(last.words)
         _, _, text = first.text.partition("=")
-        return [self.scope.joined(Word((replace(first, text=text), *word.parts[1:]), word.line))]
+        return [self.scope.joined(ShellWord((replace(first, text=text), *word.parts[1:]), word.line))]
 
-    def _assign(self, word: Word, values: list[Value]) -> None:
+    def _assign(self, word: ShellWord, values: list[ShellValue]) -> None:
         first, last = word.parts[0], word.parts[-1]
-        assert isinstance(first, Text)
+        assert isinstance(first, LiteralPart)
         match = ASSIGNMENT.match(first.text)
         if match is None:
             name = first.text.partition("[")[0]
             self.scope.forget(name, word.plain or f"{name}[...]=...")
             return
-        name, appends, is_array = match[1], bool(match[2]), isinstance(last, Array)
-        if isinstance(last, Array) and any(starts_with_bracket(item) for item in last.words):
+        name, appends, is_array = match[1], bool(match[2]), isinstance(last, ArrayPart)
+        if isinstance(last, ArrayPart) and any(starts_with_bracket(item) for item in last.words):
             self.scope.forget(name, f"{name}=([...]=...)")
         elif appends and not is_array:
             before = self.scope.values.get(name, [])
@@ -246,7 +245,7 @@ class _Reader:
         else:
             self.scope.assign(name, values, word.line, appends)
 
-    def _builtin(self, texts: Sequence[str], words: Sequence[Value]) -> None:
+    def _builtin(self, texts: Sequence[str], words: Sequence[ShellValue]) -> None:
         """Commands of the shell itself that set variables."""
         command, *rest = texts
         if command == "let":
@@ -264,7 +263,7 @@ class _Reader:
             self.scope.num_shifted += int(rest[0]) if rest and re.fullmatch("[0-9]{1,4}", rest[0]) else 1
 
     def _calculate(self, expression: str, written: str) -> None:
-        for name in changed_names(expression):
+        for name in assigned_names(expression):
             self.scope.forget(name, written)
 
     def _unset(self, text: str) -> None:
@@ -276,22 +275,22 @@ class _Reader:
             self.scope.set(text, None)
 
 
-def assigned_name(word: Word, quoted: bool = False) -> str | None:
+def assigned_name(word: ShellWord, quoted: bool = False) -> str | None:
     """`quoted`: also where all of it is in quotes, as behind `export`."""
     first = word.parts[0] if word.parts else None
-    if not isinstance(first, Text) or (first.quoted and not quoted):
+    if not isinstance(first, LiteralPart) or (first.quoted and not quoted):
         return None
     if match := ELEMENT.match(first.text):
-        texts = "".join(part.text for part in word.parts if isinstance(part, Text))
+        texts = "".join(part.text for part in word.parts if isinstance(part, LiteralPart))
         return match[1] if re.search(r"\]\+?=", texts) else None
     match = ASSIGNMENT.match(first.text)
     return match[1] if match else None
 
 
-def starts_with_bracket(word: Word) -> bool:
+def starts_with_bracket(word: ShellWord) -> bool:
     """`[index]=value` in an array."""
     first = word.parts[0] if word.parts else None
-    return isinstance(first, Text) and not first.quoted and first.text.startswith("[") and "=" in first.text
+    return isinstance(first, LiteralPart) and not first.quoted and first.text.startswith("[") and "=" in first.text
 
 
 def broken_continuations(text: str, source: str) -> Iterator[str]:

@@ -3,86 +3,79 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
-from corral.migrate.config import Config, add_file, add_override
+from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.rlinf import TABLE as RLINF
-from corral.migrate.roll import TABLE as ROLL
-from corral.migrate.search_r1 import TABLE as SEARCH_R1
-from corral.migrate.shell import Command, Value, read_script
-from corral.migrate.table import Table
-from corral.migrate.verl import TABLE as VERL
+from corral.migrate.shell import ShellCommand, ShellValue, read_script
+from corral.migrate.table import KeyTable
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Recipe
 
-DIALECTS: dict[str, tuple[Table, ...]] = {
-    "verl": (VERL, SEARCH_R1),
-    "search_r1": (SEARCH_R1,),
-    "roll": (ROLL,),
-    "rlinf": (RLINF,),
-}
-"""By name. Of several tables the one that knows the most of the keys: Search-R1 is a verl with keys of its own."""
+TABLES = ("verl", "search_r1", "roll", "rlinf")
+"""Modules with a table, which are also the names of systems. Of several tables the one that knows most of the keys is
+taken: for verl also that of Search-R1, which is a verl with keys of its own."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_format|dapo)(?:\.py)?"),
     "roll": re.compile(r"(?:[\w./-]*/)?(?:start_\w+_pipeline\.py|run_\w*pipeline\w*\.sh)"),
     "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
 }
-"""What starts a training over there, and so ends whatever comes before it: Ray, Slurm, containers."""
-LONGEST_PROGRAM = 300
+"""Programs that start a training, and so end whatever comes before them: Ray, Slurm, containers."""
+MAX_PROGRAM_LENGTH = 300
 CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
-SPEAKERS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", "cp", "mv", "sed", "vim", "source", ".")
+OTHER_COMMANDS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", "cp", "mv", "sed", "vim", "source", ".")
 """Commands that may name a program and do not start it."""
 OPTION = re.compile(r"--?(config[-_]path|config[-_]name|config[-_]dir|cp|cn|cd)(?:=(.*))?", re.DOTALL)
 OPTIONS = {"cp": "path", "cn": "name", "cd": "path", "path": "path", "name": "name", "dir": "path"}
 OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
-"""verl's own: all that they say is in its table."""
+"""Names of verl's own configurations: all that they say is in its table."""
 
 
 @dataclass
-class Source:
-    """What was found: changes in order, files under them, and what looks wrong."""
+class TrainingCommand:
+    """A command that starts a training: its arguments, where it was found, and what looks wrong around it."""
 
-    dialect: str | None = None
-    words: list[Value] = field(default_factory=list)
-    """Behind the program's name."""
+    system: str | None = None
+    words: list[ShellValue] = field(default_factory=list)
+    """What stands behind the program's name."""
     program: str = ""
     file: str = "command"
     folder: Path = Path()
-    """In which the command would run."""
+    """The folder in which the command would run."""
     line: int = 0
     pitfalls: list[str] = field(default_factory=list)
 
 
-def migrate_file(path: Path, dialect: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
+def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
     """Raises a RecipeError with all that is wrong."""
     if path.suffix in (".yaml", ".yml"):
-        config = Config(defined)
+        config = RawConfig(defined)
         add_file(config, path)
-        return finish(config, dialect, [])
-    return migrate_source(read_source(read_text(path), path, defined), dialect, defined)
+        return finish(config, system, [])
+    return migrate_source(read_source(read_text(path), path, defined), system, defined)
 
 
 def migrate_words(
-    words: Sequence[str], dialect: str | None = None, defined: Mapping[str, str] | None = None
+    words: Sequence[str], system: str | None = None, defined: Mapping[str, str] | None = None
 ) -> Migration:
-    """A whole command, or with a dialect also only what comes behind its program's name."""
-    values = [Value(word) for word in words]
-    source = find_program([Command(values, 0, False)], "command") or Source(words=values)
-    if source.dialect is None and dialect is None:
+    """A whole command, or where the system is given also only what comes behind its program's name."""
+    values = [ShellValue(word) for word in words]
+    source = find_program([ShellCommand(values, 0, False)], "command") or TrainingCommand(words=values)
+    if source.system is None and system is None:
         raise RecipeError(
-            f"`{' '.join(words)[:60]}` does not start a training that is known; say of which system it is: --dialect"
+            f"`{' '.join(words)[:60]}` does not start a training that is known; say of which system it is: --system"
         )
-    return migrate_source(source, dialect, defined)
+    return migrate_source(source, system, defined)
 
 
 def is_own(path: Path) -> bool:
     """Whether it is a recipe of ours already."""
     if path.suffix not in (".yaml", ".yml"):
         return False
-    config = Config()
+    config = RawConfig()
     add_file(config, path)
     return {"name", "model"} <= config.values.keys() <= Recipe.model_fields.keys()
 
@@ -90,20 +83,17 @@ def is_own(path: Path) -> bool:
 # --- scripts
 
 
-def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> Source:
+def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> TrainingCommand:
     script = read_script(text, str(path), defined)
     source = find_program(script.commands, str(path))
     if source is None:
         known = "main_ppo (verl, Search-R1), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
         raise RecipeError(f"{path}: no command in it starts a training that is known: {known}")
     source.folder = path.parent
-    source.pitfalls = [*script.odd_lines, *source.pitfalls]
+    source.pitfalls = [*script.broken_lines, *source.pitfalls]
     if any(command.texts[:3] == ["ray", "job", "submit"] for command in script.commands):
-        lost = [
-            *dict.fromkeys(script.exported),
-            *(["ulimit"] * any(one.texts[0] == "ulimit" for one in script.commands)),
-        ]
-        if lost:
+        limits = ["ulimit"] * any(one.texts[0] == "ulimit" for one in script.commands)
+        if lost := [*dict.fromkeys(script.exported), *limits]:
             source.pitfalls.append(
                 f"{path}: {', '.join(lost)} apply to the shell that submits, not to the job; "
                 "name variables in `cluster.environment` or `corral submit --env`"
@@ -111,7 +101,7 @@ def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> Sou
     return source
 
 
-def find_program(commands: Sequence[Command], file: str) -> Source | None:
+def find_program(commands: Sequence[ShellCommand], file: str) -> TrainingCommand | None:
     found = list(programs(commands, file))
     if len(found) > 1:
         lines = " and ".join(str(source.line) for source in found)
@@ -119,14 +109,14 @@ def find_program(commands: Sequence[Command], file: str) -> Source | None:
     return found[0] if found else None
 
 
-def programs(commands: Sequence[Command], file: str) -> Iterator[Source]:
+def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCommand]:
     for number, command in enumerate(commands):
-        if command.texts[0] in SPEAKERS:
+        if command.texts[0] in OTHER_COMMANDS:
             continue
         for place, word in enumerate(command.words):
             before = command.words[place - 1].text if place else ""
-            if dialect := program_of(word.text, before):
-                source = Source(dialect, command.words[place + 1 :], word.text, file, line=command.line)
+            if system := program_of(word.text, before):
+                source = TrainingCommand(system, command.words[place + 1 :], word.text, file, line=command.line)
                 source.pitfalls += address_problems(command.words[:place], file)
                 source.pitfalls += strays(commands[number + 1 :], file)
                 yield source
@@ -136,14 +126,14 @@ def programs(commands: Sequence[Command], file: str) -> Iterator[Source]:
 
 
 def program_of(word: str, before: str) -> str | None:
-    """The dialect of a program: a module behind `-m`, or a file."""
-    if len(word) > LONGEST_PROGRAM or not (before == "-m" or word.endswith((".py", ".sh"))):
+    """The system of a program: a module behind `-m`, or a file."""
+    if len(word) > MAX_PROGRAM_LENGTH or not (before == "-m" or word.endswith((".py", ".sh"))):
         return None
     return next((name for name, program in PROGRAMS.items() if program.fullmatch(word)), None)
 
 
-def address_problems(before: Sequence[Value], file: str) -> Iterator[str]:
-    """Of `ray job submit --address=...`"""
+def address_problems(before: Sequence[ShellValue], file: str) -> Iterator[str]:
+    """Warnings about the address of `ray job submit --address=...`."""
     for place, word in enumerate(before):
         if word.text != "--address" and not word.text.startswith("--address="):
             continue
@@ -154,7 +144,7 @@ def address_problems(before: Sequence[Value], file: str) -> Iterator[str]:
             yield f"{file}:{word.line}: the address `{address}` still has to be filled in"
 
 
-def strays(behind: Sequence[Command], file: str) -> Iterator[str]:
+def strays(behind: Sequence[ShellCommand], file: str) -> Iterator[str]:
     """Changes that a pipe gave to another program, such as `tee`, or that a broken line cut off."""
     for command in behind:
         first, *rest = command.words
@@ -171,8 +161,8 @@ def strays(behind: Sequence[Command], file: str) -> Iterator[str]:
 # --- from what was found to a recipe
 
 
-def migrate_source(source: Source, dialect: str | None, defined: Mapping[str, str] | None) -> Migration:
-    config, chosen = Config(defined), dialect or source.dialect
+def migrate_source(source: TrainingCommand, system: str | None, defined: Mapping[str, str] | None) -> Migration:
+    config, chosen = RawConfig(defined), system or source.system
     assert chosen is not None
     options, words = split_options(source.words)
     if chosen == "rlinf" and source.program.endswith(".sh") and words and "=" not in words[0].text:
@@ -185,14 +175,14 @@ def migrate_source(source: Source, dialect: str | None, defined: Mapping[str, st
     try:
         return finish(config, chosen, source.pitfalls)
     except RecipeError as error:
-        recipe_warnings = dict.fromkeys(doubt for word in words for doubt in word.recipe_warnings)
-        raise RecipeError([*error.problems, *recipe_warnings]) from None
+        warnings = dict.fromkeys(warning for word in words for warning in word.warnings)
+        raise RecipeError([*error.problems, *warnings]) from None
 
 
-def split_options(words: Sequence[Value]) -> tuple[dict[str, Value], list[Value]]:
+def split_options(words: Sequence[ShellValue]) -> tuple[dict[str, ShellValue], list[ShellValue]]:
     """Hydra's and ROLL's `--config_path X --config_name Y`, apart from the changes."""
-    options: dict[str, Value] = {}
-    rest = list[Value]()
+    options: dict[str, ShellValue] = {}
+    rest = list[ShellValue]()
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -201,11 +191,12 @@ def split_options(words: Sequence[Value]) -> tuple[dict[str, Value], list[Value]
             rest.append(word)
             continue
         name = OPTIONS[re.split("[-_]", match[1])[-1]]
-        options[name] = Value(match[2], word.line) if match[2] is not None else queue.pop(0) if queue else Value("")
+        following = queue.pop(0) if queue and match[2] is None else ShellValue("")
+        options[name] = following if match[2] is None else ShellValue(match[2], word.line)
     return options, rest
 
 
-def config_file(source: Source, dialect: str, options: Mapping[str, Value]) -> Path | None:
+def config_file(source: TrainingCommand, system: str, options: Mapping[str, ShellValue]) -> Path | None:
     """The YAML file that a command names. None: it names none, or one of the other system's own."""
     if "name" not in options:
         if source.program.endswith(".sh"):
@@ -218,13 +209,13 @@ def config_file(source: Source, dialect: str, options: Mapping[str, Value]) -> P
         root / one / f"{name}.yaml" for root in dict.fromkeys((Path(), source.folder)) for one in dict.fromkeys(below)
     ]
     found = next((path for path in tried if path.is_file()), None)
-    if found is None and not (dialect in ("verl", "search_r1") and OWN_CONFIGS.fullmatch(name)):
+    if found is None and not (system in ("verl", "search_r1") and OWN_CONFIGS.fullmatch(name)):
         where = ", ".join(dict.fromkeys(str(path.parent) for path in tried))
         raise RecipeError(f"{source.file}: the configuration {name}.yaml is in none of these folders: {where}")
     return found
 
 
-def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
+def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCommand) -> None:
     seen: dict[str, str] = {}
     for word in words:
         where = f"{source.file}:{word.line}" if word.line else source.file
@@ -237,7 +228,7 @@ def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
                 "write the value, or give the variable with --define NAME=VALUE"
             )
             continue
-        source.pitfalls += [doubt for doubt in word.recipe_warnings if doubt not in source.pitfalls]
+        source.pitfalls += [warning for warning in word.warnings if warning not in source.pitfalls]
         key = word.text.partition("=")[0].lstrip("+")
         if key in seen:
             source.pitfalls.append(f"{where}: `{key}` is given twice ({seen[key]}); the last one counts")
@@ -245,15 +236,21 @@ def add_words(config: Config, words: Sequence[Value], source: Source) -> None:
         add_override(config, word.text, where)
 
 
-def finish(config: Config, dialect: str | None, pitfalls: list[str]) -> Migration:
+def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
     given = config.flat()
-    tables = DIALECTS[dialect] if dialect else [table for tables in DIALECTS.values() for table in tables]
+    names = TABLES if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+    tables = [table_of(name) for name in names]
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
-    if not num_known[best.title] and dialect is None:
+    if not num_known[best.title] and system is None:
         raise RecipeError("none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?")
     if config.missing:
         names = ", ".join(dict.fromkeys(config.missing))
         usual = f"{best.title}'s usual values are taken"
         pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
     return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])
+
+
+def table_of(name: str) -> KeyTable:
+    table: KeyTable = import_module(f"corral.migrate.{name}").TABLE
+    return table

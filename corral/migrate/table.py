@@ -1,139 +1,101 @@
-"""Tables: one row for every key of another system, with what it is in ours, and what reads a configuration by them.
+"""Tables: one row for every key of another system, with what becomes of it in Corral.
 
-A row's value becomes an `Outcome`: keys of ours, or the reason why there are none. A key that no row knows is an error.
-What the other system does where nothing is said is part of its table too: `default`.
+The table of a system is the file `tables/SYSTEM.yaml`, and the few conversions that need code are functions in that
+system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and modules. The file has:
+
+    title: verl                       # the system's name in reports
+    aliases:                          # other spellings of keys; `a.**` stands for all that is below
+      data.shuffle_train_dataloader: data.shuffle
+    conditions:                       # functions of the configuration, each with the reason why a key has no effect
+      has_critic: there is no critic
+      loss_is: the loss is not {0}    # {0} is the argument, as of `when: loss_is(sapo)`
+    blocks:                           # rows that occur several times, with <names> to be filled in
+      optimizer:
+      - <role>.optim.lr: {to: <ours>.learning_rate, kind: number, default: <lr>}
+    rows:
+    - trainer.nnodes: {to: cluster.nodes, kind: integer, default: 1}                  # the same under another name
+      data.seed: {to: seed, kind: integer, null: left to Corral}                      # null is built in
+      trainer.logger: {convert: trackers, kind: texts, default: [console, wandb]}     # trackers(config, given)
+      actor.clip_low: {convert: "clip(low)", kind: number, when: loss_is(ppo)}        # clip(config, given, "low")
+      trainer.device: {only: [cuda, cpu], kind: text, built in: what is there, otherwise: Corral has no others}
+      trainer.resume_mode:            # by the value: mapped, converted if there is a `note`, a fate, or an error
+        cases: {auto null: {set: {checkpoint.resume: auto}}, path: {unsupported: no}, else: {refuse: should be auto}}
+        kind: text
+      actor.use_dynamic_bsz: {built in: always on, kind: boolean, default: false}     # a fate, with kind or default
+      data.sampler.path: {switch: not supported}     # turns on all that is below data.sampler; `off: x` is off, too
+    - built in:                       # Corral does so anyway, or decides it by itself, whatever the value: reason, keys
+        speed and memory: model.{use_shm,use_liger} model.tiled_mlp{,.**}
+    - no effect:                      # nothing reads it in the other system
+        for pictures only: data.image_patch_size
+    - unsupported:                    # whatever the value
+        rows are read in order: data.curriculum
+    - unsupported unless off:         # null, false, 0 and empty are built in
+        this is `corral evaluate`: trainer.val_only
+    - when: has_critic                # rows under a condition
+      rows:
+      - {block: optimizer, role: critic, ours: critic.optimiser, lr: 1e-5}
+
+Keys are `a.b`; `*` stands for any one name, and `.**` at the end for all that is below. Braces expand as in a shell,
+and spaces separate keys. Rows are read in the order of the file. A key's row is the one with its very name, else the
+first that fits it. `default` is what the other system takes where nothing is written; null is a default, too. `kind` is
+a function of `outcome.py` or of the system's modules that reads a value, and raises a ValueError for another kind.
+Arguments in brackets behind a function's name follow those that it gets anyway: `kind: choice(a, b)` is
+choice(value, "a", "b").
 """
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+from corral.migrate import outcome as outcomes
+from corral.migrate.outcome import (
+    ABSENT,
+    ForeignValue,
+    Kind,
+    Outcome,
+    anything,
+    built_in,
+    converted,
+    format_value,
+    mapped,
+    no_effect,
+    unsupported,
+)
+from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, did_you_mean
 
-Status = Literal["mapped", "converted", "built in", "no effect", "unsupported"]
-SECRET = re.compile(
-    r"(?:.*\.)?(?:\w*(?:api_key|apikey|password|passwd|secret|auth_token|access_token)|token|\w*(?:KEY|TOKEN|SECRET|PASSWORD))"
-)
-LONGEST_SHOWN = 80
-"""Characters of a value in a line for users."""
-ABSENT: Any = object()
-"""The default of a key without one."""
+CALL = re.compile(r"(\w+)(?:\((.*)\))?", re.DOTALL)
+BRACES = re.compile(r"\{([^{}]*)\}")
+PLACEHOLDER = re.compile(r"<(\w+)>")
+SPEC = {
+    "to",
+    "note",
+    "null",
+    "convert",
+    "cases",
+    "only",
+    "built in",
+    "otherwise",
+    "switch",
+    "off",
+    "kind",
+    "default",
+    "when",
+}
+"""Properties that a key may have in a table's file, besides its fate."""
+
+Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
 
 
 @dataclass(frozen=True)
-class Given:
-    key: str
-    """As it was written; an old spelling stays one."""
-    value: Any
-    where: str
-    """`train.sh:12`. Empty: nobody wrote it, it is the other system's default."""
-    added: bool = False
-    """With Hydra's `+`: the other system's own configuration does not have it."""
-
-    def __str__(self) -> str:
-        """On one line, without secrets."""
-        value = "***" if is_secret(self.key) and self.value else one_line(show(self.value))
-        return f"{self.key}={value if len(value) <= LONGEST_SHOWN else value[: LONGEST_SHOWN - 3] + '...'}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: Status
-    ours: Mapping[KeyPath, Any] = field(default_factory=dict)
-    note: str = ""
-
-
-def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
-    """The same thing under another name."""
-    return Outcome("mapped", {as_path(ours): value}, note)
-
-
-def converted(ours: Mapping[Any, Any], note: str) -> Outcome:
-    """Another number or other words for the same thing; the note has both. Keys are `a.b` or tuples."""
-    return Outcome("converted", {as_path(key): value for key, value in ours.items()}, note)
-
-
-def built_in(note: str) -> Outcome:
-    """What Corral does anyway, or finds out by itself."""
-    return Outcome("built in", {}, note)
-
-
-def no_effect(why: str) -> Outcome:
-    """Nothing reads it over there either."""
-    return Outcome("no effect", {}, why)
-
-
-def unsupported(why: str) -> Outcome:
-    return Outcome("unsupported", {}, why)
-
-
-def as_path(key: str | KeyPath) -> KeyPath:
-    return tuple(key.split(".")) if isinstance(key, str) else key
-
-
-# --- kinds of values; None passes through all of them
-
-Kind = Callable[[Any], Any]
-"""Raises a ValueError that says what it should be."""
-
-
-def whole(value: Any) -> int:
-    if not is_finite(value) or value != int(value):
-        raise ValueError("a whole number")
-    return int(value)
-
-
-def number(value: Any) -> float:
-    if not is_finite(value):
-        raise ValueError("a number")
-    return float(value) if isinstance(value, float) else value
-
-
-def is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def truth(value: Any) -> bool:
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def text(value: Any) -> str:
-    if isinstance(value, dict | list):
-        raise ValueError("text")
-    return value if isinstance(value, str) else show(value)
-
-
-def texts(value: Any) -> list[str]:
-    """One stands for a list of one."""
-    return [text(item) for item in (value if isinstance(value, list) else [value])]
-
-
-def wholes(value: Any) -> list[int]:
-    return [whole(item) for item in (value if isinstance(value, list) else [value])]
-
-
-def anything(value: Any) -> Any:
-    return value
-
-
-# --- rows
-
-Convert = Callable[["Reading", Given], Outcome]
-
-
-@dataclass(frozen=True)
-class Row:
+class KeyRow:
     key: str
     """`a.b`; `*` stands for any one name, and `**` at the end for all that is below."""
     kind: Kind
@@ -150,40 +112,11 @@ class Row:
         )
 
 
-def same(key: str, ours: str, kind: Kind, default: Any = ABSENT) -> Row:
-    return Row(key, kind, lambda _, given: mapped(ours, given.value), default)
-
-
-def turned(key: str, kind: Kind, convert: Convert, default: Any = ABSENT) -> Row:
-    return Row(key, kind, convert, default)
-
-
-def needless(key: str, note: str) -> Row:
-    """Whatever its value, Corral does so anyway or decides it by itself."""
-    return Row(key, anything, lambda *_: built_in(note))
-
-
-def idle(key: str, why: str) -> Row:
-    """Nothing reads it over there."""
-    return Row(key, anything, lambda *_: no_effect(why))
-
-
-def only(key: str, kind: Kind, values: Iterable[Any], note: str, otherwise: str) -> Row:
-    """Corral has just these values of it; null counts as one of them."""
-    allowed = (*values, None)
-    return Row(key, kind, lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise))
-
-
-def lacking(key: str, why: str) -> Row:
-    """Unsupported, unless it is switched off: null, false, 0 or empty."""
-    return Row(key, anything, lambda _, given: unsupported(why) if given.value else built_in("off, as in Corral"))
-
-
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     title: str
-    rows: tuple[Row, ...]
-    """In the order in which they are read. A key's row is the one with its very name, else the first that fits it."""
+    rows: tuple[KeyRow, ...]
+    """Rows in the order in which they are read. The row of a key is the one with its name, else the first that fits."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings; `a.**` stands for all that is below."""
 
@@ -195,58 +128,222 @@ class Table:
                 return new[:-2] + key[len(old) - 2 :]
         return key
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> KeyRow | None:
         if key not in self._by_key:
             self._by_key[key] = next((row for row in self._patterns if row.fits(key)), None)
         return self._by_key[key]
 
     @cached_property
-    def _by_key(self) -> dict[str, Row | None]:
-        """Those with a name of their own, and what was asked for before."""
+    def _by_key(self) -> dict[str, KeyRow | None]:
+        """Rows with a name of their own, and what was looked up before."""
         return {row.key: row for row in reversed(self.rows) if "*" not in row.key}
 
     @cached_property
-    def _patterns(self) -> list[Row]:
+    def _patterns(self) -> list[KeyRow]:
         return [row for row in self.rows if "*" in row.key]
+
+
+# --- tables from files
+
+
+FATES: dict[str, Callable[[str], Convert]] = {
+    "built in": lambda reason: lambda *_: built_in(reason),
+    "no effect": lambda reason: lambda *_: no_effect(reason),
+    "unsupported": lambda reason: lambda *_: unsupported(reason),
+    "unsupported unless off": lambda reason: (
+        lambda _, given: unsupported(reason) if given.value else built_in("off, as in Corral")
+    ),
+}
+
+
+def load_table(system: str, *modules: ModuleType, base: KeyTable | None = None) -> KeyTable:
+    """`modules` define the functions that the file names. Rows and aliases of `base` follow where the file has none."""
+    path = Path(__file__).parent / "tables" / f"{system}.yaml"
+    return read_table(read_text(path), str(path), *modules, base=base)
+
+
+def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | None = None) -> KeyTable:
+    node = compose(text, source)
+    assert node is not None, source
+    document = plain(node)
+    rows = list(_TableReader(document, functions_of((outcomes, *modules))).rows(document["rows"]))
+    aliases: dict[str, str] = {}
+    for old, new in document.get("aliases", {}).items():
+        spellings, keys = list(expand_keys(old)), list(expand_keys(new))
+        aliases |= zip(spellings, keys if len(keys) > 1 else keys * len(spellings), strict=True)
+    if base is not None:
+        own = {row.key for row in rows}
+        rows += [row for row in base.rows if row.key not in own]
+        aliases = {**base.aliases, **aliases}
+    return KeyTable(document["title"], tuple(rows), aliases)
+
+
+def functions_of(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:
+    """What the modules define themselves; no two of them may use one name."""
+    functions: dict[str, Callable[..., Any]] = {}
+    for module in modules:
+        own = {name: one for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__}
+        assert not own.keys() & functions.keys(), (module, own.keys() & functions.keys())
+        functions |= own
+    return functions
+
+
+def expand_keys(text: str) -> Iterator[str]:
+    """`a.{b,c} d` is a.b, a.c and d."""
+    for word in re.sub(r",\s+", ",", text).split():
+        if match := BRACES.search(word):
+            for name in match[1].split(","):
+                yield from expand_keys(word[: match.start()] + name + word[match.end() :])
+        else:
+            yield word
+
+
+def filled(item: Any, values: Mapping[str, Any]) -> Any:
+    """An item of a block with values for its `<names>`."""
+    if isinstance(item, dict):
+        return {filled(key, values): filled(value, values) for key, value in item.items()}
+    if isinstance(item, list):
+        return [filled(value, values) for value in item]
+    if not isinstance(item, str):
+        return item
+    if whole := PLACEHOLDER.fullmatch(item):
+        return values[whole[1]]
+    return PLACEHOLDER.sub(lambda match: str(values[match[1]]), item)
+
+
+def provided(row: KeyRow, applies: Callable[["ForeignConfig"], bool], reason: str) -> KeyRow:
+    """A row that counts under a condition only, and else has no effect for the given reason."""
+
+    def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+        return row.convert(config, given) if applies(config) else no_effect(reason)
+
+    return replace(row, convert=convert)
+
+
+class _TableReader:
+    def __init__(self, document: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = functions
+        self.blocks: Mapping[str, Any] = document.get("blocks", {})
+        self.conditions: Mapping[str, str] = document.get("conditions", {})
+
+    def rows(self, items: Sequence[Mapping[str, Any]]) -> Iterator[KeyRow]:
+        for item in items:
+            if "block" in item:
+                yield from self.rows(filled(self.blocks[item["block"]], item))
+            elif "rows" in item:
+                yield from (self._conditional(row, item["when"]) for row in self.rows(item["rows"]))
+            else:
+                for name, entry in item.items():
+                    yield from self._fate(name, entry) if name in FATES else self._keys(name, entry)
+
+    def _fate(self, fate: str, keys_by_reason: Mapping[str, str]) -> Iterator[KeyRow]:
+        for reason, keys in keys_by_reason.items():
+            for key in expand_keys(keys):
+                yield KeyRow(key, anything, FATES[fate](reason))
+
+    def _keys(self, keys: str, spec: Mapping[str, Any]) -> Iterator[KeyRow]:
+        assert spec.keys() <= SPEC | FATES.keys(), (keys, spec)
+        for key in expand_keys(keys):
+            rows = self._switch(key, spec) if "switch" in spec else [self._row(key, spec)]
+            yield from (self._conditional(row, spec["when"]) for row in rows) if "when" in spec else rows
+
+    def _row(self, key: str, spec: Mapping[str, Any]) -> KeyRow:
+        kind = self._function(spec.get("kind", "anything"))
+        return KeyRow(key, kind, self._convert(spec), spec.get("default", ABSENT))
+
+    def _convert(self, spec: Mapping[str, Any]) -> Convert:
+        if "convert" in spec:
+            return self._function(spec["convert"])
+        if "to" in spec:
+            ours, note, null = spec["to"], spec.get("note", ""), spec.get("null")
+            return lambda _, given: built_in(null) if null and given.value is None else mapped(ours, given.value, note)
+        if "cases" in spec:
+            cases = {value: case for values, case in spec["cases"].items() for value in values.split()}
+            return lambda config, given: by_case(config, given, cases)
+        if "only" in spec:
+            allowed, note, otherwise = (*spec["only"], None), spec["built in"], spec["otherwise"]
+            return lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise)
+        [fate] = spec.keys() & FATES.keys()
+        return FATES[fate](spec[fate])
+
+    def _switch(self, key: str, spec: Mapping[str, Any]) -> Iterator[KeyRow]:
+        """A part of the other system that Corral lacks, with the key that turns it on."""
+        place, why, off = key.rpartition(".")[0], spec["switch"], spec.get("off")
+
+        def is_on(config: ForeignConfig) -> bool:
+            return bool(config[key]) and config[key] != off
+
+        yield KeyRow(
+            key, anything, lambda config, _: unsupported(why) if is_on(config) else built_in("off, as in Corral")
+        )
+        yield KeyRow(place, anything, FATES["built in"]("off, as in Corral"))
+        yield provided(KeyRow(f"{place}.**", anything, FATES["unsupported"](f"see `{key}`")), is_on, f"`{key}` is off")
+
+    def _conditional(self, row: KeyRow, when: str) -> KeyRow:
+        name, arguments = call_of(when)
+        return provided(row, self._function(when), self.conditions[name].format(*arguments))
+
+    def _function(self, call: str) -> Callable[..., Any]:
+        name, arguments = call_of(call)
+        function = self.functions[name]
+        return (lambda *values: function(*values, *arguments)) if arguments else function
+
+
+def by_case(config: "ForeignConfig", given: ForeignValue, cases: Mapping[str, Mapping[str, Any]]) -> Outcome:
+    case = cases.get(format_value(given.value), cases["else"])
+    if "refuse" in case:
+        raise ValueError(case["refuse"])
+    if "set" in case:
+        found = converted(case["set"], case.get("note", ""))
+        return found if found.note else replace(found, status="mapped")
+    [(fate, reason)] = case.items()
+    return FATES[fate](reason)(config, given)
+
+
+def call_of(text: str) -> tuple[str, list[Any]]:
+    """`name(a, 1)` is the name and its arguments."""
+    match = CALL.fullmatch(text)
+    assert match is not None, text
+    return match[1], [plain_scalar(argument.strip()) for argument in match[2].split(",")] if match[2] else []
 
 
 # --- reading
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyReport:
     """What became of a key: a line of the report."""
 
-    given: Given
+    given: ForeignValue
     outcome: Outcome
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecipeValue:
     """A key of ours and where its value is from."""
 
     value: Any
-    given: Given
+    given: ForeignValue
     outcome: Outcome
 
 
-class Reading:
+class ForeignConfig:
     """A configuration on its way through a table: what conversions ask for the values of other keys."""
 
-    def __init__(self, table: Table, given: Mapping[str, Given]) -> None:
+    def __init__(self, table: KeyTable, given: Mapping[str, ForeignValue]) -> None:
         self.table = table
         self.problems: list[str] = []
-        self.given: dict[str, Given] = {}
-        self.strange: list[Entry] = []
+        self.given: dict[str, ForeignValue] = {}
+        self.strange: list[KeyReport] = []
         for one in given.values():
             self._add(table.canonical(one.key), one)
 
-    def _add(self, key: str, one: Given) -> None:
+    def _add(self, key: str, one: ForeignValue) -> None:
         row = self.table.row(key)
         other = self.given.get(key)
         if row is None and one.added:
             why = f"not in the configuration of {self.table.title} itself: code of yours reads it"
-            self.strange.append(Entry(one, unsupported(why)))
+            self.strange.append(KeyReport(one, unsupported(why)))
         elif row is None:
             near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1, cutoff=0.8)), None))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
@@ -258,16 +355,16 @@ class Reading:
             except (ValueError, OverflowError) as error:
                 self.problem(one, f"should be {error}")
             else:
-                self.given[key] = Given(one.key, value, one.where)
+                self.given[key] = ForeignValue(one.key, value, one.where)
 
     def _known(self) -> list[str]:
         return [row.key for row in self.table.rows] + list(self.table.aliases)
 
-    def problem(self, given: Given, what: str) -> None:
+    def problem(self, given: ForeignValue, what: str) -> None:
         self.problems.append(f"{given.where or self.table.title}: `{given}` {what}")
 
     def __getitem__(self, key: str) -> Any:
-        """As written, else what the other system takes; None where it takes nothing."""
+        """The value as written, else what the other system takes; None where it takes nothing."""
         if key in self.given:
             return self.given[key].value
         row = self.table.row(key)
@@ -283,28 +380,28 @@ class Reading:
         start = prefix + "."
         return {key[len(start) :]: one.value for key, one in self.given.items() if key.startswith(start)}
 
-    def read(self) -> tuple[dict[KeyPath, Setting], list[Entry]]:
+    def read(self) -> tuple[dict[KeyPath, RecipeValue], list[KeyReport]]:
         """Raises a RecipeError with all that is wrong."""
         outcomes = list(self._outcomes())
-        entries = [*(Entry(one, outcome) for one, outcome in outcomes if one.where), *self.strange]
-        settings: dict[KeyPath, Setting] = {}
+        entries = [*(KeyReport(one, outcome) for one, outcome in outcomes if one.where), *self.strange]
+        settings: dict[KeyPath, RecipeValue] = {}
         for one, outcome in outcomes:
             for path, value in outcome.ours.items():
                 before = settings.get(path)
                 if before is None or (one.where and not before.given.where):
-                    settings[path] = Setting(value, one, outcome)
+                    settings[path] = RecipeValue(value, one, outcome)
                 elif one.where and before.value != value:
                     self.problem(one, f"and {before.given} both say what `{'.'.join(path)}` is, and differ")
         if self.problems:
             raise RecipeError(dict.fromkeys(self.problems))
         return settings, entries
 
-    def _outcomes(self) -> Iterator[tuple[Given, Outcome]]:
-        written = defaultdict[int, list[Given]](list)
+    def _outcomes(self) -> Iterator[tuple[ForeignValue, Outcome]]:
+        written = defaultdict[int, list[ForeignValue]](list)
         for key, one in self.given.items():
             written[id(self.table.row(key))].append(one)
         for row in self.table.rows:
-            unwritten = [] if row.default is ABSENT else [Given(row.key, row.default, "")]
+            unwritten = [] if row.default is ABSENT else [ForeignValue(row.key, row.default, "")]
             for one in written[id(row)] or unwritten:
                 try:
                     yield one, row.convert(self, one)
@@ -315,24 +412,3 @@ class Reading:
                     if not nulls:
                         raise
                     self.problem(one, f"cannot be worked out with null for {' or '.join(nulls)}")
-
-
-def is_secret(key: str) -> bool:
-    """By its name: `tracker_kwargs.api_key`, `system_envs.HF_TOKEN`; not `prompt_key` or `max_tokens`."""
-    return SECRET.fullmatch(key) is not None
-
-
-def one_line(text: str) -> str:
-    """What is not printed is a question mark."""
-    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-
-
-def show(value: Any) -> str:
-    """A value as in an override."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(map(show, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
-    return f"{value:g}" if isinstance(value, float) else str(value)

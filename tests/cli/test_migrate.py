@@ -1,4 +1,4 @@
-"""`corral migrate`, `--dialect`, `python -m corral.verl`: what is written for other systems, planned and run."""
+"""`corral migrate` and `python -m corral.verl`: what is written for other systems, printed, planned and trained."""
 
 import json
 import os
@@ -14,26 +14,27 @@ import yaml
 from commands import Finished, corral
 from fuzz_migrate import READERS, fuzz
 
-WRITTEN = Path(__file__).parent.parent / "migrate" / "written"
-FILES = sorted(path.name for path in WRITTEN.iterdir())
+from corral.recipe.load import load_recipe
+
+GOLDEN = Path(__file__).parent.parent / "migrate" / "golden"
 BATCHES = {
-    "verl_submit.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
-    "verl_dstack.sh": "256 prompts x 1 sample = 256 trajectories -> 4 updates of 64 on 16 trainers",
-    "verl_slurm.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
-    "search_r1.sh": "512 prompts x 1 sample = 512 trajectories -> 2 updates of 256 on 16 trainers",
-    "roll_two_nodes.yaml": "64 prompts x 1 sample = 64 trajectories -> 1 update of 64 on 4 trainers",
-    "roll_one_gpu.yaml": "16 prompts x 1 sample = 16 trajectories -> 1 update of 16 on 1 trainer",
-    "rlinf_shared.yaml": "512 prompts x 16 samples = 8192 trajectories -> 4 updates of 2048 on 32 trainers",
-    "rlinf_apart.yaml": "512 prompts x 16 samples = 8192 trajectories -> 4 updates of 2048 on 8 trainers",
+    "verl_submit/input.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
+    "verl_dstack/input.sh": "256 prompts x 1 sample = 256 trajectories -> 4 updates of 64 on 16 trainers",
+    "verl_slurm/input.sh": "1024 prompts x 1 sample = 1024 trajectories -> 4 updates of 256 on 16 trainers",
+    "search_r1_multinode/input.sh": "512 prompts x 1 sample = 512 trajectories -> 2 updates of 256 on 16 trainers",
+    "roll_guide_two_nodes/input.yaml": "64 prompts x 1 sample = 64 trajectories -> 1 update of 64 on 4 trainers",
+    "roll_guide_one_device/input.yaml": "16 prompts x 1 sample = 16 trajectories -> 1 update of 16 on 1 trainer",
+    "rlinf_shared_devices/input.yaml": "512 prompts x 16 samples = 8192 trajectories -> 4 updates of 2048 on 32",
+    "rlinf_devices_apart/input.yaml": "512 prompts x 16 samples = 8192 trajectories -> 4 updates of 2048 on 8 trainers",
 }
-"""What `corral plan` has to say of them."""
+"""Commands and configurations of guides, with what `corral plan` has to say of them."""
 
 
 def migrated(folder: Path, name: str, *options: str) -> Finished:
-    return corral(folder, "migrate", str(WRITTEN / name), *options)
+    return corral(folder, "migrate", str(GOLDEN / name), *options)
 
 
-@pytest.fixture(params=FILES)
+@pytest.fixture(params=BATCHES)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -48,7 +49,7 @@ def test_what_guides_say_is_read_without_loss_and_plans(tmp_path: Path, name: st
 
 
 def test_devices_of_roles_apart_add_up(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(migrated(tmp_path, "rlinf_apart.yaml").stdout)
+    (tmp_path / "recipe.yaml").write_text(migrated(tmp_path, "rlinf_devices_apart/input.yaml").stdout)
     placement = json.loads(corral(tmp_path, "plan", "recipe.yaml", "--json").stdout)["placement"]
     assert {role: len(devices) for role, devices in placement.items()} == {"rollout": 20, "idle": 4, "actor": 8}
 
@@ -56,7 +57,7 @@ def test_devices_of_roles_apart_add_up(tmp_path: Path) -> None:
 def test_every_key_that_was_written_is_in_the_report(tmp_path: Path, name: str) -> None:
     report = json.loads(migrated(tmp_path, name, "--json").stdout)
     told = {one["key"] for one in report["keys"]}
-    assert told == written_keys(WRITTEN / name)
+    assert told == written_keys(GOLDEN / name)
     assert all(one["note"] or one["ours"] for one in report["keys"]), report["keys"]
 
 
@@ -88,29 +89,6 @@ def test_shrunk_it_trains_a_step_in_one_process(tmp_path: Path, name: str) -> No
     trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
     assert trained.code == 0, trained.stderr
     assert "step 1/1" in trained.stdout
-
-
-# --- pitfalls
-
-
-def test_what_a_pipe_gave_to_tee_is_pointed_out(tmp_path: Path) -> None:
-    made = migrated(tmp_path, "verl_dstack.sh")
-    assert "verl_dstack.sh:31: `trainer.resume_mode=disable` is passed to tee, not to the training" in made.stderr
-    assert "resume" not in made.stdout
-
-
-def test_pitfalls_of_a_submit_script_are_pointed_out(tmp_path: Path) -> None:
-    said = migrated(tmp_path, "search_r1.sh").stderr
-    assert "$train_data is not set in the script, so it is empty" in said
-    assert "the address `<address>:8265` of `ray job submit` lacks `http://`" in said
-    assert re.search(r"CUDA_VISIBLE_DEVICES, .*ulimit apply to the shell that submits, not to the job", said)
-    assert "`trainer.default_hdfs_dir` is given twice" in said
-
-
-def test_a_key_given_twice_is_pointed_out_and_the_last_counts(tmp_path: Path) -> None:
-    made = migrated(tmp_path, "verl_slurm.sh")
-    assert "`actor_rollout_ref.model.enable_gradient_checkpointing` is given twice" in made.stderr
-    assert "gradient_checkpointing: true" in made.stdout
 
 
 # --- what is wrong is one clear line, and nothing runs
@@ -214,12 +192,31 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
         assert "s3cret" not in made.stdout + made.stderr
 
 
-def test_a_dialect_takes_a_file_as_well(tmp_path: Path) -> None:
-    planned = corral(tmp_path, "plan", "--dialect", "rlinf", str(WRITTEN / "rlinf_shared.yaml"))
-    assert BATCHES["rlinf_shared.yaml"] in planned.stdout
-    refused = corral(tmp_path, "plan", str(WRITTEN / "verl_dstack.sh"))
+def test_a_script_is_no_recipe(tmp_path: Path) -> None:
+    refused = corral(tmp_path, "plan", str(GOLDEN / "verl_dstack/input.sh"))
     assert refused.code == 2
     assert "is a script; `corral migrate" in refused.stderr
+
+
+def test_plan_goes_on_from_the_migrated_recipe(tmp_path: Path, name: str) -> None:
+    planned = corral(tmp_path, "migrate", str(GOLDEN / name), "--plan")
+    assert planned.code == 0, planned.stderr
+    assert BATCHES[name] in planned.stdout
+
+
+def test_keys_of_the_recipe_can_be_changed(tmp_path: Path) -> None:
+    changes = ["batch.prompts_per_step=64", "~logging.project", "algorithm.clip_high=0.3"]
+    made = migrated(tmp_path, "verl_dstack/input.sh", *changes)
+    assert made.code == 0, made.stderr
+    assert "  prompts_per_step: 64  # changed on the command line\n" in made.stdout
+    (tmp_path / "recipe.yaml").write_text(made.stdout)
+    changed = load_recipe(tmp_path / "recipe.yaml")
+    assert (changed.batch.prompts_per_step, changed.algorithm.clip_high, changed.logging.project) == (64, 0.3, "corral")
+    (tmp_path / "unchanged.yaml").write_text(migrated(tmp_path, "verl_dstack/input.sh").stdout)
+    assert changed == load_recipe(tmp_path / "unchanged.yaml", changes)
+    refused = migrated(tmp_path, "verl_dstack/input.sh", "batch.prompt_per_step=64")
+    assert refused.code == 2
+    assert "did you mean `batch.prompts_per_step`?" in refused.stderr
 
 
 def test_strict_refuses_what_corral_lacks(tmp_path: Path) -> None:
@@ -277,7 +274,7 @@ def overrides(rows: Path, model: Path) -> list[str]:
 
 
 def test_a_command_of_verl_trains(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
-    trained = corral(tmp_path, "train", "--dialect", "verl", "--", *overrides(rows, tiny_model))
+    trained = corral(tmp_path, "migrate", "--system", "verl", "--train", "--", *overrides(rows, tiny_model))
     assert trained.code == 0, trained.stderr
     assert "4 prompts x 2 samples = 8 trajectories -> 2 updates of 4 on 1 trainer" in trained.stdout
     assert "step 1/1" in trained.stdout
@@ -294,7 +291,8 @@ def test_corral_verl_is_a_drop_in_for_main_ppo(tmp_path: Path, rows: Path, tiny_
 
 
 def test_what_is_unsupported_is_not_run_unless_it_is_allowed(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
-    words = ["train", "--dialect", "verl", "--", *overrides(rows, tiny_model), "actor_rollout_ref.model.lora_rank=8"]
+    words = ["migrate", "--system", "verl", "--train", "--", *overrides(rows, tiny_model)]
+    words += ["actor_rollout_ref.model.lora_rank=8"]
     refused = corral(tmp_path, *words)
     assert refused.code == 2
     assert "lora_rank=8` is unsupported" in refused.stderr
@@ -302,22 +300,30 @@ def test_what_is_unsupported_is_not_run_unless_it_is_allowed(tmp_path: Path, row
     assert corral(tmp_path, words[0], "--allow-unsupported", *words[1:]).code == 0
 
 
-@pytest.mark.parametrize("dialect", ["roll", "rlinf"])
-def test_configurations_are_found_by_path_and_name(tmp_path: Path, dialect: str) -> None:
+@pytest.mark.parametrize("system", ["roll", "rlinf"])
+def test_configurations_are_found_by_path_and_name(tmp_path: Path, system: str) -> None:
     (tmp_path / "configs").mkdir()
-    source = WRITTEN / {"roll": "roll_two_nodes.yaml", "rlinf": "rlinf_apart.yaml"}[dialect]
-    (tmp_path / "configs" / "mine.yaml").write_text(source.read_text())
-    planned = corral(tmp_path, "plan", "--dialect", dialect, "--config_path", "configs", "--config_name", "mine")
+    source = {"roll": "roll_guide_two_nodes/input.yaml", "rlinf": "rlinf_devices_apart/input.yaml"}[system]
+    (tmp_path / "configs" / "mine.yaml").write_text((GOLDEN / source).read_text())
+    command = ["migrate", "--system", system, "--plan", "--config_path", "configs", "--config_name"]
+    planned = corral(tmp_path, *command, "mine")
     assert planned.code == 0, planned.stderr
-    assert BATCHES[source.name] in planned.stdout
-    refused = corral(tmp_path, "plan", "--dialect", dialect, "--config_path", "configs", "--config_name", "other")
+    assert BATCHES[source] in planned.stdout
+    refused = corral(tmp_path, *command, "other")
     assert refused.code == 2
     assert "other.yaml is in none of these folders" in refused.stderr
 
 
-def test_options_of_a_dialect_need_one(tmp_path: Path) -> None:
-    refused = corral(tmp_path, "train", "recipe.yaml", "--config_name", "mine")
-    assert (refused.code, refused.stderr) == (2, "error: --config_name belongs to --dialect\n")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--shrink", "1"], "--allow-unsupported and --shrink belong to --plan and --train"),
+        (["--plan", "--debug"], "--debug, --post-mortem and --insecure belong to --train"),
+    ],
+)
+def test_options_belong_together(tmp_path: Path, options: list[str], problem: str) -> None:
+    refused = migrated(tmp_path, "verl_dstack/input.sh", *options)
+    assert (refused.code, refused.stderr) == (2, f"error: {problem}\n")
 
 
 @pytest.mark.parametrize("reader", READERS)

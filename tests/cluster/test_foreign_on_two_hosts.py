@@ -8,11 +8,12 @@ import pytest
 from clusters import bring_up, corral
 from hosts import Lab
 
+from corral.migrate.migration import recipe_text
 from corral.migrate.sources import migrate_file
-from corral.migrate.written import recipe_text
 
-WRITTEN = Path(__file__).parent.parent / "migrate" / "written"
-TOGETHER, WITH_A_SERVICE, APART = "verl_dstack.sh", "search_r1.sh", "rlinf_apart.yaml"
+GOLDEN = Path(__file__).parent.parent / "migrate" / "golden"
+TOGETHER, WITH_A_SERVICE = "verl_dstack/input.sh", "search_r1_multinode/input.sh"
+APART = "rlinf_devices_apart/input.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_shrunk_it_trains_a_step_on_two_hosts(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(recipe_text(migrate_file(WRITTEN / name)))
+    (tmp_path / "recipe.yaml").write_text(recipe_text(migrate_file(GOLDEN / name)))
     trained = corral(lab, 0, "train", "recipe.yaml", "--shrink", "2", timeout_s=240)
     assert trained.returncode == 0, trained.stderr
     assert "step 1/1" in trained.stdout

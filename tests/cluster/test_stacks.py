@@ -116,7 +116,9 @@ def test_a_process_that_has_ended_is_forgotten(sleeper: "subprocess.Popen[str]")
 
 
 def test_processes_that_do_the_same_are_one_block() -> None:
-    stack = ThreadStack("corral-worker_0", True, (StackFrame("ActorWorker.step", "runtime/model_workers.py", 118, True),))
+    stack = ThreadStack(
+        "corral-worker_0", True, (StackFrame("ActorWorker.step", "runtime/model_workers.py", 118, True),)
+    )
     about = ("worker", "r")
     alike = [ProcessStacks(f"h{own // 4 + 1}", 100 + own, *about, own, ("actor",), (stack,)) for own in range(7)]
     other = ProcessStacks("h2", 107, *about, 7, ("actor",))

@@ -9,15 +9,15 @@ import pytest
 from commands import corral
 from guides import ROOT, Block, block, blocks
 
+from corral.migrate.migration import recipe_text
 from corral.migrate.sources import migrate_file
-from corral.migrate.written import recipe_text
 
-WRITTEN = ROOT / "tests" / "migrate" / "written"
+GOLDEN = ROOT / "tests" / "migrate" / "golden"
 SOURCES = {
-    "verl": ("train.sh", "verl_dstack.sh"),
-    "search-r1": ("train.sh", "search_r1.sh"),
-    "roll": ("frozen_lake.yaml", "roll_two_nodes.yaml"),
-    "rlinf": ("grpo.yaml", "rlinf_apart.yaml"),
+    "verl": ("train.sh", "verl_dstack/input.sh"),
+    "search-r1": ("train.sh", "search_r1_multinode/input.sh"),
+    "roll": ("frozen_lake.yaml", "roll_guide_two_nodes/input.yaml"),
+    "rlinf": ("grpo.yaml", "rlinf_devices_apart/input.yaml"),
 }
 """Which file a page speaks of, and what is in it."""
 
@@ -45,7 +45,7 @@ def test_every_page_s_commands_run(tmp_path: Path) -> None:
         file, source = SOURCES[system]
         folder = tmp_path / system
         folder.mkdir()
-        (folder / file).write_text((WRITTEN / source).read_text())
+        (folder / file).write_text((GOLDEN / source).read_text())
         run(folder, one)
 
 
@@ -54,11 +54,11 @@ def test_every_page_s_commands_run(tmp_path: Path) -> None:
 def test_a_page_shows_what_is_read_and_what_comes_out(system: str, suffix: str) -> None:
     _, source = SOURCES[system]
     shown = [one.text for one in blocks(ROOT / "docs" / f"from-{system}{suffix}") if one.language in ("text", "yaml")]
-    assert shown == [(WRITTEN / source).read_text(), recipe_text(migrate_file(WRITTEN / source))]
+    assert shown == [(GOLDEN / source).read_text(), recipe_text(migrate_file(GOLDEN / source))]
 
 
 def test_a_script_becomes_a_recipe_that_runs(tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text((WRITTEN / "verl_slurm.sh").read_text())
+    (tmp_path / "train.sh").write_text((GOLDEN / "verl_slurm/input.sh").read_text())
     run(tmp_path, block("migrate"))
 
 
@@ -75,7 +75,7 @@ def test_commands_of_verl_run_as_they_are(tmp_path: Path, tiny_model: Path) -> N
     small += ["trainer.total_training_steps=1", "trainer.logger=console", "algorithm.adv_estimator=grpo"]
     small += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     first, second = (
-        shlex.split(command.replace("MODEL", str(tiny_model))) for command in block("dialect-train").commands
+        shlex.split(command.replace("MODEL", str(tiny_model))) for command in block("migrate-train").commands
     )
     trained = corral(tmp_path, *first[1:], *small)
     assert trained.code == 0, trained.stderr
@@ -87,5 +87,5 @@ def test_configurations_are_named_as_over_there(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     for system in ("roll", "rlinf"):
         file, source = SOURCES[system]
-        (tmp_path / "configs" / file).write_text((WRITTEN / source).read_text())
-    run(tmp_path, block("dialect-config"))
+        (tmp_path / "configs" / file).write_text((GOLDEN / source).read_text())
+    run(tmp_path, block("migrate-config"))

@@ -5,26 +5,25 @@ from typing import Any
 
 import pytest
 
-from corral.migrate.config import Config, add_file, add_override
-from corral.migrate.values import read_value
+from corral.migrate.config import RawConfig, add_file, add_override, read_value
 from corral.recipe.errors import RecipeError
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flat(config: RawConfig) -> dict[str, Any]:
     return {key: given.value for key, given in config.flat().items()}
 
 
-def read(tmp_path: Path, text: str, *overrides: str) -> Config:
+def read(tmp_path: Path, text: str, *overrides: str) -> RawConfig:
     file = tmp_path / "main.yaml"
     file.write_text(text)
-    config = Config()
+    config = RawConfig()
     add_file(config, file)
     for override in overrides:
         add_override(config, override, "command")
     return config
 
 
-def problems(config: Config) -> list[str]:
+def problems(config: RawConfig) -> list[str]:
     with pytest.raises(RecipeError) as caught:
         config.flat()
     return list(caught.value.problems)
@@ -41,7 +40,7 @@ def test_every_key_has_its_line(tmp_path: Path) -> None:
 
 
 def test_overrides_as_hydra_reads_them() -> None:
-    config = Config()
+    config = RawConfig()
     for word in ("a.b=1e-6", "+a.c=true", "++d=[x,y]", "e={f: 1}", "g=null", "h=a: b", "i=", "j='1'", "k=x=y"):
         add_override(config, word, "command")
     assert flat(config) == {
@@ -63,7 +62,7 @@ def test_a_tilde_takes_a_key_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["data", "=1", "data.x", "--flag", "a b=1", "data.x=[1,2", "a..b=1", "x@y=z"])
 def test_a_malformed_override_is_one_clear_error(word: str) -> None:
-    config = Config()
+    config = RawConfig()
     add_override(config, word, "command")
     [problem] = problems(config)
     assert problem.startswith(f"command: `{word}`")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.migrate.shell import Command, read_script
+from corral.migrate.shell import ShellCommand, read_script
 from corral.recipe.errors import RecipeError
 
 
-def commands(text: str, **defined: str) -> list[Command]:
+def commands(text: str, **defined: str) -> list[ShellCommand]:
     return read_script(text, "run.sh", defined).commands
 
 
@@ -95,14 +95,14 @@ def test_an_unset_variable_is_a_doubt_of_who_uses_it() -> None:
     script = "NAME=${train_data}-em\necho $OTHER\ntrain name=$NAME a=1"
     train = commands(script)[-1]
     assert train.words[1].text == "name=-em"
-    assert train.words[1].recipe_warnings == ("run.sh:1: $train_data is not set in the script, so it is empty",)
-    assert not train.words[2].recipe_warnings
+    assert train.words[1].warnings == ("run.sh:1: $train_data is not set in the script, so it is empty",)
+    assert not train.words[2].warnings
 
 
 def test_a_variable_from_a_branch_is_a_doubt() -> None:
     train = commands("if [ $1 = big ]; then\n  N=8\nelse\n  N=1\nfi\ntrain n=$N")[-1]
     assert train.texts == ["train", "n=1"]
-    assert train.words[1].recipe_warnings == ("run.sh:4: $N is set inside a branch or a loop; its last value is taken",)
+    assert train.words[1].warnings == ("run.sh:4: $N is set inside a branch or a loop; its last value is taken",)
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_a_space_behind_a_backslash_is_told() -> None:
     script = read_script("train a=1 \\ \n  b=2\n", "run.sh")
-    assert script.odd_lines == ["run.sh:1: there is a space behind the `\\`, so that the command ends here"]
+    assert script.broken_lines == ["run.sh:1: there is a space behind the `\\`, so that the command ends here"]
 
 
 # --- what is not known
@@ -144,12 +144,12 @@ BRANCH = "$A is set inside a branch or a loop; its last value is taken"
 def test_arguments_of_the_script_are_doubts_and_can_be_given() -> None:
     [command] = commands('train a=$1 b=${2} "$@" $*')
     assert command.texts == ["train", "a=", "b="]
-    assert [word.recipe_warnings for word in command.words[1:]] == [
+    assert [word.warnings for word in command.words[1:]] == [
         ("run.sh:1: $1 is an argument of the script; give it with --define 1=VALUE",),
         ("run.sh:1: $2 is an argument of the script; give it with --define 2=VALUE",),
     ]
     assert words("train a=$1 b=${2:-x}", **{"1": "given"}) == ["train", "a=given", "b=x"]
-    assert commands("train n=$#")[0].words[1].recipe_warnings
+    assert commands("train n=$#")[0].words[1].warnings
 
 
 def test_a_shift_moves_the_arguments() -> None:
@@ -175,7 +175,7 @@ def test_a_shift_moves_the_arguments() -> None:
 def test_what_may_not_be_run_is_a_doubt(script: str) -> None:
     train = commands(script)[-1]
     assert train.texts == ["train", "2"]
-    assert [doubt.endswith(BRANCH) for doubt in train.words[1].recipe_warnings] == [True]
+    assert [doubt.endswith(BRANCH) for doubt in train.words[1].warnings] == [True]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_may_not_be_run_is_a_doubt(script: str) -> None:
 def test_what_is_always_run_is_no_doubt(script: str) -> None:
     train = commands(script + "\ntrain $A")[-1]
     assert train.texts == ["train", "2"]
-    assert not train.words[1].recipe_warnings
+    assert not train.words[1].warnings
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_the_shell_works_out_stays_as_written() -> None:
 def test_doubts_of_words_that_vanish_go_to_their_neighbour() -> None:
     train = commands('train a=1 "${ARGS[@]}"')[-1]
     assert train.texts == ["train", "a=1"]
-    assert train.words[1].recipe_warnings == ("run.sh:1: $ARGS is not set in the script, so it is empty",)
+    assert train.words[1].warnings == ("run.sh:1: $ARGS is not set in the script, so it is empty",)
 
 
 def test_only_what_is_exported_is_said_to_be() -> None:
@@ -266,7 +266,7 @@ def test_brackets_in_brackets_are_one_clear_error(text: str) -> None:
     ],
 )
 def test_a_continued_line_that_goes_nowhere_is_told(text: str, odd: str | None) -> None:
-    assert read_script(text, "run.sh").odd_lines == ([odd] if odd else [])
+    assert read_script(text, "run.sh").broken_lines == ([odd] if odd else [])
 
 
 def test_what_the_user_gives_wins() -> None:

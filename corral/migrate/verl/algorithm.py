@@ -1,27 +1,10 @@
-"""verl's algorithm: advantages, losses, dynamic sampling, and what long answers cost."""
+"""verl's algorithm: advantages, losses, dynamic sampling, what long answers cost, KL, and off-policy corrections."""
 
-from corral.migrate.table import (
-    Convert,
-    Given,
-    Outcome,
-    Reading,
-    Row,
-    built_in,
-    converted,
-    idle,
-    lacking,
-    mapped,
-    needless,
-    no_effect,
-    number,
-    same,
-    text,
-    truth,
-    turned,
-    unsupported,
-    whole,
-)
-from corral.migrate.verl.batch import ACTOR, provided, response_tokens, samples
+from typing import Any
+
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.table import ForeignConfig
+from corral.migrate.verl.sizes import ACTOR, has_critic, response_tokens, samples_per_prompt
 from corral.recipe.presets import CLIPS, DPPO_THRESHOLDS, FORCED_AGGREGATION, GROUP_BASELINES, PRESETS
 from corral.recipe.schema import AlgorithmName, LossName
 
@@ -38,7 +21,7 @@ ESTIMATORS: dict[str, AlgorithmName] = {
     "opo": "opo",
     "gpg": "gpg",
 }
-"""Our presets with these advantages; a loss of another kind is written beside."""
+"""Corral's presets with these advantages; a loss of another kind is written beside."""
 LOSSES: dict[str, LossName] = {
     "vanilla": "ppo",
     "gspo": "gspo",
@@ -51,28 +34,30 @@ LOSSES: dict[str, LossName] = {
     "dro": "dro",
 }
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-OVERLONG_PLACES = (
-    "reward.reward_kwargs.overlong_buffer_cfg",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "reward_model.overlong_buffer",
-    "custom_reward_function.overlong_buffer",
-)
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+CORRECTION = "algorithm.rollout_correction"
+REJECTIONS = {"token_k1": "token", "seq_sum_k1": "sequence", "token": "token", "sequence": "sequence"}
+"""What the ratio is of that rejects, in the words of verl today and before."""
 
 
 # --- advantage and loss
 
 
-def advantage(reading: Reading, given: Given) -> Outcome:
+def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = ESTIMATORS.get(given.value)
     if name is None:
         return unsupported(f"the recipe has grpo instead; Corral has {', '.join(ESTIMATORS)}")
-    if PRESETS[name].advantage in GROUP_BASELINES and samples(reading) == 1:
+    if PRESETS[name].advantage in GROUP_BASELINES and samples_per_prompt(config) == 1:
         raise ValueError("compares the samples of a prompt, and there is one: give `rollout.n` (`n_agent`) at least 2")
     return mapped("algorithm.name", name)
 
 
-def without_deviation(reading: Reading, given: Given) -> Outcome:
-    estimator = reading["algorithm.adv_estimator"]
+def estimator_is(config: ForeignConfig, name: str) -> bool:
+    return bool(config["algorithm.adv_estimator"] == name)
+
+
+def without_deviation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    estimator = config["algorithm.adv_estimator"]
     if estimator not in ("grpo", "grpo_vectorized", "grpo_passk"):
         return no_effect(f"the estimator {estimator} does not read it")
     if given.value in (True, None):
@@ -82,204 +67,291 @@ def without_deviation(reading: Reading, given: Given) -> Outcome:
     return converted({"algorithm.advantage": "dr_grpo"}, "rewards are not divided by their deviation: dr_grpo")
 
 
-def loss_of(reading: Reading) -> LossName:
-    return LOSSES.get(reading[f"{ACTOR}.policy_loss.loss_mode"], "ppo")
+def of_estimators(config: ForeignConfig, given: ForeignValue, ours: str, *estimators: str) -> Outcome:
+    estimator = config["algorithm.adv_estimator"]
+    if estimator not in estimators:
+        return no_effect(f"the estimator {estimator} does not read it")
+    return mapped(ours, given.value)
 
 
-def loss(reading: Reading, given: Given) -> Outcome:
+def loss_of(config: ForeignConfig) -> LossName:
+    return LOSSES.get(config[f"{ACTOR}.policy_loss.loss_mode"], "ppo")
+
+
+def loss_is(config: ForeignConfig, name: str) -> bool:
+    return loss_of(config) == name
+
+
+def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
     ours = LOSSES.get(given.value)
-    usual = PRESETS[ESTIMATORS.get(reading["algorithm.adv_estimator"], "grpo")].loss
+    usual = PRESETS[ESTIMATORS.get(config["algorithm.adv_estimator"], "grpo")].loss
     if ours is None:
         return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(LOSSES)}")
     return built_in("as in Corral") if ours == usual else mapped("algorithm.loss", ours)
 
 
-def clip_of(reading: Reading, side: str) -> float:
-    """`clip_ratio` where nothing is said of this side."""
+def clip_of(config: ForeignConfig, side: str) -> float:
+    """`clip_ratio` counts where nothing is written for this side."""
     own, both = f"{ACTOR}.clip_ratio_{side}", f"{ACTOR}.clip_ratio"
-    value: float = reading[own] if own in reading or both not in reading else reading[both]
+    value: float = config[own] if own in config or both not in config else config[both]
     return 0.2 if value is None else value
 
 
-def clip(side: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        return clipped(reading, given, [side])
-
-    return convert
-
-
-def clip_both(reading: Reading, given: Given) -> Outcome:
-    open_sides = [side for side in ("low", "high") if f"{ACTOR}.clip_ratio_{side}" not in reading]
+def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    open_sides = [side for side in ("low", "high") if f"{ACTOR}.clip_ratio_{side}" not in config]
     if not open_sides or given.value is None:
         return no_effect("`clip_ratio_low` and `clip_ratio_high` decide")
-    found = clipped(reading, given, open_sides)
-    if found.status != "mapped" or reading.table.row("do_search"):
+    found = clip(config, given, *open_sides)
+    if found.status != "mapped" or config.table.row("do_search"):
         return found
     unread = "verl reads it where `clip_ratio_low` and `clip_ratio_high` are null only, and else clips at 0.2"
     return converted(found.ours, f"{given.value:g} on either side; {unread}")
 
 
-def clipped(reading: Reading, given: Given, sides: list[str]) -> Outcome:
-    ours = loss_of(reading)
+def clip(config: ForeignConfig, given: ForeignValue, *sides: str) -> Outcome:
+    ours = loss_of(config)
     if ours in DPPO_THRESHOLDS:
-        low, high = clip_of(reading, "low"), clip_of(reading, "high")
+        low, high = clip_of(config, "low"), clip_of(config, "high")
         if low != high:
             return unsupported(f"{ours} has one threshold, for probabilities that fall and that rise")
         return converted({"algorithm.dppo_threshold": low}, f"the threshold of {ours}: {low:g}")
     if ours not in CLIPS:
         return no_effect(f"the loss {ours} does not clip")
     usual = dict(zip(("low", "high"), CLIPS[ours], strict=True))
-    values = {side: clip_of(reading, side) for side in sides}
+    values = {side: clip_of(config, side) for side in sides}
     kept = {side: value for side, value in values.items() if given.where or value != usual[side]}
     return Outcome("mapped", {("algorithm", f"clip_{side}"): value for side, value in kept.items()})
 
 
-def dual_clip(reading: Reading, given: Given) -> Outcome:
-    ours = loss_of(reading)
+def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = loss_of(config)
     if ours in DPPO_THRESHOLDS and given.where and given.value is not None:
-        words = f"the ratio in {ours} is capped at 20"
-        return built_in(words) if given.value >= 20 else unsupported(words)
+        note = f"the ratio in {ours} is capped at 20"
+        return built_in(note) if given.value >= 20 else unsupported(note)
     if ours != "ppo":
         return no_effect(f"the loss {ours} has no dual clip")
     return mapped("algorithm.dual_clip", given.value)
 
 
-def aggregation(reading: Reading, given: Given) -> Outcome:
-    ours = loss_of(reading)
-    if ours in FORCED_AGGREGATION:
-        return no_effect(f"the loss {ours} is always a mean over sequences")
+def aggregation_is_free(config: ForeignConfig) -> bool:
+    return loss_of(config) not in FORCED_AGGREGATION
+
+
+def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not aggregation_is_free(config):
+        return no_effect(f"the loss {loss_of(config)} is always a mean over sequences")
     if given.value not in (*AGGREGATIONS, None):
         raise ValueError(f"should be one of {', '.join(AGGREGATIONS)}")
     return mapped("algorithm.aggregation", given.value and given.value.replace("-", "_"))
 
 
-def token_level(reading: Reading, given: Given) -> Outcome:
-    """Before there was `loss_agg_mode`."""
-    return mapped("algorithm.aggregation", "seq_mean_token_mean" if given.value is False else "token_mean")
-
-
-def aggregation_norm(reading: Reading, given: Given) -> Outcome:
-    if loss_of(reading) in FORCED_AGGREGATION or reading[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
+def aggregation_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not aggregation_is_free(config) or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return no_effect("it belongs to `loss_agg_mode=seq-mean-token-sum-norm`")
     return mapped("algorithm.aggregation_norm", given.value)
-
-
-def of_loss(key: str, ours: str, *names: str) -> Row:
-    """A number of one loss."""
-    words = f"the loss is not {' or '.join(names)}"
-    return provided(same(f"{ACTOR}.{key}", ours, number), lambda reading: loss_of(reading) in names, words)
-
-
-def discount(ours: str, *estimators: str) -> Convert:
-    def convert(reading: Reading, given: Given) -> Outcome:
-        if reading["algorithm.adv_estimator"] not in estimators:
-            return no_effect(f"the estimator {reading['algorithm.adv_estimator']} does not read it")
-        return mapped(ours, given.value)
-
-    return convert
 
 
 # --- dynamic sampling and long answers
 
 
-def dynamic_sampling(reading: Reading) -> bool:
-    return bool(reading["algorithm.filter_groups.enable"]) and samples(reading) > 1
+def dynamic_sampling(config: ForeignConfig) -> bool:
+    return bool(config["algorithm.filter_groups.enable"]) and samples_per_prompt(config) > 1
 
 
-def filter_groups(reading: Reading, given: Given) -> Outcome:
+def filter_groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("off, as in Corral")
-    if samples(reading) == 1:
+    if samples_per_prompt(config) == 1:
         return no_effect("verl keeps groups of one sample")
     return mapped("algorithm.dynamic_sampling.enabled", True)
 
 
-def filter_metric(reading: Reading, given: Given) -> Outcome:
-    if given.value in ("acc", "score", "reward", "seq_reward", "seq_final_reward", "train_reward", None):
-        return built_in("groups are compared by the reward function's reward")
-    return unsupported("groups are compared by reward")
-
-
-def filter_rounds(reading: Reading, given: Given) -> Outcome:
+def filter_rounds(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value <= 0:
         return built_in("no limit there; 10 rounds here")
     return mapped("algorithm.dynamic_sampling.max_rounds", given.value)
 
 
-def reward_manager(reading: Reading) -> str:
-    keys = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
-    return next((reading[key] for key in keys if key in reading), "naive")
-
-
-def not_overlong(reading: Reading, place: str) -> str | None:
-    """Why length costs nothing; None: it does."""
-    if reward_manager(reading) != "dapo":
+def why_not_overlong(config: ForeignConfig, place: str) -> str | None:
+    """The reason why length costs nothing, or None where it does."""
+    managers = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
+    if next((config[key] for key in managers if key in config), "naive") != "dapo":
         return "the reward manager is not dapo"
-    off = [key for key in ("enable", "len", "penalty_factor") if not reading[f"{place}.{key}"]]
+    off = [key for key in ("enable", "len", "penalty_factor") if not config[f"{place}.{key}"]]
     return f"`{off[0]}` is {'off' if off[0] == 'enable' else 0}" if off else None
 
 
-def overlong_rows(place: str) -> tuple[Row, ...]:
-    def buffer(reading: Reading, given: Given) -> Outcome:
-        if why := not_overlong(reading, place):
-            return no_effect(why)
-        tokens = reading[f"{place}.len"]
-        if tokens > response_tokens(reading):
-            raise ValueError(f"is more than the {response_tokens(reading)} tokens of a response")
-        return mapped("algorithm.overlong.buffer_tokens", tokens)
-
-    def penalty(reading: Reading, given: Given) -> Outcome:
-        why = not_overlong(reading, place)
-        return no_effect(why) if why else mapped("algorithm.overlong.penalty", given.value)
-
-    return (
-        turned(f"{place}.enable", truth, buffer),
-        turned(f"{place}.len", whole, buffer),
-        turned(f"{place}.penalty_factor", number, penalty, 1.0),
-        needless(f"{place}.log", "rewards and lengths are always logged"),
-    )
+def overlong_buffer(config: ForeignConfig, given: ForeignValue, place: str) -> Outcome:
+    if reason := why_not_overlong(config, place):
+        return no_effect(reason)
+    tokens = config[f"{place}.len"]
+    if tokens > response_tokens(config):
+        raise ValueError(f"is more than the {response_tokens(config)} tokens of a response")
+    return mapped("algorithm.overlong.buffer_tokens", tokens)
 
 
-def longest_response(reading: Reading, given: Given) -> Outcome:
-    if given.value in (None, response_tokens(reading)):
+def overlong_penalty(config: ForeignConfig, given: ForeignValue, place: str) -> Outcome:
+    reason = why_not_overlong(config, place)
+    return no_effect(reason) if reason else mapped("algorithm.overlong.penalty", given.value)
+
+
+def longest_response(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, response_tokens(config)):
         return built_in("the limit of a response")
-    return unsupported(f"the length penalty ends at the limit of a response, {response_tokens(reading)} tokens")
+    return unsupported(f"the length penalty ends at the limit of a response, {response_tokens(config)} tokens")
 
 
-# --- rows
+# --- KL, and with it the reference model: in the reward, in the loss, or nowhere
 
-ALGORITHM = (
-    turned("algorithm.adv_estimator", text, advantage, "gae"),
-    turned("algorithm.norm_adv_by_std_in_grpo", truth, without_deviation, True),
-    turned("algorithm.gamma", number, discount("algorithm.gamma", "gae", "reinforce_plus_plus")),
-    turned("algorithm.gae_lambda", number, discount("algorithm.gae_lambda", "gae")),
-    turned(f"{ACTOR}.policy_loss.loss_mode", text, loss, "vanilla"),
-    turned(f"{ACTOR}.clip_ratio", number, clip_both),
-    turned(f"{ACTOR}.clip_ratio_low", number, clip("low"), 0.2),
-    turned(f"{ACTOR}.clip_ratio_high", number, clip("high"), 0.2),
-    turned(f"{ACTOR}.clip_ratio_c", number, dual_clip, 3.0),
-    of_loss("tau_pos", "algorithm.sapo_tau_positive", "sapo"),
-    of_loss("tau_neg", "algorithm.sapo_tau_negative", "sapo"),
-    of_loss("policy_loss.dro_beta", "algorithm.dro_beta", "dro"),
-    *(
-        idle(f"{ACTOR}.policy_loss.{key}", "of the losses clip_cov and kl_cov, which Corral lacks")
-        for key in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-    ),
-    turned(f"{ACTOR}.loss_agg_mode", text, aggregation),
-    turned(f"{ACTOR}.loss_scale_factor", number, aggregation_norm),
-    provided(
-        turned(f"{ACTOR}.use_token_level_loss", truth, token_level),
-        lambda reading: loss_of(reading) not in FORCED_AGGREGATION,
-        "the loss is always a mean over sequences",
-    ),
-    same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", number, 0.0),
-    turned("algorithm.filter_groups.enable", truth, filter_groups, False),
-    provided(turned("algorithm.filter_groups.metric", text, filter_metric), dynamic_sampling, "`enable` is off"),
-    provided(
-        turned("algorithm.filter_groups.max_num_gen_batches", whole, filter_rounds), dynamic_sampling, "`enable` is off"
-    ),
-    needless("algorithm.filter_groups.max_inflight_gen_batches", "as many prompts are played again as are missing"),
-    *(row for place in OVERLONG_PLACES for row in overlong_rows(place)),
-    *(turned(f"{root}.reward_kwargs.max_resp_len", whole, longest_response) for root in ("reward", "reward_model")),
-    lacking("algorithm.use_pf_ppo", "Corral does not draw samples again by their reward"),
-)
+
+def kl_where(config: ForeignConfig) -> str | None:
+    """verl leaves it out by default, Search-R1 puts it into the reward unless it is in the loss. A coefficient of 0 is
+    none."""
+    in_loss = bool(config[f"{ACTOR}.use_kl_loss"])
+    if in_loss and config[f"{ACTOR}.kl_loss_coef"]:
+        return "loss"
+    in_reward = config["algorithm.use_kl_in_reward"] and not (in_loss and config.table.row("do_search"))
+    return "reward" if in_reward and config["algorithm.kl_ctrl.kl_coef"] else None
+
+
+def has_reference(config: ForeignConfig) -> bool:
+    return kl_where(config) is not None
+
+
+def kl_in_reward(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    where = kl_where(config)
+    if where == "reward":
+        return mapped("algorithm.kl.where", "reward", "" if given.where else "in the reward, unless it is in the loss")
+    if where == "loss":
+        return unsupported("KL is in one place in Corral, here the loss") if given.value else built_in("in the loss")
+    if has_critic(config):
+        return converted({"algorithm.kl.where": None}, "no KL, which Corral's ppo would have in the reward")
+    return built_in("no KL, as in Corral")
+
+
+def kl_in_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) == "loss":
+        return mapped("algorithm.kl.where", "loss")
+    return no_effect("`kl_loss_coef` is 0") if given.value else built_in("off")
+
+
+def unless_usual(given: ForeignValue, ours: str, value: object, usual: object) -> Outcome:
+    """A value that was written, or that is not what Corral takes as well."""
+    return mapped(ours, value) if given.where or value != usual else built_in("as in Corral")
+
+
+def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> Outcome:
+    """`+` is about gradients, which a reward has none of. `usual` is Corral's."""
+    if kl_where(config) != where:
+        return no_effect(f"there is no KL in the {where}")
+    value = given.value or usual
+    plain = value.removesuffix("+")
+    if plain == "full":
+        return unsupported("the KL over the whole vocabulary; verl has not implemented it either")
+    if plain not in KL_ESTIMATORS:
+        raise ValueError(f"should be one of {', '.join(KL_ESTIMATORS)}, or one of these with a +")
+    ours = KL_ESTIMATORS[plain]
+    if value.endswith("+") and where == "loss" and ours != "k2":
+        if ours == "abs":
+            return unsupported("Corral has abs without the + only")
+        ours += "+"
+    return unless_usual(given, "algorithm.kl.estimator", ours, usual)
+
+
+def kl_coefficient(config: ForeignConfig, given: ForeignValue, where: str) -> Outcome:
+    """verl before 0.3 had KL in the reward, where it was not in the loss, and no key for that."""
+    if kl_where(config) == where:
+        return unless_usual(given, "algorithm.kl.coefficient", given.value, 0.001)
+    unsaid = "algorithm.use_kl_in_reward" not in config and not config[f"{ACTOR}.use_kl_loss"]
+    if where == "reward" and unsaid and config["algorithm.kl_ctrl.kl_coef"] and not config.table.row("do_search"):
+        return no_effect("there is no KL in the reward unless `use_kl_in_reward` is true, since verl 0.3")
+    return no_effect(f"there is no KL in the {where}")
+
+
+def kl_controller(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) != "reward":
+        return no_effect("there is no KL in the reward")
+    if given.value not in ("fixed", "adaptive"):
+        raise ValueError("should be fixed or adaptive")
+    return unless_usual(given, "algorithm.kl.controller", given.value, "fixed")
+
+
+def kl_is_adaptive(config: ForeignConfig) -> bool:
+    return kl_where(config) == "reward" and bool(config["algorithm.kl_ctrl.type"] == "adaptive")
+
+
+# --- corrections for tokens that another policy sampled than the one that is trained
+
+
+def bounds(threshold: Any) -> tuple[float | None, float]:
+    """`2.0`, or `0.5_2.0`: floor and cap."""
+    try:
+        numbers = [float(part) for part in str(threshold).split("_")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2 or min(numbers) <= 0:
+        raise ValueError("needs a threshold such as 2.0 or 0.5_2.0")
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def importance_weights(level: str, floor: float | None, cap: float) -> Outcome:
+    """Importance weights: truncated at the cap, or without what is out of bounds where there is a floor."""
+    if level not in ("token", "sequence"):
+        return unsupported(f"Corral weighs tokens or sequences, not by {level}")
+    if floor is None:
+        return corrected(f"{level}_tis", f"weights of {level}s, at most {cap:g}", cap=cap)
+    if level == "sequence":
+        return unsupported("bounds on two sides are of tokens in Corral (icepop)")
+    return corrected("icepop", f"weights of tokens, dropped outside {floor:g} to {cap:g}", floor=floor, cap=cap)
+
+
+def corrected(name: str, note: str, **values: Any) -> Outcome:
+    ours = {f"algorithm.correction.{key}": value for key, value in {"name": name, **values}.items()}
+    return converted({**ours, "algorithm.old_logprobs": "recompute"}, note)
+
+
+def correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    level = config[f"{CORRECTION}.rollout_is"]
+    if level is None:
+        return built_in("off") if given.value is None else no_effect("`rollout_is` is null")
+    if config[f"{CORRECTION}.bypass_mode"]:
+        return no_effect("with `bypass_mode` the loss's own ratio corrects")
+    return importance_weights(level, *bounds(config[f"{CORRECTION}.rollout_is_threshold"]))
+
+
+def rejection(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    kind = config[f"{CORRECTION}.rollout_rs"]
+    if kind is None:
+        return built_in("off") if given.value is None else no_effect("`rollout_rs` is null")
+    if config[f"{CORRECTION}.rollout_is"] is not None or config[f"{CORRECTION}.bypass_mode"]:
+        return unsupported("Corral corrects in one way, and there is another here")
+    if kind not in REJECTIONS:
+        return unsupported(f"Corral rejects by {' or '.join(REJECTIONS)}")
+    floor, cap = bounds(config[f"{CORRECTION}.rollout_rs_threshold"])
+    floor = floor or config[f"{CORRECTION}.rollout_rs_threshold_lower"] or 1 / cap
+    note = f"{REJECTIONS[kind]}s with a ratio outside {floor:g} to {cap:g} are dropped"
+    return corrected("rejection", note, level=REJECTIONS[kind], floor=floor, cap=cap)
+
+
+def bypass_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not config[f"{CORRECTION}.bypass_mode"]:
+        return no_effect("`bypass_mode` is off")
+    return built_in("the loss that is chosen") if given.value == "ppo_clip" else unsupported("ppo_clip only")
+
+
+def flat_correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """The keys of verl 0.6."""
+    threshold = config["algorithm.rollout_is_threshold"]
+    masks = config["algorithm.rollout_is_mode"] == "mask"
+    if not threshold or threshold < 0:
+        return no_effect("`algorithm.rollout_is_threshold` is null")
+    if not config["algorithm.rollout_is"]:
+        return unsupported("a mask without weights") if masks else no_effect("`rollout_is` is off: metrics only")
+    floor = (config["algorithm.rollout_is_threshold_lower"] or 1 / threshold) if masks else None
+    return importance_weights(config["algorithm.rollout_is_level"] or "token", floor, threshold)
+
+
+def capped_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is None or given.value <= 0:
+        return built_in("off")
+    return importance_weights("token", None, given.value)

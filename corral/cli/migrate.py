@@ -1,0 +1,173 @@
+"""`corral migrate`: recipes of verl, Search-R1, ROLL and RLinf as recipes of Corral, printed, planned or trained."""
+
+import json
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from corral.cli.run_recipe import Debug, Insecure, PostMortem, Shrink, print_plan, train_recipe
+from corral.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from corral.migrate.migration import Migration
+    from corral.recipe.schema import Recipe
+
+MAX_PATH_LENGTH = 250
+
+
+class System(StrEnum):
+    VERL = "verl"
+    SEARCH_R1 = "search_r1"
+    ROLL = "roll"
+    RLINF = "rlinf"
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(migrate)
+
+
+def migrate(
+    source: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE [KEY=VALUE...] | -- COMMAND...",
+            help="A script or a YAML file, with changes to keys of the recipe; or a whole command.",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[
+        System | None,
+        typer.Option(help="The system that file or command are of; else found out by it.", show_default=False),
+    ] = None,
+    config_path: Annotated[
+        str | None,
+        typer.Option("--config_path", "--config-path", help="The folder of --config_name.", show_default=False),
+    ] = None,
+    config_name: Annotated[
+        str | None,
+        typer.Option("--config_name", "--config-name", help="With --system: a YAML file's name.", show_default=False),
+    ] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE of a variable that the script does not set.", show_default=False),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if any key is unsupported.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the plan of the recipe instead.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train the recipe instead of printing it.")] = False,
+    allow_unsupported: Annotated[
+        bool, typer.Option("--allow-unsupported", help="Plan or train without the keys that Corral lacks.")
+    ] = False,
+    shrink: Shrink = None,
+    debug: Debug = False,
+    post_mortem: PostMortem = False,
+    insecure: Insecure = False,
+) -> None:
+    """Print the recipe that a command or configuration of verl, Search-R1, ROLL or RLinf amounts to, or run it.
+
+    The recipe goes to standard output, what became of each key to standard error. Nothing of a script is run.
+    """
+    from corral.runtime.local_debugger import Debugging
+
+    if (allow_unsupported or shrink is not None) and not (plan or train):
+        raise UserError("--allow-unsupported and --shrink belong to --plan and --train")
+    if (debug or post_mortem or insecure) and not train:
+        raise UserError("--debug, --post-mortem and --insecure belong to --train")
+    words = list(source or [])
+    for option, value in (("--config_path", config_path), ("--config_name", config_name)):
+        words += [option, value] if value is not None else []
+    if not words:
+        raise UserError("name a script or a YAML file of another system, or write its command behind `--`")
+    recipe = own_recipe(words)
+    if recipe is None:
+        migration = read(words, system, define or [])
+        if not (plan or train):
+            print_migration(migration, strict, as_json)
+            return
+        recipe = accepted(migration, allow_unsupported)
+    elif not (plan or train):
+        print_own(recipe, words, as_json)
+        return
+    if plan:
+        print_plan(recipe, shrink, as_json)
+    else:
+        train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure))
+
+
+def is_file_with_overrides(words: Sequence[str]) -> bool:
+    """A script or a YAML file, be it there or not, and changes to keys of the recipe behind it."""
+    file, *overrides = words
+    is_path = "=" not in file and len(file) < MAX_PATH_LENGTH
+    are_overrides = all("=" in word or word.startswith("~") for word in overrides)
+    return is_path and are_overrides and (not overrides or Path(file).is_file())
+
+
+def own_recipe(words: Sequence[str]) -> "Recipe | None":
+    """The recipe, where the file is one of Corral already."""
+    from corral.migrate.sources import is_own
+    from corral.recipe.load import load_recipe
+
+    path = Path(words[0])
+    if is_file_with_overrides(words) and path.is_file() and is_own(path):
+        return load_recipe(path, words[1:])
+    return None
+
+
+def read(words: Sequence[str], system: System | None, define: Sequence[str]) -> "Migration":
+    from corral.migrate.migration import with_overrides
+    from corral.migrate.sources import migrate_file, migrate_words
+
+    defined = dict(name_and_value(one) for one in define)
+    if is_file_with_overrides(words):
+        return with_overrides(migrate_file(Path(words[0]), system, defined), words[1:])
+    return migrate_words(words, system, defined)
+
+
+def name_and_value(written: str) -> tuple[str, str]:
+    name, equals, value = written.partition("=")
+    if not equals or not (name.isidentifier() or name.isdecimal()):
+        raise UserError(f"--define {written}: write NAME=VALUE")
+    return name, value
+
+
+def print_migration(migration: "Migration", strict: bool, as_json: bool) -> None:
+    from corral.migrate.migration import as_dict, recipe_text, report_text
+    from corral.recipe.plan import make_plan
+
+    if as_json:
+        print(json.dumps(as_dict(migration), indent=2))
+    else:
+        print(recipe_text(migration), end="")
+        print(report_text(migration), file=sys.stderr)
+    make_plan(migration.recipe)
+    if strict and migration.unsupported:
+        raise UserError(describe_unsupported(migration))
+
+
+def print_own(recipe: "Recipe", words: Sequence[str], as_json: bool) -> None:
+    from corral.recipe.load import dump_recipe
+    from corral.recipe.plan import make_plan
+
+    make_plan(recipe)
+    text = dump_recipe(recipe) if words[1:] else Path(words[0]).read_text()
+    print(json.dumps({"system": "Corral", "recipe": text}, indent=2) if as_json else text, end="")
+    print(f"{words[0]} is a recipe of Corral's already", file=sys.stderr)
+
+
+def accepted(migration: "Migration", allow_unsupported: bool) -> "Recipe":
+    """The recipe to plan or train, where all of it is supported or the user goes on without."""
+    if migration.unsupported and not allow_unsupported:
+        raise UserError(f"{describe_unsupported(migration)}\n--allow-unsupported goes on without")
+    for pitfall in migration.pitfalls:
+        print(f"warning: {pitfall}", file=sys.stderr)
+    return migration.recipe
+
+
+def describe_unsupported(migration: "Migration") -> str:
+    return "\n".join(
+        f"{one.given.where}: `{one.given}` is unsupported: {one.outcome.note}" for one in migration.unsupported
+    )

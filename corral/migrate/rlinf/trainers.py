@@ -1,0 +1,337 @@
+"""RLinf's model and its trainers (Megatron, FSDP): precision, sharding, offloading, log-probs, optimizers."""
+
+import math
+import re
+from typing import Any
+
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    built_in,
+    converted,
+    format_value,
+    mapped,
+    no_effect,
+    text,
+    unsupported,
+)
+from corral.migrate.rlinf.component_placement import devices_of, num_actor_devices
+from corral.migrate.rlinf.reasoning import default_of, is_fsdp, value_of
+from corral.migrate.table import ForeignConfig
+
+PRECISIONS: dict[str | None, str] = {
+    **dict.fromkeys(("fp16", "16", "16-mixed"), "float16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
+    **dict.fromkeys(("fp32", "32", "32-true"), "float32"),
+    None: "auto",
+}
+NOT_OF_TEXT = re.compile(r"vl|openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model")
+"""Model types of RLinf's that see, or move robots."""
+TRAIN_ITERATIONS = 100_000
+"""Over which Megatron's learning rate decays where `lr_decay_iters` is null: RLinf sets it so."""
+TORCH_COSINE_END = 1e-6
+"""Learning rate at which `lr_scheduler: torch_cosine` ends, whatever else is written."""
+
+
+# --- model and precision
+
+
+def model_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is None and given.key.startswith("actor"):
+        return built_in("as rollout.model.model_path")
+    return mapped("model.path", without_slash(given.value or default_of(config, "rollout.model.model_path")))
+
+
+def without_slash(path: str) -> str:
+    return path.rstrip("/") or path
+
+
+def is_the_model(config: ForeignConfig, path: str | None) -> bool:
+    """Whether a path is the model's, or cannot be distinguished from it: a folder of the same name."""
+
+    def folder(one: str) -> str:
+        return without_slash(one).rpartition("/")[2]
+
+    paths = [config[key] for key in ("rollout.model.model_path", "actor.model.model_path") if key in config]
+    return path is None or not paths or folder(path) in map(folder, paths)
+
+
+def tokenizer(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    is_own = is_the_model(config, given.value)
+    return built_in("the model's own") if is_own else unsupported("a model has its own tokenizer")
+
+
+def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return built_in("the model's") if is_the_model(config, given.value) else mapped("critic.path", given.value)
+
+
+def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is not None and NOT_OF_TEXT.search(given.value):
+        return unsupported("only models of text are trained")
+    return built_in("from the model's own configuration")
+
+
+def dtype_of(config: ForeignConfig) -> str:
+    """The type that is computed in."""
+    written = value_of(config, "actor.model.precision")
+    if is_fsdp(config):
+        autocast = "actor.fsdp_config.amp_autocast"
+        by_autocast = config[f"{autocast}.precision"] if config[f"{autocast}.enabled"] else None
+        written = config["actor.fsdp_config.mixed_precision.param_dtype"] or by_autocast or written
+    return PRECISIONS.get(written, "auto")
+
+
+def checked_precision(given: ForeignValue) -> str:
+    if given.value not in PRECISIONS:
+        raise ValueError(f"should be one of {', '.join(name for name in PRECISIONS if name)}")
+    return PRECISIONS[given.value]
+
+
+def precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    own, ours = checked_precision(given), dtype_of(config)
+    differs = f"but computed in {ours}; the optimiser has float32 copies"
+    return converted(
+        {"model.dtype": ours}, f"{format_value(given.value)}, {f'here {ours}' if own == ours else differs}"
+    )
+
+
+def mixed_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is None:
+        return built_in("actor.model.precision counts")
+    return precision(config, given) if is_fsdp(config) else no_effect("only FSDP's trainer reads it")
+
+
+def autocast_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not config["actor.fsdp_config.amp_autocast.enabled"]:
+        return no_effect("amp_autocast is off")
+    return mixed_precision(config, given)
+
+
+def rollout_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    checked_precision(given)
+    return built_in(f"the engine computes as the trainer does, in {dtype_of(config)}")
+
+
+# --- trainers
+
+
+def training_backend(value: Any) -> str:
+    if text(value) not in ("megatron", "fsdp"):
+        raise ValueError("megatron or fsdp")
+    return text(value)
+
+
+def tensor_parallel(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """A piece of a configuration may have devices that the example's 2 does not divide."""
+    devices = devices_of(config)
+    counts = {name: len(own) for name, own in devices.by_component.items()} | {"actor": len(devices.of("actor"))}
+    if not given.where and (
+        is_fsdp(config) or any(count % given.value for name, count in counts.items() if name != "rollout")
+    ):
+        return built_in("1, as in Corral")
+    return parallel(config, given, "train.parallel.tensor")
+
+
+def parallel(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
+    count, size = num_actor_devices(config), 1 if given.value is None else given.value
+    if size < 1 or count % size:
+        raise ValueError(f"should divide the {count} device{'s' * (count > 1)} of actor")
+    return mapped(ours, size)
+
+
+def sharding(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    count = num_actor_devices(config)
+    if given.value == "no_shard" and count > 1:
+        ours = {"train.parallel.replicate": count, "train.parallel.shard": 1}
+        return converted(ours, f"no_shard: {count} whole copies")
+    if given.value == "hybrid_shard":
+        return converted(hybrid_shards(config), "groups of devices with a copy each")
+    return built_in("parameters, gradients and optimiser are sharded over all devices")
+
+
+def hybrid_shards(config: ForeignConfig) -> dict[str, int]:
+    count = num_actor_devices(config)
+    size = config["actor.fsdp_config.hybrid_shard_size"] or config["actor.fsdp_config.fsdp_size"] or -1
+    if size < 1 or size >= count:
+        return {}
+    if count % size:
+        raise ValueError(f"should make groups that divide the {count} devices of actor, and not of {size}")
+    return {"train.parallel.replicate": count // size}
+
+
+def shard_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = hybrid_shards(config) if is_fsdp(config) else {}
+    if not ours:
+        return built_in("one group of all devices")
+    return converted(ours, f"groups of {given.value}: {ours['train.parallel.replicate']} copies")
+
+
+def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """The parts of the model that are offloaded, which several keys choose together."""
+    if not is_fsdp(config):
+        keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimiser": "offload_optimizer"}
+        parts = [part for part, key in keys.items() if value_of(config, f"actor.{key}")]
+    elif given.key.endswith(("enable_offload", "cpu_offload")):
+        everything = config["actor.enable_offload"] and not devices_of(config).disaggregated
+        weights = everything or config["actor.fsdp_config.cpu_offload"]
+        parts = ["parameters", "gradients"] * bool(weights) + ["optimiser"] * bool(everything)
+    else:
+        return no_effect("only Megatron's trainer reads it")
+    is_whole = is_fsdp(config) and config["actor.fsdp_config.sharding_strategy"] == "no_shard"
+    is_sharded = num_actor_devices(config) > 1 and not is_whole
+    kept = [part for part in parts if part == "optimiser" or is_sharded]
+    return mapped(
+        "train.offload", kept, "" if kept == parts else "parameters and gradients stay: the model is not sharded"
+    )
+
+
+def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value == "full":
+        return mapped("train.recompute", "full", "in all layers")
+    return built_in("off" if given.value is None else "attention's scores are never kept")
+
+
+def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not given.value:
+        return built_in("off")
+    return converted({"train.recompute": "full"}, "true: activations are computed again in all layers")
+
+
+# --- log-probs that updates start from
+
+
+def old_logprobs(config: ForeignConfig) -> str | None:
+    """Where old log-probs come from. None: from the engine, as in Corral by default."""
+    if config["algorithm.importance_sampling_fix"]:
+        return "recompute"
+    if not value_of(config, "algorithm.recompute_logprobs"):
+        return "engine"
+    return None if devices_of(config).disaggregated else "recompute"
+
+
+def recompute_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = old_logprobs(config)
+    if ours is None:
+        return built_in("Corral's engine gives the log-probs of the tokens that it samples")
+    return mapped("algorithm.old_logprobs", ours)
+
+
+def corrects_engine(config: ForeignConfig) -> bool:
+    return bool(config["algorithm.importance_sampling_fix"])
+
+
+def importance_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not given.value:
+        return built_in("off, as in Corral")
+    ours = {"algorithm.correction.name": "token_tis", "algorithm.old_logprobs": "recompute"}
+    return converted(ours, "each token is weighted by trainer's over engine's probability")
+
+
+def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is None:
+        return built_in("off, as in Corral")
+    if is_fsdp(config):
+        return no_effect("only Megatron's trainer reads it")
+    if value_of(config, "algorithm.n_minibatches") == 1 and old_logprobs(config) == "recompute":
+        return no_effect("a step has one update, whose ratios are all 1")
+    note = f"{given.value:g}: an update is left out above it; in RLinf a micro-batch"
+    return converted({"algorithm.max_mean_ratio": given.value}, note)
+
+
+# --- optimizers of `actor` and `critic`: Megatron and FSDP have keys of their own for the learning rate
+
+
+def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    both = [value_of(config, f"{role}.optim.adam_beta{which}") for which in (1, 2)]
+    return converted({f"{ours}.betas": both}, f"both betas: {both[0]:g} and {both[1]:g}")
+
+
+def decays(config: ForeignConfig, role: str) -> bool:
+    if is_fsdp(config, role):
+        return value_of(config, f"{role}.optim.lr_scheduler") in ("cosine", "torch_cosine")
+    return value_of(config, f"{role}.lr_sched.lr_decay_style") in ("linear", "cosine")
+
+
+def final_rate(config: ForeignConfig, role: str, ours: str) -> dict[str, float]:
+    """Where the decay ends, as a fraction of the learning rate."""
+    key, rate = f"{ours}.min_learning_rate_ratio", value_of(config, f"{role}.optim.lr")
+    if not is_fsdp(config, role):
+        least = config[f"{role}.lr_sched.min_lr"] or 0.0
+    elif config[f"{role}.optim.lr_scheduler"] == "torch_cosine":
+        least = TORCH_COSINE_END
+    elif config[f"{role}.optim.min_lr_rate"] is not None:
+        return {key: config[f"{role}.optim.min_lr_rate"]}
+    else:
+        least = config[f"{role}.optim.min_lr"] or 0.0
+    if rate <= 0 or not 0 <= least <= rate:
+        raise ValueError(f"would let the learning rate {rate:g} end at {least:g}, which should not be above it")
+    return {key: least / rate}
+
+
+def decay(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    kind = {"torch_constant": "constant", "torch_cosine": "cosine"}.get(given.value, given.value or "constant")
+    if kind not in ("constant", "linear", "cosine"):
+        return unsupported("there are constant, linear and cosine")
+    if kind == "constant":
+        return mapped(f"{ours}.schedule", kind)
+    length = "total_training_steps" if is_fsdp(config, role) else "lr_decay_iters"
+    note = f"{kind}, over the whole run; in RLinf over {length}, which should be as long"
+    return converted({f"{ours}.schedule": kind, **final_rate(config, role, ours)}, note)
+
+
+def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    if not decays(config, role):
+        return no_effect("the learning rate is constant")
+    ratio = final_rate(config, role, ours)
+    [fraction] = ratio.values()
+    return converted(ratio, f"{format_value(given.value)}: a fraction of {fraction:g} of the learning rate")
+
+
+def decay_length(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
+    if decays(config, role):
+        return built_in("the whole run, which it should be as long as")
+    return built_in("what the share for warming up is a share of")
+
+
+def warmup_fraction(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    iterations = config[f"{role}.lr_sched.lr_decay_iters"] or TRAIN_ITERATIONS
+    return warmup(ours, given.value or 0.0, iterations, "lr_decay_iters", 1)
+
+
+def warmup_iterations(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    if not given.value or f"{role}.lr_sched.lr_warmup_fraction" in config:
+        return built_in("lr_warmup_fraction counts" if given.value else "none")
+    return mapped(f"{ours}.warmup_steps", given.value, "both count updates")
+
+
+def updates_per_change(config: ForeignConfig) -> int:
+    """Number of updates between two changes of FSDP's learning rate, which are once a step."""
+    updates: int = value_of(config, "algorithm.n_minibatches")
+    return 1 if config["actor.lr_sched_sync_with_optim"] else updates
+
+
+def warmup_steps(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
+    if given.value is None or given.value < 0:
+        return built_in("lr_warmup_steps_ratio counts")
+    updates = given.value * updates_per_change(config)
+    note = f"{given.value} steps of {updates_per_change(config)} updates: {updates} updates"
+    return converted({f"{ours}.warmup_steps": updates}, note)
+
+
+def warmup_steps_ratio(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    steps = config[f"{role}.optim.lr_warmup_steps"]
+    if steps is not None and steps >= 0:
+        return no_effect("lr_warmup_steps counts")
+    length = config[f"{role}.optim.total_training_steps"] or 0
+    return warmup(ours, given.value or 0.0, length, "total_training_steps", updates_per_change(config))
+
+
+def warmup(ours: str, fraction: float, length: int, key: str, each: int) -> Outcome:
+    updates = math.floor(fraction * length + 1e-9) * each  # 0.29 x 100 is 29
+    note = f"{fraction:g} of {key} {length}: {updates} update{'s' * (updates != 1)}"
+    return converted({f"{ours}.warmup_steps": updates}, note)
+
+
+def constant_weight_decay(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
+    is_same = given.value in (None, value_of(config, f"{role}.optim.weight_decay"))
+    return (built_in if is_same else unsupported)("weight decay is constant")

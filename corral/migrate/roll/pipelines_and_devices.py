@@ -1,0 +1,463 @@
+"""What several keys of a ROLL configuration mean together (pipeline, batch, lengths, KL, devices), and kinds of values.
+
+Conversions of devices are here, too: how roles are placed, and how a model is spread over devices.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from corral.migrate.outcome import (
+    ABSENT,
+    ForeignValue,
+    Outcome,
+    as_path,
+    built_in,
+    converted,
+    integer,
+    mapped,
+    no_effect,
+    number,
+    text,
+    unsupported,
+)
+from corral.migrate.table import ForeignConfig
+from corral.recipe.errors import RecipeError
+from corral.recipe.placement import format_devices, parse_devices
+
+OWN_DEFAULTS: Mapping[str, Any] = {
+    "adv_estimator": "gae",
+    "whiten_advantages": False,
+    "advantage_clip": None,
+    "reward_clip": None,
+    "reward_normalization.grouping": "batch",
+    "init_kl_coef": 0.2,
+    "save_steps": 50,
+    "max_tokens_per_step": 128,
+    "actor_train.training_args.learning_rate": 5e-5,
+    "actor_train.training_args.warmup_steps": 0,
+    "actor_train.training_args.per_device_train_batch_size": 8,
+    "actor_train.training_args.gradient_accumulation_steps": 1,
+    "actor_infer.generating_args.temperature": 1.0,
+    "actor_infer.generating_args.top_p": 1.0,
+    "actor_infer.generating_args.top_k": 0,
+}
+"""ROLL's own defaults where those of its demo, which the table has, are others."""
+MEANINGFUL_NULLS = ("advantage_clip", "reward_clip")
+"""Keys for which null, a bound that is never reached, is not the same as no value."""
+STRATEGY = "actor_train.strategy_args.strategy_config"
+DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
+EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
+MOST_DEVICES = 100_000
+ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "reference", "critic": "critic"}
+"""Roles of a recipe, and what ROLL calls them."""
+ONE_DEVICE = "one device in all: the run is one process"
+
+
+def value_of(config: ForeignConfig, key: str) -> Any:
+    """The value as written, else the default of ROLL or of its demo."""
+    if key in config or (key in MEANINGFUL_NULLS and key in config.given):
+        return config[key]
+    if key in OWN_DEFAULTS and is_whole(config):
+        return OWN_DEFAULTS[key]
+    row = config.table.row(key)
+    assert row is not None, key
+    return None if row.default is ABSENT else row.default
+
+
+def value_as(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
+    """The same under another name, with a default that depends on whether the configuration is whole."""
+    return mapped(ours, value_of(config, config.table.canonical(given.key)))
+
+
+def replaced(ours: Mapping[Any, Any], why: str) -> Outcome:
+    """Unsupported, with what takes its place."""
+    return Outcome("unsupported", {as_path(key): value for key, value in ours.items()}, why)
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+# --- kinds of values
+
+
+def positive_integer(value: Any) -> int:
+    if integer(value) < 1:
+        raise ValueError("a whole number above 0")
+    return int(value)
+
+
+def positive_integers(value: Any) -> list[int]:
+    return [positive_integer(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def at_least(value: Any, least: int) -> int:
+    if integer(value) < least:
+        raise ValueError(f"a whole number, at least {least}")
+    return int(value)
+
+
+def nonnegative_integer(value: Any) -> int:
+    return at_least(value, 0)
+
+
+def nonnegative(value: Any) -> float:
+    if number(value) < 0:
+        raise ValueError("a number, at least 0")
+    return number(value)
+
+
+def fraction(value: Any) -> float:
+    if not 0 <= number(value) <= 1:
+        raise ValueError("a number from 0 to 1")
+    return number(value)
+
+
+def choice(value: Any, *names: str) -> str:
+    if text(value) not in names:
+        raise ValueError(f"one of {', '.join(names)}")
+    return text(value)
+
+
+def empty_section(value: Any) -> None:
+    """A section that a file may leave empty, or take from one that is not there."""
+    if value:
+        raise ValueError("a section of keys and values")
+
+
+def devices(value: Any) -> Any:
+    """Devices as they were written, if they can be read."""
+    device_list(value)
+    return value
+
+
+def device_list(value: Any) -> tuple[int, ...]:
+    """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognizes it."""
+    found: list[int] = []
+    for part in value.split("+") if isinstance(value, str) else [value]:
+        is_list = isinstance(part, list) and all(type(item) is int for item in part)
+        if not (DEVICES.fullmatch(part) if isinstance(part, str) else is_list):
+            raise ValueError(EXPECTED)
+        try:
+            found += parse_devices(part, MOST_DEVICES)
+        except RecipeError as error:
+            raise ValueError(f"{EXPECTED}: {error}") from None
+    if len(set(found)) < len(found):
+        raise ValueError(f"{EXPECTED}, each of them once")
+    return tuple(sorted(found))
+
+
+def shard_size(value: Any) -> int:
+    """Number of devices that share a copy of a model; -1 is all of them."""
+    if integer(value) < -1:
+        raise ValueError("a whole number")
+    return int(value)
+
+
+# --- which pipeline
+
+
+def is_rlvr(config: ForeignConfig) -> bool:
+    """Whether prompts are in files, and answers have rewards. Else the model acts in environments."""
+    if any(config.below(name) for name in ("train_env_manager", "val_env_manager", "custom_envs")):
+        return False
+    of_rlvr = ("num_return_sequences_in_group", "actor_train.data_args.file_name")
+    return any(key in config for key in of_rlvr) or bool(config.below("rewards"))
+
+
+def is_agentic(config: ForeignConfig) -> bool:
+    return not is_rlvr(config)
+
+
+def is_whole(config: ForeignConfig) -> bool:
+    return "pretrain" in config or is_rlvr(config)
+
+
+def is_old(config: ForeignConfig) -> bool:
+    """Whether it was written for the ROLL of the guides, before `env_groups` became `num_env_groups`."""
+    return any(one.key.endswith((".env_groups", ".n_groups")) for one in config.given.values())
+
+
+def validates(config: ForeignConfig) -> bool:
+    has_data = is_agentic(config) or "validation.data_args.file_name" in config
+    return bool(value_of(config, "eval_steps") > 0 and has_data)
+
+
+# --- batch and lengths
+
+
+def group_size(config: ForeignConfig) -> int:
+    key = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
+    return int(value_of(config, key))
+
+
+def num_prompts(config: ForeignConfig) -> int:
+    size = int(value_of(config, "rollout_batch_size"))
+    return size if is_rlvr(config) else max(size // group_size(config), 1)
+
+
+def lengths(config: ForeignConfig) -> tuple[int, int]:
+    """Number of tokens of a prompt, and of all that follows it."""
+    prompt, sequence = int(value_of(config, "prompt_length")), int(value_of(config, "sequence_length"))
+    if "response_length" in config and "sequence_length" not in config:
+        sequence = prompt + int(config["response_length"])
+    if is_rlvr(config) or ("prompt_length" in config and prompt < sequence):
+        return prompt, max(sequence - prompt, 1)
+    prompt = min(prompt, sequence // 2)  # ROLL has no limit of its own for the first prompt of an episode
+    return prompt, sequence - prompt
+
+
+def num_steps(config: ForeignConfig) -> int | None:
+    """Number of steps of the run. None: it ends with its last epoch."""
+    steps = int(value_of(config, "max_steps"))
+    return steps if steps > 0 else None
+
+
+def runs_by_epochs(config: ForeignConfig) -> bool:
+    return is_rlvr(config) and num_steps(config) is None
+
+
+# --- critic and KL
+
+
+def uses_critic(config: ForeignConfig) -> bool:
+    return str(value_of(config, "adv_estimator")) in ("gae", "skip_obs_gae")
+
+
+def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
+    if value_of(config, "use_kl_loss") and value_of(config, "kl_loss_coef") > 0:
+        return "loss"
+    return "reward" if kl_in_reward(config) else None
+
+
+def kl_in_reward(config: ForeignConfig) -> bool:
+    """Whether KL is subtracted from rewards: with `add_token_level_kl`, and in older versions in environments."""
+    if "add_token_level_kl" in config:
+        is_on = bool(config["add_token_level_kl"])
+    else:
+        is_on = is_old(config) and is_agentic(config)
+    return bool(is_on and value_of(config, "init_kl_coef") > 0)
+
+
+# --- parallelism
+
+
+def parallel(config: ForeignConfig) -> tuple[int, int, int]:
+    """Sizes of tensor, pipeline and context parallelism."""
+    tensor, pipeline = (value_of(config, f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    contexts = (f"{STRATEGY}.context_parallel_size", "actor_train.model_args.ulysses_size")
+    return tensor, pipeline, max(value_of(config, key) for key in contexts)
+
+
+def data_parallel(config: ForeignConfig) -> int:
+    return max(len(role_devices(config, "actor")) // math.prod(parallel(config)), 1)
+
+
+def experts(config: ForeignConfig) -> int:
+    """Size of expert parallelism; 1 where experts cannot be split beside tensor and context parallelism."""
+    tensor, _, context = parallel(config)
+    wanted = int(value_of(config, f"{STRATEGY}.expert_model_parallel_size"))
+    return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
+
+
+def num_for_sharding(config: ForeignConfig) -> int:
+    """Number of the actor's devices that tensor, context and expert parallelism leave."""
+    tensor, _, context = parallel(config)
+    return len(role_devices(config, "actor")) // (tensor * context * experts(config))
+
+
+def shard(config: ForeignConfig) -> int | None:
+    """Over how many devices a copy of the model is sharded, where that is written and not all."""
+    left, size = num_for_sharding(config), value_of(config, f"{STRATEGY}.fsdp_size")
+    return int(size) if 0 < size < left and left % size == 0 else None
+
+
+# --- devices of roles
+
+
+def role_devices(config: ForeignConfig, role: str) -> tuple[int, ...]:
+    """Devices of a role as ROLL has them; those of the training where none are written."""
+    key = f"{ROLES[role]}.device_mapping"
+    return device_list(config[key] if key in config else value_of(config, "actor_train.device_mapping"))
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    nodes: int
+    devices_per_node: int
+    roles: Mapping[str, tuple[int, ...]]
+    """Devices of the roles that a recipe has."""
+
+    @property
+    def is_one(self) -> bool:
+        return len({device for devices in self.roles.values() for device in devices}) == 1
+
+    @property
+    def is_everywhere(self) -> bool:
+        return set(self.roles.values()) == {tuple(range(self.nodes * self.devices_per_node))}
+
+    def placement(self) -> dict[str, dict[str, str]]:
+        by_devices: dict[tuple[int, ...], list[str]] = {}
+        for role, devices in self.roles.items():
+            by_devices.setdefault(devices, []).append(role)
+        named = {",".join(roles): format_devices(devices) for devices, roles in by_devices.items()}
+        return {"cluster.placement": named}
+
+
+def layout(config: ForeignConfig) -> RoleLayout:
+    actor, rollout = role_devices(config, "actor"), role_devices(config, "rollout")
+    if actor != rollout and set(actor) & set(rollout):
+        rollout = tuple(device for device in rollout if device not in actor) or actor
+    roles = {"actor": actor, "rollout": rollout}
+    for role, is_there in (("reference", kl_where(config) is not None), ("critic", uses_critic(config))):
+        if is_there:
+            wanted = role_devices(config, role)
+            roles[role] = wanted if fits(config, wanted, roles) else actor
+    highest = max(device for devices in roles.values() for device in devices) + 1
+    per_node = int(value_of(config, "num_gpus_per_node"))
+    nodes = math.ceil(highest / per_node)
+    return RoleLayout(nodes, per_node if nodes > 1 else highest, roles)
+
+
+def fits(config: ForeignConfig, wanted: tuple[int, ...], roles: Mapping[str, tuple[int, ...]]) -> bool:
+    """Roles share all of their devices or none, and every model is spread as the actor's is."""
+    apart = all(wanted == other or not set(wanted) & set(other) for other in roles.values())
+    if shard(config) is not None:
+        return apart and len(wanted) == len(roles["actor"])
+    tensor, _, context = parallel(config)
+    return apart and len(wanted) % (tensor * context * experts(config)) == 0
+
+
+def on_cluster(config: ForeignConfig) -> bool:
+    return not layout(config).is_one
+
+
+# --- conversions of devices
+
+
+def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found, written = layout(config), value_of(config, "num_gpus_per_node")
+    if found.is_one:
+        return built_in(ONE_DEVICE)
+    nodes, each = found.nodes, found.devices_per_node
+    note = f"devices 0-{nodes * each - 1}: {plural(nodes, 'node')} of {each}"
+    if each < written:
+        note += f"; the node's other {written - each} are not used"
+    return converted({"cluster.nodes": nodes, "cluster.devices_per_node": each}, note)
+
+
+def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    num_devices, (tensor, pipeline, context) = len(role_devices(config, "actor")), parallel(config)
+    least = tensor * pipeline * context
+    if num_devices % least:
+        split = f"tensor {tensor} x pipeline {pipeline} x context {context}"
+        raise ValueError(f"has {plural(num_devices, 'device')}, and {split} parallel needs a multiple of {least}")
+    return placed(config, "actor")
+
+
+def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    actor, rollout = set(role_devices(config, "actor")), set(role_devices(config, "rollout"))
+    if actor == rollout or not actor & rollout:
+        return placed(config, "rollout")
+    found = layout(config)
+    if rollout < actor:
+        note = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's devices generate"
+        return built_in(note) if found.is_everywhere else converted(found.placement(), note)
+    if not actor < rollout:
+        raise ValueError("should have all of actor_train's devices, some of them alone, or none of them")
+    why = (
+        f"devices that generate and train by turns while others only generate: in Corral rollout has "
+        f"{format_devices(found.roles['rollout'])} and the training {format_devices(sorted(actor))}"
+    )
+    return replaced(found.placement(), why)
+
+
+def optional_devices(config: ForeignConfig, given: ForeignValue, role: str, missing: str) -> Outcome:
+    """Devices of a role that only some algorithms have."""
+    return placed(config, role) if role in layout(config).roles else built_in(missing)
+
+
+def placed(config: ForeignConfig, role: str) -> Outcome:
+    found, wanted = layout(config), role_devices(config, role)
+    if found.is_one:
+        return built_in(ONE_DEVICE)
+    note = f"devices {format_devices(wanted)}"
+    if found.is_everywhere:
+        return built_in(f"{note}: all there are, which is Corral's default")
+    if found.roles[role] != wanted:
+        note += f": with the training on {format_devices(found.roles[role])}, since roles share all devices or none"
+    return converted(found.placement(), note)
+
+
+def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    steps, roles = math.ceil(given.value or 0), layout(config).roles
+    if (given.value or 0) < 0:
+        raise ValueError("should be at least 0")
+    if steps == 0:
+        return built_in("every step has the newest weights, as in Corral")
+    if roles["actor"] == roles["rollout"]:
+        return unsupported("only an engine with devices of its own can generate ahead of the training")
+    note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighted (`algorithm.correction`)"
+    return converted({"schedule.max_staleness": steps}, note)
+
+
+# --- conversions of how a model is spread
+
+
+def context(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("train.parallel.context", parallel(config)[2])
+
+
+def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    wanted = given.value or 1
+    if experts(config) == wanted:
+        return mapped("train.parallel.expert", wanted)
+    by_tensor, _, by_context = parallel(config)
+    return unsupported(
+        f"experts are split beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
+        f"{plural(len(role_devices(config, 'actor')), 'device')}"
+    )
+
+
+def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    size = shard(config)
+    if size is None:
+        return built_in("a model is sharded over all devices that are left for it")
+    copies = num_for_sharding(config) // size
+    ours = {"train.parallel.shard": size, "train.parallel.replicate": copies}
+    return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
+
+
+def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """Megatron's key; ROLL's other back ends have `disable_gradient_checkpointing`."""
+    if given.value == "full":
+        return mapped("train.recompute", "full")
+    if given.value in (None, "selective"):
+        return built_in("attention is computed again in the backward pass anyway")
+    raise ValueError("should be full or selective")
+
+
+def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if config["actor_train.strategy_args.strategy_name"] == "megatron_train":
+        return no_effect("with megatron_train see `recompute_granularity`")
+    is_off = value_of(config, "actor_train.model_args.disable_gradient_checkpointing")
+    return mapped("train.recompute", "none" if is_off else "full")
+
+
+def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """Only a model of which each device holds a part can have it all in the host's memory."""
+    is_sharded = len(role_devices(config, "actor")) > 1 and value_of(config, f"{STRATEGY}.fsdp_size") != 1
+    zero = f"{STRATEGY}.zero_optimization"
+    all_of_it = bool(config[f"{STRATEGY}.offload_policy"])
+    parameters = all_of_it or config[f"{zero}.offload_param.device"] in ("cpu", "nvme")
+    optimizer = all_of_it or config[f"{zero}.offload_optimizer.device"] in ("cpu", "nvme")
+    for key in ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload"):
+        optimizer = optimizer or bool(config[key])
+    chosen = {"parameters": is_sharded and parameters, "gradients": is_sharded and all_of_it, "optimiser": optimizer}
+    parts = [part for part, is_chosen in chosen.items() if is_chosen]
+    if not parts:
+        return built_in("on the device, as in Corral")
+    return converted({"train.offload": parts}, f"{' and '.join(parts)} in the host's memory")

@@ -1,0 +1,382 @@
+"""ROLL's keys for a run and its steps: checkpoints, trackers, model, batch, lengths, sampling, data, rewards."""
+
+import math
+import re
+from typing import Any
+
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, text, unsupported
+from corral.migrate.roll.pipelines_and_devices import (
+    data_parallel,
+    group_size,
+    is_agentic,
+    is_rlvr,
+    kl_where,
+    lengths,
+    num_prompts,
+    num_steps,
+    on_cluster,
+    plural,
+    replaced,
+    validates,
+    value_of,
+)
+from corral.migrate.table import ForeignConfig
+from corral.recipe.rules import TRACKERS_WITH_PROJECTS
+
+TRAINING = "actor_train.training_args"
+SAMPLING = "actor_infer.generating_args"
+SEES = re.compile(r"(?i)(?:^|[-_/.\d])(?:vl|omni|vision)(?:[-_/.\d]|$)")
+TRACKERS = {name: ["console", name] for name in ("tensorboard", "wandb", "swanlab", "trackio", "mlflow")}
+TRACKERS["stdout"] = ["console"]
+NOT_FOR_WORKERS = re.compile(
+    r"(?i)(?:use_modelscope|modelscope|model_download|vllm|sglang|nvte|megatron|hccl|ascend|npu|roll|ray|task_queue|"
+    r"multi_stream|cpu_affinity|combined_enable)(?:_.*)?|.*visible_devices"
+)
+"""Environment variables that only ROLL, its libraries, or Ray read."""
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+REWARDS = {"MathRuleRewardWorker": "math"}
+"""ROLL's reward workers, and functions of Corral."""
+ONLY_ZERO_VARIANCE = "`algorithm.dynamic_sampling` leaves out groups whose rewards are all equal, and nothing else"
+
+
+# --- length, checkpoints, trackers
+
+
+def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if (steps := num_steps(config)) is not None:
+        return mapped("schedule.steps", steps)
+    epochs = config[f"{TRAINING}.num_train_epochs"]
+    if is_rlvr(config) and epochs is not None:
+        return converted({"schedule.epochs": epochs}, f"-1: {epochs:g} passes over the data")
+    raise ValueError("should be above 0: the number of steps to train")
+
+
+def every(config: ForeignConfig, key: str) -> int:
+    """Number of steps between two checkpoints or validations; 0 where the run ends before the first."""
+    period, steps = int(value_of(config, key)), num_steps(config)
+    return 0 if period <= 0 or (steps is not None and period > steps) else period
+
+
+def save_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    period = value_of(config, "save_steps")
+    if every(config, "save_steps") == period:
+        return mapped("checkpoint.every", period)
+    return converted({"checkpoint.every": 0}, f"every {period} steps of {num_steps(config)}: at the end only")
+
+
+def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """Number of checkpoints that are kept; 0 is all of them."""
+    period, steps = every(config, "save_steps"), num_steps(config)
+    if given.value:
+        return mapped("checkpoint.keep", given.value)
+    if steps is None:
+        return unsupported("Corral keeps a number of them")
+    if not period:
+        return built_in("there is one, at the end")
+    made = steps // period + 1
+    return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
+
+
+def eval_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not validates(config):
+        return built_in("off, as in Corral without validation data")
+    period = every(config, "eval_steps")
+    return mapped("validation.every", period, "" if period else "the run ends before: first and last only")
+
+
+def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, False):
+        return converted({"checkpoint.resume": "never"}, "false: start anew")
+    return mapped("checkpoint.resume", "auto" if given.value is True else text(given.value))
+
+
+def output_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "checkpoint_config.output_dir" in config:
+        return built_in("all of a run is in one folder, that of `checkpoint_config.output_dir`")
+    return mapped("logging.runs", given.value)
+
+
+def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value not in TRACKERS:
+        return unsupported(f"Corral has {', '.join(TRACKERS)}")
+    return mapped("logging.trackers", TRACKERS[given.value])
+
+
+def has_projects(config: ForeignConfig) -> bool:
+    return value_of(config, "track_with") in TRACKERS_WITH_PROJECTS
+
+
+def hidden(value: Any) -> str:
+    """A key of a tracker's account, which must not be in a report."""
+    return "(not shown)"
+
+
+def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """A recipe has names of variables, and never their values."""
+    name = given.key.rpartition("system_envs.")[2]
+    if NOT_FOR_WORKERS.fullmatch(name):
+        return built_in("Corral does not read it; models are loaded from a folder or from the Hugging Face hub")
+    if not on_cluster(config):
+        return built_in(f"set {name} where you start `corral train`")
+    names = sorted({key.rpartition("system_envs.")[2] for key in config.given if "system_envs." in key})
+    passed = [one for one in names if not NOT_FOR_WORKERS.fullmatch(one)]
+    return converted({"cluster.environment": passed}, f"set {name} where you start `corral train`: workers get it")
+
+
+def call_timeout(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if on_cluster(config):
+        return mapped("cluster.call_timeout_s", given.value)
+    return built_in("there is one process, and no call to wait for")
+
+
+def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
+        return built_in("see the other keys")
+    return unsupported("Corral has the agentic and the RLVR pipeline")
+
+
+# --- model
+
+
+def has_three_paths(config: ForeignConfig) -> bool:
+    """Whether three roles name a model, without which ROLL's roles have no models of their own."""
+    roles = ("actor_train", "actor_infer", "reference")
+    return all(f"{role}.model_args.model_name_or_path" in config for role in roles)
+
+
+def model(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    path = value_of(config, "pretrain")
+    if has_three_paths(config):
+        return no_effect("every role names its model itself")
+    if SEES.search(path):
+        return replaced({"model.path": path}, "Corral trains on text; it has no vision models")
+    return mapped("model.path", path)
+
+
+def actor_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value != config["actor_train.model_args.model_name_or_path"]:
+        return unsupported("the engine has the weights that are trained")
+    return mapped("model.path", given.value)
+
+
+def reference_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if kl_where(config) is None or given.value == config["actor_train.model_args.model_name_or_path"]:
+        return built_in("the model as it was before training, where there is KL")
+    return mapped("reference.path", given.value)
+
+
+def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    own = config["critic.model_args.model_name_or_path"] or config["reward_pretrain"]
+    if own == value_of(config, "pretrain"):
+        return built_in("the critic starts as a copy of the model")
+    return mapped("critic.path", own)
+
+
+def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    main, value = config["actor_train.model_args.dtype"] or "bf16", given.value or "bf16"
+    if value not in DTYPES:
+        raise ValueError(f"should be one of {', '.join(DTYPES)}")
+    if main in DTYPES and value != main:
+        return unsupported(f"all roles compute alike in Corral: {main}, as actor_train")
+    return mapped("model.dtype", DTYPES[value])
+
+
+def has_lora(config: ForeignConfig, role: str) -> bool:
+    return bool(config[f"{role}.model_args.lora_target"])
+
+
+# --- batch
+
+
+def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    size, samples = value_of(config, "rollout_batch_size"), group_size(config)
+    ours = {"batch.prompts_per_step": num_prompts(config), "batch.samples_per_prompt": samples}
+    if is_rlvr(config):
+        return converted(ours, f"{size} prompts, {plural(samples, 'answer')} each: {size * samples} trajectories")
+    if size % samples:
+        raise ValueError(
+            f"should be a multiple of `train_env_manager.group_size`, {samples}: groups are generated whole"
+        )
+    return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
+
+
+def samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("batch.samples_per_prompt", group_size(config))
+
+
+def answers(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if is_agentic(config):
+        return no_effect("the agentic pipeline has `train_env_manager.group_size`")
+    return samples(config, given)
+
+
+def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    each, times = (value_of(config, f"{TRAINING}.{name}") for name in names)
+    copies, trajectories = data_parallel(config), num_prompts(config) * group_size(config)
+    size = each * times * copies
+    made = math.ceil(trajectories / size)
+    note = f"{each} x {times} x {copies} = {size} trajectories per update, of {trajectories}: "
+    return converted({"batch.updates_per_step": made}, f"{note}{plural(made, 'update')} per step")
+
+
+def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """The number of updates, and how many tokens are computed at once."""
+    found, tokens = updates(config, given), sum(lengths(config))
+    if is_dynamic(config):
+        return found
+    each = value_of(config, f"{TRAINING}.per_device_train_batch_size")
+    ours = {**found.ours, ("batch", "max_tokens_per_micro_batch"): each * tokens}
+    return converted(ours, f"{found.note}; {each} x {tokens} tokens at once")
+
+
+def is_dynamic(config: ForeignConfig) -> bool:
+    keys = ("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train")
+    return all(config[f"actor_train.{key}"] for key in keys)
+
+
+def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not is_dynamic(config):
+        return built_in("micro-batches are packed by their tokens anyway")
+    wanted, least = config["actor_train.max_tokens_per_microbatch_in_train"], sum(lengths(config))
+    note = f"{wanted} tokens at once" + (f": at least one trajectory, {least}" if wanted < least else "")
+    return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
+
+
+# --- lengths
+
+
+def sequence(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    (prompt, response), total = lengths(config), value_of(config, "sequence_length")
+    if "response_length" in config and "sequence_length" not in config:
+        return built_in("see `prompt_length` and `response_length`")
+    if total < 2 or (is_rlvr(config) and total <= prompt):
+        raise ValueError(f"should be above the prompt's length, {max(prompt, 1)}")
+    ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
+    return converted(ours, f"{total} tokens: {prompt} for the prompt and {response} for what follows")
+
+
+def prompt_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    prompt, response = lengths(config)
+    ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
+    if is_rlvr(config):
+        return converted(
+            {**ours, "data.overlong": "filter"}, f"{prompt} tokens; longer prompts are left out, as in ROLL"
+        )
+    return converted(ours, f"{prompt} tokens for the opening, {response} for what follows")
+
+
+def response_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "sequence_length" in config:
+        return no_effect("`sequence_length` takes precedence")
+    return mapped("rollout.max_response_tokens", lengths(config)[1])
+
+
+def validation_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, sum(lengths(config)), lengths(config)[0]):
+        return built_in("as in training")
+    return unsupported("validation has the lengths of the training")
+
+
+# --- sampling
+
+
+def samples_validation_alike(config: ForeignConfig) -> bool:
+    """Environments are validated with the sampling of the training, unless that is not `actor_infer`'s."""
+    return validates(config) and is_agentic(config) and not has_own_validation(config)
+
+
+def has_own_validation(config: ForeignConfig) -> bool:
+    of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in config.given.values())
+    return bool(config.below("val_env_manager.generating_args")) and not of_actor
+
+
+def temperature(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = value_of(config, f"{SAMPLING}.temperature")
+    if value == 0:
+        raise ValueError("should be above 0: with 0 all samples of a prompt would be the same")
+    if not samples_validation_alike(config):
+        return mapped("rollout.temperature", value)
+    ours = {"rollout.temperature": value, "validation.temperature": value}
+    return converted(ours, f"{value:g}; in validation too, as in ROLL")
+
+
+def top_p(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = value_of(config, f"{SAMPLING}.top_p")
+    if not samples_validation_alike(config):
+        return mapped("rollout.top_p", value)
+    return converted({"rollout.top_p": value, "validation.top_p": value}, f"{value:g}")
+
+
+def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    value = max(value_of(config, f"{SAMPLING}.top_k"), 0)
+    return mapped("rollout.top_k", value, "0: all tokens" if not value else "in training; validation has none")
+
+
+def validation_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """Sampling of `validation` (RLVR) and of `val_env_manager` (agentic)."""
+    section, _, name = given.key.rpartition(".")
+    of_agentic = section.startswith("val_env_manager")
+    if of_agentic and not has_own_validation(config):
+        return no_effect("those of `actor_infer` take precedence")
+    if of_agentic == is_rlvr(config):
+        return no_effect("it belongs to the " + ("agentic pipeline" if of_agentic else "RLVR pipeline"))
+    if not validates(config):
+        return built_in("there is no validation")
+    if name == "top_p" and not config[f"{section}.temperature"]:
+        return no_effect("without a temperature the most likely token is taken")
+    ours = "samples_per_prompt" if name == "num_return_sequences" else name
+    return mapped(f"validation.{ours}", given.value)
+
+
+# --- data and rewards of the RLVR pipeline
+
+
+def train_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = {"data.train.path": one_or_all(given.value or []), "data.answer_key": "ground_truth"}
+    return converted(ours, "ROLL's rows have their answers in the column `ground_truth`")
+
+
+def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not validates(config):
+        return built_in("`eval_steps` is 0: there is no validation")
+    return mapped("data.validation.path", one_or_all(given.value))
+
+
+def one_or_all(paths: list[str]) -> str | list[str]:
+    return paths[0] if len(paths) == 1 else paths
+
+
+def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
+        return built_in("one domain, all of the data")
+    return unsupported("rows are taken as the files have them; mix them there")
+
+
+def reward_of(config: ForeignConfig, domain: str) -> str | None:
+    return REWARDS.get((config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2])
+
+
+def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """All rows have the reward of one domain: the first that Corral has one for."""
+    if is_agentic(config):
+        return unsupported("environments have rewards of their own")
+    domain = given.key.split(".")[1]
+    domains = list(dict.fromkeys(key.partition(".")[0] for key in config.below("rewards")))
+    name, main = reward_of(config, domain), next((one for one in domains if reward_of(config, one)), domains[0])
+    if domain != main:
+        return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
+    if name is None:
+        why = f"Corral has {', '.join(REWARDS.values())} of ROLL's; write it as a function and name it here"
+        return replaced({"environment.reward.name": f"my_rewards:{domain}"}, why)
+    return converted({"environment.reward.name": name}, "without ROLL's penalty for repetition")
+
+
+def query_filter(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, "no_filter"):
+        return built_in("none, as in Corral")
+    if is_agentic(config) or group_size(config) == 1:
+        return no_effect("there are no answers to compare")
+    if given.value == "std_filter":
+        return mapped("algorithm.dynamic_sampling.enabled", True, "groups whose rewards are all equal are left out")
+    return unsupported(ONLY_ZERO_VARIANCE)

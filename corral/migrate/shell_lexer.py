@@ -1,0 +1,391 @@
+"""The text of a shell script as words and operators, without redirections and here-documents."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from corral.recipe.errors import RecipeError
+
+OPERATORS = ("&&", "||", ";;", "|&", "|", ";", "&", "(", ")")
+REDIRECTION = re.compile(r"(?:[0-9]*|&)(<<<|<<-?|<>|>>|>\||[<>]&?)")
+PARAMETER = re.compile(
+    r"(?P<length>#)?(?P<name>[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|[@*#])(?:\[(?P<index>[@*]|-?[0-9]{1,6})\])?"
+    r"(?:(?P<operator>:?[-=?+]|##?|%%?|:(?=[0-9]{1,4}$))(?P<argument>.*))?",
+    re.DOTALL,
+)
+SIMPLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?!$-]")
+OF_THE_SHELL = "0?!$-"
+"""`$0` and the like, which only a shell that runs knows."""
+ARRAY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=")
+COMMENT = re.compile(r"\s*(?:#[^\n]*)?")
+IN_WORD = re.compile(r"[^ \t\n;|&()<>'\"\\`$]+")
+IN_DEFAULT = re.compile(r"[^'\"\\`$]+")
+IN_QUOTES = re.compile(r"[^\"\\`$]+")
+ESCAPED_IN_QUOTES = '$`"\\\n'
+SPECIAL = re.compile(r"\\.|\$'|\$\(\(|\$\(|\$\{|<<<|<<|['\"`()}\]#\n]", re.DOTALL)
+CLOSING = {"$((": "))", "$(": ")", "${": "}", '"': '"'}
+SINGLE = re.compile(r"[^']*'")
+ESCAPED = {
+    "`": re.compile(r"[^`\\]*(?:\\.[^`\\]*)*`", re.DOTALL),
+    "$'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*'", re.DOTALL),
+}
+HERE = re.compile(r"-?[ \t]*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([^\s;&|<>()'\"]+))")
+ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|([0-7]{1,3})|(.))", re.DOTALL)
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
+MAX_DEPTH = 20
+
+
+@dataclass(frozen=True)
+class LiteralPart:
+    text: str
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class VariablePart:
+    """`$NAME`, `${NAME[index]operator argument}`"""
+
+    name: str
+    quoted: bool
+    written: str
+    index: str | None = None
+    """`@` and `*`: all of them."""
+    operator: str = ""
+    """`length` is `${#NAME}`; all others are as the shell writes them."""
+    argument: "ShellWord | None" = None
+
+
+@dataclass(frozen=True)
+class UnknownPart:
+    """What only a shell that runs would know."""
+
+    what: str
+    """A command, or what the shell itself would work out, as written."""
+    written: str
+
+
+@dataclass(frozen=True)
+class ArithmeticPart:
+    """`$((...))`"""
+
+    expression: "ShellWord"
+
+
+@dataclass(frozen=True)
+class ArrayPart:
+    """`(...)` behind `NAME=`"""
+
+    words: tuple["ShellWord", ...]
+
+
+WordPart = LiteralPart | VariablePart | UnknownPart | ArithmeticPart | ArrayPart
+
+
+@dataclass(frozen=True)
+class ShellWord:
+    parts: tuple[WordPart, ...]
+    line: int
+
+    @property
+    def plain(self) -> str | None:
+        """The word as text, or None where a value has to be put in."""
+        texts = [part.text for part in self.parts if isinstance(part, LiteralPart)]
+        return "".join(texts) if len(texts) == len(self.parts) else None
+
+
+@dataclass(frozen=True)
+class ShellOperator:
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class ArithmeticCommand:
+    """`((...))` as a command, or behind `for`"""
+
+    text: str
+    line: int
+
+
+class ShellLexer:
+    def __init__(self, text: str, source: str, line: int = 1, depth: int = 0) -> None:
+        self.text, self.source, self.line, self.depth = text.replace("\r\n", "\n"), source, line, depth
+        self.at = 0
+        self.here: list[str] = []
+        """Words that end the here-documents that begin on the next line."""
+        self.no_sum_before = 0
+        """A `((` that is two brackets: no other is looked at until it ends, or each would look through all of it."""
+        if depth > MAX_DEPTH:
+            raise self.problem("is nested too deeply")
+
+    def tokens(self) -> Iterator[ShellWord | ShellOperator | ArithmeticCommand]:
+        while self.at < len(self.text):
+            if self._skipped():
+                continue
+            line = self.line
+            if self._takes("\n"):
+                yield ShellOperator("\n", line)
+                self._skip_here_documents()
+            elif self._at_process():
+                yield self._word()
+            elif match := REDIRECTION.match(self.text, self.at):
+                self.at = match.end()
+                self._redirect(match[1])
+            elif (expression := self._arithmetic()) is not None:
+                yield ArithmeticCommand(expression, line)
+            elif found := next((one for one in OPERATORS if self.text.startswith(one, self.at)), None):
+                self.at += len(found)
+                yield ShellOperator(found, line)
+            else:
+                yield self._word()
+
+    def problem(self, what: str) -> RecipeError:
+        return RecipeError(f"{self.source}:{self.line}: {what}")
+
+    def _skipped(self) -> bool:
+        """Whether spaces, a continued line or a comment were skipped."""
+        if self.text[self.at] in " \t":
+            self.at += 1
+        elif self.text.startswith("\\\n", self.at):
+            self.at += 2
+            self.line += 1
+        elif self.text[self.at] == "#":
+            self.at = end_of_line(self.text, self.at)
+        else:
+            return False
+        return True
+
+    def _takes(self, character: str) -> bool:
+        if not self.text.startswith(character, self.at):
+            return False
+        self.at += len(character)
+        self.line += character == "\n"
+        return True
+
+    def _moved(self, end: int) -> str:
+        """The text up to `end`, behind which reading goes on."""
+        text = self.text[self.at : end]
+        self.at = end
+        self.line += text.count("\n")
+        return text
+
+    # --- what is no word
+
+    def _at_process(self) -> bool:
+        """`<(command)`"""
+        return self.text.startswith(("<(", ">("), self.at)
+
+    def _redirect(self, kind: str) -> None:
+        while self.at < len(self.text) and self.text[self.at] in " \t":
+            self.at += 1
+        if self._at_process() or (self.at < len(self.text) and self.text[self.at] not in "\n;|&()<>"):
+            target = self._word()
+            if kind in ("<<", "<<-"):
+                self.here.append(target.plain or "")
+
+    def _skip_here_documents(self) -> None:
+        for word in self.here:
+            self._moved(end_of_here_document(self.text, self.at, word))
+        self.here = []
+
+    def _arithmetic(self) -> str | None:
+        if not self.text.startswith("((", self.at) or self.at < self.no_sum_before:
+            return None
+        try:
+            end = end_of(self.text, self.at + 2, "((", "))", self.depth)
+        except ValueError:
+            end = len(self.text)
+        if end < self.at + 4 or self.text[end - 2 : end] != "))":
+            self.no_sum_before = end
+            return None
+        return self._moved(end)[2:-2]
+
+    # --- words
+
+    def _word(self, in_array: bool = False) -> ShellWord:
+        line, start, parts = self.line, self.at, list[WordPart]()
+        while self.at < len(self.text):
+            if self.text[self.at] == "(":
+                before = parts[-1] if len(parts) == 1 else None
+                if in_array or not (isinstance(before, LiteralPart) and ARRAY.fullmatch(before.text)):
+                    break
+                parts.append(self._array())
+            elif self._at_process():
+                written = self._bracketed("<(", ")")
+                parts.append(UnknownPart(written[2:-1], written))
+            elif self.text[self.at] in " \t\n;|&)<>":
+                break
+            else:
+                parts += self._parts(IN_WORD)
+        if self.at == start:  # a bracket that nothing belongs to
+            self.at += 1
+        return ShellWord(tuple(parts), line)
+
+    def _parts(self, plain: "re.Pattern[str]", quoted: bool = False) -> list[WordPart]:
+        """The next parts of a word, of a default in it, or of a text in double quotes. `plain` goes on as text."""
+        character, behind = self.text[self.at], self.text[self.at + 1 : self.at + 2]
+        if character == "\\" and (not quoted or (behind and behind in ESCAPED_IN_QUOTES)):
+            escaped = self._moved(min(self.at + 2, len(self.text)))[1:]
+            return [] if escaped in ("", "\n") else [LiteralPart(escaped, quoted=True)]
+        if character == "`":  # one that is only a comment is a way to write one between continued lines
+            command = self._until("`")
+            return [] if COMMENT.fullmatch(command) else [UnknownPart(command, f"$({command})")]
+        if character == "'" and not quoted:
+            return [LiteralPart(self._until("'"), quoted=True)]
+        if character + behind == "$'" and not quoted:
+            return [LiteralPart(unescaped(self._until("$'")), quoted=True)]
+        if (character == '"' or character + behind == '$"') and not quoted:
+            return self._in_double_quotes(skip=1 if character == '"' else 2)
+        if character == "$":
+            return [self._dollar(quoted)]
+        match = plain.match(self.text, self.at)
+        return [LiteralPart(self._moved(match.end() if match else self.at + 1), quoted)]
+
+    def _until(self, quote: str) -> str:
+        start = self.at + len(quote)
+        return self._moved(self._end(end_of_quote, start, quote))[len(quote) : -1]
+
+    def _in_double_quotes(self, skip: int) -> list[WordPart]:
+        start = self.line
+        self.at += skip
+        parts: list[WordPart] = []
+        while not self._takes('"'):
+            if self.at >= len(self.text):
+                self.line = start
+                raise self.problem('a " is not closed')
+            parts += self._parts(IN_QUOTES, quoted=True)
+        return parts or [LiteralPart("", quoted=True)]
+
+    def _dollar(self, quoted: bool) -> WordPart:
+        line = self.line
+        for opening, closing in (("$((", "))"), ("$[", "]"), ("$(", ")"), ("${", "}")):
+            if self.text.startswith(opening, self.at):
+                written = self._bracketed(opening, closing)
+                inside = written[len(opening) : -len(closing)]
+                if closing == "}":
+                    return self._parameter(written, line, quoted)
+                return (
+                    UnknownPart(inside, written) if closing == ")" else ArithmeticPart(self._inner(inside, line, True))
+                )
+        match = SIMPLE.match(self.text, self.at + 1)
+        written = self._moved(match.end() if match else self.at + 1)
+        name = written[1:]
+        if not name:
+            return LiteralPart("$", quoted)
+        if name in OF_THE_SHELL:
+            return UnknownPart(written, written)
+        return VariablePart(name, quoted, written, index=name if name in "@*" else None)
+
+    def _parameter(self, written: str, line: int, quoted: bool) -> WordPart:
+        match = PARAMETER.fullmatch(written[2:-1])
+        name, operator = (match["name"], match["operator"] or "") if match else ("0", "")
+        if match is None or name == "0" or (match["length"] and operator) or (operator == ":" and name not in "@*"):
+            return UnknownPart(written, written)
+        index = match["index"] or (name if name in "@*" else None)
+        if match["length"]:
+            return VariablePart(name, quoted, written, index, "length")
+        argument = None
+        if operator:  # quotes count in a pattern, also where double quotes are around all of it
+            argument = self._inner(match["argument"], line, quoted and operator[0] not in "#%")
+        return VariablePart(name, quoted, written, index, operator, argument)
+
+    def _inner(self, text: str, line: int, quoted: bool) -> ShellWord:
+        """A default or an arithmetic expression as one word, whatever spaces are in it."""
+        lexer = ShellLexer(text, self.source, line, self.depth + 1)
+        parts: list[WordPart] = []
+        while lexer.at < len(lexer.text):
+            if not (quoted and lexer._takes('"')):
+                parts += lexer._parts(IN_QUOTES if quoted else IN_DEFAULT, quoted)
+        return ShellWord(tuple(parts or [LiteralPart("", quoted=True)] * quoted), line)
+
+    def _bracketed(self, opening: str, closing: str) -> str:
+        """What stands in the brackets at which the text is, with them."""
+        shown = opening.replace("<(", "(")
+        return self._moved(self._end(end_of, self.at + len(opening), shown, closing, self.depth))
+
+    def _end(self, find: Callable[..., int], *where: int | str) -> int:
+        try:
+            return find(self.text, *where)
+        except ValueError as error:
+            raise self.problem(str(error)) from None
+
+    def _array(self) -> ArrayPart:
+        start = self.line
+        self.at += 1
+        words = []
+        while not self._takes(")"):
+            if self.at >= len(self.text):
+                self.line = start
+                raise self.problem("a ( is not closed")
+            if not self._skipped() and not self._takes("\n"):
+                words.append(self._word(in_array=True))
+        return ArrayPart(tuple(words))
+
+
+# --- where quotes and brackets end, without reading what is in them
+
+
+def end_of(text: str, at: int, opening: str, closing: str, depth: int = 0) -> int:
+    """The place behind `closing`, for a bracket or quote whose inside begins at `at`. ValueError: it has no end."""
+    if depth > MAX_DEPTH:
+        raise ValueError("is nested too deeply")
+    num_open, is_command = len(closing), closing == ")"
+    here: list[str] = []
+    while match := SPECIAL.search(text, at):
+        at, found = match.end(), match[0]
+        if found == closing[0]:
+            num_open -= 1
+            if not num_open:
+                return at
+        elif found == "`" or (found == "$'" and closing != '"'):
+            at = end_of_quote(text, at, found)
+        elif found in CLOSING:
+            at = end_of(text, at, found, CLOSING[found], depth + 1)
+        elif closing == '"':
+            continue
+        elif found == "'":
+            at = end_of_quote(text, at, found)
+        elif found == "(" and closing[0] == ")":
+            num_open += 1
+        elif found == "#" and is_command and text[match.start() - 1] in " \t\n;(&|":
+            at = end_of_line(text, at)
+        elif found == "<<" and is_command and (word := HERE.match(text, at)):
+            at = word.end()
+            here.append(next(one for one in word.groups() if one is not None))
+        elif found == "\n":
+            for word_at_end in here:
+                at = end_of_here_document(text, at, word_at_end)
+            here = []
+    raise ValueError(f"a {opening} is not closed")
+
+
+def end_of_quote(text: str, at: int, quote: str) -> int:
+    """The place behind a single quote, `$'` or a backquote whose inside begins at `at`."""
+    match = ESCAPED.get(quote, SINGLE).match(text, at)
+    if match is None:
+        raise ValueError(f"a {quote} is not closed")
+    return match.end()
+
+
+def end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def end_of_here_document(text: str, at: int, word: str) -> int:
+    """The place behind the line that is `word` alone; the end of the script where there is none, as for the shell."""
+    match = re.compile(rf"^\t*{re.escape(word)}$\n?", re.MULTILINE).search(text, at)
+    return match.end() if match else len(text)
+
+
+def unescaped(text: str) -> str:
+    """The inside of `$'...'` with its escapes put in."""
+
+    def character(match: "re.Match[str]") -> str:
+        if match[4] is not None:
+            return ESCAPES.get(match[4], match[4] if match[4] in "\\'\"?" else match[0])
+        code = int(match[1] or match[2] or match[3], 8 if match[3] else 16)
+        is_character = 0 < code < (0xD800 if match[2] else 0x80)  # above: a byte of several, or no character
+        return chr(code) if is_character else match[0]
+
+    return ESCAPE.sub(character, text)
