@@ -20,7 +20,7 @@ from corral.rollout.driver import Prompt, seed_of
 from corral.runtime.loss_functions import LossStats, UpdateTerms
 from corral.runtime.rollout_worker import Finished, Game
 from corral.runtime.worker import WorkerContext
-from corral.train.optimizer import UpdateResult
+from corral.training.optimizer import UpdateResult
 
 BUILDER = "simulated:build_role"
 FIRST_LETTER, LAST_LETTER = 60, 85

@@ -152,7 +152,7 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The folder of the last checkpoint, which transformers loads as it is. None: there is none."""
-        from corral.train.checkpoint import find_checkpoint
+        from corral.training.checkpoint import find_checkpoint
 
         return find_checkpoint(self.folder / "checkpoints", "auto")
 

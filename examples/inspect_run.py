@@ -30,4 +30,4 @@ if __name__ == "__main__":
         print(row)
     print(run.trajectories(step=1)[0])
 
-    print(corral.evaluate(RECIPE, model=run.checkpoint)["validation/mean"])
+    print(corral.evaluate(RECIPE, model=run.checkpoint)["validation/mean@1"])

@@ -21,7 +21,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
     """The native trainer, with float32 master weights; log-probs and entropy of every token."""
     from corral.model.model_loading import load_model
     from corral.recipe.schema import Model, Optimizer, Train
-    from corral.train.native_trainer import NativePolicyTrainer
+    from corral.training.native_trainer import NativePolicyTrainer
 
     device = torch.device(settings.device)
     model = load_model(Model(path=settings.folder, dtype=settings.dtype), device)

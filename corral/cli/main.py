@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster_commands, envs, jobs, launch, retriever, run_recipe
+from corral.cli import bench, cluster_commands, envs, jobs, launch, migrate, retriever, run_recipe
 from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 
@@ -77,7 +77,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
-    from corral.train.checkpoint import export_model
+    from corral.training.checkpoint import export_model
 
     export_model(checkpoint, out, dtype)
     print(f"wrote {out}")

@@ -20,7 +20,7 @@ from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError, UserError
 from corral.runtime.model_workers import ModelWorker
 from corral.runtime.rollout_worker import RolloutWorker
-from corral.train.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
+from corral.training.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
-from corral.train.checkpoint import find_checkpoint, read_state, step_folder
+from corral.training.checkpoint import find_checkpoint, read_state, step_folder
 
 
 def train(

@@ -18,7 +18,7 @@ from corral.recipe.recipe_warnings import why_training_waits
 from corral.runtime.group import gather_calls
 from corral.runtime.loss_functions import LossStats, UpdateTerms
 from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
-from corral.train.optimizer import UpdateResult
+from corral.training.optimizer import UpdateResult
 
 
 def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:

@@ -12,7 +12,7 @@ from corral.recipe.mesh import MeshShape
 from corral.runtime.group import Group
 from corral.runtime.loss_functions import LossStats, UpdateTerms
 from corral.runtime.model_workers import ModelWorker
-from corral.train.optimizer import UpdateResult
+from corral.training.optimizer import UpdateResult
 
 Answer = TypeVar("Answer")
 ModelWorkerT = TypeVar("ModelWorkerT", bound=ModelWorker)

@@ -26,10 +26,10 @@ from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateT
 from corral.runtime.transfer_buckets import TransferHandle
 from corral.runtime.transfer_channels import Channel, make_channel
 from corral.runtime.worker import Role, WorkerContext
-from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
-from corral.train.optimizer import UpdateResult
-from corral.train.process_mesh import ProcessMesh
-from corral.train.trainer import PolicyTrainer, ValueTrainer
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.optimizer import UpdateResult
+from corral.training.process_mesh import ProcessMesh
+from corral.training.trainer import PolicyTrainer, ValueTrainer
 
 
 class ModelWorker(Role, ABC):

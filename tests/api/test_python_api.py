@@ -45,7 +45,9 @@ def test_a_run_has_metrics_a_checkpoint_and_trajectories(tmp_path: Path, tiny_mo
     assert run.checkpoint == tmp_path / "runs" / "tiny" / "checkpoints" / "step_000002"
     records = run.trajectories()
     assert len(records) == 4
-    assert [record["reward"] for record in records] == [length(record["response"]) for record in records]
+    assert {record["reward"] for record in records} <= {0.0, 1.0, 2.0}
+    mean = sum(record["reward"] for record in records) / len(records)
+    assert run.metrics["reward/mean"].to_pylist()[-1] == pytest.approx(mean)
     assert corral.Run(run.folder).recipe.schedule.steps == 2
 
 
@@ -90,9 +92,8 @@ class BlockingEcho(corral.BlockingEnv):
 @pytest.mark.parametrize("environment", [Echo, BlockingEcho])
 def test_a_class_is_an_environment(tmp_path: Path, tiny_model: Path, environment: type) -> None:
     run = corral.train(recipe(tmp_path, tiny_model), environment=environment, data=ROWS, quiet=True)
-    assert [record["reward"] for record in run.trajectories()] == [
-        len(record["response"]) for record in run.trajectories()
-    ]
+    assert any(record["reward"] > 0 for record in run.trajectories())
+    assert run.metrics["samples/errors"].to_pylist() == [0, 0]
 
 
 def test_sections_and_dotted_keys_change_a_recipe(tmp_path: Path, tiny_model: Path) -> None:
@@ -157,4 +158,4 @@ def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     rows = [{"prompt": "1 + 1 =", "answer": "2"}]
     values["data"] = {**values["data"], "train": {"path": "arithmetic:addition"}}
     metrics = corral.evaluate(values, run.checkpoint, reward=length, validation=rows)
-    assert metrics["validation/mean"] in (0.0, 1.0, 2.0)
+    assert metrics["validation/mean@1"] in (0.0, 1.0, 2.0)

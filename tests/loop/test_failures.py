@@ -14,7 +14,7 @@ from commands import Finished, corral, start_corral
 from runs import rows_of, same_outcome, steps_of, train_here, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corral.train.checkpoint import problem_with, step_folder
+from corral.training.checkpoint import problem_with, step_folder
 
 REWARDS = '''
 import pathlib, time

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from corral.loop.train import next_commands
-from corral.train.checkpoint import step_folder
+from corral.training.checkpoint import step_folder
 
 
 def test_commands_are_quoted(tmp_path: Path) -> None:

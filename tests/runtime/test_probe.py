@@ -12,7 +12,7 @@ from corral.loop.weight_publisher import PROBE_BOUNDS, PROBE_TOKENS, compare_log
 from corral.model.attention import register
 from corral.recipe.errors import RunError
 from corral.rollout.native_engine import model_logprobs
-from corral.train.native_trainer import NativePolicyTrainer
+from corral.training.native_trainer import NativePolicyTrainer
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(200)]
 WHERE = {"version": 7, "name": "device 3 on 10.0.0.2"}

@@ -45,7 +45,7 @@ class JobInstructions:
 
 
 def check_resumable(run_folder: Path) -> None:
-    from corral.train.checkpoint import find_checkpoint
+    from corral.training.checkpoint import find_checkpoint
 
     if find_checkpoint(run_folder / "checkpoints", "auto") is None:
         raise UserError(f"--resume: there is no checkpoint in {run_folder} on {socket.gethostname()} to go on from")

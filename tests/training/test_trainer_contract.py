@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from corral.model.attention import register
 from corral.recipe.schema import Optimizer
-from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
-from corral.train.trainer import PolicyTrainer, ValueTrainer
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.trainer import PolicyTrainer, ValueTrainer
 
 
 def load_model(folder: Path | None) -> Any:

@@ -17,8 +17,8 @@ from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.native_trainer import NativePolicyTrainer
-from corral.train.process_mesh import ProcessMesh
+from corral.training.native_trainer import NativePolicyTrainer
+from corral.training.process_mesh import ProcessMesh
 
 CPU = torch.device("cpu")
 PACK = 45

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.recipe.schema import Optimizer as OptimizerRecipe
-from corral.train.sharding import ShardingLayout, local_tensor
+from corral.training.sharding import ShardingLayout, local_tensor
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from trajectories import small_batch
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
 Teams = Callable[[int], Team]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trajectories import small_batch
 
 from corral.data.batch import Pack
-from corral.train.trainer import PolicyTrainer, ValueTrainer
+from corral.training.trainer import PolicyTrainer, ValueTrainer
 
 MakePolicy = Callable[[Path | None], PolicyTrainer]
 """A trainer of the same small float32 policy each time, on one process; or of the one in a checkpoint's folder."""

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from corral.recipe.errors import UserError
-from corral.train.tensor_files import TensorFiles, fsync, load_tensors, save_tensors
+from corral.training.tensor_files import TensorFiles, fsync, load_tensors, save_tensors
 
 MANIFEST = "manifest.json"
 NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", MANIFEST}

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.train.process_mesh import ProcessMesh
-from corral.train.sharding import ShardingLayout
+from corral.training.process_mesh import ProcessMesh
+from corral.training.sharding import ShardingLayout
 
 MAX_FILE = 5 * 10**9
 """Bytes of one file; more go into another one, as transformers does it."""

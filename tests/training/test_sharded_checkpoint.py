@@ -19,9 +19,9 @@ from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
 from corral.train import tensor_files
-from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
-from corral.train.process_mesh import ProcessMesh
-from corral.train.tensor_files import TensorFiles, write_tensors
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.process_mesh import ProcessMesh
+from corral.training.tensor_files import TensorFiles, write_tensors
 
 Teams = Callable[[int], Team]
 Weights = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.recipe.errors import UserError
-from corral.train.checkpoint import (
+from corral.training.checkpoint import (
     export_model,
     find_checkpoint,
     list_checkpoints,
@@ -25,7 +25,7 @@ from corral.train.checkpoint import (
     step_folder,
     writing_checkpoint,
 )
-from corral.train.tensor_files import load_tensors, save_tensors
+from corral.training.tensor_files import load_tensors, save_tensors
 
 TOKENS = torch.arange(5, 25)[None]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from corral.recipe.schema import Optimizer
-from corral.train.optimizer import LossScaler, MasterOptimizer
+from corral.training.optimizer import LossScaler, MasterOptimizer
 
 
 def make(

@@ -2,7 +2,7 @@
 
 A model may be sharded over several processes. Then each of them has a trainer, and every method is called by all of
 them at the same time, with the same number of packs: None stands for a pack on ranks that have fewer than others.
-`tests/train/trainer_contract.py` puts every implementation through this.
+`tests/training/trainer_contract.py` puts every implementation through this.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from corral.data.batch import Pack
-from corral.train.optimizer import UpdateResult
+from corral.training.optimizer import UpdateResult
 
 PolicyLoss = Callable[[Tensor, Tensor], Tensor]
 """(log-probs [tokens], entropy [tokens]) of a pack, both 0 where nothing was generated -> its contribution to the

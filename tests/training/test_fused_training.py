@@ -12,7 +12,7 @@ from tiny import DEVICE
 from corral.model.fused_layers import fuse, fused_layers
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train.optimizer import MasterOptimizer, total_norm
+from corral.training.optimizer import MasterOptimizer, total_norm
 
 
 def fused_outcome(shape: MeshShape | None, gradient_checkpointing: bool = False) -> Outcome:

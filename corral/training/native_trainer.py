@@ -27,11 +27,11 @@ from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
-from corral.train.optimizer import MasterOptimizer, UpdateResult
-from corral.train.process_mesh import ProcessMesh
-from corral.train.sharding import ShardedModel, check_offload, local_tensor
-from corral.train.tensor_files import TensorFiles, run_on_all_ranks, write_pretrained, write_tensors
-from corral.train.trainer import PolicyLoss, ValueLoss
+from corral.training.optimizer import MasterOptimizer, UpdateResult
+from corral.training.process_mesh import ProcessMesh
+from corral.training.sharding import ShardedModel, check_offload, local_tensor
+from corral.training.tensor_files import TensorFiles, run_on_all_ranks, write_pretrained, write_tensors
+from corral.training.trainer import PolicyLoss, ValueLoss
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "master")
 """What a checkpoint may hold of a parameter besides its weights."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.schema import Optimizer
-from corral.train.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
 
 def tiny_policy(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from corral.model.model_parallel import ExpertParallel, ShardSpec, TensorParallel, all_gather, shard_experts
 from corral.recipe.errors import UserError
-from corral.train.process_mesh import ProcessMesh
+from corral.training.process_mesh import ProcessMesh
 
 Result = TypeVar("Result")
 
