@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster_commands, envs, jobs, launch, retriever, run_recipe
+from corral.cli import bench, cluster_commands, envs, jobs, launch, migrate, retriever, run_recipe
 from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 

@@ -46,7 +46,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "algorithm.kl_ctrl.type": st.sampled_from(["fixed", "adaptive"]),
         "algorithm.kl_ctrl.target_kl": st.floats(0.01, 1),
         "algorithm.gamma": st.floats(0.1, 1),
-        "algorithm.gae_lambda": st.floats(0.1, 1),
+        "algorithm.lam": st.floats(0.1, 1),
         "algorithm.norm_adv_by_std_in_grpo": st.booleans(),
         "algorithm.filter_groups.enable": st.booleans(),
         "algorithm.filter_groups.max_num_gen_batches": st.integers(-1, 20),

@@ -283,7 +283,7 @@ def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is not None and given.value not in LOSSES:
         return unsupported(f"there is no such loss; RLinf's {', '.join(LOSSES)} are known")
     if loss_of(config) == "gspo":
-        return mapped("algorithm.loss", "gspo")
+        return mapped("algorithm.loss.name", "gspo")
     return built_in("the clipped loss of PPO")
 
 
@@ -295,7 +295,7 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
         is_so = given.value == "seq-mean-token-mean"
         return built_in("so it is") if is_so else unsupported("GSPO is always seq-mean-token-mean")
     note = "over all tokens of an update; RLinf takes it of each micro-batch, and then the mean of these"
-    return mapped("algorithm.aggregation", ours, note if ours == "token_mean" else "")
+    return mapped("algorithm.aggregation.name", ours, note if ours == "token_mean" else "")
 
 
 def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -304,7 +304,9 @@ def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("clip_ratio_low and clip_ratio_high count")
     if given.value is None or (not given.where and loss_of(config) == "ppo"):
         return built_in("0.2, as in Corral")
-    return converted({f"algorithm.clip_{side}": given.value for side in left}, f"{given.value:g} {' and '.join(left)}")
+    return converted(
+        {f"algorithm.loss.clip_{side}": given.value for side in left}, f"{given.value:g} {' and '.join(left)}"
+    )
 
 
 def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -312,7 +314,7 @@ def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("off, as in Corral")
     if loss_of(config) != "ppo":
         return no_effect("only the loss of PPO has it")
-    return mapped("algorithm.dual_clip", given.value)
+    return mapped("algorithm.loss.dual_clip", given.value)
 
 
 def entropy(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -347,7 +349,7 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = value_of(config, "algorithm.kl_penalty_type")
     if name not in ESTIMATORS:
         return unsupported(f"there is no such estimator; RLinf's {', '.join(ESTIMATORS)} are known")
-    return mapped("algorithm.kl.estimator", ESTIMATORS[name])
+    return mapped("algorithm.kl.estimator.name", ESTIMATORS[name])
 
 
 # --- data and rewards

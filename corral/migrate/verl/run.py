@@ -211,5 +211,5 @@ def optimizer_argument(config: ForeignConfig, given: ForeignValue, ours: str) ->
     if name in ("eps", "adam_eps"):
         return mapped(f"{ours}.epsilon", number(given.value))
     if "offload" in name or name.startswith(("overlap", "use_precision_aware", "fused", "foreach")):
-        return built_in("memory and speed; `train.offload` moves the optimiser out")
+        return built_in("memory and speed; `train.offload` moves the optimizer out")
     return unsupported("AdamW has no other arguments in Corral") if given.value else built_in("off")
