@@ -191,12 +191,6 @@ def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return built_in("off" if given.value is None else "attention's scores are never kept")
 
 
-def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off")
-    return converted({"train.gradient_checkpointing": True}, "true: activations are computed again in all layers")
-
-
 # --- log-probs that updates start from
 
 
@@ -218,13 +212,6 @@ def recompute_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def corrects_engine(config: ForeignConfig) -> bool:
     return bool(config["algorithm.importance_sampling_fix"])
-
-
-def importance_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off, as in Corral")
-    ours = {"algorithm.correction.name": "token_tis", "algorithm.old_logprobs": "recompute"}
-    return converted(ours, "each token is weighted by trainer's over engine's probability")
 
 
 def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:

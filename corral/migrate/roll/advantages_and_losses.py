@@ -286,12 +286,6 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"divided by the length of a sequence, {length}")
 
 
-def old_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value:
-        return mapped("algorithm.old_logprobs", "recompute")
-    return built_in("those of sampling, where these are the newest weights'")
-
-
 # --- KL
 
 

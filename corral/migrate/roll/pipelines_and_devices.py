@@ -20,6 +20,7 @@ from corral.migrate.outcome import (
     mapped,
     no_effect,
     number,
+    plural,
     text,
     unsupported,
 )
@@ -75,10 +76,6 @@ def value_as(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
 def replaced(ours: Mapping[Any, Any], why: str) -> Outcome:
     """Unsupported, with what takes its place."""
     return Outcome("unsupported", {as_path(key): value for key, value in ours.items()}, why)
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 # --- kinds of values
@@ -429,15 +426,6 @@ def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
     copies = num_for_sharding(config) // size
     ours = {"train.parallel.shard": size, "train.parallel.replicate": copies}
     return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
-
-
-def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Megatron's key; ROLL's other back ends have `disable_gradient_checkpointing`."""
-    if given.value == "full":
-        return mapped("train.gradient_checkpointing", True)
-    if given.value in (None, "selective"):
-        return built_in("attention is computed again in the backward pass anyway")
-    raise ValueError("should be full or selective")
 
 
 def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:

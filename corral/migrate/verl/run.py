@@ -16,10 +16,11 @@ from corral.migrate.outcome import (
     mapped,
     no_effect,
     number,
+    plural,
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.verl.sizes import ACTOR, MODEL, has_critic, plural, positive, updates_per_step
+from corral.migrate.verl.sizes import ACTOR, MODEL, has_critic, positive, updates_per_step
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 from corral.recipe.schema import Checkpoint
 

@@ -14,6 +14,7 @@ from corral.migrate.outcome import (
     format_value,
     mapped,
     no_effect,
+    plural,
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
@@ -59,10 +60,6 @@ def positive(config: ForeignConfig, key: str) -> int:
     if value is None or value < 1:
         raise ValueError(f"needs `{key}` to be at least 1, and it is {format_value(value)}")
     return int(value)
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 # --- batches
