@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -11,12 +12,11 @@ from pydantic import ValidationError
 
 from corral.migrate.outcome import ABSENT, ForeignValue, Status, format_value, is_secret, mapped, one_line
 from corral.migrate.table import ForeignConfig, KeyReport, KeyTable, RecipeValue
-from corral.recipe.document import OVERRIDE, Document, compose
+from corral.recipe.document import OVERRIDE, Document, apply_override, compose, is_part
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, all_keys, dotted, find_key, pattern_of
-from corral.recipe.load import RecipeDumper, problems_of, validate
-from corral.recipe.overrides import apply_override
-from corral.recipe.references import escape_references, resolve_references
+from corral.recipe.load import RecipeDumper, problems_of, problems_of_parts, recipe_from
+from corral.recipe.references import escape_references
 from corral.recipe.schema import Recipe
 
 MEANINGFUL_NULLS = {("algorithm", "kl", "where")}
@@ -64,8 +64,7 @@ def with_overrides(migration: Migration, overrides: Sequence[str]) -> Migration:
     document.add_keys((), node)
     for override in overrides:
         apply_override(document, override)
-    resolve_references(document)
-    recipe = validate(document)
+    recipe = recipe_from(document)
     settings = {path: one for path, one in migration.settings.items() if value_at(document.values, path) == one.value}
     for path, where in document.origins.items():
         value = value_at(document.values, path)
@@ -103,16 +102,20 @@ def in_order(paths: Iterable[KeyPath]) -> list[KeyPath]:
 def validated(settings: Mapping[KeyPath, RecipeValue]) -> Recipe:
     """The recipe; problems are reported at the foreign key that a value is from."""
     nested = nest({path: setting.value for path, setting in settings.items()})
+    problems = problems_of_parts(nested)
     try:
-        return Recipe.model_validate(nested)
+        recipe = Recipe.model_validate(nested)
     except ValidationError as error:
-        lines = []
-        for path, message in problems_of(error, nested):
-            source = next((settings[path[:end]] for end in range(len(path), 0, -1) if path[:end] in settings), None)
-            origin = f"{source.given.where or 'default'}: `{source.given}`: " if source else ""
-            missing = "" if source else "; nothing in the configuration says so"
-            lines.append(f"{origin}{message}{missing}")
-        raise RecipeError(lines) from None
+        problems = [*problems_of(error, nested), *problems]
+    if not problems:
+        return recipe
+    lines = []
+    for path, message in problems:
+        source = next((settings[path[:end]] for end in range(len(path), 0, -1) if path[:end] in settings), None)
+        origin = f"{source.given.where or 'default'}: `{source.given}`: " if source else ""
+        missing = "" if source else "; nothing in the configuration says so"
+        lines.append(f"{origin}{message}{missing}")
+    raise RecipeError(lines)
 
 
 def nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def recipe_text(migration: Migration) -> str:
     title = migration.table.title
     lines = [f"# Written by `corral migrate` from a configuration of {title}. Behind each line: where it is from."]
     above: KeyPath = ()
-    for path, setting in migration.settings.items():
+    for path, setting in shortened(migration.settings).items():
         common = next(end for end in range(len(path)) if path[: end + 1] != above[: end + 1])
         for depth in range(common, len(path) - 1):
             lines += ["", f"{path[0]}:"] if depth == 0 else [f"{'  ' * depth}{key_text(path[depth])}:"]
@@ -142,6 +145,15 @@ def recipe_text(migration: Migration) -> str:
         lines.append(f"{indent}{key_text(path[-1])}: {value_text(setting.value)}  # {comment(setting, title)}")
         above = path[:-1]
     return "\n".join(lines) + "\n"
+
+
+def shortened(settings: Mapping[KeyPath, RecipeValue]) -> dict[KeyPath, RecipeValue]:
+    """The settings with `loss: gspo` for `loss: {name: gspo}`, where the recipe has no options of that part."""
+    counts = Counter(path[:-1] for path in settings)
+    return {
+        path[:-1] if is_part(path[:-1]) and path[-1] == "name" and counts[path[:-1]] == 1 else path: setting
+        for path, setting in settings.items()
+    }
 
 
 def key_text(key: str) -> str:

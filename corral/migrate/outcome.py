@@ -130,6 +130,15 @@ def anything(value: Any) -> Any:
 # --- values as text
 
 
+def one_or_all(items: list[str]) -> str | list[str]:
+    """A list of one item as that item, which a recipe may have for it."""
+    return items[0] if len(items) == 1 else items
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def is_secret(key: str) -> bool:
     """Whether a key holds a secret by its name: `tracker_kwargs.api_key`, `envs.HF_TOKEN`; not `prompt_key`."""
     return SECRET.fullmatch(key) is not None

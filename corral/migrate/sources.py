@@ -238,8 +238,8 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
 
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
     given = config.flat()
-    names = TABLES if system is None else ("verl", "search_r1") if system == "verl" else (system,)
-    tables = [table_of(name) for name in names]
+    candidates = TABLES if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+    tables = [table_of(name) for name in candidates]
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and system is None:

@@ -33,7 +33,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
         this is `corral evaluate`: trainer.val_only
     - when: has_critic                # rows under a condition
       rows:
-      - {block: optimizer, role: critic, ours: critic.optimiser, lr: 1e-5}
+      - {block: optimizer, role: critic, ours: critic.optimizer, lr: 1e-5}
 
 Keys are `a.b`; `*` stands for any one name, and `.**` at the end for all that is below. Braces expand as in a shell,
 and spaces separate keys. Rows are read in the order of the file. A key's row is the one with its very name, else the

@@ -205,13 +205,15 @@ def test_plan_goes_on_from_the_migrated_recipe(tmp_path: Path, name: str) -> Non
 
 
 def test_keys_of_the_recipe_can_be_changed(tmp_path: Path) -> None:
-    changes = ["batch.prompts_per_step=64", "~logging.project", "algorithm.clip_high=0.3"]
+    changes = ["batch.prompts_per_step=64", "~logging.project", "algorithm.loss=gspo"]
+    changes += ["algorithm.loss.clip_high=0.3"]
     made = migrated(tmp_path, "verl_dstack/input.sh", *changes)
     assert made.code == 0, made.stderr
     assert "  prompts_per_step: 64  # changed on the command line\n" in made.stdout
     (tmp_path / "recipe.yaml").write_text(made.stdout)
     changed = load_recipe(tmp_path / "recipe.yaml")
-    assert (changed.batch.prompts_per_step, changed.algorithm.clip_high, changed.logging.project) == (64, 0.3, "corral")
+    assert (changed.batch.prompts_per_step, changed.logging.project) == (64, "corral")
+    assert changed.algorithm.loss.model_dump() == {"name": "gspo", "clip_high": 0.3}
     (tmp_path / "unchanged.yaml").write_text(migrated(tmp_path, "verl_dstack/input.sh").stdout)
     assert changed == load_recipe(tmp_path / "unchanged.yaml", changes)
     refused = migrated(tmp_path, "verl_dstack/input.sh", "batch.prompt_per_step=64")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from corral.migrate.sources import table_of
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
+from corral.recipe.presets import resolve_algorithm
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -46,7 +47,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "algorithm.kl_ctrl.type": st.sampled_from(["fixed", "adaptive"]),
         "algorithm.kl_ctrl.target_kl": st.floats(0.01, 1),
         "algorithm.gamma": st.floats(0.1, 1),
-        "algorithm.gae_lambda": st.floats(0.1, 1),
+        "algorithm.lam": st.floats(0.1, 1),
         "algorithm.norm_adv_by_std_in_grpo": st.booleans(),
         "algorithm.filter_groups.enable": st.booleans(),
         "algorithm.filter_groups.max_num_gen_batches": st.integers(-1, 20),
@@ -154,6 +155,12 @@ def test_a_whole_configuration_says_what_its_defaults_say(system: str, case: str
         assert plans[0][part] == plans[1][part]
     for part in ("rollout", "validation", "optimizer", "critic"):
         assert getattr(whole.recipe, part) == getattr(short.recipe, part)
+
+
+def test_the_loss_that_takes_the_place_of_an_unknown_one_gets_none_of_its_options() -> None:
+    written = ("algorithm.adv_estimator=gpg", f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.clip_ratio_low=0.1")
+    recipe = read(table_of("verl"), *NEEDED, *written, "actor_rollout_ref.rollout.n=4").recipe
+    assert resolve_algorithm(recipe).loss.name == "gpg"
 
 
 def test_search_r1_knows_every_key_of_verl_once() -> None:

@@ -78,8 +78,8 @@ def test_secrets_are_neither_in_the_recipe_nor_in_the_report() -> None:
 
 
 def test_the_options_of_environments_are_those_that_they_take() -> None:
-    from corral.envs.games.frozen_lake import FrozenLakeEnv
-    from corral.envs.games.sokoban import SokobanEnv
+    from corral.envs.built_in.frozen_lake import FrozenLakeEnv
+    from corral.envs.built_in.sokoban import SokobanEnv
 
     classes: dict[str, Any] = {"sokoban": SokobanEnv, "frozen_lake": FrozenLakeEnv}
     tags = "[SimpleSokoban, LargerSokoban, SokobanDifferentGridVocab, FrozenLake, FrozenLakeThink]"

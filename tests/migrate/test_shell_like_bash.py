@@ -1,4 +1,4 @@
-"""The reader of shell scripts against a real bash: what it does not doubt must be what bash passes."""
+"""The reader of shell scripts against a real bash: what it gives without a warning must be what bash passes."""
 
 import shutil
 import subprocess

@@ -10,6 +10,7 @@ from corral.migrate.outcome import (
     format_value,
     mapped,
     no_effect,
+    one_or_all,
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
@@ -39,14 +40,6 @@ ESTIMATORS = {
     "abs": "abs",
 }
 TRACKERS = ("tensorboard", "wandb", "swanlab")
-OTHER_TASKS = {
-    "embodied": "robots are not trained",
-    "embodied_eval": "robots are not evaluated",
-    "reasoning_eval": "it trains nothing",
-    "coding_online_rl": "there is no online training on code completions",
-    "sft": "there is no supervised training",
-    "offline": "there is no training from recorded data",
-}
 ALL_TOKENS = 1_000_000
 """`top_k` of RLinf's examples: more than any vocabulary."""
 ONLY_SEARCH = "of RLinf's agents only Search-R1's (reward_type searchr1) is read"
@@ -138,12 +131,6 @@ def batches_by_sequences(config: ForeignConfig) -> bool:
 # --- run
 
 
-def task_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in ("math", "reasoning"):
-        return built_in("tasks with an answer to compare with")
-    return unsupported(OTHER_TASKS.get(given.value, "only reasoning tasks are trained"))
-
-
 def max_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return built_in("by epochs") if ends_by_epochs(config) else mapped("schedule.steps", given.value)
 
@@ -156,14 +143,6 @@ def save_interval(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if steps is not None and 0 <= steps < given.value:
         return converted({"checkpoint.every": 0}, f"every {given.value} steps of {steps}: at the end only")
     return mapped("checkpoint.every", given.value, "the last 2 are kept (`checkpoint.keep`), RLinf keeps all")
-
-
-def resume_dir(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return converted({"checkpoint.resume": "never"}, "null starts anew each time; auto would go on")
-    if given.value == "auto":
-        return mapped("checkpoint.resume", "auto")
-    return unsupported("checkpoints of RLinf cannot be read: give the model converted for Hugging Face as its path")
 
 
 def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -283,7 +262,7 @@ def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is not None and given.value not in LOSSES:
         return unsupported(f"there is no such loss; RLinf's {', '.join(LOSSES)} are known")
     if loss_of(config) == "gspo":
-        return mapped("algorithm.loss", "gspo")
+        return mapped("algorithm.loss.name", "gspo")
     return built_in("the clipped loss of PPO")
 
 
@@ -295,7 +274,7 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
         is_so = given.value == "seq-mean-token-mean"
         return built_in("so it is") if is_so else unsupported("GSPO is always seq-mean-token-mean")
     note = "over all tokens of an update; RLinf takes it of each micro-batch, and then the mean of these"
-    return mapped("algorithm.aggregation", ours, note if ours == "token_mean" else "")
+    return mapped("algorithm.aggregation.name", ours, note if ours == "token_mean" else "")
 
 
 def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -304,7 +283,9 @@ def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("clip_ratio_low and clip_ratio_high count")
     if given.value is None or (not given.where and loss_of(config) == "ppo"):
         return built_in("0.2, as in Corral")
-    return converted({f"algorithm.clip_{side}": given.value for side in left}, f"{given.value:g} {' and '.join(left)}")
+    return converted(
+        {f"algorithm.loss.clip_{side}": given.value for side in left}, f"{given.value:g} {' and '.join(left)}"
+    )
 
 
 def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -312,7 +293,7 @@ def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("off, as in Corral")
     if loss_of(config) != "ppo":
         return no_effect("only the loss of PPO has it")
-    return mapped("algorithm.dual_clip", given.value)
+    return mapped("algorithm.loss.dual_clip", given.value)
 
 
 def entropy(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -347,7 +328,7 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = value_of(config, "algorithm.kl_penalty_type")
     if name not in ESTIMATORS:
         return unsupported(f"there is no such estimator; RLinf's {', '.join(ESTIMATORS)} are known")
-    return mapped("algorithm.kl.estimator", ESTIMATORS[name])
+    return mapped("algorithm.kl.estimator.name", ESTIMATORS[name])
 
 
 # --- data and rewards
@@ -356,19 +337,13 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def train_paths(config: ForeignConfig, given: ForeignValue) -> Outcome:
     paths = given.value or default_of(config, "data.train_data_paths")
     note = "" if given.where and given.value else "put AReaL-boba-106k there, or name your own file"
-    return mapped("data.train.path", paths[0] if len(paths) == 1 else paths, note)
+    return mapped("data.train.path", one_or_all(paths), note)
 
 
 def data_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value is None or given.value < 0:
         return built_in("all rows")
     return mapped("data.train.max_rows", given.value)
-
-
-def long_prompts(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value:
-        return converted({"data.overlong": "filter"}, "true: longer prompts are left out")
-    return converted({"data.overlong": "truncate_right"}, "false: the end of longer prompts is cut off")
 
 
 def reward_type(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -89,7 +89,7 @@ def checked_precision(given: ForeignValue) -> str:
 
 def precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
     own, ours = checked_precision(given), dtype_of(config)
-    differs = f"but computed in {ours}; the optimiser has float32 copies"
+    differs = f"but computed in {ours}; the optimizer has float32 copies"
     return converted(
         {"model.dtype": ours}, f"{format_value(given.value)}, {f'here {ours}' if own == ours else differs}"
     )
@@ -146,7 +146,7 @@ def sharding(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return converted(ours, f"no_shard: {count} whole copies")
     if given.value == "hybrid_shard":
         return converted(hybrid_shards(config), "groups of devices with a copy each")
-    return built_in("parameters, gradients and optimiser are sharded over all devices")
+    return built_in("parameters, gradients and optimizer are sharded over all devices")
 
 
 def hybrid_shards(config: ForeignConfig) -> dict[str, int]:
@@ -169,17 +169,17 @@ def shard_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """The parts of the model that are offloaded, which several keys choose together."""
     if not is_fsdp(config):
-        keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimiser": "offload_optimizer"}
+        keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimizer": "offload_optimizer"}
         parts = [part for part, key in keys.items() if value_of(config, f"actor.{key}")]
     elif given.key.endswith(("enable_offload", "cpu_offload")):
         everything = config["actor.enable_offload"] and not devices_of(config).disaggregated
         weights = everything or config["actor.fsdp_config.cpu_offload"]
-        parts = ["parameters", "gradients"] * bool(weights) + ["optimiser"] * bool(everything)
+        parts = ["parameters", "gradients"] * bool(weights) + ["optimizer"] * bool(everything)
     else:
         return no_effect("only Megatron's trainer reads it")
     is_whole = is_fsdp(config) and config["actor.fsdp_config.sharding_strategy"] == "no_shard"
     is_sharded = num_actor_devices(config) > 1 and not is_whole
-    kept = [part for part in parts if part == "optimiser" or is_sharded]
+    kept = [part for part in parts if part == "optimizer" or is_sharded]
     return mapped(
         "train.offload", kept, "" if kept == parts else "parameters and gradients stay: the model is not sharded"
     )
@@ -187,14 +187,8 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value == "full":
-        return mapped("train.recompute", "full", "in all layers")
+        return mapped("train.gradient_checkpointing", True, "in all layers")
     return built_in("off" if given.value is None else "attention's scores are never kept")
-
-
-def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off")
-    return converted({"train.recompute": "full"}, "true: activations are computed again in all layers")
 
 
 # --- log-probs that updates start from
@@ -218,13 +212,6 @@ def recompute_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def corrects_engine(config: ForeignConfig) -> bool:
     return bool(config["algorithm.importance_sampling_fix"])
-
-
-def importance_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off, as in Corral")
-    ours = {"algorithm.correction.name": "token_tis", "algorithm.old_logprobs": "recompute"}
-    return converted(ours, "each token is weighted by trainer's over engine's probability")
 
 
 def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -290,7 +277,7 @@ def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: st
 def decay_length(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
     if decays(config, role):
         return built_in("the whole run, which it should be as long as")
-    return built_in("what the share for warming up is a share of")
+    return built_in("what the fraction for warming up is a fraction of")
 
 
 def warmup_fraction(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from corral.algorithms.advantages import ADVANTAGES
+from corral.algorithms.losses import LOSSES
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     group_size,
@@ -20,10 +22,9 @@ from corral.migrate.roll.pipelines_and_devices import (
     value_of,
 )
 from corral.migrate.table import ForeignConfig
-from corral.recipe.presets import CLIPS, DISCOUNTED, FORCED_AGGREGATION, GROUP_BASELINES, WHITENED
 
 ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce")
-ADVANTAGES: dict[tuple[str | None, str | None, bool], tuple[str, str]] = {
+NORMALIZED_ADVANTAGES: dict[tuple[str | None, str | None, bool], tuple[str, str]] = {
     (None, None, False): ("reinforce", ""),
     (None, None, True): ("reinforce_plus_plus", ""),
     ("group", "group", False): ("grpo", ""),
@@ -100,13 +101,13 @@ def advantage(config: ForeignConfig) -> RollAdvantage:
         difference = "turns are compared with the same turn of the group's other trajectories"
         return RollAdvantage("turn_grpo", description, difference)
     other = ("reinforce_plus_plus", "rewards are not normalized that way")
-    name, difference = ADVANTAGES.get((mean, std, white), other)
+    name, difference = NORMALIZED_ADVANTAGES.get((mean, std, white), other)
     return RollAdvantage(name, description, difference)
 
 
 def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     found, written = advantage(config), value_of(config, "adv_estimator")
-    if found.name in GROUP_BASELINES and group_size(config) == 1:
+    if ADVANTAGES[found.name].needs.groups and group_size(config) == 1:
         size = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
         raise ValueError(
             f"with these rewards compares the samples of a group, and `{size}` is 1: all advantages would be 0"
@@ -115,7 +116,7 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if found.name == "gae":
         ours["algorithm.kl.where"] = kl_where(config)
     discounted = written == "step_reinforce" and value_of(config, "step_reward_gamma") != 1
-    if written not in ESTIMATORS or (discounted and found.name in DISCOUNTED):
+    if written not in ESTIMATORS or (discounted and "gamma" in ADVANTAGES[found.name].option_names):
         why = "rewards of later turns are not discounted" if discounted else f"Corral has {', '.join(ESTIMATORS)}"
         return replaced(ours, f"{why}; {found.name} takes its place")
     note = f"{found.description}: {found.name}"
@@ -144,7 +145,7 @@ def rlvr_normalization(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def whitening(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = advantage(config).name
-    whitens = name in WHITENED
+    whitens = ADVANTAGES[name].whitened
     if bool(given.value) == whitens:
         return built_in(f"part of the advantage {name}" if whitens else f"{name} does not")
     if given.value:
@@ -154,7 +155,7 @@ def whitening(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def turn_gamma(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if advantage(config).name in ("gigpo", "turn_grpo"):
-        return mapped("algorithm.turn_gamma", value_of(config, "step_reward_gamma"))
+        return mapped("algorithm.advantage.turn_gamma", value_of(config, "step_reward_gamma"))
     if value_of(config, "adv_estimator") == "step_reinforce":
         return built_in("see `adv_estimator`")
     return no_effect("it belongs to gigpo and step_reinforce")
@@ -167,16 +168,18 @@ def turn_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if step <= 0 or episode <= 0:
         raise ValueError("should be above 0, `step_reward_weight` and `episode_reward_weight` alike")
     if episode == 1:
-        return mapped("algorithm.turn_weight", step)
-    return replaced({"algorithm.turn_weight": step / episode}, f"episodes weigh 1, and turns {step / episode:g}")
+        return mapped("algorithm.advantage.turn_weight", step)
+    return replaced(
+        {"algorithm.advantage.turn_weight": step / episode}, f"episodes weigh 1, and turns {step / episode:g}"
+    )
 
 
 def gamma(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value in (None, 1):
         return built_in("1, as in Corral")
     name = advantage(config).name
-    if name in DISCOUNTED and value_of(config, "adv_estimator") != "agentic_reinforce":
-        return mapped("algorithm.gamma", given.value)
+    if "gamma" in ADVANTAGES[name].option_names and value_of(config, "adv_estimator") != "agentic_reinforce":
+        return mapped("algorithm.advantage.gamma", given.value)
     return unsupported(f"{name} does not discount")
 
 
@@ -214,12 +217,12 @@ def variant(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("only ROLL's ActorPGWorker reads it")
     if given.value not in VARIANTS:
         return unsupported(f"Corral has {', '.join(VARIANTS)} of these; ppo takes its place")
-    return mapped("algorithm.loss", VARIANTS[given.value])
+    return mapped("algorithm.loss.name", VARIANTS[given.value])
 
 
 def worker_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if uses_variants(config):
-        return mapped("algorithm.loss", loss(config), "by `actor_train.pg_variant`")
+        return mapped("algorithm.loss.name", loss(config), "by `actor_train.pg_variant`")
     if given.value is None or given.value.startswith("roll."):
         return built_in("Corral's own trainer")
     return unsupported("code of yours that computes the loss: losses are functions in corral/algorithms")
@@ -231,7 +234,7 @@ def loss_choice(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("the agentic pipeline has the ratio of single tokens")
     if uses_variants(config):
         return no_effect("`actor_train.pg_variant` takes precedence")
-    return mapped("algorithm.loss", loss(config)) if loss(config) != "ppo" else built_in("ppo, as in Corral")
+    return mapped("algorithm.loss.name", loss(config)) if loss(config) != "ppo" else built_in("ppo, as in Corral")
 
 
 def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -243,7 +246,8 @@ def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.key in ("pg_clip_low", "pg_clip_high") and not ranged:
         return no_effect("`use_pg_clip_range` is off")
     low, high = (value_of(config, f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
-    if not given.where and CLIPS[found] == (low, high):  # type: ignore[index]
+    usual = LOSSES[found].options()
+    if not given.where and (usual.clip_low, usual.clip_high) == (low, high):
         return built_in("as in Corral")
     return clipped(low, high)
 
@@ -255,7 +259,7 @@ def cispo_clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def clipped(low: float, high: float) -> Outcome:
-    ours = {"algorithm.clip_low": low, "algorithm.clip_high": high}
+    ours = {"algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high}
     return converted(ours, f"ratios from {1 - low:g} to {1 + high:g}")
 
 
@@ -267,25 +271,19 @@ def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
     clip = value_of(config, "pg_clip")
     if clip <= 0:
         raise ValueError("needs a `pg_clip` above 0")
-    return converted({"algorithm.dual_clip": 1 + 2 * clip}, f"1 + 2 x {clip:g}")
+    return converted({"algorithm.loss.dual_clip": 1 + 2 * clip}, f"1 + 2 x {clip:g}")
 
 
 def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
     written = AGGREGATIONS[value_of(config, "loss_agg_mode")]
-    forced = FORCED_AGGREGATION.get(loss(config))  # type: ignore[call-overload]
+    forced = LOSSES[loss(config)].aggregation
     if forced is not None:
         return (built_in if written == forced else unsupported)(f"the loss {loss(config)} is always {forced}")
     if written != "seq_mean_token_sum_norm":
-        return mapped("algorithm.aggregation", written)
+        return mapped("algorithm.aggregation.name", written)
     length = value_of(config, "sequence_length")
-    ours = {"algorithm.aggregation": written, "algorithm.aggregation_norm": length}
+    ours = {"algorithm.aggregation.name": written, "algorithm.aggregation.norm": length}
     return converted(ours, f"divided by the length of a sequence, {length}")
-
-
-def old_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value:
-        return mapped("algorithm.old_logprobs", "recompute")
-    return built_in("those of sampling, where these are the newest weights'")
 
 
 # --- KL
@@ -331,7 +329,7 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("there is no KL in the reward; in the loss it is k3")
     if given.value not in KL_ESTIMATORS:
         return unsupported(f"Corral has {', '.join(KL_ESTIMATORS)}; k1 takes its place")
-    return mapped("algorithm.kl.estimator", KL_ESTIMATORS[given.value])
+    return mapped("algorithm.kl.estimator.name", KL_ESTIMATORS[given.value])
 
 
 def kl_target(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -339,14 +337,14 @@ def kl_target(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("a fixed coefficient, as in Corral")
     if kl_where(config) != "reward":
         return no_effect("no KL in the reward")
-    ours = {"algorithm.kl.controller": "adaptive", "algorithm.kl.target": given.value}
+    ours = {"algorithm.kl.controller.name": "adaptive", "algorithm.kl.controller.target": given.value}
     return converted(ours, f"the coefficient follows the KL, to {given.value:g}")
 
 
 def kl_horizon(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if kl_where(config) != "reward" or not config["target_kl"]:
         return no_effect("it belongs to `target_kl`")
-    return mapped("algorithm.kl.horizon", given.value)
+    return mapped("algorithm.kl.controller.horizon", given.value)
 
 
 # --- tokens sampled with other weights, or by another engine
@@ -450,8 +448,8 @@ def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> O
 
 def gradient_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if given.value == 0:
-        return converted({"optimiser.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
-    return mapped("optimiser.max_gradient_norm", given.value)
+        return converted({"optimizer.max_gradient_norm": 1e9}, "0, never clipped: a bound that no gradient reaches")
+    return mapped("optimizer.max_gradient_norm", given.value)
 
 
 def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -16,6 +16,7 @@ from corral.migrate.outcome import (
     converted,
     mapped,
     no_effect,
+    plural,
     text,
     texts,
     unsupported,
@@ -27,7 +28,6 @@ from corral.migrate.roll.pipelines_and_devices import (
     lengths,
     num_prompts,
     num_steps,
-    plural,
     replaced,
     validates,
     value_of,
@@ -148,9 +148,9 @@ def settings(config: ForeignConfig, part: str) -> dict[KeyPath, Any]:
             options, written = options_of(config, tag), written_options(config, tag)
             found |= {(*base, "options", *path): value for path, value in options.items() if path not in written}
         if base[0] == "environments":
-            found[(*base, "share")] = train.get(tag, 0)
+            found[(*base, "weight")] = train.get(tag, 0)
             if validation and validation.get(tag, 0) != train.get(tag, 0):
-                found[(*base, "validation_share")] = validation.get(tag, 0)
+                found[(*base, "validation_weight")] = validation.get(tag, 0)
     return found
 
 
@@ -194,7 +194,7 @@ def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
     part = manager.partition("_")[0]
     if is_rlvr(config) or (part == "val" and not validates(config)):
         return no_effect("no environments are used for it")
-    name = "share" if part == "train" else "validation_share"
+    name = "weight" if part == "train" else "validation_weight"
     ours = {path: value for path, value in settings(config, part).items() if path[-1] == name}
     return converted(ours, groups_note(config, part))
 

@@ -20,6 +20,7 @@ from corral.migrate.outcome import (
     mapped,
     no_effect,
     number,
+    plural,
     text,
     unsupported,
 )
@@ -75,10 +76,6 @@ def value_as(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
 def replaced(ours: Mapping[Any, Any], why: str) -> Outcome:
     """Unsupported, with what takes its place."""
     return Outcome("unsupported", {as_path(key): value for key, value in ours.items()}, why)
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 # --- kinds of values
@@ -431,20 +428,11 @@ def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
 
 
-def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Megatron's key; ROLL's other back ends have `disable_gradient_checkpointing`."""
-    if given.value == "full":
-        return mapped("train.recompute", "full")
-    if given.value in (None, "selective"):
-        return built_in("attention is computed again in the backward pass anyway")
-    raise ValueError("should be full or selective")
-
-
 def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if config["actor_train.strategy_args.strategy_name"] == "megatron_train":
         return no_effect("with megatron_train see `recompute_granularity`")
     is_off = value_of(config, "actor_train.model_args.disable_gradient_checkpointing")
-    return mapped("train.recompute", "none" if is_off else "full")
+    return mapped("train.gradient_checkpointing", not is_off)
 
 
 def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -456,7 +444,7 @@ def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
     optimizer = all_of_it or config[f"{zero}.offload_optimizer.device"] in ("cpu", "nvme")
     for key in ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload"):
         optimizer = optimizer or bool(config[key])
-    chosen = {"parameters": is_sharded and parameters, "gradients": is_sharded and all_of_it, "optimiser": optimizer}
+    chosen = {"parameters": is_sharded and parameters, "gradients": is_sharded and all_of_it, "optimizer": optimizer}
     parts = [part for part, is_chosen in chosen.items() if is_chosen]
     if not parts:
         return built_in("on the device, as in Corral")

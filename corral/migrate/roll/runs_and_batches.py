@@ -4,7 +4,18 @@ import math
 import re
 from typing import Any
 
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, text, unsupported
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    built_in,
+    converted,
+    mapped,
+    no_effect,
+    one_or_all,
+    plural,
+    text,
+    unsupported,
+)
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
     group_size,
@@ -15,7 +26,6 @@ from corral.migrate.roll.pipelines_and_devices import (
     num_prompts,
     num_steps,
     on_cluster,
-    plural,
     replaced,
     validates,
     value_of,
@@ -341,10 +351,6 @@ def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not validates(config):
         return built_in("`eval_steps` is 0: there is no validation")
     return mapped("data.validation.path", one_or_all(given.value))
-
-
-def one_or_all(paths: list[str]) -> str | list[str]:
-    return paths[0] if len(paths) == 1 else paths
 
 
 def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:

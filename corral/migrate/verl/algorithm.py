@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from corral.algorithms.advantages import ADVANTAGES
+from corral.algorithms.losses import LOSSES
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.verl.sizes import ACTOR, has_critic, response_tokens, samples_per_prompt
-from corral.recipe.presets import CLIPS, DPPO_THRESHOLDS, FORCED_AGGREGATION, GROUP_BASELINES, PRESETS
-from corral.recipe.schema import AlgorithmName, LossName
+from corral.recipe.parts import PRESETS
+from corral.recipe.schema import AlgorithmName
 
 ESTIMATORS: dict[str, AlgorithmName] = {
     "gae": "ppo",
@@ -22,7 +24,7 @@ ESTIMATORS: dict[str, AlgorithmName] = {
     "gpg": "gpg",
 }
 """Corral's presets with these advantages; a loss of another kind is written beside."""
-LOSSES: dict[str, LossName] = {
+LOSS_MODES = {
     "vanilla": "ppo",
     "gspo": "gspo",
     "sapo": "sapo",
@@ -47,7 +49,7 @@ def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = ESTIMATORS.get(given.value)
     if name is None:
         return unsupported(f"the recipe has grpo instead; Corral has {', '.join(ESTIMATORS)}")
-    if PRESETS[name].advantage in GROUP_BASELINES and samples_per_prompt(config) == 1:
+    if ADVANTAGES[PRESETS[name].advantage].needs.groups and samples_per_prompt(config) == 1:
         raise ValueError("compares the samples of a prompt, and there is one: give `rollout.n` (`n_agent`) at least 2")
     return mapped("algorithm.name", name)
 
@@ -64,7 +66,7 @@ def without_deviation(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("as in Corral")
     if estimator == "grpo_passk":
         return unsupported("grpo_passk always divides by the deviation")
-    return converted({"algorithm.advantage": "dr_grpo"}, "rewards are not divided by their deviation: dr_grpo")
+    return converted({"algorithm.advantage.name": "dr_grpo"}, "rewards are not divided by their deviation: dr_grpo")
 
 
 def of_estimators(config: ForeignConfig, given: ForeignValue, ours: str, *estimators: str) -> Outcome:
@@ -74,8 +76,13 @@ def of_estimators(config: ForeignConfig, given: ForeignValue, ours: str, *estima
     return mapped(ours, given.value)
 
 
-def loss_of(config: ForeignConfig) -> LossName:
-    return LOSSES.get(config[f"{ACTOR}.policy_loss.loss_mode"], "ppo")
+def usual_loss(config: ForeignConfig) -> str:
+    """The loss that the recipe has unless another one is written."""
+    return PRESETS[ESTIMATORS.get(config["algorithm.adv_estimator"], "grpo")].loss
+
+
+def loss_of(config: ForeignConfig) -> str:
+    return LOSS_MODES.get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config))
 
 
 def loss_is(config: ForeignConfig, name: str) -> bool:
@@ -83,11 +90,10 @@ def loss_is(config: ForeignConfig, name: str) -> bool:
 
 
 def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = LOSSES.get(given.value)
-    usual = PRESETS[ESTIMATORS.get(config["algorithm.adv_estimator"], "grpo")].loss
+    ours, usual = LOSS_MODES.get(given.value), usual_loss(config)
     if ours is None:
-        return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(LOSSES)}")
-    return built_in("as in Corral") if ours == usual else mapped("algorithm.loss", ours)
+        return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(LOSS_MODES)}")
+    return built_in("as in Corral") if ours == usual else mapped("algorithm.loss.name", ours)
 
 
 def clip_of(config: ForeignConfig, side: str) -> float:
@@ -110,31 +116,31 @@ def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def clip(config: ForeignConfig, given: ForeignValue, *sides: str) -> Outcome:
     ours = loss_of(config)
-    if ours in DPPO_THRESHOLDS:
+    options = LOSSES[ours].option_names
+    if "threshold" in options:
         low, high = clip_of(config, "low"), clip_of(config, "high")
         if low != high:
             return unsupported(f"{ours} has one threshold, for probabilities that fall and that rise")
-        return converted({"algorithm.dppo_threshold": low}, f"the threshold of {ours}: {low:g}")
-    if ours not in CLIPS:
+        return converted({"algorithm.loss.threshold": low}, f"the threshold of {ours}: {low:g}")
+    if "clip_low" not in options:
         return no_effect(f"the loss {ours} does not clip")
-    usual = dict(zip(("low", "high"), CLIPS[ours], strict=True))
-    values = {side: clip_of(config, side) for side in sides}
-    kept = {side: value for side, value in values.items() if given.where or value != usual[side]}
-    return Outcome("mapped", {("algorithm", f"clip_{side}"): value for side, value in kept.items()})
+    usual, values = LOSSES[ours].options(), {f"clip_{side}": clip_of(config, side) for side in sides}
+    kept = {option: value for option, value in values.items() if given.where or value != getattr(usual, option)}
+    return Outcome("mapped", {("algorithm", "loss", option): value for option, value in kept.items()})
 
 
 def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
     ours = loss_of(config)
-    if ours in DPPO_THRESHOLDS and given.where and given.value is not None:
+    if "threshold" in LOSSES[ours].option_names and given.where and given.value is not None:
         note = f"the ratio in {ours} is capped at 20"
         return built_in(note) if given.value >= 20 else unsupported(note)
     if ours != "ppo":
         return no_effect(f"the loss {ours} has no dual clip")
-    return mapped("algorithm.dual_clip", given.value)
+    return mapped("algorithm.loss.dual_clip", given.value)
 
 
 def aggregation_is_free(config: ForeignConfig) -> bool:
-    return loss_of(config) not in FORCED_AGGREGATION
+    return LOSSES[loss_of(config)].aggregation is None
 
 
 def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -142,13 +148,13 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect(f"the loss {loss_of(config)} is always a mean over sequences")
     if given.value not in (*AGGREGATIONS, None):
         raise ValueError(f"should be one of {', '.join(AGGREGATIONS)}")
-    return mapped("algorithm.aggregation", given.value and given.value.replace("-", "_"))
+    return mapped("algorithm.aggregation.name", given.value and given.value.replace("-", "_"))
 
 
 def aggregation_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not aggregation_is_free(config) or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return no_effect("it belongs to `loss_agg_mode=seq-mean-token-sum-norm`")
-    return mapped("algorithm.aggregation_norm", given.value)
+    return mapped("algorithm.aggregation.norm", given.value)
 
 
 # --- dynamic sampling and long answers
@@ -255,7 +261,7 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: 
         if ours == "abs":
             return unsupported("Corral has abs without the + only")
         ours += "+"
-    return unless_usual(given, "algorithm.kl.estimator", ours, usual)
+    return unless_usual(given, "algorithm.kl.estimator.name", ours, usual)
 
 
 def kl_coefficient(config: ForeignConfig, given: ForeignValue, where: str) -> Outcome:
@@ -273,7 +279,7 @@ def kl_controller(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("there is no KL in the reward")
     if given.value not in ("fixed", "adaptive"):
         raise ValueError("should be fixed or adaptive")
-    return unless_usual(given, "algorithm.kl.controller", given.value, "fixed")
+    return unless_usual(given, "algorithm.kl.controller.name", given.value, "fixed")
 
 
 def kl_is_adaptive(config: ForeignConfig) -> bool:

@@ -8,6 +8,7 @@ from corral.migrate.outcome import (
     format_value,
     mapped,
     no_effect,
+    one_or_all,
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
@@ -27,7 +28,7 @@ def paths(written: list[str]) -> str | list[str]:
     for path in written:
         if path.startswith(("hdfs:", "s3:", "gs:")):
             raise ValueError(f"should be on a disk, not {path}; copy it to where all nodes see it")
-    return written[0] if len(written) == 1 else written
+    return one_or_all(written)
 
 
 def train_files(config: ForeignConfig, given: ForeignValue) -> Outcome:

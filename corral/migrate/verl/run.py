@@ -16,10 +16,11 @@ from corral.migrate.outcome import (
     mapped,
     no_effect,
     number,
+    plural,
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.verl.sizes import ACTOR, MODEL, has_critic, plural, positive, updates_per_step
+from corral.migrate.verl.sizes import ACTOR, MODEL, has_critic, positive, updates_per_step
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 from corral.recipe.schema import Checkpoint
 
@@ -211,5 +212,5 @@ def optimizer_argument(config: ForeignConfig, given: ForeignValue, ours: str) ->
     if name in ("eps", "adam_eps"):
         return mapped(f"{ours}.epsilon", number(given.value))
     if "offload" in name or name.startswith(("overlap", "use_precision_aware", "fused", "foreach")):
-        return built_in("memory and speed; `train.offload` moves the optimiser out")
+        return built_in("memory and speed; `train.offload` moves the optimizer out")
     return unsupported("AdamW has no other arguments in Corral") if given.value else built_in("off")

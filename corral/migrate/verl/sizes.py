@@ -14,6 +14,7 @@ from corral.migrate.outcome import (
     format_value,
     mapped,
     no_effect,
+    plural,
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
@@ -47,9 +48,9 @@ FSDP_SIZES = (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.veomni.fsdp_size")
 OFFLOADED = {
     "param_offload": ("parameters", "gradients"),
     "grad_offload": ("parameters", "gradients"),
-    "optimizer_offload": ("optimiser",),
-    "offload_policy": ("parameters", "gradients", "optimiser"),
-    "enable_fsdp_offload": ("parameters", "gradients", "optimiser"),
+    "optimizer_offload": ("optimizer",),
+    "offload_policy": ("parameters", "gradients", "optimizer"),
+    "enable_fsdp_offload": ("parameters", "gradients", "optimizer"),
 }
 """What each key moves out. Parameters and their gradients go together."""
 
@@ -59,10 +60,6 @@ def positive(config: ForeignConfig, key: str) -> int:
     if value is None or value < 1:
         raise ValueError(f"needs `{key}` to be at least 1, and it is {format_value(value)}")
     return int(value)
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 # --- batches
@@ -203,7 +200,7 @@ def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("off, as in Corral")
     moved = offloaded_parts(config)
     if not set(OFFLOADED[given.key.rpartition(".")[2]]) & set(moved):
-        return unsupported("every device holds a whole model, of which only the optimiser can be moved out")
+        return unsupported("every device holds a whole model, of which only the optimizer can be moved out")
     return converted({"train.offload": moved}, f"{', '.join(moved)} in the host's memory between their uses")
 
 
@@ -214,5 +211,5 @@ def offloaded_parts(config: ForeignConfig) -> list[str]:
     wanted = {
         part for place in places for key, parts in OFFLOADED.items() if config[f"{place}.{key}"] for part in parts
     }
-    possible = ("parameters", "gradients", "optimiser") if num_shards(config) > 1 else ("optimiser",)
+    possible = ("parameters", "gradients", "optimizer") if num_shards(config) > 1 else ("optimizer",)
     return [part for part in possible if part in wanted]
