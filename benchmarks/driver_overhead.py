@@ -39,7 +39,8 @@ from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, LocalGroup
 from corral.runtime.loss_functions import UpdateTerms
-from corral.runtime.rollout_worker import Game
+from corral.runtime.model_workers import ActorWorker
+from corral.runtime.rollout_worker import RolloutRequest, RolloutWorker
 
 PROFILE = Profile(
     prompt_tokens=200,
@@ -82,18 +83,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "with trajectory files": {"logging": {"trajectories": True}},
 }
 STAGES = {
-    "rollout requests sent, trajectories collected": ["playground.py:_feed", "playground.py:play"],
+    "requests dispatched and collected": ["rollout_scheduler.py:_feed", "rollout_scheduler.py:submit"],
     "one batch of all trajectories": ["batch.py:of"],
-    "log-probs: shards out, numbers in": ["shares.py:column"],
-    "advantages": ["score.py:advantages"],
-    "train: shards out, sums in": ["learn.py:learn"],
-    "publish": ["mend.py:publish"],
+    "log-probs: shards out, numbers in": ["trainer_group.py:compute_column"],
+    "advantages": ["advantages_step.py:add_advantages"],
+    "train: shards out, sums in": ["train_step.py:train"],
+    "publish": ["weight_publisher.py:publish"],
     "ledger": ["ledger.py:_record"],
-    "metrics of the step": ["record.py:step_metrics", "steps.py:log_step"],
+    "metrics of the step": ["step_records.py:step_metrics", "trackers.py:log"],
 }
 """Functions that are not called by one another, each with all that it calls."""
 PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]
-FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_play", "dataclasses.py:replace"]
+FAKES = ["simulated.py:submit", "simulated.py:collect", "driver_overhead.py:_roll_out", "dataclasses.py:replace"]
 """Functions of the simulated workers; only their own time is counted, not that of what they call."""
 
 
@@ -200,14 +201,14 @@ class PrecomputedRolloutWorker(SimulatedRolloutWorker):
         super().__init__(recipe)
         self.trajectories = trajectories
 
-    async def _play(self, game: Game) -> None:
-        trajectories = self.trajectories[game.prompt.prompt_id % len(self.trajectories)]
+    async def _roll_out(self, request: RolloutRequest) -> None:
+        trajectories = self.trajectories[request.prompt.prompt_id % len(self.trajectories)]
         await asyncio.sleep(self.profile.sample_s(max(trajectory.num_generated for trajectory in trajectories)))
-        self.finished.append((game.number, [replace(one, prompt_id=game.prompt.prompt_id) for one in trajectories]))
-        self.news.set()
+        self.finished.append((request.id, [replace(one, prompt_id=request.prompt.prompt_id) for one in trajectories]))
+        self.has_news.set()
 
 
-class CountingGroup(LocalGroup):
+class CountingGroup(LocalGroup[Any]):
     def __init__(self, role: str, hosted: Sequence[Any], calls: "Counter[str]") -> None:
         super().__init__(role, hosted, timeout_s=3600.0)
         self.calls = calls
@@ -223,7 +224,7 @@ class Workers:
     def __init__(self, size: Size, trajectories: Trajectories) -> None:
         self.size, self.trajectories = size, trajectories
         self.calls: Counter[str] = Counter()
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, Group[Any]] = {}
 
     @asynccontextmanager
     async def open(
@@ -323,22 +324,24 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
     columns = ("old_logprobs", "reference_logprobs", "advantages", "returns")
     with_columns = replace(share, columns=dict.fromkeys(columns, share.logprobs))
     terms = UpdateTerms(GlobalCounts(1, 1), 0, 0.0)
-    game = Game(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
+    request = RolloutRequest(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
     with ray_cluster():
         async with open_simulated(recipe, placement, Path(recipe.logging.runs), Console(), frozenset()) as runtime:
             await runtime.build("actor", recipe, None)
             await runtime.build("rollout", recipe, None)
             actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
-            submit = await cost(lambda: rollout.each("submit", [([game],), ([game],)]))
-            await rollout.all("cancel")
+            submit = await cost(lambda: rollout.each(RolloutWorker.submit, [([request],), ([request],)]))
+            await rollout.all(RolloutWorker.cancel)
             return {
                 "rollout.submit": submit,
-                "rollout.collect": await collect_cost(rollout, game),
-                "reference.logprobs": await cost(lambda: actor.each("logprobs", [([share],), ([replace(share)],)])),
-                "actor.accumulate": await cost(
-                    lambda: actor.each("accumulate", [(with_columns, terms), (replace(with_columns), terms)])
+                "rollout.collect": await collect_cost(rollout, request),
+                "reference.compute_logprobs": await cost(
+                    lambda: actor.each(ActorWorker.compute_logprobs, [([share],), ([replace(share)],)])
                 ),
-                "small": await cost(lambda: actor.all("step", 1.0)),
+                "actor.accumulate": await cost(
+                    lambda: actor.each(ActorWorker.accumulate, [(with_columns, terms), (replace(with_columns), terms)])
+                ),
+                "small": await cost(lambda: actor.all(ActorWorker.step, 1.0)),
             }
 
 
@@ -352,14 +355,14 @@ async def cost(call: Callable[[], Awaitable[Any]], times: int = 10) -> float:
     return (time.process_time() - started) / times / AT_ONCE / 2
 
 
-async def collect_cost(rollout: Group, game: Game, times: int = 100) -> float:
+async def collect_cost(rollout: Group[RolloutWorker], request: RolloutRequest, times: int = 100) -> float:
     """The same of calls that collect one group each; those come one by one, as groups are finished."""
     spent = 0.0
     for _ in range(times):
-        await rollout.each("submit", [([game],), ([game],)])
+        await rollout.each(RolloutWorker.submit, [([request],), ([request],)])
         await asyncio.sleep(0.02)
         started = time.process_time()
-        await rollout.all("collect")
+        await rollout.all(RolloutWorker.collect)
         spent += time.process_time() - started
     return spent / times / 2
 

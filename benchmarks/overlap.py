@@ -24,12 +24,12 @@ from tiny import save_tiny_model
 
 from corral.bench.bench_report import BenchmarkReport, StepTimes
 from corral.bench.step_sides import timed_steps
-from corral.loop.components import Runtime
 from corral.loop.rollout_step import PIECES_PER_STEP
+from corral.loop.weight_publisher import PROBE_TOKENS
 from corral.observe.console import Console
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster, Recipe
-from corral.runtime.probe import PROBE_TOKENS
+from corral.runtime.group import Runtime
 
 PROFILE = Profile(
     prompt_tokens=60,
@@ -147,9 +147,9 @@ def ray_cluster() -> Iterator[None]:
 async def open_simulated(
     recipe: Recipe, placement: Placement, logs: Path, console: Console, lost_nodes: frozenset[str]
 ) -> AsyncIterator[Runtime]:
-    from corral.runtime.ray import RayRuntime
+    from corral.runtime.ray_runtime import RayRuntime
 
-    runtime = await RayRuntime.start(recipe, placement, logs, say=print, builder=BUILDER)
+    runtime = await RayRuntime.start(recipe, placement, logs, report=print, builder=BUILDER)
     try:
         yield runtime
     finally:

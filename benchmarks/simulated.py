@@ -1,6 +1,6 @@
 """Simulated workers that take as long as a profile says and compute nothing: only loop, runtime and Ray are left.
 
-`simulated:build_role` has the signature of `corral.runtime.roles:build_role`. Workers find the profile in the recipe,
+`simulated:build_role` has the signature of `corral.runtime.worker:build_role`. Workers find the profile in the recipe,
 as the options of its environment, which nothing else reads.
 """
 
@@ -18,8 +18,8 @@ from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
 from corral.recipe.schema import MAX_SEQUENCES, Recipe
 from corral.rollout.driver import Prompt, seed_of
 from corral.runtime.loss_functions import LossStats, UpdateTerms
-from corral.runtime.rollout_worker import Finished, Game
-from corral.runtime.worker import WorkerContext
+from corral.runtime.rollout_worker import FinishedRequest, RolloutRequest
+from corral.runtime.worker import Role, WorkerContext
 from corral.training.optimizer import UpdateResult
 
 BUILDER = "simulated:build_role"
@@ -83,25 +83,25 @@ def rows(num_rows: int, prompt_tokens: int) -> Iterator[dict[str, Any]]:
         yield {"prompt": f"{row:08d}".ljust(prompt_tokens, "?"), "answer": ""}
 
 
-def build_role(role: str, site: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Any:
+def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
     match role:
         case "rewards":
-            return object()
+            return Role()
         case "rollout":
             return SimulatedRolloutWorker(recipe)
     return SimulatedTrainer(recipe)
 
 
-class SimulatedRolloutWorker:
+class SimulatedRolloutWorker(Role):
     """An engine with `rollout.max_sequences` slots; samples beyond that wait for a free one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.profile = recipe, profile_of(recipe)
         self.max_sequences = recipe.rollout.max_sequences or MAX_SEQUENCES["cpu"]
         self.slots = asyncio.Semaphore(self.max_sequences)
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedRequest] = []
         self.failure: Exception | None = None
-        self.news = asyncio.Event()
+        self.has_news = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.versions = [0]
         self.since = [0.0]
@@ -111,15 +111,15 @@ class SimulatedRolloutWorker:
     def facts(self) -> dict[str, Any]:
         return {"max_sequences": self.max_sequences}
 
-    async def submit(self, games: Sequence[Game]) -> None:
-        for game in games:
-            task = asyncio.get_running_loop().create_task(self._play(game))
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        for request in requests:
+            task = asyncio.get_running_loop().create_task(self._roll_out(request))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def collect(self) -> list[Finished]:
-        await self.news.wait()
-        self.news.clear()
+    async def collect(self) -> list[FinishedRequest]:
+        await self.has_news.wait()
+        self.has_news.clear()
         if self.failure is not None:
             raise self.failure
         finished, self.finished = self.finished, []
@@ -132,17 +132,19 @@ class SimulatedRolloutWorker:
         for task in list(self.tasks):
             task.cancel()
         self.finished.clear()
-        self.news.clear()
+        self.has_news.clear()
 
-    async def _play(self, game: Game) -> None:
+    async def _roll_out(self, request: RolloutRequest) -> None:
         try:
-            (lengths,) = self.profile.lengths(self.recipe, [game.prompt.prompt_id])
-            samples = (self._sample(game.prompt, sample, int(lengths[sample])) for sample in range(game.samples))
+            (lengths,) = self.profile.lengths(self.recipe, [request.prompt.prompt_id])
+            samples = (
+                self._sample(request.prompt, sample, int(lengths[sample])) for sample in range(request.num_samples)
+            )
             trajectories = await asyncio.gather(*samples)
-            self.finished.append((game.number, trajectories))
+            self.finished.append((request.id, trajectories))
         except Exception as error:
             self.failure = error
-        self.news.set()
+        self.has_news.set()
 
     async def _sample(self, prompt: Prompt, sample: int, length: int) -> Trajectory:
         async with self.slots:
@@ -158,16 +160,16 @@ class SimulatedRolloutWorker:
 
     # --- new weights
 
-    async def join_channel(self, kind: str, meeting: str, rank: int, size: int) -> None:
+    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int) -> None:
         """There is no channel."""
 
-    async def receive_weights(self, parcel: Any, version: int) -> float:
+    async def receive_weights(self, handle: Any, version: int) -> float:
         self.paused_s += self.profile.transfer_s
         await asyncio.sleep(self.profile.transfer_s)
         self.set_version(version)
         return self.profile.transfer_s
 
-    def share_weights(self, version: int) -> float:
+    def load_local_weights(self, version: int) -> float:
         self.set_version(version)
         return 0.0
 
@@ -175,7 +177,7 @@ class SimulatedRolloutWorker:
         self.versions.append(version)
         self.since.append(time.monotonic())
 
-    async def probe(self, tokens: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, tokens: Sequence[int]) -> list[float]:
         return [0.0] * (len(tokens) - 1)
 
 
@@ -196,7 +198,7 @@ def random_trajectory(prompt: Prompt, sample: int, rng: np.random.Generator, ver
     )
 
 
-class SimulatedTrainer:
+class SimulatedTrainer(Role):
     """Actor or reference; one thing after the other, as on a device. Its log-probs are those of the engine."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -206,7 +208,7 @@ class SimulatedTrainer:
     def facts(self) -> dict[str, Any]:
         return {"dtype": "float32"}
 
-    async def logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
+    async def compute_logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
         for share in shares:
             await self._compute(self.profile.logprobs_s(num_tokens(share)))
         return [np.zeros(0, np.float32) if share is None else share.logprobs for share in shares]
@@ -215,7 +217,7 @@ class SimulatedTrainer:
         await self._compute(self.profile.train_s(num_tokens(share)))
         return LossStats(num_tokens=0 if share is None else share.num_generated)
 
-    async def step(self, scale: float = 1.0) -> UpdateResult:
+    async def step(self, scale: float) -> UpdateResult:
         await self._compute(self.profile.step_s)
         return UpdateResult(gradient_norm=1.0, learning_rate=1e-6, skipped=False)
 
@@ -225,7 +227,7 @@ class SimulatedTrainer:
     async def open_channel(self, kind: str) -> str:
         return ""
 
-    async def join_channel(self, meeting: str, size: int) -> None:
+    async def join_channel(self, rendezvous: str, size: int) -> None:
         """There is no channel."""
 
     async def send_weights(self) -> None:
@@ -237,7 +239,7 @@ class SimulatedTrainer:
     async def save(self, folder: Path, writers: Sequence[int]) -> None:
         """There is nothing to save."""
 
-    async def sees(self, file: Path) -> bool:
+    async def can_see(self, file: Path) -> bool:
         return True
 
     async def _compute(self, seconds: float) -> None:

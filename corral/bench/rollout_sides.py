@@ -71,9 +71,9 @@ def report_cache(engine: Any, reporter: SideReporter) -> None:
 
     if isinstance(engine.core, PagedCore):
         started = time.perf_counter()
-        engine.pause()
+        engine.release_cache()
         paused = time.perf_counter()
-        engine.resume()
+        engine.acquire_cache()
         resume_ms, pause_ms = 1000 * (time.perf_counter() - paused), 1000 * (paused - started)
         size = engine.core.cache.pool.num_bytes / 1e9
         reporter.facts(remark=f"a cache of {size:.1f} GB was freed in {pause_ms:.1f} ms, taken in {resume_ms:.1f} ms")
