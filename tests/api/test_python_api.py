@@ -129,6 +129,7 @@ def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Pat
         corral.train(values, reward=lambda response: 0.0, data=ROWS)
 
 
+@pytest.mark.slow
 def test_a_program_of_its_own_defines_everything_in_one_file(tmp_path: Path, tiny_model: Path) -> None:
     """What `__main__` defines is not imported again by the processes that run it: that would start another run."""
     values = recipe(tmp_path, tiny_model)

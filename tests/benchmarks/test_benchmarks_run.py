@@ -24,10 +24,12 @@ def run(script: str, results: Path, *options: str) -> dict[str, object]:
     return workloads
 
 
+@pytest.mark.slow
 def test_the_driver_overhead_is_measured_without_ray(tmp_path: Path) -> None:
     assert run("driver_overhead.py", tmp_path, "--no-ray").keys() == {"total", "stages", "functions"}
 
 
+@pytest.mark.slow
 def test_concurrent_trajectories_are_measured(tmp_path: Path) -> None:
     assert "concurrent_trajectories" in run("concurrent_trajectories.py", tmp_path)
 

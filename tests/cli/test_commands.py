@@ -123,11 +123,11 @@ def test_data_prepares_a_local_copy_that_a_recipe_can_name(tmp_path: Path, tiny_
     ("verb", "purpose"),
     [
         ("train", "Train as the recipe says"),
-        ("plan", "Say what would run where"),
+        ("plan", "Print what would run where"),
         ("evaluate", "Score a model"),
         ("export", "Write a checkpoint's model"),
         ("data", "Prepare a public data set"),
-        ("version", "Print Corral's version"),
+        ("version", "Print the versions of Corral"),
     ],
 )
 def test_help_says_what_a_verb_is_for(tmp_path: Path, verb: str, purpose: str) -> None:

@@ -80,7 +80,7 @@ class Stops(Plain):
 
 class Breaks(Plain):
     def __init__(self):
-        corral.loop.train_step.advantages = broken
+        corral.loop.train_step.add_advantages = broken
 
 
 class BreaksWorker(Stops):

@@ -124,7 +124,7 @@ def test_what_a_recipe_names_is_found(recipe: Path, tiny_model: Path, tmp_path: 
 def test_losses_and_advantages_of_the_users_are_looked_for(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def loss(terms): ...\ndef advantage(batch): ...\n")
     own = [f"algorithm.{kind}={tmp_path}/own.py:{kind}" for kind in ("loss", "advantage")]
-    named = {one.key: one for one in named_in(load_recipe(recipe, own), recipe)}
+    named = {one.key: one for one in required_files(load_recipe(recipe, own), recipe)}
     for key in ("algorithm.loss.name", "algorithm.advantage.name"):
         assert named[key].name == str(tmp_path / "own.py")
         assert digest_of(named[key])
@@ -185,9 +185,9 @@ def test_a_template_that_only_appends_has_no_breaks() -> None:
 
 def test_the_first_token_that_changes_is_shown() -> None:
     [found] = find_breaks(tokenizer_with(THINKING), THOUGHTS)
-    assert (found.num_messages, found.opening) == (2, False)
-    assert "<" in found.began
-    assert "It" in found.became
+    assert (found.num_messages, found.generation_prompt) == (2, False)
+    assert "<" in found.before
+    assert "It" in found.after
     assert f"token {found.token} was" in str(found)
     start = tokenizer_with(THINKING).apply_chat_template(THOUGHTS[:2], return_dict=False)
     assert tiny_tokenizer().decode(start[found.token]) == "<"

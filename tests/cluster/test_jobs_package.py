@@ -144,7 +144,7 @@ def test_a_file_from_elsewhere_comes_with_those_beside_it(tmp_path: Path, folder
 def test_losses_and_advantages_of_the_users_are_sent_and_named_as_rewards_are(folder: Path, load: Load) -> None:
     (folder / "own.py").write_text("def loss(terms): ...\ndef advantage(batch): ...\n")
     loss, advantage = (f"algorithm.{kind}={folder}/own.py:{kind}" for kind in ("loss", "advantage"))
-    recipe, code = gather(load(loss, advantage), folder, folder)
+    recipe, code = collect_code(load(loss, advantage), folder, folder)
     assert (recipe.algorithm.loss.name, recipe.algorithm.advantage.name) == ("own.py:loss", "own.py:advantage")
     assert list(code.files) == ["own.py"]
 

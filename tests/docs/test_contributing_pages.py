@@ -38,7 +38,7 @@ def rewards_of(folder: Path) -> list[float]:
 
 def test_an_environment_is_one_file(tmp_path: Path) -> None:
     files_of("contributing-an-environment.md", tmp_path)
-    assert "random baseline" in run(block("contribute-env-test"), tmp_path)
+    assert "random  reward" in run(block("contribute-env-test"), tmp_path)
 
 
 @pytest.mark.slow

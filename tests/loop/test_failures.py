@@ -71,7 +71,7 @@ def reward(folder: Path, name: str) -> tuple[str, ...]:
     [
         ("raises", "ValueError: the scorer is broken (rewards.py:"),
         ("hangs", "the reward function took longer than 0.5 s and was killed"),
-        ("dies", "the reward function's process died: exit code 1"),
+        ("dies", "the reward function's process died: it ended with exit code 1"),
         ("is_not_finite", "the reward must be finite; the function returned nan"),
     ],
 )

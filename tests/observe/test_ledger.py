@@ -517,7 +517,7 @@ def test_the_command_prints_the_history_of_one_prompt(tmp_path: Path, ledger: Le
     assert printed.stdout.splitlines() == ["prompt 3", *(f"  {line}" for line in ledger.history_of(3))]
     assert corral(tmp_path, "ledger", ".", "--prompt", "9").stdout == "prompt 9\n  was never issued\n"
     answer = json.loads(corral(tmp_path, "ledger", ".", "--prompt", "9", "--json").stdout)
-    assert answer == {"prompt": 9, "story": []}
+    assert answer == {"prompt": 9, "history": []}
 
 
 def test_a_folder_without_a_ledger_is_an_error(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_bm25_is_estimated_built_and_searched(folder: Path) -> None:
     assert "20 passages" in built
 
 
+@pytest.mark.slow
 def test_a_dense_index_is_built_and_searched(folder: Path, minilm: Path) -> None:
     _, found = run(folder, block("retriever-dense"), **{"intfloat/e5-base-v2": str(minilm)})
     assert found.count("\n") == 3

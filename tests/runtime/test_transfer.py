@@ -231,6 +231,7 @@ def test_a_receiver_that_does_not_come_is_not_waited_for_longer_than_the_limit()
 # --- through Ray
 
 
+@pytest.mark.slow
 def test_weights_go_through_the_object_store() -> None:
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)

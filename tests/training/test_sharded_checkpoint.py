@@ -18,10 +18,12 @@ from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.train import tensor_files
+from corral.training import tensor_files
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.process_mesh import ProcessMesh
 from corral.training.tensor_files import TensorFiles, write_tensors
+
+pytestmark = pytest.mark.slow
 
 Teams = Callable[[int], Team]
 Weights = dict[str, torch.Tensor]

@@ -26,6 +26,8 @@ from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
+pytestmark = pytest.mark.slow
+
 Teams = Callable[[int], Team]
 
 

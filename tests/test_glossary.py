@@ -1,0 +1,98 @@
+"""The code, the pages and what is printed speak the field's language: words of the old private one do not come back."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CODE = sorted((ROOT / "corral").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in PAGES if ".zh." not in page.name]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+INSTEAD = {
+    r"play(s|ed|ing|er|ers|ground)?": "roll out, generate, RolloutWorker, RolloutScheduler",
+    r"learnt|learners?": "trained, TrainerGroup",
+    r"dull": "zero-variance group",
+    r"mend(s|ed|ing|er)?": "recovery, Supervisor",
+    r"ordinals?": "prompt id",
+    r"parcels?": "transfer handle",
+    r"doubts?": "warnings",
+    r"forget_gradients": "zero_grad",
+    r"optimisers?": "optimizer",
+    r"lam": "gae_lambda",
+    r"told|said": "reported, printed",
+    r"in_words": "describe, format",
+    r"set_aside|set aside": "preempt, archive",
+    r"make_room|make room|makes room": "evict",
+    r"openings?": "prefill",
+    r"who sees whom|sees whom": "attention mask",
+    r"floors?|ceilings?": "random and optimal baseline",
+}
+"""Old words, as identifiers or parts of them and as words of a text, and what is written instead."""
+
+ALLOWED = {
+    "corral/envs/": {"play", "plays", "played", "playing"},  # games are played
+    "corral/envs/games.py": {"opening"},  # the first message of a game, a key of its prompts
+    "docs/environments.md": {"play", "played", "opening", "floor"},
+    "corral/algorithms/corrections.py": {"floor"},  # lower bound of a band: the recipe's key
+    "corral/algorithms/": {"floor"},
+    "corral/recipe/renamed_keys.py": {"optimiser", "lam"},  # the old names themselves
+    "corral/migrate/": {"lam", "played", "play", "floor"},  # keys and words of other systems
+    "docs/": {"floor"},  # of a correction, and of a house
+}
+
+
+def words_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every identifier, comment and string of a program, or of every line of a page."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        yield from enumerate(text.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+            yield token.start[0], token.string
+
+
+def allowed_in(path: Path) -> set[str]:
+    name = str(path.relative_to(ROOT))
+    return {word for place, words in ALLOWED.items() if name.startswith(place) for word in words}
+
+
+@pytest.mark.parametrize("old", INSTEAD, ids=lambda old: old.split("(")[0].split("|")[0])
+def test_an_old_word_does_not_come_back(old: str) -> None:
+    pattern = re.compile(rf"(?<![A-Za-z])(?:{old})(?![A-Za-z])", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {match[0]}"
+        for path in [*CODE, *PAGES, *RECIPES]
+        for line, text in words_of(path)
+        for match in pattern.finditer(text)
+        if match[0].lower() not in allowed_in(path)
+    ]
+    assert not found, f"write {INSTEAD[old]} instead:\n" + "\n".join(found[:40])
+
+
+def test_names_of_classes_are_unique() -> None:
+    found: dict[str, list[str]] = {}
+    for path in CODE:
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
+            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1 and not name.startswith("_")} == {}
+
+
+def test_names_of_files_say_what_is_in_them() -> None:
+    """Two files of one name are told apart only by their folders; `__init__.py` is Python's."""
+    names: dict[str, list[str]] = {}
+    for path in CODE:
+        if path.name != "__init__.py":
+            names.setdefault(path.name, []).append(str(path.parent.relative_to(ROOT)))
+    twice = {name: folders for name, folders in names.items() if len(folders) > 1}
+    assert set(twice) <= SAME_NAME, twice
+
+
+SAME_NAME: set[str] = set()
+"""Files whose folder makes it plain."""
