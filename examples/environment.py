@@ -15,7 +15,7 @@ RECIPE = {
     "rollout": {"max_response_tokens": 16, "max_turns": 4, "max_turn_tokens": 1},
     "batch": {"prompts_per_step": 8, "samples_per_prompt": 8},
     "optimizer": {"learning_rate": 3e-3},
-    "schedule": {"steps": 10},
+    "schedule": {"steps": 20},
     "checkpoint": {"resume": "never"},
 }
 
@@ -42,4 +42,4 @@ if __name__ == "__main__":
     rewards = run.metrics["reward/mean"].to_pylist()
     print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")
     for record in run.trajectories()[:3]:
-        print(record)
+        print(repr(record["response"]), record["reward"])

@@ -11,7 +11,7 @@ RECIPE = {
     "data": {
         "chat": False,
         "train": {"path": "arithmetic:addition", "size": 64, "options": {"max": 9, "part": "train"}},
-        "validation": {"path": "arithmetic:addition", "size": 16, "options": {"max": 9, "part": "validation"}},
+        "validation": {"path": "arithmetic:addition", "size": 8, "options": {"max": 9, "part": "validation"}},
     },
     "environment": {"reward": {"name": "regex", "options": {"pattern": "[0-9]"}}},
     "rollout": {"max_response_tokens": 8},
@@ -28,6 +28,6 @@ if __name__ == "__main__":
     table = run.metrics.select(["step", "reward/mean", "policy/loss"])
     for row in table.to_pylist():
         print(row)
-    print(run.trajectories(step=1)[0])
+    print(run.trajectories(step=1)[0]["response"])
 
     print(corral.evaluate(RECIPE, model=run.checkpoint)["validation/mean@1"])

@@ -1,6 +1,6 @@
 """A reward function and rows from Python: a blank model learns to answer with digits.
 
-Takes about 20 seconds on two CPU cores. The reward rises from about 0.05 to above 0.5.
+Takes about 20 seconds on two CPU cores. The reward rises from 0.03 to about 0.7.
 """
 
 import corral
