@@ -232,9 +232,9 @@ def _named(key: str, value: Any) -> dict[str, Any]:
 def _check_importable(key: str, value: Any) -> None:
     if not is_importable(value):
         raise UserError(
-            f"{key.removesuffix('.name')}: `{getattr(value, '__qualname__', value)}` cannot be imported by the workers of a "
-            "cluster, because it was defined in a notebook, in the program that was started, or inside a function. Put it "
-            "into a module of its own and import it from there"
+            f"{key.removesuffix('.name')}: `{getattr(value, '__qualname__', value)}` cannot be imported by the workers "
+            "of a cluster, because it was defined in a notebook, in the program that was started, or inside a "
+            "function. Put it into a module of its own and import it from there"
         )
 
 

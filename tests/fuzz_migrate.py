@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from corral.migrate.config_sources import migrate_file, migrate_words
 from corral.migrate.migration import recipe_text, report_text
-from corral.migrate.sources import migrate_file, migrate_words
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.plan import make_plan
 

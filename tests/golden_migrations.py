@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corral.migrate.config import RawConfig, add_file, add_override
+from corral.migrate.config_sources import migrate_file, table_of
 from corral.migrate.migration import Migration, entry_text, migrate, recipe_text, report_text, value_text
-from corral.migrate.sources import migrate_file, table_of
 from corral.recipe.errors import UserError
 from corral.recipe.plan import make_plan
 

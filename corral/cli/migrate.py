@@ -108,7 +108,7 @@ def is_file_with_overrides(words: Sequence[str]) -> bool:
 
 def own_recipe(words: Sequence[str]) -> "Recipe | None":
     """The recipe, where the file is one of Corral already."""
-    from corral.migrate.sources import is_own
+    from corral.migrate.config_sources import is_own
     from corral.recipe.load import load_recipe
 
     path = Path(words[0])
@@ -118,8 +118,8 @@ def own_recipe(words: Sequence[str]) -> "Recipe | None":
 
 
 def read(words: Sequence[str], system: System | None, define: Sequence[str]) -> "Migration":
+    from corral.migrate.config_sources import migrate_file, migrate_words
     from corral.migrate.migration import with_overrides
-    from corral.migrate.sources import migrate_file, migrate_words
 
     defined = dict(name_and_value(one) for one in define)
     if is_file_with_overrides(words):

@@ -14,7 +14,7 @@ from corral.cli.planning import AsJson
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from corral.retrieval.base import Retriever
+    from corral.retrieval.searcher import Retriever
 
 Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
 CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
@@ -56,13 +56,13 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: for programs.")] = False,
 ) -> None:
     """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
-    from corral.retrieval.base import check_kind
     from corral.retrieval.bm25 import Bm25Settings
     from corral.retrieval.dense import DenseSettings
     from corral.retrieval.encoder import EncoderSettings
     from corral.retrieval.estimate import estimate, of_index, size
     from corral.retrieval.index import build as build_index
     from corral.retrieval.index import encoder_name
+    from corral.retrieval.searcher import check_kind
 
     if pooling not in (None, "mean", "cls"):
         raise UserError(f"--pooling {pooling} is neither mean nor cls")
@@ -160,7 +160,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search once, without a server."""
-    from corral.retrieval.base import SearchRequest
+    from corral.retrieval.searcher import SearchRequest
     from corral.retrieval.server import format_result
 
     if reranker is None:
@@ -186,9 +186,9 @@ def loader(
     device: str | None,
 ) -> "Callable[[], Retriever]":
     """Returns a function that loads the index. What is quickly seen to be wrong raises here."""
-    from corral.retrieval.base import Reranker, Retriever, Searcher
     from corral.retrieval.index import encoder_name, open_index, read_finished
     from corral.retrieval.online import OnlineSearcher, read_online
+    from corral.retrieval.searcher import Reranker, Retriever, Searcher
 
     service: Searcher | None = None
     if online is not None:

@@ -53,7 +53,7 @@ def find_reason(log: str) -> str:
     """The last line that speaks of an error; without one, the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error" in line]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def start_options(member: Membership, dashboard: tuple[str, int], debugger: str | None) -> list[str]:

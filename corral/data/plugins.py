@@ -2,9 +2,9 @@
 
 Modules are searched where Python searches, then in the current folder. Every failure is one line for the user.
 
-Objects that a Python program hands over (`corral.train(reward=...)`) get a name too. One that other processes can import
-has that name; any other is put into a module that exists in memory only, under which it is found again here, and is
-sent as code to the processes on this machine that run it.
+Objects that a Python program hands over (`corral.train(reward=...)`) get a name too. One that other processes can
+import has that name; any other is put into a module that exists in memory only, under which it is found again here,
+and is sent as code to the processes on this machine that run it.
 """
 
 import difflib

@@ -17,6 +17,9 @@ from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
 from corral.rewards.scorer_pool import RewardScorer
 
+RENAMED_OPTIONS = {"told_by": "tool_prompt"}
+"""Options of `tools` and `agent` that had another name in earlier releases."""
+
 
 class EnvSet:
     """Makes environments, by the tag in the row where there are several. Has what they share, until `close`."""
@@ -153,4 +156,5 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise UserError(f"environment `{name}`: its options don't fit: {error}") from error
+        renamed = "".join(f"; `{old}` is now `{new}`" for old, new in RENAMED_OPTIONS.items() if old in arguments)
+        raise UserError(f"environment `{name}`: its options don't fit: {error}{renamed}") from error

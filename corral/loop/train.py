@@ -12,7 +12,7 @@ from corral.loop.components import OpenWorkers, open_components, open_runtime
 from corral.loop.interrupt import Interrupt, Interrupted, close_runner
 from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.supervisor import Supervisor
-from corral.loop.training_loop import Run, run_steps, save_run
+from corral.loop.training_loop import RunState, run_steps, save_run
 from corral.observe.console import Console, run_log
 from corral.observe.console_lines import held_out_score
 from corral.observe.curve import draw_curve
@@ -103,7 +103,7 @@ async def running(
     checkpoint: Path | None = None,
     lost_nodes: set[str] | None = None,
     open_workers: OpenWorkers = open_runtime,
-) -> AsyncIterator[Run]:
+) -> AsyncIterator[RunState]:
     """Opens a run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
     state = {} if checkpoint is None else read_state(checkpoint)
     lost = set() if lost_nodes is None else lost_nodes
@@ -122,7 +122,7 @@ async def running(
             console=console,
         )
         try:
-            yield Run(
+            yield RunState(
                 recipe=recipe,
                 parts=parts,
                 folder=folder,
@@ -140,7 +140,7 @@ async def running(
             trackers.close()
 
 
-async def finish(run: Run, recipe_file: Path) -> None:
+async def finish(run: RunState, recipe_file: Path) -> None:
     """Writes the last checkpoint and the picture, and prints what to do next."""
     if run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
         with run.console.stage("saving a checkpoint"):
@@ -159,7 +159,7 @@ async def finish(run: Run, recipe_file: Path) -> None:
     )
 
 
-def next_commands(run: Run, recipe_file: Path) -> dict[str, str]:
+def next_commands(run: RunState, recipe_file: Path) -> dict[str, str]:
     """Returns commands for the summary."""
     checkpoint = step_folder(run.folder.checkpoints, run.step)
     if not run.is_complete:

@@ -30,7 +30,7 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 
 @dataclass
-class Run:
+class RunState:
     """A run in progress: its components, its folder, and where it is."""
 
     recipe: Recipe
@@ -64,7 +64,7 @@ class Run:
         self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
 
 
-async def run_steps(run: Run) -> None:
+async def run_steps(run: RunState) -> None:
     """Runs all steps that are left.
 
     Consumes prompts, produces weights, metrics and checkpoints. A step waits for its rollouts (unblocked by the rollout
@@ -105,7 +105,7 @@ async def run_steps(run: Run) -> None:
         await save_if_due(run)
 
 
-async def rollout_pieces(run: Run, pending: PendingRollout) -> AsyncGenerator[RolloutResult, None]:
+async def rollout_pieces(run: RunState, pending: PendingRollout) -> AsyncGenerator[RolloutResult, None]:
     """Yields the step's trajectories: all of them when they are finished, or piece by piece where it is pipelined. A
     request to stop raises `Interrupted`; nothing has changed the weights then."""
     pipelined = run.recipe.schedule.pipelined
@@ -130,7 +130,9 @@ async def rollout_pieces(run: Run, pending: PendingRollout) -> AsyncGenerator[Ro
         yield RolloutResult.join(held)
 
 
-def record_step(run: Run, rollout: RolloutResult, batch: Batch, result: TrainResult, metrics: dict[str, float]) -> None:
+def record_step(
+    run: RunState, rollout: RolloutResult, batch: Batch, result: TrainResult, metrics: dict[str, float]
+) -> None:
     """Writes down what became of the step's prompts, its metrics and its trajectories. Raises a `RunError` after too
     many updates that were not finite."""
     record_prompts(run, rollout, result)
@@ -148,7 +150,7 @@ def record_step(run: Run, rollout: RolloutResult, batch: Batch, result: TrainRes
     check_updates(run, result, batch)
 
 
-def record_prompts(run: Run, rollout: RolloutResult, result: TrainResult) -> None:
+def record_prompts(run: RunState, rollout: RolloutResult, result: TrainResult) -> None:
     if result.finite and not any(result.finite):
         run.ledger.dropped(run.step, rollout.prompt_ids, "update not finite")
     elif result.too_far and len(result.too_far) == len(result.finite):
@@ -159,7 +161,7 @@ def record_prompts(run: Run, rollout: RolloutResult, result: TrainResult) -> Non
     run.ledger.dropped(run.step, rollout.zero_variance, "zero-variance group")
 
 
-def check_updates(run: Run, result: TrainResult, batch: Batch) -> None:
+def check_updates(run: RunState, result: TrainResult, batch: Batch) -> None:
     """Reports which updates were not made. A number that is not finite never reached the weights; the batch is kept,
     and three in a row end the run."""
     if result.too_far:
@@ -180,7 +182,7 @@ def check_updates(run: Run, result: TrainResult, batch: Batch) -> None:
         )
 
 
-async def validate_if_due(run: Run) -> None:
+async def validate_if_due(run: RunState) -> None:
     """Also after a resume: the run may have been stopped between a step and its validation."""
     when = validation_due(run)
     if when is None or run.step in run.validations or not run.parts.validation:
@@ -196,7 +198,7 @@ async def validate_if_due(run: Run) -> None:
         writer.write(run.step, trajectory_records(result.trajectories, run.parts.tokenizer), part="validation")
 
 
-def validation_due(run: Run) -> str | None:
+def validation_due(run: RunState) -> str | None:
     """Returns the name of the validation that belongs after the steps made so far, if one does."""
     settings = run.recipe.validation
     if run.step == 0:
@@ -207,13 +209,13 @@ def validation_due(run: Run) -> str | None:
     return f"after step {run.step}" if due else None
 
 
-async def save_if_due(run: Run) -> None:
+async def save_if_due(run: RunState) -> None:
     every = run.recipe.checkpoint.every
     if every and run.step % every == 0 and not run.is_complete:
         await save_run(run)
 
 
-async def save_run(run: Run) -> None:
+async def save_run(run: RunState) -> None:
     state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
     async with run.parts.trainer_lock:
         await save(run.parts, run.ledger, run.folder, run.step, state)

@@ -43,7 +43,7 @@ and the step at which it was trained or dropped."""
 
 
 class Ledger:
-    """A run's ledger. Opening it reads the file and changes nothing, so one that is being written can be read too."""
+    """A run's ledger. The constructor only reads the file, so a ledger that is being written can be read too."""
 
     name = "ledger.jsonl"
 

@@ -212,7 +212,7 @@ def find_declaration(path: KeyPath, name: str) -> Declaration:
 
 
 def user_declaration(kind: PartKind, key: str, name: str) -> Declaration:
-    from corral.data.plugins import load_object  # it knows recipes' errors, and is above this floor for its other users
+    from corral.data.plugins import load_object  # corral.data is a layer above corral.recipe, so this import is local
 
     function = load_object(name, key)
     assert kind.of_a_user is not None

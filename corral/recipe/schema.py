@@ -173,7 +173,7 @@ class Rollout(Section):
     GPU."""
 
 
-class Batch(Section):
+class BatchSizes(Section):
     """How much is sampled and trained on in a step."""
 
     prompts_per_step: PositiveInt = 8
@@ -483,7 +483,7 @@ class Recipe(Section):
     environments: dict[str, TaggedEnvironment] = {}
     """Several environments, by a tag of your choice, instead of `environment`. Metrics have the tag in their names."""
     rollout: Rollout = Rollout()
-    batch: Batch = Batch()
+    batch: BatchSizes = BatchSizes()
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
     critic: Critic = Critic()

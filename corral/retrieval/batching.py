@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from corral.retrieval.base import Hit, SearchRequest
+from corral.retrieval.searcher import Hit, SearchRequest
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 PREFIX = "corral_retriever"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError, first_line
-from corral.retrieval.base import Passage
+from corral.retrieval.searcher import Passage
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, out of how much."""

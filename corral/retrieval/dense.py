@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from corral.observe.run_files import replacing
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.base import Hit, retriever_extra
 from corral.retrieval.corpus import Corpus, Progress, silent
 from corral.retrieval.encoder import Encoder, EncoderSettings
+from corral.retrieval.searcher import Hit, retriever_extra
 
 FLAT, HNSW = "flat.faiss", "hnsw.faiss"
 BATCHES_PER_WRITE = 16

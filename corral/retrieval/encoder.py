@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError, first_line
-from corral.retrieval.base import check_device, retriever_extra
+from corral.retrieval.searcher import check_device, retriever_extra
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from corral.recipe.errors import UserError
-from corral.retrieval.base import check_kind
 from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
 from corral.retrieval.corpus import parse_line, stat
 from corral.retrieval.dense import DenseSettings, empty_hnsw
 from corral.retrieval.encoder import Encoder
 from corral.retrieval.index import read_finished
+from corral.retrieval.searcher import check_kind
 
 SAMPLE_LINES = 2_000
 MAX_ENCODED, MAX_ENCODING_S = 512, 5.0

@@ -1,4 +1,4 @@
-"""Building an index of a corpus, and opening it: the one place that knows all kinds.
+"""Functions that build the index of a corpus and load it, whatever its kind.
 
 An index is a folder. What is in it stands in `manifest.json`, which is written last: without it, the folder is the rest
 of a build that did not end. Memory stays small whatever the size of the corpus, but for HNSW, whose graph faiss makes
@@ -17,11 +17,11 @@ from typing import Any
 
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
-from corral.retrieval.base import Searcher, check_kind
 from corral.retrieval.bm25 import Bm25Searcher, Bm25Settings, build_bm25, check_bm25
 from corral.retrieval.corpus import Corpus, CorpusFacts, Progress, same_file, scan, silent, stat
 from corral.retrieval.dense import DenseSearcher, DenseSettings, build_dense, faiss, remove_vectors_of_graph
 from corral.retrieval.encoder import Encoder
+from corral.retrieval.searcher import Searcher, check_kind
 
 MANIFEST = "manifest.json"
 BUILDING = "building.json"

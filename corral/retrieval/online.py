@@ -26,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.base import Hit, Passage
+from corral.retrieval.searcher import Hit, Passage
 
 MAX_ANSWER = 8 * 2**20
 PLACEHOLDER = re.compile(r"\{(query|topk|key)\}")

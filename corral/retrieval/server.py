@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.recipe.errors import RunError, UserError, first_line
-from corral.retrieval.base import Hit, Retriever, SearchRequest, retriever_extra
 from corral.retrieval.batching import QueryBatcher, QueueFull, ServerMetrics
+from corral.retrieval.searcher import Hit, Retriever, SearchRequest, retriever_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response

@@ -1,8 +1,8 @@
 """Messages to tokens: a conversation is rendered once and then only extended, never tokenized again.
 
 A chat template that renders an earlier turn differently when a new one follows (many drop what a model thought) makes
-other programs see other tokens than the model was trained on; and where new messages cannot be told apart from what was
-there, a conversation of several turns is refused. `check_template` finds both before the first rollout.
+other programs see other tokens than the model was trained on; and where new messages cannot be separated from those
+before them, a conversation of several turns is refused. `check_template` finds both before the first rollout.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class TemplateBreak:
     """Text around that token in the longer conversation."""
 
     def __str__(self) -> str:
-        where = "the opening of the model's turn" if self.generation_prompt else f"message {self.num_messages}"
+        where = "the generation prompt" if self.generation_prompt else f"message {self.num_messages}"
         return f"behind {where} token {self.token} was {self.before!r} and becomes {self.after!r} with the next message"
 
 

@@ -114,21 +114,21 @@ class _Episode:
         driver, prompt = self.driver, self.prompt
         if driver.max_observation_tokens is not None:
             self.metrics["cut_observations"] = 0.0
-        opening = prompt.tokens
+        prompt_tokens = prompt.tokens
         try:
             self.env = self.factory.make()
             messages = await self._call(self.env.reset(prompt.row, self.seed))
             tools, self.state = list(self.env.tools), self.env.first_state()
             if messages != prompt.row.prompt or tools:
-                opening = driver.chat.prompt_tokens(messages, tools)
-            if len(opening) > driver.max_prompt_tokens:
+                prompt_tokens = driver.chat.prompt_tokens(messages, tools)
+            if len(prompt_tokens) > driver.max_prompt_tokens:
                 raise ValueError(
-                    f"{len(opening)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
+                    f"{len(prompt_tokens)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
             self.error = f"reset: {describe_error(error, self.factory.timeout_s)}"
-            opening = prompt.tokens
-        self.tokens += opening
+            prompt_tokens = prompt.tokens
+        self.tokens += prompt_tokens
 
     async def run(self, sampling: Sampling) -> Trajectory:
         async with self.factory.limit or nullcontext():

@@ -298,7 +298,7 @@ class SlotCache:
         self.values: list[Tensor | None] = [None] * num_layers
 
     def reserve(self, length: int) -> None:
-        """Makes room for sequences of `length` tokens in every slot."""
+        """Grows the cache so that every slot holds a sequence of `length` tokens."""
         if length > self.capacity:
             self.capacity = -(-length // GROWTH) * GROWTH
             for tensors in (self.keys, self.values):

@@ -164,8 +164,8 @@ class MasterOptimizer:
             return recipe.learning_rate
         progress = min(1.0, (update - self.num_warmup) / max(1, self.total_updates - self.num_warmup))
         decay = 1.0 - progress if recipe.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        floor = recipe.min_learning_rate_ratio
-        return recipe.learning_rate * (floor + (1.0 - floor) * decay)
+        min_ratio = recipe.min_learning_rate_ratio
+        return recipe.learning_rate * (min_ratio + (1.0 - min_ratio) * decay)
 
     # --- checkpoints
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.cluster.doctor.all_reduce_checks import check_pairs, pair_result, rounds
+from corral.cluster.doctor.all_reduce_checks import check_pairs, pair_result, pair_rounds
 from corral.cluster.doctor.file_checks import (
     SharedPath,
     check_shared,
@@ -218,13 +218,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_the_reason() -> None:
 
 
 @given(st.integers(0, 17))
-def test_in_a_tournament_all_meet_once_and_nobody_plays_twice_in_a_round(num_players: int) -> None:
-    played = rounds(num_players)
-    assert sorted(pair for one in played for pair in one) == sorted(combinations(range(num_players), 2))
-    for one in played:
-        players = [player for pair in one for player in pair]
-        assert len(players) == len(set(players))
-    assert len(played) == max(0, num_players - 1 + num_players % 2) * (num_players > 1)
+def test_all_pairs_are_measured_once_and_no_node_twice_in_a_round(num_nodes: int) -> None:
+    found = pair_rounds(num_nodes)
+    assert sorted(pair for one in found for pair in one) == sorted(combinations(range(num_nodes), 2))
+    for one in found:
+        nodes = [node for pair in one for node in pair]
+        assert len(nodes) == len(set(nodes))
+    assert len(found) == max(0, num_nodes - 1 + num_nodes % 2) * (num_nodes > 1)
 
 
 def pair(one: NodeRef, other: NodeRef, speed: float = 1e9, error: str = "") -> PairSpeed:

@@ -8,8 +8,8 @@ import pytest
 from clusters import bring_up, corral
 from hosts import Lab
 
+from corral.migrate.config_sources import migrate_file
 from corral.migrate.migration import recipe_text
-from corral.migrate.sources import migrate_file
 
 GOLDEN = Path(__file__).parent.parent / "migrate" / "golden"
 TOGETHER, WITH_A_SERVICE = "verl_dstack/input.sh", "search_r1_multinode/input.sh"

@@ -9,8 +9,8 @@ import pytest
 from commands import corral
 from guides import ROOT, Block, block, blocks
 
+from corral.migrate.config_sources import migrate_file
 from corral.migrate.migration import recipe_text
-from corral.migrate.sources import migrate_file
 
 GOLDEN = ROOT / "tests" / "migrate" / "golden"
 SOURCES = {

@@ -334,8 +334,8 @@ def test_a_malformed_call_of_a_tool_stays_text(agents: Path) -> None:
     assert play(agents, "with_tools", ["<tool_call>{</tool_call>"])[1] == [StepResult([], 0.0, done=True)]
 
 
-def test_where_the_template_knows_no_tools_a_system_message_tells_of_them(agents: Path) -> None:
-    opening, _ = play(agents, "with_tools", ["5"], told_by="system")
+def test_where_the_template_knows_no_tools_a_system_message_describes_them(agents: Path) -> None:
+    opening, _ = play(agents, "with_tools", ["5"], tool_prompt="system")
     assert [message["role"] for message in opening] == ["system", "user"]
     assert '"name": "add"' in opening[0]["content"]
 

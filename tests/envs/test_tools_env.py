@@ -262,6 +262,7 @@ def test_type_hints_become_types_of_json() -> None:
         (["ad"], {}, "did you mean `add`"),
         (["add"], {"style": "yaml"}, "environment.options.style must be hermes or openai, not 'yaml'"),
         (["add"], {"result_role": "robot"}, "environment.options.result_role must be tool or user"),
+        (["add"], {"told_by": "system"}, "'told_by'; `told_by` is now `tool_prompt`"),
     ],
 )
 def test_tools_that_cannot_be_offered_are_refused_before_training(
@@ -271,8 +272,8 @@ def test_tools_that_cannot_be_offered_are_refused_before_training(
         environments(file, *names, **options)
 
 
-def test_where_the_template_knows_no_tools_a_system_message_tells_of_them(file: Path) -> None:
-    env: Any = environments(file, "add", told_by="system").factory_for(ROW).make()
+def test_where_the_template_knows_no_tools_a_system_message_describes_them(file: Path) -> None:
+    env: Any = environments(file, "add", tool_prompt="system").factory_for(ROW).make()
     system, question = asyncio.run(env.reset(ROW, 0))
     assert env.tools == []
     assert '"name": "add"' in system["content"]

@@ -8,7 +8,7 @@ from golden_migrations import GOLDEN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corral.migrate.sources import table_of
+from corral.migrate.config_sources import table_of
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
 from corral.recipe.presets import resolve_algorithm

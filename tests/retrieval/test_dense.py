@@ -11,10 +11,10 @@ from docstrings import QUERIES, contents
 from sentence_transformers import SentenceTransformer
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.base import Reranker
 from corral.retrieval.dense import FLAT, DenseSettings, VectorFile, build_graph, open_mapped
 from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, own_prompt
 from corral.retrieval.index import BUILDING, MANIFEST, OFFSETS, build, open_index, read_manifest
+from corral.retrieval.searcher import Reranker
 
 pytestmark = pytest.mark.xdist_group("dense")
 

@@ -13,10 +13,10 @@ from docstrings import QUERIES
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.base import Reranker, Retriever, SearchRequest
 from corral.retrieval.client import RetrievalClient, RetrievedDocument
 from corral.retrieval.index import open_index
 from corral.retrieval.online import OnlineSearcher, OnlineSettings, read_online
+from corral.retrieval.searcher import Reranker, Retriever, SearchRequest
 
 pytestmark = pytest.mark.xdist_group("retriever")
 

@@ -30,7 +30,7 @@ class PairTests:
         """`broken`: pairs that cannot connect, and are left out."""
         able = [node for node in self.nodes.refs if backend == "gloo" or self.states[node].torch.available]
         found = []
-        for number, pairs_of_round in enumerate(rounds(len(able)), start=1):
+        for number, pairs_of_round in enumerate(pair_rounds(len(able)), start=1):
             pairs = [(able[one], able[other]) for one, other in pairs_of_round]
             pairs = [pair for pair in pairs if frozenset(pair) not in broken and set(pair) <= set(self.nodes.refs)]
             self.report(f"{backend} all-reduce, round {number}: {len(pairs)} pairs")
@@ -72,16 +72,16 @@ class PairTests:
         return [pair_result(PairSpeed(node, node, backend), 0, answers) for node in several]
 
 
-def rounds(num_players: int) -> list[list[tuple[int, int]]]:
-    """All pairs in as few rounds as possible: one player stays, the others move on by one place (the circle method)."""
-    players: list[int | None] = list(range(num_players))
-    if num_players % 2:
-        players.append(None)
-    half, found = len(players) // 2, []
-    for _ in range(len(players) - 1):
-        facing = zip(players[:half], reversed(players[half:]), strict=True)
+def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """All pairs in as few rounds as possible: one node stays, the others move on by one place (the circle method)."""
+    nodes: list[int | None] = list(range(num_nodes))
+    if num_nodes % 2:
+        nodes.append(None)
+    half, found = len(nodes) // 2, []
+    for _ in range(len(nodes) - 1):
+        facing = zip(nodes[:half], reversed(nodes[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
-        players = [players[0], players[-1], *players[1:-1]]
+        nodes = [nodes[0], nodes[-1], *nodes[1:-1]]
     return [pairs for pairs in found if pairs]
 
 

@@ -254,7 +254,7 @@ def check_disk(same: Sequence[DiskSpace]) -> Finding:
     one, needs = same[0], max(disk.needs for disk in same)
     folders = ", ".join(f"{disk.path} ({disk.purpose})" for disk in same)
     what = f"{human_bytes(one.free)} of {human_bytes(one.total)} free for {folders}"
-    fix = "make room there, or choose other places: `logging.runs`, `corral up --temp-dir`, HF_HOME"
+    fix = "free some space there, or choose other places: `logging.runs`, `corral up --temp-dir`, HF_HOME"
     if needs and one.free < needs:
         return Finding("error", "disk", f"{what}; the recipe's checkpoints take {human_bytes(needs)}", fix)
     if one.free < LEAST_DISK:

@@ -112,7 +112,9 @@ def check_head(address: str, tried: Mapping[NodeRef, str]) -> Iterator[Finding]:
 def check_own_name(name: str, addresses: Sequence[str]) -> Iterator[Finding]:
     """`addresses`: what the node's own name resolves to."""
     if not addresses:
-        what = f"its own name, {name}, has no address; gloo and NCCL are told an interface, other programs may not be"
+        what = (
+            f"its own name, {name}, has no address; gloo and NCCL get an interface from Corral, other programs may not"
+        )
         yield Finding("note", "names", what, f"a line with {name} in /etc/hosts")
     elif all(is_loopback(address) for address in addresses):
         what = f"its own name, {name}, is {addresses[0]}, which other nodes cannot reach; Corral does not use it"

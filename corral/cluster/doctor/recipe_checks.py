@@ -25,8 +25,8 @@ from corral.rewards.scorer_pool import ScorerPool
 
 TIGHT = 0.9
 SMALLER = (
-    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.gradient_checkpointing` or a smaller "
-    "`batch.max_tokens_per_micro_batch`"
+    "`corral plan` says what takes it; less with `train.parallel`, `train.offload`, `train.gradient_checkpointing` "
+    "or a smaller `batch.max_tokens_per_micro_batch`"
 )
 NUM_ROWS = 4
 BUDGET_S = 30.0  # for all trial calls of a reward; and a step may spend as much before it is a warning

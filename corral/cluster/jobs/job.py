@@ -228,7 +228,7 @@ def stop(api: JobApi, name: str, write: Write, timeout_s: float) -> str:
     found = follow(api, job.id, write, skip=skip, timeout_s=timeout_s)
     if found.is_open:
         end = "" if found.pid is None else f"; `kill -9 {found.pid}` on {found.node} ends it without saving"
-        raise RunError(f"job {job.id} was told to stop and has not ended within {timeout_s:g} s{end}")
+        raise RunError(f"job {job.id} got the signal to stop and has not ended within {timeout_s:g} s{end}")
     return f"job {job.id} {ended[found.state]}: {describe_saved(found, logs_of(api, job.id))}"
 
 

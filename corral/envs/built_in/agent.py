@@ -28,7 +28,7 @@ from corral.child_process import command_dying_with_parent, describe_exit, last_
 from corral.data.plugins import error_line, load_object, without_exit
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult
-from corral.envs.built_in.tools import ToldBy, check_choice, with_instructions
+from corral.envs.built_in.tools import ToolPrompt, check_choice, with_instructions
 from corral.envs.chat_endpoint import (
     HOST,
     REFUSED,
@@ -60,14 +60,14 @@ class AgentEnv(Env):
         shared: "AgentRunner",
         timeout_s: float,
         style: Style = "hermes",
-        told_by: ToldBy = "template",
+        tool_prompt: ToolPrompt = "template",
     ) -> None:
-        """`style`: how the model calls tools. `told_by`: who tells it of them, as in the `tools` environment."""
+        """`style`: how the model calls tools. `tool_prompt`: where they are described, as in `tools`."""
         check_choice("style", style, get_args(Style))
-        check_choice("told_by", told_by, get_args(ToldBy))
+        check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
         self.tools: list[dict[str, Any]] = []
         self._pool, self._agents, self._timeout_s = pool, shared, timeout_s
-        self._style, self._told_by = style, told_by
+        self._style, self._tool_prompt = style, tool_prompt
         self._events: asyncio.Queue[PendingRequest | Future[Any]] = asyncio.Queue()
         self._row: Row | None = None
         self._session: ChatSession | None = None
@@ -108,7 +108,7 @@ class AgentEnv(Env):
             raise RuntimeError("the agent ended without a request")
         self._pending = event
         request = event.request
-        if self._told_by == "system" and request.tools:
+        if self._tool_prompt == "system" and request.tools:
             return with_instructions(request.messages, request.tools, self._style)
         self.tools = request.tools
         return request.messages

@@ -20,7 +20,7 @@ from corral.rewards.scorer_pool import RewardScorer
 
 SETTING = "environment.options.tools"
 ResultRole = Literal["tool", "user"]
-ToldBy = Literal["template", "system"]
+ToolPrompt = Literal["template", "system"]
 CLOSING = "\n</tool_response>"
 
 CALL_INSTRUCTIONS = {
@@ -45,20 +45,20 @@ class ToolsEnv(Env):
         shared: "ToolBox",
         style: Style = "hermes",
         result_role: ResultRole = "tool",
-        told_by: ToldBy = "template",
+        tool_prompt: ToolPrompt = "template",
         tool_timeout_s: float = 30.0,
         max_result_characters: int = 4000,
         max_calls_per_turn: int = 8,
         format_penalty: float = 0.0,
     ) -> None:
-        """`told_by`: who tells the model of its tools, the chat template or, where that knows of none, a system
-        message. `format_penalty` is taken off for every reply with a call that could not be made."""
+        """`tool_prompt`: where the model's tools are described: by the chat template or, where that has no place for
+        them, in a system message. `format_penalty` is taken off for every reply with a call that could not be made."""
         check_choice("style", style, get_args(Style))
         check_choice("result_role", result_role, get_args(ResultRole))
-        check_choice("told_by", told_by, get_args(ToldBy))
-        self.tools = shared.schemas if told_by == "template" else []
+        check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
+        self.tools = shared.schemas if tool_prompt == "template" else []
         self._schemas = shared.schemas
-        self._pool, self._style, self._result_role, self._told_by = pool, style, result_role, told_by
+        self._pool, self._style, self._result_role, self._tool_prompt = pool, style, result_role, tool_prompt
         self._max_characters, self._max_calls, self._penalty = max_result_characters, max_calls_per_turn, format_penalty
         self._set = ToolSet(shared, tool_timeout_s)
         self._row: Row | None = None
@@ -71,7 +71,9 @@ class ToolsEnv(Env):
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
         await self._set.open(row)
-        return with_instructions(row.prompt, self._schemas, self._style) if self._told_by == "system" else row.prompt
+        return (
+            with_instructions(row.prompt, self._schemas, self._style) if self._tool_prompt == "system" else row.prompt
+        )
 
     async def step(self, reply: str) -> StepResult:
         assert self._row is not None, "step before reset"

@@ -273,7 +273,7 @@ def prompt_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return converted(
             {**ours, "data.overlong": "filter"}, f"{prompt} tokens; longer prompts are left out, as in ROLL"
         )
-    return converted(ours, f"{prompt} tokens for the opening, {response} for what follows")
+    return converted(ours, f"{prompt} tokens for the first prompt, {response} for all turns after it")
 
 
 def response_length(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -18,7 +18,7 @@ from corral.migrate.outcome import (
     unsupported,
 )
 from corral.migrate.table import ForeignConfig
-from corral.recipe.schema import Batch
+from corral.recipe.schema import BatchSizes
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -134,7 +134,7 @@ def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def micro_batch_tokens(config: ForeignConfig, decides: str | None) -> tuple[int, str]:
     longest = trajectory_tokens(config)
     if decides is None:
-        return max(longest, Batch().max_tokens_per_micro_batch), f"not given; a trajectory has up to {longest}"
+        return max(longest, BatchSizes().max_tokens_per_micro_batch), f"not given; a trajectory has up to {longest}"
     if decides == MICRO_TOKENS:
         context = axis_size(config, "context")
         tokens = positive(config, MICRO_TOKENS) * context
