@@ -40,7 +40,7 @@ def main() -> None:
         name = frame.f_code.co_filename
         if not name.startswith(str(package)):
             return
-        if event == "return" and frame.f_code.co_name == "log_step":
+        if event == "return" and frame.f_code.co_name == "record_step":
             watch = not watch  # from the end of the first step, when caches are warm, to the end of the second
         if event == "call" and watch and frame.f_code.co_name != "<module>":
             ran.add(name)
