@@ -224,7 +224,7 @@ def test_a_resumed_job_goes_on_when_its_terminal_is_closed(project: Project, sto
     project.signal(signal.SIGHUP, *submit)
     assert process.wait(timeout=WAIT_S) != 0
     followed = project.corral("logs", project.jobs()[0]["id"], "-f")
-    assert f"goes on after step {stopped.step}" in followed.stdout
+    assert f"resumed after step {stopped.step}" in followed.stdout
     assert "corral export" in followed.stdout.splitlines()[-1]
     wait_until(lambda: project.jobs()[0]["state"] == "succeeded")
     assert [row["step"] for row in steps_of(project.run_folder("long"))] == list(range(1, stopped.step + 5))
