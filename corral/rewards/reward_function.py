@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
     if not is_spec(name) and name not in (known := built_in_rewards()):
         raise UserError(
             f"there is no reward `{name}`{did_you_mean(name, known)}; "
-            f"there are {', '.join(known)}, `module:function` and `file.py:function`"
+            f"there are {', '.join(sorted(known))}, `module:function` and `file.py:function`"
         )
 
 

@@ -329,6 +329,7 @@ def test_options_belong_together(tmp_path: Path, options: list[str], problem: st
 
 
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.slow
 def test_whatever_is_in_it_a_reader_has_words(tmp_path: Path, reader: str) -> None:
     """400 of them. `python tests/fuzz_migrate.py 100000` tries more."""
     assert fuzz(reader, 400, tmp_path)["refused"] > 40

@@ -34,6 +34,7 @@ def run(folder: Path, one: Block) -> None:
             (folder / out).write_text(ended.stdout)
 
 
+@pytest.mark.slow
 def test_every_page_s_commands_run(tmp_path: Path) -> None:
     pages = {
         "verl": block("from-verl"),

@@ -17,6 +17,8 @@ from corral.kernels.rotary import Rotate, RotateMerged
 from corral.model.attention import TreeAttention, forward_hidden, register
 from corral.model.fused_layers import fuse
 
+pytestmark = pytest.mark.slow
+
 
 def gradients(model: torch.nn.Module, gradient_checkpointing: bool) -> dict[str, torch.Tensor]:
     tree = TokenTree.build([np.array([3, 4, 5, *range(6, 8 + n), n]) for n in range(4)])

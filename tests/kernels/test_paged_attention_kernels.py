@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from corral.kernels.gpu import paged_attention_kernels
 from corral.kernels.paged_attention import PAGE, paged_decode
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = [0, 5, PAGE - 1, PAGE, 2 * PAGE + 7]
 """Of the new token: a first one, one that ends a page, one that begins one."""
 # The interpreter multiplies bfloat16 as if it were whole numbers; a GPU is asked for it as well.

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 from corral.kernels.gpu import sampling_kernels
 from corral.kernels.sampling import sample_tokens, uniform
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURES = [1.0, 0.5, 0.0, 2.0, 1.0]
 
 

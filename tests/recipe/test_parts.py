@@ -50,6 +50,7 @@ NOT_A_FUNCTION = 3
 def own(load) -> Path:
     """A file of the user's, in the folder in which recipes are loaded."""
     Path("own.py").write_text(OWN)
+    Path("own_algorithm_parts.py").write_text(OWN)  # a module's name, which no other test may have imported
     return Path("own.py")
 
 
@@ -219,7 +220,7 @@ def test_a_preset_sets_only_options_that_its_loss_has(name):
 # --- a user's own
 
 
-@pytest.mark.parametrize("spec", ["own.py:mine", "own:mine"])
+@pytest.mark.parametrize("spec", ["own.py:mine", "own_algorithm_parts:mine"])
 def test_a_loss_of_the_users_has_its_declared_options_and_facts(load, own, spec):
     found = parts_of(load, f"algorithm.loss={spec}", "algorithm.loss.scale=0.5")
     assert (found.loss.name, found.loss.options.scale, found.loss.options.power) == (spec, 0.5, 1)

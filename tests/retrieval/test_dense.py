@@ -16,7 +16,7 @@ from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, o
 from corral.retrieval.index import BUILDING, MANIFEST, OFFSETS, build, open_index, read_manifest
 from corral.retrieval.searcher import Reranker
 
-pytestmark = pytest.mark.xdist_group("dense")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dense")]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_changed_corpus_is_refused(folder: Path) -> None:
     build(folder / "corpus.jsonl", folder / "index")
     text = (folder / "corpus.jsonl").read_text()

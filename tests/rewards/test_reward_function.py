@@ -113,7 +113,7 @@ def test_a_function_that_can_not_be_used_is_an_error(
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exat", {}, "no reward `exat`; did you mean `exact`?; there are exact, regex"),
+        ("exat", {}, "no reward `exat`; did you mean `exact`?; there are by_source, em, exact"),
         ("regex", {}, "`regex` needs `pattern`"),
         ("regex", {"pattern": "("}, "bad options: missing"),
         ("exact", {"extract": "("}, "bad options: missing"),

@@ -122,6 +122,7 @@ def test_a_sequence_may_be_as_long_as_all_pages() -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_cached_prompts_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=6, max_sequences=4)
     prompts = [LONG_PROMPT[: 100 + i] for i in range(4)]
