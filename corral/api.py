@@ -69,7 +69,10 @@ def train(
     planned = make_plan(loaded, ModelShape.find(loaded.model.path))
     console = Console(io.StringIO()) if quiet else Console()
     for warning in planned.warnings:
-        console.warn(warning)
+        if quiet:  # what may be wrong is printed all the same
+            print(f"warning: {warning}", file=sys.stderr)
+        else:
+            console.warn(warning)
     lines = [*describe_batch(planned), *describe_schedule(planned)]
     interrupt = Interrupt(console.warn)
     folder = _outside_of_event_loops(
