@@ -20,7 +20,10 @@ from hosts import RAY, Lab
 from runs import write_recipe
 
 from corral.cluster.stacks import (
+    IDLE,
+    MARKS,
     NO_PERMISSION,
+    OWN,
     ProcessStacks,
     StackFrame,
     ThreadStack,
@@ -51,7 +54,7 @@ import os
 import time
 
 from corral.envs.built_in.question import QuestionEnv
-from corral.runtime.model_workers import Actor
+from corral.runtime.model_workers import ActorWorker
 
 
 def hangs(response, gate):
@@ -67,15 +70,24 @@ class Question(QuestionEnv):
 
     def __init__(self, pool):
         super().__init__(pool)
-        Actor.accumulate = broken
+        ActorWorker.accumulate = broken
 
 
-def broken(self, *arguments, accumulate=Actor.accumulate):
+def broken(self, *arguments, accumulate=ActorWorker.accumulate):
     number = 41 + 1
-    if self.site.rank == 1:
+    if self.context.rank == 1:
         raise ValueError("no good")
     return accumulate(self, *arguments)
 '''
+
+
+def test_the_functions_and_commands_that_processes_are_known_by_exist() -> None:
+    sources = {path: path.read_text() for path in OWN.rglob("*.py")}
+    for owner, function in (name.split(".") for name in IDLE):
+        owners = [text for text in sources.values() if f"class {owner}(" in text or f"class {owner}:" in text]
+        assert [f"def {function}(" in text for text in owners] == [True], f"{owner}.{function}"
+    for mark in MARKS.values():
+        exec(mark)
 
 
 @pytest.fixture
@@ -219,7 +231,9 @@ def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Ru
     said = lab.run(1, typed(folder, block("stacks"))).stdout
     controller, workers, rewards = said.strip().split("\n\n")
     assert re.match(r"controller of run stuck: \S+ \(loop/train.py:\d+\), waits\n    h1, pid \d+\n", controller)
-    assert re.match(r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+_exchange \(rewards/process.py", workers)
+    assert re.match(
+        r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+_exchange \(rewards/worker_process.py", workers
+    )
     assert re.search(r"\n    h1, pid \d+; h2, pid \d+\n    reward worker 0\n", workers)
     assert re.match(r"reward function on devices 0-1 of run stuck \(2 alike\): hangs \(trouble.py:12\), waits", rewards)
 

@@ -124,7 +124,7 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     head = begin_up(
         lab, 0, "--rank=0", "--nodes=2", f"--head-file={file}", "--id=new", f"--address={address}", devices=1
     )
-    fresh = wait_for(file, "new")
+    fresh = wait_for(file, "new", lab)
     other = corral(lab, 1, "up", *worker, "--id=another", "--timeout=2")
     assert "it is of another start (new, written" in other.stderr.splitlines()[-1]
     file.write_text(json.dumps({**fresh, "cluster_id": "cd"}))
@@ -138,7 +138,7 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     token.rename(tmp_path / "later")
     file.write_text(json.dumps(fresh))
     joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME=str(tmp_path / "home"))
-    wait_until(lambda: "refuses it" in lab.errors.read_text())
+    wait_until(lambda: "refuses it" in lab.errors.read_text(), lab)
     (tmp_path / "later").rename(token)
     assert "all 2 nodes are there" in joined.communicate(timeout=60)[0]
     assert "all 2 nodes are there" in head.communicate(timeout=60)[0]
@@ -148,16 +148,16 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     assert not file.exists()
 
 
-def wait_for(file: Path, id: str) -> dict[str, object]:
+def wait_for(file: Path, id: str, lab: Lab) -> dict[str, object]:
     """The file that the head with that id writes."""
-    wait_until(lambda: file.exists() and json.loads(file.read_text())["id"] == id)
+    wait_until(lambda: file.exists() and json.loads(file.read_text())["id"] == id, lab)
     return dict(json.loads(file.read_text()))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], lab: Lab) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, lab.errors.read_text()
         time.sleep(0.1)
 
 
@@ -181,7 +181,7 @@ def test_a_worker_must_agree_that_there_is_no_token(lab: Lab) -> None:
 def test_one_that_stays_and_waits_ends_with_a_signal_too(lab: Lab) -> None:
     said = len(lab.errors.read_text())
     head = begin_up(lab, 0, "--block", devices=1, RANK="0", WORLD_SIZE="2", MASTER_ADDR=lab.hosts[0].address)
-    wait_until(lambda: "waiting for rank 1 of 2" in lab.errors.read_text()[said:])
+    wait_until(lambda: "waiting for rank 1 of 2" in lab.errors.read_text()[said:], lab)
     lab.run(0, ["pkill", "-TERM", "-f", "corral.cli.main up"])
     assert head.wait(timeout=30) == 0
     assert not lab.run(0, ["pgrep", "-x", "raylet|gcs_server"], check=False).stdout
