@@ -16,17 +16,23 @@ def varlen_attention(
     max_query: int,
     max_key: int,
     scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads, width] each, keys and values with as many heads or fewer -> like `query`.
+    """[tokens, heads, width] each, keys and values with as many heads or fewer -> like `query`, as wide as the values.
 
     Sequence n has the queries `query_starts[n] : query_starts[n + 1]` (int32) and the keys `key_starts[n] : ...`. Its
-    queries are the last of its tokens: query i of q attends to the keys 0 to i + k - q of k.
+    queries are the last of its tokens: query i of q attends to the keys 0 to i + k - q of k, or with a `window` to so
+    many last ones of them. `sinks` [heads] are one more logit of each head's softmax, without a value.
     """
     if not has_flash(query):
-        return attention_by_sequence(query, key, value, query_starts, key_starts, scale)
+        return attention_by_sequence(query, key, value, query_starts, key_starts, scale, window, sinks)
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # the kernels take one width; zeros beside the values are zeros in the result
+        value = F.pad(value, (0, key.shape[-1] - width))
     compute: Any = FlashAttention.apply
-    result: Tensor = compute(query, key, value, query_starts, key_starts, max_query, max_key, scale)
-    return result
+    result: Tensor = compute(query, key, value, query_starts, key_starts, max_query, max_key, scale, window, sinks)
+    return result[..., :width]
 
 
 def has_flash(query: Tensor) -> bool:
@@ -37,7 +43,14 @@ def has_flash(query: Tensor) -> bool:
 
 
 def attention_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same, one sequence after the other, for all dtypes and devices."""
     outputs = []
@@ -46,14 +59,16 @@ def attention_by_sequence(
         queries, keys = slice(of_queries[n], of_queries[n + 1]), slice(of_keys[n], of_keys[n + 1])
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-        output = F.scaled_dot_product_attention(
-            query[queries].transpose(0, 1),
-            key[keys].transpose(0, 1),
-            value[keys].transpose(0, 1),
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        if window is not None:
+            mask = mask.triu(num_keys - num_queries - window + 1)
+        q, k, v = query[queries].transpose(0, 1), key[keys].transpose(0, 1), value[keys].transpose(0, 1)
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+        if sinks is not None:  # a key of zeros whose score is the sink, and whose value is zero
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            of_sink = sinks.to(q.dtype)[:, None, None].expand(-1, num_queries, 1)
+            bias = torch.cat([bias.expand(len(sinks), -1, -1), of_sink], -1)
+        is_grouped = query.shape[1] != key.shape[1]
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=is_grouped)
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
 
@@ -68,21 +83,38 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor,
-        max_query: int, max_key: int, scale: float,
+        max_query: int, max_key: int, scale: float, window: int | None, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        lengths = (query_starts, key_starts, max_query, max_key)
+        ctx.arguments = (max_query, max_key, 0.0, True)
+        ctx.options = {"scale": scale}
+        if window is not None:
+            ctx.options |= {"window_size_left": window - 1, "window_size_right": 0}
+        lengths = (query_starts, key_starts)
         output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *lengths, 0.0, True, False, scale=scale
+            query, key, value, *lengths, *ctx.arguments, False, **ctx.options
         )
-        ctx.save_for_backward(query, key, value, output, logsumexp, query_starts, key_starts)
-        ctx.max_lengths, ctx.scale = (max_query, max_key), scale
+        of_sinks = None
+        if sinks is not None:
+            # The sink takes its part of every row's weight: the others shrink by exp(logsumexp) over the new sum. With
+            # that sum and the output of it the kernel's own backward pass is right as it is.
+            before, of_sinks = logsumexp, sinks.float()[:, None]
+            logsumexp = torch.logaddexp(before, of_sinks)
+            output = output * (before - logsumexp).exp().T[..., None].to(output.dtype)
+        ctx.save_for_backward(query, key, value, output, logsumexp, *lengths, of_sinks)
+        ctx.sinks_dtype = None if sinks is None else sinks.dtype
         return output  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0].contiguous()
+        *saved, of_sinks = ctx.saved_tensors
         rng_state = gradient.new_empty(2, dtype=torch.uint64), gradient.new_empty(0)  # of dropout, which is off
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
-            gradient, *ctx.saved_tensors, *ctx.max_lengths, 0.0, True, *rng_state, scale=ctx.scale
+            gradient, *saved, *ctx.arguments, *rng_state, **ctx.options
         )
-        return d_query, d_key, d_value, *[None] * 5
+        d_sinks = None
+        if of_sinks is not None:
+            output, logsumexp = saved[3], saved[4]
+            weight = (of_sinks - logsumexp).exp()  # [heads, tokens], that of the sink in each row
+            d_sinks = -(weight * (gradient.float() * output.float()).sum(-1).T).sum(-1).to(ctx.sinks_dtype)
+        return d_query, d_key, d_value, *[None] * 6, d_sinks

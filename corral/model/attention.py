@@ -5,8 +5,8 @@ caller passes along with the tokens (`forward_hidden`): a `TreeAttention` for tr
 engine's KV cache for decoding. The model's own code is the same in all cases, and it is transformers'.
 """
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.data.token_tree import TokenTree, TreeChunk
+from corral.data.trajectory import IntArray
 from corral.kernels.gather_kv import GatherIndex, gather_kv
 from corral.kernels.host_to_device import on_device
 from corral.kernels.varlen_attention import has_flash, varlen_attention
@@ -23,16 +24,69 @@ ATTENTION_NAME = "corral"
 EXACT = "corral_exact"
 """Name of the attribute that marks attention modules which compute in float64 (`model.exact`)."""
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(query, key, value, mask) -> output, [batch, heads, tokens, width] each. Without a mask: causal."""
-
-
 class AttentionContext(Protocol):
     """Decides which keys each query attends to (the attention mask); the kernel does the arithmetic."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: "AttentionKernel") -> Tensor:
         """query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width] -> [1, heads, tokens, width]"""
         ...
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """How a layer weighs keys, which differs between families; which of them a query sees is the context's matter."""
+
+    scale: float | None = None
+    """Factor of queries times keys; None: one over the root of their width."""
+    window: int | None = None
+    """A query attends to so many last positions, its own included (sliding-window attention). None: to all."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap), as in Gemma 2."""
+    sinks: Tensor | None = None
+    """[heads], one more logit for each head's softmax, which takes weight and gives no value, as in gpt-oss."""
+    exact: bool = False
+    """Compute in float64, and round once at the end.
+
+    Engine and trainer sum the same keys in different orders (decode step by step, prefill in chunks, training over a
+    tree), and in float32 every order rounds differently. float64 has 29 bits more, so that the difference disappears
+    when the result is rounded. With matrix products whose inner order does not depend on the number of rows (OpenBLAS
+    has it) a token's log-prob is then the same number in engine and trainer, whatever it is batched with."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """query [batch, heads, tokens, width], key and value with as many heads or fewer -> like query, as wide as the
+        values. Without a mask: causal. The window is part of the mask already."""
+        dtype = query.dtype
+        if self.exact:
+            query, key, value = query.double(), key.double(), value.double()
+        if self.softcap is None and self.sinks is None:
+            is_grouped = query.shape[1] != key.shape[1]
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=is_grouped
+            )
+        else:
+            output = self._by_scores(query, key, value, mask)
+        return output.to(dtype)
+
+    def scale_of(self, query: Tensor) -> float:
+        return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
+
+    def _by_scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """With the scores as a tensor, for what torch's attention does not have."""
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = query @ key.transpose(-1, -2) * self.scale_of(query)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self.sinks is not None:
+            # In decoding the heads of one key-value head are its queries, so a sink belongs to a row.
+            rows = scores.shape[2] if len(self.sinks) != scores.shape[1] else 1
+            sinks = self.sinks.to(scores.dtype).view(1, scores.shape[1], rows, 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+        return weights[..., : key.shape[2]] @ value
 
 
 def corral_attention(
@@ -44,36 +98,16 @@ def corral_attention(
     *,
     corral: AttentionContext,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of every model, with the signature that transformers calls."""
-    kernel = partial(exact_attention if getattr(module, EXACT, False) else fast_attention, scale=scaling)
+    kernel = AttentionKernel(scaling, sliding_window or None, softcap or None, s_aux, getattr(module, EXACT, False))
     output = corral.attend(int(module.layer_idx), query, key, value, kernel)  # type: ignore[arg-type]
-    return output.transpose(1, 2), None
-
-
-def fast_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """torch's scaled dot-product attention, in the dtype of the inputs."""
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention in float64, rounded once at the end.
-
-    Engine and trainer sum the same keys in different orders (decode step by step, prefill in chunks, training over a
-    tree), and in float32 every order rounds differently. float64 has 29 bits more, so that the difference disappears
-    when the result is rounded. With matrix products whose inner order does not depend on the number of rows (OpenBLAS
-    has it) a token's log-prob is then the same number in engine and trainer, whatever it is batched with.
-    """
-    return fast_attention(query.double(), key.double(), value.double(), mask, scale).to(query.dtype)
+    # Some models view the result in another shape, which only contiguous tensors allow.
+    return output.transpose(1, 2).contiguous(), None
 
 
 def make_exact(model: nn.Module) -> None:
@@ -102,6 +136,36 @@ def forward_hidden(model: Any, tokens: Tensor, positions: Tensor, context: Atten
     return hidden
 
 
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer asks of its attention: how keys are weighed, and the shape of what a cache holds of them."""
+
+    kernel: AttentionKernel
+    kv_heads: int
+    key_width: int
+    value_width: int
+
+
+class _AttentionProbe:
+    """Attention context that records its layers, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerAttention] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
+        self.layers[layer] = LayerAttention(kernel, key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+
+
+@torch.no_grad()
+def attention_layers(model: Any) -> dict[int, LayerAttention]:
+    """What the model's layers ask of attention, by index. Seen and not read from the configuration, in which every
+    family has other names for it."""
+    probe, token = _AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
+    forward_hidden(model, token, token, probe)
+    return probe.layers
+
+
 class TreeAttention:
     """Every token of a `TokenTree` attends to the tokens on its path from the root, and to itself.
 
@@ -126,7 +190,7 @@ class TreeAttention:
             size = chunks[-1].end - chunks[0].start
             by_chunk = sum(self.CALL_COST + (chunk.end - chunk.start) * len(chunk.path) for chunk in chunks)
             if self.CALL_COST + size * size <= by_chunk:
-                blocks.append(_dense_block(chunks, self.device))
+                blocks.append(_dense_block(chunks, self.tree.positions, self.device))
             else:
                 blocks += [_chunk_block(chunk, self.device) for chunk in chunks]
         if self.queries is None:
@@ -138,8 +202,8 @@ class TreeAttention:
         return _VarlenTree(self.tree, self.device, self.queries or slice(0, self.tree.num_nodes))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
-        if isinstance(kernel, partial) and kernel.func is fast_attention and has_flash(query):
-            return self.varlen.attend(query, key, value, kernel.keywords["scale"])
+        if not kernel.exact and kernel.softcap is None and has_flash(query):
+            return self.varlen.attend(query, key, value, kernel)
         outputs = [block.attend(query, key, value, kernel) for block in self.blocks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -164,59 +228,75 @@ class _VarlenTree:
         self.query_starts, self.key_starts = on_device(np.ascontiguousarray(starts.T), device)
         self.max_query, self.max_key = max(num_queries), max(num_keys)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         # Not `tensor[0]`: its gradient would be copied into a tensor of zeros.
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if self.keys is not None:
             key, value = gather_kv(key, value, self.keys)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         lengths = (self.query_starts, self.key_starts, self.max_query, self.max_key)
-        output = varlen_attention(query, key, value, *lengths, scale)
+        output = varlen_attention(query, key, value, *lengths, kernel.scale_of(query), kernel.window, kernel.sinks)
         return output.transpose(0, 1)[None]
 
 
 class _AttentionBlock:
     """One attention call: queries `start:end` against the keys at `path`, with a mask or (None) causal."""
 
-    def __init__(self, start: int, end: int, path: Tensor | slice, mask: Tensor | None) -> None:
-        self.start, self.end, self.path, self.mask = start, end, path, mask
+    def __init__(
+        self, start: int, end: int, path: Tensor | slice, mask: Tensor | None, positions: tuple[Tensor, Tensor]
+    ) -> None:
+        """`positions`: of the queries and of the keys in their sequences."""
+        self.start, self.end, self.path, self.positions = start, end, path, positions
+        self.masks: dict[int | None, Tensor | None] = {None: mask}
+        """By the window of the layers that use it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         queries = query[:, :, self.start : self.end]
-        return kernel(queries, key[:, :, self.path], value[:, :, self.path], self.mask)
+        return kernel(queries, key[:, :, self.path], value[:, :, self.path], self.mask(kernel.window))
+
+    def mask(self, window: int | None) -> Tensor | None:
+        if window not in self.masks:
+            queries, keys = self.positions
+            distance = queries[:, None] - keys
+            whole = self.masks[None]
+            self.masks[window] = ((distance >= 0) if whole is None else whole) & (distance < window)
+        return self.masks[window]
 
     def restricted_to(self, queries: slice, device: torch.device) -> "_AttentionBlock | None":
         """The block for those of its queries that are in `queries`, counted from their first; None if none is."""
         start, end = max(self.start, queries.start), min(self.end, queries.stop)
         if start >= end:
             return None
-        path, mask = self.path, self.mask
+        path, mask, (of_queries, of_keys) = self.path, self.masks[None], self.positions
+        of_queries = of_queries[start - self.start : end - self.start]
         if mask is not None:
             mask = mask[start - self.start : end - self.start]
         elif (start, end) != (self.start, self.end):  # causal: the keys are the nodes of the block itself
-            path = slice(self.start, end)
+            path, of_keys = slice(self.start, end), of_keys[: end - self.start]
             mask = torch.ones(end - start, end - self.start, dtype=torch.bool, device=device).tril(start - self.start)
-        return _AttentionBlock(start - queries.start, end - queries.start, path, mask)
+        return _AttentionBlock(start - queries.start, end - queries.start, path, mask, (of_queries, of_keys))
 
 
-def _dense_block(chunks: tuple[TreeChunk, ...], device: torch.device) -> _AttentionBlock:
+def _dense_block(chunks: tuple[TreeChunk, ...], positions: IntArray, device: torch.device) -> _AttentionBlock:
     """A whole tree in one call, with a mask [nodes, nodes] unless it is a single sequence."""
     start, end = chunks[0].start, chunks[-1].end
+    of_nodes = torch.from_numpy(positions[start:end]).to(device)
     if len(chunks) == 1:
-        return _AttentionBlock(start, end, slice(start, end), None)
+        return _AttentionBlock(start, end, slice(start, end), None, (of_nodes, of_nodes))
     mask = np.zeros((end - start, end - start), np.bool_)
     for chunk in chunks:
         size = chunk.end - chunk.start
         rows = slice(chunk.start - start, chunk.end - start)
         mask[rows, chunk.path[:-size] - start] = True
         mask[rows, rows] = np.tri(size, dtype=np.bool_)
-    return _AttentionBlock(start, end, slice(start, end), torch.from_numpy(mask).to(device))
+    return _AttentionBlock(start, end, slice(start, end), torch.from_numpy(mask).to(device), (of_nodes, of_nodes))
 
 
 def _chunk_block(chunk: TreeChunk, device: torch.device) -> _AttentionBlock:
     """One chunk against its path, whose last nodes are the chunk itself."""
     size, length = chunk.end - chunk.start, len(chunk.path)
+    along_path = torch.arange(length, device=device)
+    positions = (along_path[length - size :], along_path)
     if size == length:
-        return _AttentionBlock(chunk.start, chunk.end, slice(chunk.start, chunk.end), None)
+        return _AttentionBlock(chunk.start, chunk.end, slice(chunk.start, chunk.end), None, positions)
     mask = torch.ones(size, length, dtype=torch.bool, device=device).tril(length - size)
-    return _AttentionBlock(chunk.start, chunk.end, torch.from_numpy(chunk.path).to(device), mask)
+    return _AttentionBlock(chunk.start, chunk.end, torch.from_numpy(chunk.path).to(device), mask, positions)

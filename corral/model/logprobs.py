@@ -10,7 +10,8 @@ read them once, compute in float32, and overwrite them by their gradient.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,23 +19,43 @@ from torch import Tensor
 from corral.kernels.log_softmax import logsumexp_and_entropy, overwrite_with_gradient
 
 
-def head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """-> (log-prob of target k under the distribution at row `rows[k]` [targets], entropy of each row [rows]).
+@dataclass(frozen=True)
+class OutputHead:
+    """The last linear layer of a model, and what its family does with the logits."""
 
-    hidden [rows, width]; `rows` must be sorted; several targets may share a row (samples that part ways after it).
-    """
-    compute: Any = (HeadLogprobsInPlace if hidden.is_cuda else HeadLogprobs).apply
-    result: tuple[Tensor, Tensor] = compute(hidden, weight, bias, rows, targets, temperature, chunk)
-    return result
+    module: Any
+    scale: float = 1.0
+    """Factor of the logits (Cohere's `logit_scale`, one over Granite's `logits_scaling`)."""
+    softcap: float | None = None
+    """Logits x become softcap * tanh(x / softcap) (Gemma 2's `final_logit_softcapping`)."""
+
+    @classmethod
+    def of_model(cls, model: Any) -> Self:
+        config = model.config.get_text_config()
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        return cls(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.module(hidden)
+        return _transformed(logits, self.scale, self.softcap)
+
+    def logprobs(
+        self, hidden: Tensor, rows: Tensor, targets: Tensor, *, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """-> (log-prob of target k under the distribution at row `rows[k]` [targets], entropy of each row [rows]).
+
+        hidden [rows, width]; `rows` must be sorted; several targets may share a row (samples that part ways after it).
+        """
+        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        arguments = (hidden, weight, bias, rows, targets)
+        compute: Any
+        if hidden.is_cuda and self.softcap is None:
+            compute = HeadLogprobsInPlace.apply
+            result: tuple[Tensor, Tensor] = compute(*arguments, temperature / self.scale, chunk)
+        else:
+            compute = HeadLogprobs.apply
+            result = compute(*arguments, temperature, chunk, self.scale, self.softcap)
+        return result
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -43,19 +64,19 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor,
-        temperature: float, chunk: int,
+        temperature: float, chunk: int, scale: float, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
         for span, wanted in _chunks(len(hidden), rows, chunk):
-            logits = _logits(hidden[span], weight, bias, temperature)
+            logits = _logits(hidden[span], weight, bias, temperature, scale, softcap)
             logsumexp = logits.logsumexp(-1)
             local = rows[wanted] - span.start
             logprobs[wanted] = logits[local, targets[wanted]] - logsumexp[local]
             log_p = logits - logsumexp[:, None]
             entropy[span] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy)
-        ctx.temperature, ctx.chunk, ctx.last_log_p = temperature, chunk, log_p
+        ctx.chunk, ctx.last_log_p, ctx.of_logits = chunk, log_p, (temperature, scale, softcap)
         return logprobs, entropy
 
     @staticmethod
@@ -71,14 +92,19 @@ class HeadLogprobs(torch.autograd.Function):
             if span.stop == len(hidden):
                 log_p = ctx.last_log_p
             else:
-                log_p = _logits(hidden[span], weight, bias, ctx.temperature).log_softmax(-1)
+                log_p = _logits(hidden[span], weight, bias, *ctx.of_logits).log_softmax(-1)
             p = log_p.exp()
             # d log p(target) / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
             d_logits = p * -row_sums[span, None]
             if with_entropy:
                 d_logits -= d_entropy[span, None] * p * (log_p + entropy[span, None])
             d_logits.index_put_((rows[wanted] - span.start, targets[wanted]), d_logprobs[wanted], accumulate=True)
-            d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
+            temperature, scale, softcap = ctx.of_logits
+            d_logits = d_logits.mul_(scale / temperature)
+            if softcap is not None:  # the derivative of softcap * tanh(x / softcap) is 1 - tanh^2
+                capped = _logits(hidden[span], weight, bias, 1.0, scale, softcap)
+                d_logits *= 1 - (capped / softcap) ** 2
+            d_logits = d_logits.to(hidden.dtype)
             d_hidden[span] = d_logits @ weight
             if weight.dtype == torch.float32:
                 d_weight.addmm_(d_logits.T, hidden[span])
@@ -86,7 +112,7 @@ class HeadLogprobs(torch.autograd.Function):
                 d_weight += d_logits.T @ hidden[span]
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 4
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
 
 
 class HeadLogprobsInPlace(torch.autograd.Function):
@@ -171,13 +197,21 @@ def _added_product(total: Tensor | None, left: Tensor, right: Tensor, is_only: b
     return product if total is None else total.add_(product)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None
+) -> Tensor:
     # A single row would go through a matrix-vector kernel, which sums in another order: a token's log-prob would depend
     # on what it is batched with.
     if len(hidden) == 1:
-        return _logits(hidden.expand(2, -1), weight, bias, temperature)[:1]
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+        return _logits(hidden.expand(2, -1), weight, bias, temperature, scale, softcap)[:1]
+    logits = _transformed(torch.nn.functional.linear(hidden, weight, bias), scale, softcap).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _transformed(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _chunks(num_rows: int, rows: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:

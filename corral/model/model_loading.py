@@ -10,19 +10,10 @@ from safetensors import SafetensorError
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.builtin_models import builtin_folder
+from corral.model.families import choose_path
 from corral.model.fused_layers import fuse
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
-
-UNSUPPORTED = {
-    "final_logit_softcapping": "soft-capped logits",
-    "attn_logit_softcapping": "soft-capped attention",
-    "logit_scale": "scaled logits",
-    "logits_scaling": "scaled logits",
-    "embedding_multiplier": "scaled embeddings",
-}
-"""What engine and trainer do not compute yet, by the key of the model's configuration that asks for it."""
-
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,21 +55,23 @@ def load_model(model: Model, device: torch.device) -> Any:
     source = model_source(model.path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-        check_supported(config, model.path)
+        path = choose_path(config, model.path, model.implementation)
         loaded = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
             trust_remote_code=model.trust_remote_code,
         )
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
+    if model.exact and path.kind == "general":
+        raise UserError(f"model.exact: {model.path} takes the {path}, which rounds as transformers does; leave it out")
     if model.exact:
         make_exact(loaded)
         prefer_blas()
     loaded = loaded.to(device).eval()
-    if device.type == "cuda" and not model.exact:
+    if device.type == "cuda" and path.kind == "fast" and not model.exact:
         fuse(loaded)
     return loaded
 
@@ -116,17 +109,6 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None)
-
-
-def check_supported(config: Any, path: str) -> None:
-    """Raises if the model needs arithmetic that Corral would silently leave out."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for key, what in UNSUPPORTED.items():
-        if getattr(text, key, None) not in (None, 1, 1.0):
-            raise UserError(f"model.path: {path} uses {what} ({key}), which Corral does not compute yet")
-    window = getattr(text, "sliding_window", None)
-    if window and getattr(text, "use_sliding_window", True) and window < text.max_position_embeddings:
-        raise UserError(f"model.path: {path} uses a sliding attention window, which Corral does not compute yet")
 
 
 def first_line(error: BaseException) -> str:

@@ -44,6 +44,9 @@ class Model(Section):
     exact: bool = False
     """Compute attention in float64, so that the engine's log-probs are the trainer's to the last bit. For float32 only,
     and only where the matrix library sums in a fixed order, as OpenBLAS does. Attention costs twice as much."""
+    implementation: Literal["auto", "general"] = "auto"
+    """auto: the fast path for families that have one, else the general one, which computes every sequence by itself with
+    transformers' own forward pass. general: always that one, to compare with."""
     chat_template: str | None = None
     """A Jinja template, or the path of a file with one, instead of the tokenizer's own."""
     trust_remote_code: bool = False

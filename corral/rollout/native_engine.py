@@ -1,7 +1,8 @@
 """The native engine: continuous batching over any transformers causal model, on the trainer's own weights.
 
 This file is the engine's outside: requests, weights, and who runs when. Inside is an engine core: `SlotCore`, one
-decode step at a time (on a CPU, and the reference), or `PagedCore`, many decode steps at a time in CUDA graphs.
+decode step at a time (on a CPU, and the reference), `PagedCore`, many decode steps at a time in CUDA graphs, or for
+models that only transformers' own forward pass computes, `GeneralCore`.
 
 New weights may arrive while requests are in flight, between two steps of the core. A step ends when its tokens are
 sampled, before their keys and values are computed, so that every token is computed by one version as a whole, the one
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 
 from corral.data.token_tree import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden
-from corral.model.logprobs import head_logprobs
+from corral.model.general_forward import is_general, logprobs_of_logits, sequence_logits
+from corral.model.logprobs import OutputHead
 from corral.rollout.engine import Completion, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import EngineCore, EngineStats, GenerationRequest
+from corral.rollout.general_core import GeneralCore
 from corral.rollout.paged_core import PagedCore, supports_paging
 from corral.rollout.slot_core import SlotCore
 
@@ -43,13 +46,10 @@ class NativeEngine:
         max_length: int,
         paged: bool | None = None,
     ) -> None:
-        """`paged`: which core. None: the paged one on a GPU, if its kernels support the model."""
+        """`paged`: which core of the fast path. None: the paged one on a GPU, if its kernels support the model."""
         self.model, self.tokenizer = model, tokenizer
         self.max_sequences, self.max_length = max_sequences, max_length
-        if paged is None:
-            paged = next(model.parameters()).is_cuda and supports_paging(model)
-        make_core = PagedCore if paged else SlotCore
-        self.core: EngineCore = make_core(
+        self.core: EngineCore = core_class(model, paged)(
             model, tokenizer, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_length=max_length
         )
         self.version = 0
@@ -167,6 +167,14 @@ class NativeEngine:
         return self.core.step(self.waiting)
 
 
+def core_class(model: Any, paged: bool | None) -> type[PagedCore] | type[SlotCore] | type[GeneralCore]:
+    if is_general(model):
+        return GeneralCore
+    if paged is None:
+        paged = next(model.parameters()).is_cuda and supports_paging(model)
+    return PagedCore if paged else SlotCore
+
+
 def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copies weights into the model's own parameters in place: CUDA graphs hold their addresses."""
     own = dict(model.named_parameters())
@@ -178,8 +186,13 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
 @torch.inference_mode()
 def model_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Log-prob of each token after the first, in one forward pass without the KV cache."""
-    head = model.get_output_embeddings()
-    device = head.weight.device
+    device = next(model.parameters()).device
+    targets = torch.tensor(tokens[1:], device=device)
+    rows = torch.arange(len(targets), device=device)
+    if is_general(model):
+        logits = sequence_logits(model, torch.tensor([tokens[:-1]], device=device))
+        logprobs, _ = logprobs_of_logits(logits, rows, targets, temperature)
+        return logprobs.tolist()
     tree = TokenTree.build([np.array(tokens[:-1], np.int64)])
     hidden = forward_hidden(
         model,
@@ -187,8 +200,5 @@ def model_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) 
         torch.from_numpy(tree.positions).to(device),
         TreeAttention(tree, device),
     )
-    rows = torch.arange(len(hidden), device=device)
-    targets = torch.tensor(tokens[1:], device=device)
-    bias = getattr(head, "bias", None)
-    logprobs, _ = head_logprobs(hidden, head.weight, bias, rows, targets, temperature=temperature, chunk=64)
+    logprobs, _ = OutputHead.of_model(model).logprobs(hidden, rows, targets, temperature=temperature, chunk=64)
     return logprobs.tolist()

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from corral.kernels.host_to_device import on_device
 from corral.kernels.sampling import Truncation, sample_tokens
-from corral.model.attention import EXACT
+from corral.model.attention import EXACT, AttentionKernel, attention_layers
+from corral.model.logprobs import OutputHead
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 from corral.rollout.paged_decoder import PagedDecoder, SlotState
 from corral.rollout.paged_kv_cache import CacheShape, PagedKVCache, num_pages_of
@@ -62,11 +63,10 @@ class PagedCore:
     ) -> None:
         self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
         self.device = next(model.parameters()).device
-        self.scales = attention_scales(model)
         self.version = 0
         self.stats = EngineStats()
         self.cache = PagedKVCache(CacheShape.of_model(model), max_sequences, max_length, self.device)
-        self.prefill = PrefillScheduler(model, self.cache, self.scales, max_prefill_tokens, self.stats)
+        self.prefill = PrefillScheduler(model, self.cache, max_prefill_tokens, self.stats)
         self.free_slots = list(range(max_sequences))
         self.running: dict[int, RunningSequence] = {}
         """Sequences by slot."""
@@ -109,7 +109,7 @@ class PagedCore:
     def acquire_cache(self) -> None:
         self.cache.acquire()
         if self.decoder is None or self.decoder.pool is not self.cache.pool:
-            self.decoder = PagedDecoder(self.model, self.cache.pool, self.state, self.scales, WINDOW)
+            self.decoder = PagedDecoder(self.model, self.cache.pool, self.state, WINDOW)
             if self.device.type == "cuda":
                 # A full garbage collection looks at every object of the process, which takes longer than a window.
                 gc.collect()
@@ -167,7 +167,7 @@ class PagedCore:
         by_row = torch.tensor([[s.temperature, s.top_p, s.min_p, s.top_k] for s in sampling], dtype=torch.float32)
         temperatures, top_p, min_p, row_top_k = on_device(by_row.T.contiguous(), self.device)
         truncation = Truncation(row_top_k.long(), top_p, min_p) if any(s.truncates for s in sampling) else None
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = OutputHead.of_model(self.model).logits(hidden)
         tokens, logprobs = sample_tokens(logits, of_row, temperatures, seeds, counters, truncation)
         state = self.state
         state.tokens[slots] = tokens
@@ -292,20 +292,17 @@ def supports_paging(model: Any) -> bool:
     """Whether the paged kernels can decode the model; the slot core decodes the others."""
     if find_spec("triton") is None or any(getattr(module, EXACT, False) for module in model.modules()):
         return False
-    config = model.config.get_text_config()
-    shape = CacheShape.of_model(model)
+    layers = attention_layers(model)
+    shapes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers.values()}
+    if len(shapes) != 1 or set(layers) != set(range(len(layers))):
+        return False
+    [(_, key_width, value_width)] = shapes
     return (
-        set(attention_scales(model)) == set(range(shape.num_layers))
-        and not hasattr(config, "kv_lora_rank")
-        and 32 <= shape.width <= 256
-        and shape.width.bit_count() == 1
+        all(AttentionKernel(layer.kernel.scale) == layer.kernel for layer in layers.values())
+        and key_width == value_width
+        and 32 <= key_width <= 256
+        and key_width.bit_count() == 1
     )
-
-
-def attention_scales(model: Any) -> dict[int, float]:
-    """The factor of queries times keys, by layer."""
-    modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
-    return {int(module.layer_idx): float(module.scaling) for module in modules}
 
 
 def _num_pages_ahead(sequence: RunningSequence, steps: int) -> int:

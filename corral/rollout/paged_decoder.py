@@ -23,6 +23,7 @@ from corral.kernels.sampling import Truncation, sample_tokens
 from corral.kernels.swiglu import silu_mul
 from corral.model.attention import AttentionKernel, forward_hidden
 from corral.model.fused_layers import FusedLayer, fused_layers, norm_parameters
+from corral.model.logprobs import OutputHead
 from corral.rollout.paged_kv_cache import PagePool
 
 PROGRAMS = 132
@@ -93,8 +94,8 @@ def batch_size(count: int, most: int) -> int:
 
 
 class PagedDecoder:
-    def __init__(self, model: Any, pool: PagePool, state: SlotState, scales: dict[int, float], max_steps: int) -> None:
-        self.model, self.pool, self.state, self.scales = model, pool, state, scales
+    def __init__(self, model: Any, pool: PagePool, state: SlotState, max_steps: int) -> None:
+        self.model, self.pool, self.state = model, pool, state
         num_slots, num_pages = state.page_table.shape
         device = pool.device
         self.sampled_tokens = torch.zeros(max_steps, num_slots, dtype=torch.int64, device=device)
@@ -103,7 +104,7 @@ class PagedDecoder:
         """Row of the sampled tokens that the next step writes: a graph cannot take it as an argument."""
         self.rows = torch.arange(num_slots, device=device)
         self.last_position = num_pages * PAGE - 1
-        self.head = model.get_output_embeddings()
+        self.head = OutputHead.of_model(model)
         self.rotary = rotary_tables(model, num_pages * PAGE)
         self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         self.graph_memory: Any = None
@@ -169,7 +170,7 @@ class PagedDecoder:
 
     def _sample(self, hidden: Tensor, state: SlotState, truncates: bool) -> tuple[Tensor, Tensor]:
         return sample_tokens(
-            self.head(hidden),
+            self.head.logits(hidden),
             self.rows[: len(hidden)],
             state.temperatures,
             state.seeds,
@@ -181,7 +182,7 @@ class PagedDecoder:
         """[slots, width], hidden state of each slot's new token."""
         layers = fused_layers(self.model)
         if layers is None or self.rotary is None:
-            context = PagedDecodeAttention(self.pool, state, self.scales)
+            context = PagedDecodeAttention(self.pool, state)
             return forward_hidden(self.model, state.tokens, state.positions.long(), context)
         decoder = self.model.get_decoder()
         residual = F.embedding(state.tokens, decoder.embed_tokens.weight)
@@ -218,8 +219,8 @@ class PagedDecoder:
 class PagedDecodeAttention:
     """Attention context for models that are not fused: one new token in each slot."""
 
-    def __init__(self, pool: PagePool, state: SlotState, scales: dict[int, float]) -> None:
-        self.pool, self.state, self.scales = pool, state, scales
+    def __init__(self, pool: PagePool, state: SlotState) -> None:
+        self.pool, self.state = pool, state
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
@@ -230,7 +231,7 @@ class PagedDecodeAttention:
             values,
             self.state.positions,
             self.state.page_table,
-            scale=self.scales[layer],
+            scale=kernel.scale_of(query),
             splits=num_splits(len(qkv), keys.shape[1]),
         )
         return output.view(len(qkv), -1, query.shape[3]).transpose(0, 1)[None]

@@ -18,6 +18,7 @@ from torch import Tensor
 from corral.data.trajectory import IntArray
 from corral.kernels.host_to_device import on_device
 from corral.kernels.paged_attention import PAGE
+from corral.model.attention import attention_layers
 from corral.recipe.errors import UserError
 from corral.rollout.engine_core import PrefixKey
 
@@ -153,13 +154,8 @@ class CacheShape:
 
     @classmethod
     def of_model(cls, model: Any) -> "CacheShape":
-        config = model.config.get_text_config()
-        return cls(
-            num_layers=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
-            width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            dtype=next(model.parameters()).dtype,
-        )
+        layers = attention_layers(model)
+        return cls(len(layers), layers[0].kv_heads, layers[0].key_width, next(model.parameters()).dtype)
 
     @property
     def page_bytes(self) -> int:

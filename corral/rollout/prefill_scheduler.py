@@ -44,10 +44,8 @@ class PrefillGroup:
 
 
 class PrefillScheduler:
-    def __init__(
-        self, model: Any, cache: PagedKVCache, scales: dict[int, float], max_prefill_tokens: int, stats: EngineStats
-    ) -> None:
-        self.model, self.cache, self.scales, self.stats = model, cache, scales, stats
+    def __init__(self, model: Any, cache: PagedKVCache, max_prefill_tokens: int, stats: EngineStats) -> None:
+        self.model, self.cache, self.stats = model, cache, stats
         self.max_prefill_tokens = max_prefill_tokens
         self.version = 0
         self.chunked: PrefillGroup | None = None
@@ -121,7 +119,7 @@ class PrefillScheduler:
         if len(missing) == 1:
             ends = [min(ends[0], missing[0].num_cached + self.max_prefill_tokens)]
         chunks = [PrefillChunk(g.tokens[:end], g.num_cached, g.pages) for g, end in zip(missing, ends, strict=True)]
-        context = PagedPrefillAttention(self.cache.pool, chunks, self.scales)
+        context = PagedPrefillAttention(self.cache.pool, chunks)
         hidden = forward_hidden(self.model, context.tokens, context.positions, context)[context.last_nodes]
         self.stats.num_computed_tokens += len(context.tokens)
         for group, end, row in zip(missing, ends, hidden, strict=True):
@@ -193,8 +191,8 @@ class PagedPrefillAttention:
     """Attention context of one prefill. Keys and values are written to their pages, and read from there where sequences
     have more of them than this pass computes."""
 
-    def __init__(self, pool: PagePool, chunks: Sequence[PrefillChunk], scales: dict[int, float]) -> None:
-        self.pool, self.scales = pool, scales
+    def __init__(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> None:
+        self.pool = pool
         # Nodes are the tokens of the pass: first those of the tree of all chunks that begin a sequence, then the
         # others.
         beginning = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
@@ -242,7 +240,7 @@ class PagedPrefillAttention:
             self.key_starts,
             self.max_query,
             self.max_key,
-            self.scales[layer],
+            kernel.scale_of(query),
         )
         return output.transpose(0, 1)[None]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from corral.data.token_tree import TokenTree
 from corral.kernels.sampling import Truncation, sample_tokens
 from corral.model.attention import AttentionKernel, TreeAttention, forward_hidden
+from corral.model.logprobs import OutputHead
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 
 GROWTH = 64
@@ -63,7 +64,7 @@ class SlotCore:
         self.model, self.tokenizer = model, tokenizer
         self.max_sequences, self.max_prefill_tokens, self.max_length = max_sequences, max_prefill_tokens, max_length
         self.device = next(model.parameters()).device
-        self.head = model.get_output_embeddings()
+        self.head = OutputHead.of_model(model)
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers, max(max_sequences, 2))
         self.version = 0
         self.stats = EngineStats()
@@ -222,7 +223,7 @@ class SlotCore:
         if any(s.truncates for s in sampling):
             columns = ([s.top_k for s in sampling], [s.top_p for s in sampling], [s.min_p for s in sampling])
             truncation = Truncation(*(self._tensor(column) for column in columns))
-        logits = self.head(hidden)[: len(self.branches)]
+        logits = self.head.logits(hidden)[: len(self.branches)]
         requests = [(row, request) for row, branch in enumerate(self.branches) for request in branch.requests]
         tokens, logprobs = sample_tokens(
             logits,
@@ -311,13 +312,13 @@ class SlotCache:
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(keys, values) [slots, kv_heads, capacity, width]; `like` [1, kv_heads, tokens, width] shapes a new one."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys, values) [slots, kv_heads, capacity, width]; `key` and `value` [1, kv_heads, tokens, width] shape new
+        ones: their widths differ in multi-head latent attention."""
         keys, values = self.keys[index], self.values[index]
         if keys is None or values is None:
-            shape = (self.num_slots, like.shape[1], self.capacity, like.shape[3])
-            keys = self.keys[index] = like.new_zeros(shape)
-            values = self.values[index] = like.new_zeros(shape)
+            keys = self.keys[index] = key.new_zeros(self.num_slots, key.shape[1], self.capacity, key.shape[3])
+            values = self.values[index] = value.new_zeros(self.num_slots, value.shape[1], self.capacity, value.shape[3])
         return keys, values
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
@@ -336,7 +337,7 @@ class SlotCache:
 
     def write(self, slot: int, layers: LayerCopies) -> None:
         for index, (key, value) in enumerate(layers):
-            keys, values = self.layer(index, key[None])
+            keys, values = self.layer(index, key[None], value[None])
             keys[slot, :, : key.shape[1]] = key
             values[slot, :, : value.shape[1]] = value
 
@@ -349,7 +350,7 @@ class SlotPrefillAttention:
         self.attention = TreeAttention(tree, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
+        keys, values = self.cache.layer(layer, key, value)
         for slot, path in zip(self.slots, self.paths, strict=True):
             keys[slot, :, : len(path)] = key[0][:, path]
             values[slot, :, : len(path)] = value[0][:, path]
@@ -370,17 +371,20 @@ class SlotExtendAttention:
         self.positions = pasts[self.rows] + self.columns
         self.max_new, self.max_length = int(counts.max()), int((pasts + counts).max())
         query_positions = pasts[:, None] + torch.arange(self.max_new, device=device)
-        self.mask = (torch.arange(self.max_length, device=device) <= query_positions[:, :, None])[:, None]
+        self.distance = (query_positions[:, :, None] - torch.arange(self.max_length, device=device))[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
+        keys, values = self.cache.layer(layer, key, value)
         used = slice(self.slots.start, self.slots.stop)
         keys[used].transpose(1, 2)[self.rows, self.positions] = key[0].transpose(0, 1)
         values[used].transpose(1, 2)[self.rows, self.positions] = value[0].transpose(0, 1)
         queries = query.new_zeros(len(self.slots), self.max_new, query.shape[1], query.shape[3])
         queries[self.rows, self.columns] = query[0].transpose(0, 1)
         output = kernel(
-            queries.transpose(1, 2), keys[used, :, : self.max_length], values[used, :, : self.max_length], self.mask
+            queries.transpose(1, 2),
+            keys[used, :, : self.max_length],
+            values[used, :, : self.max_length],
+            mask_of_distance(self.distance, kernel.window),
         )
         return output.transpose(1, 2)[self.rows, self.columns].transpose(0, 1)[None]
 
@@ -392,17 +396,24 @@ class SlotDecodeAttention:
         self.cache, self.lengths = cache, lengths
         self.max_length = int(lengths.max()) + 1
         self.slots = torch.arange(len(lengths), device=lengths.device)
-        columns = torch.arange(self.max_length, device=lengths.device)
-        self.mask = (columns <= lengths[:, None])[:, None, None]
+        self.distance = (lengths[:, None] - torch.arange(self.max_length, device=lengths.device))[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
+        keys, values = self.cache.layer(layer, key, value)
         keys[self.slots, :, self.lengths] = key[0].transpose(0, 1)
         values[self.slots, :, self.lengths] = value[0].transpose(0, 1)
         num_slots, kv_heads = len(self.slots), key.shape[1]
         # The query heads of one kv head become its queries: no copy of the cache for grouped-query attention.
         grouped = query[0].transpose(0, 1).reshape(num_slots, kv_heads, -1, query.shape[3])
         output = kernel(
-            grouped, keys[:num_slots, :, : self.max_length], values[:num_slots, :, : self.max_length], self.mask
+            grouped,
+            keys[:num_slots, :, : self.max_length],
+            values[:num_slots, :, : self.max_length],
+            mask_of_distance(self.distance, kernel.window),
         )
         return output.reshape(num_slots, query.shape[1], -1).transpose(0, 1)[None]
+
+
+def mask_of_distance(distance: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees, by how many positions they lie before it."""
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

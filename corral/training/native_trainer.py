@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,16 @@ from corral.data.trajectory import Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
 from corral.model.fused_layers import unfuse
-from corral.model.logprobs import head_logprobs
+from corral.model.general_forward import (
+    SequenceForward,
+    is_general,
+    logprobs_of_logits,
+    rows_by_sequence,
+    sequence_hidden,
+    sequence_logits,
+    sequences_with_rows,
+)
+from corral.model.logprobs import OutputHead
 from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
@@ -218,16 +227,16 @@ class NativePolicyTrainer(_NativeTrainer):
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         """(log-probs, entropy)"""
-        head = self.model.get_output_embeddings()
-        logprobs, entropy = head_logprobs(
-            prediction.hidden(self.model),
-            head.weight,
-            getattr(head, "bias", None),
-            prediction.row_of_target,
-            prediction.targets,
-            temperature=self.temperature,
-            chunk=self.logits_chunk,
-        )
+        of_target = prediction.row_of_target, prediction.targets
+        if is_general(self.model):
+            logits = prediction.by_sequence(partial(sequence_logits, self.model))
+            logprobs, entropy = logprobs_of_logits(logits, *of_target, self.temperature)
+        else:
+            head = OutputHead.of_model(self.model)
+            hidden = prediction.hidden(self.model)
+            logprobs, entropy = head.logprobs(
+                hidden, *of_target, temperature=self.temperature, chunk=self.logits_chunk
+            )
         return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
@@ -269,7 +278,11 @@ class NativeValueTrainer(_NativeTrainer):
         return self._forward_backward(pack, loss)
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
-        values = self.model.head(prediction.hidden(self.causal).float())[:, 0]
+        if is_general(self.causal):
+            hidden = prediction.by_sequence(partial(sequence_hidden, self.causal))
+        else:
+            hidden = prediction.hidden(self.causal)
+        values = self.model.head(hidden.float())[:, 0]
         return (prediction.to_tokens(values[prediction.row_of_target]),)
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
@@ -315,8 +328,9 @@ class PackPrediction:
         if self.group is not None and not len(rows):
             rows = np.zeros(1, np.int64)  # there is nothing to predict here, but every rank takes part in the backward
         order = np.argsort(row_of_target, kind="stable")
-        self.rows = on_device(rows, self.device)
+        self.nodes_of_rows, self.rows = rows, on_device(rows, self.device)
         """Nodes whose next token is predicted."""
+        self.mesh = mesh
         self.row_of_target = on_device(row_of_target[order], self.device)
         self.token_of_target = on_device(targets[order], self.device)
         self.targets = on_device(pack.batch.tokens[pack.flat[targets[order]]], self.device)
@@ -336,6 +350,12 @@ class PackPrediction:
         else:
             attention = ContextParallelAttention(self.tree, self.device, self.group)
         return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
+
+    def by_sequence(self, forward: SequenceForward) -> Tensor:
+        """[rows, width], what a model of the general path computes, one sequence after the other."""
+        sequences = sequences_with_rows(self.tree, self.nodes_of_rows)
+        num_calls = self.mesh.max(len(sequences)) if self.mesh.is_sharded else len(sequences)
+        return rows_by_sequence(self.tree, sequences, forward, self.device, num_calls)
 
     def to_tokens(self, per_target: Tensor) -> Tensor:
         """[targets] -> [tokens of the pack], 0 where nothing was generated; equal on all ranks of a context group."""
@@ -369,13 +389,21 @@ class HostCopy:
 
 @contextmanager
 def gradient_checkpointing(model: Any, enabled: bool) -> Iterator[None]:
-    """Activations are recomputed in the backward pass. (transformers does it in training mode only.)"""
-    if enabled:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+    """Activations are recomputed in the backward pass.
+
+    transformers checkpoints the layers that are in training mode. Only the layers themselves are put into it, not what
+    is in them: dropout, router jitter and the like would make the log-probs of training others than the engine's.
+    """
+    if not enabled:
+        yield
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
     try:
         yield
     finally:
-        if enabled:
-            model.gradient_checkpointing_disable()
-            model.eval()
+        model.gradient_checkpointing_disable()
+        for layer in layers:
+            layer.training = False

@@ -6,7 +6,19 @@ import pytest
 import torch
 from tiny import DEVICE
 
-from corral.model.logprobs import HeadLogprobsInPlace, head_logprobs
+from corral.model.logprobs import HeadLogprobsInPlace, OutputHead
+
+
+class Head:
+    """A linear layer with given tensors."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+
+def head_logprobs(hidden, weight, bias, rows, targets, temperature, chunk, scale=1.0, softcap=None):  # type: ignore[no-untyped-def]
+    head = OutputHead(Head(weight, bias), scale, softcap)
+    return head.logprobs(hidden, rows, targets, temperature=temperature, chunk=chunk)
 
 
 def in_place(hidden, weight, bias, rows, targets, temperature, chunk):  # type: ignore[no-untyped-def]
@@ -100,3 +112,24 @@ def test_gradients_of_a_bfloat16_head_are_summed_over_chunks_without_rounding() 
         for chunk in (64, 4)
     )
     assert (whole - chunked).norm() < 4e-3 * whole.norm()
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize(("scale", "softcap"), [(0.25, None), (1.0, 1.5), (2.0, 3.0)])
+def test_scaled_and_capped_logits_are_those_of_the_formula(chunk: int, scale: float, softcap: float | None) -> None:
+    hidden, weight, bias, rows, targets = case(torch.float32)
+    inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+    results = []
+    for is_ours in (True, False):
+        if is_ours:
+            logprobs, entropy = head_logprobs(hidden, weight, bias, rows, targets, 0.7, chunk, scale, softcap)
+        else:
+            logits = (hidden @ weight.T + bias) * scale
+            log_p = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7).log_softmax(-1)
+            logprobs, entropy = log_p[rows, targets], -(log_p.exp() * log_p).sum(-1)
+        (logprobs.sum() + 2 * entropy.sum()).backward()
+        results.append([logprobs.detach(), entropy.detach(), *(tensor.grad for tensor in inputs)])
+        for tensor in inputs:
+            tensor.grad = None
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)

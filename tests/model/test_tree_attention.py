@@ -1,7 +1,6 @@
 """The registered attention function against transformers' own, for several model families."""
 
 import copy
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
 from corral.data.token_tree import TokenTree
-from corral.model.attention import TreeAttention, fast_attention, forward_hidden, register
+from corral.model.attention import AttentionKernel, TreeAttention, forward_hidden, register
 from corral.model.model_parallel import pad_tree
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
@@ -79,14 +78,16 @@ def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> Non
 
 @pytest.mark.parametrize("call_cost", [0, 10**9], ids=["chunk by chunk", "with one mask"])
 @pytest.mark.parametrize("parts", [2, 3, 7])
-def test_slices_of_queries_are_parts_of_the_whole(call_cost: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", [AttentionKernel(), AttentionKernel(window=3)], ids=["all", "window"])
+def test_slices_of_queries_are_parts_of_the_whole(
+    call_cost: int, parts: int, kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What ranks of a context group compute. The tree has several roots, and padding at its end."""
     monkeypatch.setattr(TreeAttention, "CALL_COST", call_cost)
     tree = pad_tree(TokenTree.build([*sequences(), np.array([9, 8, 7, 6, 5])]), parts)
     assert tree.num_nodes % parts == 0
     assert [chunk.end for chunk in tree.chunks] == [*(chunk.start for chunk in tree.chunks[1:]), tree.num_nodes]
     query, key, value = torch.randn(3, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    kernel = partial(fast_attention, scale=None)
     whole = TreeAttention(tree, DEVICE).attend(0, query, key, value, kernel)
     length = tree.num_nodes // parts
     for start in range(0, tree.num_nodes, length):
@@ -97,8 +98,9 @@ def test_slices_of_queries_are_parts_of_the_whole(call_cost: int, parts: int, mo
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("alike", [True, False], ids=["shared beginnings", "nothing shared"])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (3, False), (None, True), (4, True)])
 def test_one_call_for_all_chunks_is_the_same_attention(
-    parts: int, alike: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None, has_sinks: bool, parts: int, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU in bfloat16; here in float32, so that no rounding hides a key too much."""
     distinct = [np.array([n, *range(10, 14 + n)]) for n in range(4)]
@@ -107,7 +109,8 @@ def test_one_call_for_all_chunks_is_the_same_attention(
         4, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)
     ).to(DEVICE)
     key, value = key[:, :2].requires_grad_(), value[:, :2].requires_grad_()
-    kernel = partial(fast_attention, scale=0.3)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE).requires_grad_()
+    kernel = AttentionKernel(scale=0.3, window=window, sinks=sinks if has_sinks else None)
     length = tree.num_nodes // parts
     for start in range(0, tree.num_nodes, length):
         own = slice(start, start + length)
@@ -117,7 +120,7 @@ def test_one_call_for_all_chunks_is_the_same_attention(
             attention = TreeAttention(tree, DEVICE, None if parts == 1 else own)
             output = attention.attend(0, query[:, :, own], key, value, kernel)
             assert ("varlen" in attention.__dict__) == in_one_call
-            results.append([output, *torch.autograd.grad(output, [key, value], upstream[:, :, own])])
+            results.append([output, *torch.autograd.grad(output, [key, value, *[sinks] * has_sinks], upstream[:, :, own])])
         for plain, varlen in zip(*results, strict=True):
             torch.testing.assert_close(varlen, plain, atol=2e-6, rtol=2e-5)
     assert (attention.varlen.keys is None) == (parts == 1 and not alike)

@@ -1,0 +1,142 @@
+"""Which models Corral computes, and how: the fast path for families that were compared with transformers, the general
+path for every other causal model, and a refusal in words for the rest.
+
+The fast path (`corral.model.attention`) runs transformers' own layers over packed token trees and paged caches, with
+Corral's attention. That is right if a layer's only dealing with other tokens is attention, and if it hands its mask,
+scale, window, sinks and soft-cap to the attention function. Which families do is not guessed from a configuration: a
+family is in `FAMILIES` once `tests/model/test_families.py` has compared it with plain transformers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from corral.recipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Architectures with one kind of layer, and what their fast path supports."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """`model_type` of the configuration of the text model."""
+    difference: str = ""
+    """How its attention differs from Llama's."""
+    fused: bool = False
+    """Whether layers are computed with fewer, larger kernels on a GPU (`fused_layers.py`)."""
+
+
+FAMILIES = (
+    ModelFamily("Llama, Mistral, Qwen", ("llama", "mistral", "qwen2", "qwen3"), fused=True),
+    ModelFamily(
+        "dense, full attention",
+        (
+            "apertus", "arcee", "bitnet", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "helium",
+            "hunyuan_v1_dense", "hyperclovax", "jais2", "mellum", "ministral", "ministral3", "nemotron", "olmo", "olmo2",
+            "olmo3", "phi", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+        ),
+    ),
+    ModelFamily("learned positions", ("gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt", "persimmon"), "no grouped keys"),
+    ModelFamily(
+        "mixtures of experts",
+        (
+            "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe", "dots1",
+            "ernie4_5_moe", "exaone_moe", "flex_olmo", "hunyuan_v1_moe", "hy_v3", "laguna", "minimax_m2", "phimoe",
+            "solar_open", "afmoe",
+        ),
+    ),
+    ModelFamily("Gemma 2, Gemma 3, Cohere", ("gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "nanochat"),
+                "windows, soft-capped attention, soft-capped or scaled logits"),
+    ModelFamily("gpt-oss", ("gpt_oss",), "windows and attention sinks"),
+    ModelFamily("latent attention", ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1"),
+                "values narrower than keys"),
+)  # fmt: skip
+FAST_TYPES = {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+FAST_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rotary embeddings that depend on a token's position only. The others (dynamic, longrope) depend on how long the
+sequence is, and sequences of a pack are of different lengths."""
+
+
+@dataclass(frozen=True)
+class ModelPath:
+    """How a model is computed."""
+
+    kind: Literal["fast", "general"]
+    reason: str
+    family: ModelFamily | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} path ({self.reason})"
+
+
+def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPath:
+    """How to compute a model with this configuration; raises where Corral cannot. `path`: as the recipe names it."""
+    check_trainable(config, path)
+    text = config.get_text_config(decoder=True)
+    model_type = str(getattr(text, "model_type", ""))
+    family = FAST_TYPES.get(model_type)
+    if implementation == "general":
+        return ModelPath("general", "`model.implementation: general`")
+    if family is None:
+        return ModelPath("general", f"`{model_type}` has no fast path yet")
+    if getattr(config, "auto_map", None):
+        return ModelPath("general", "its code comes with the model")
+    if text is not config:
+        return ModelPath("general", "it is part of a larger model")
+    if rope := rope_types(text) - set(FAST_ROPE):
+        return ModelPath("general", f"its rope scaling `{min(rope)}` depends on the length of a sequence")
+    if getattr(text, "alibi", False):
+        return ModelPath("general", "its attention is biased by position (ALiBi)")
+    layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if layer_types:
+        return ModelPath("general", f"layers of the type `{min(layer_types)}`")
+    return ModelPath("fast", family.name, family)
+
+
+def rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embedding; a configuration may have one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {str(one.get("rope_type", "default")) for one in nested}
+
+
+def check_trainable(config: Any, path: str) -> None:
+    """Raises for models that no path can train, before anything is loaded."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    model_type = str(getattr(config, "model_type", ""))
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"model.path: {path} (`{model_type}`) is an encoder-decoder; Corral trains decoder-only models")
+    if quantization := getattr(config, "quantization_config", None):
+        get = quantization.get if isinstance(quantization, dict) else lambda key: getattr(quantization, key, None)
+        raise UserError(
+            f"model.path: {path} has quantized weights ({get('quant_method') or 'quantization_config'}), which cannot be "
+            "trained; use the model in bfloat16 or float32"
+        )
+    has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or has_own_code:
+        if getattr(config, "is_decoder", None) is False and model_type in ENCODERS:
+            raise UserError(
+                f"model.path: {path} (`{model_type}`) is an encoder: its tokens see those behind them; Corral trains "
+                "causal models"
+            )
+        return
+    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise UserError(
+            f"model.path: {path} (`{model_type}`) reads images, which Corral does not train yet; use a text model"
+        )
+    raise UserError(
+        f"model.path: {path} (`{model_type}`) is not a causal language model of transformers; "
+        "Corral trains those that AutoModelForCausalLM loads"
+    )
+
+
+ENCODERS = frozenset((
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+))  # fmt: skip
+"""Types whose models are causal only if their configuration says `is_decoder`."""

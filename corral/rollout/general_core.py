@@ -1,0 +1,175 @@
+"""The core of the general path: any causal model of transformers, decoded by its own forward pass and cache.
+
+Requests whose sequences are equally long form a batch: it needs no padding and no mask, which not every model takes.
+A batch decodes in lockstep until its last request has finished; those that finish earlier leave it. A model whose cache
+does not give what its forward pass gives is computed from its first token at every step.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from corral.kernels.sampling import Truncation, sample_tokens
+from corral.rollout.engine_core import EngineStats, GenerationRequest
+
+
+@dataclass(eq=False)
+class LockstepBatch:
+    """Requests that have as many tokens as each other, prompt and completion together."""
+
+    requests: list[GenerationRequest]
+    cache: Any
+    """transformers' cache of all but the last token, or None where the model is computed without one."""
+
+    def keep(self, rows: list[int], device: torch.device) -> None:
+        """Drops the other rows."""
+        self.requests = [self.requests[row] for row in rows]
+        if self.cache is not None:
+            self.cache.reorder_cache(torch.tensor(rows, device=device))
+
+
+class GeneralCore:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, max_sequences: int, max_prefill_tokens: int, max_length: int
+    ) -> None:
+        self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
+        self.max_prefill_tokens = max_prefill_tokens
+        self.device = next(model.parameters()).device
+        self.uses_cache = cache_is_right(model)
+        self.version = 0
+        self.stats = EngineStats()
+        self.batches: list[LockstepBatch] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.batches)
+
+    def step(self, waiting: list[GenerationRequest]) -> list[GenerationRequest]:
+        """Samples one token for every request that runs or can start."""
+        finished: list[GenerationRequest] = []
+        running, started = self.batches, self._admit(waiting)
+        self.stats.num_decode_steps += bool(running)
+        for batch in running:
+            finished += self._sample(batch, self._decode(batch))
+        for batch in started:
+            finished += self._sample(batch, self._prefill(batch))
+        self.batches = [batch for batch in [*running, *started] if batch.requests]
+        return finished
+
+    def use_version(self, version: int) -> None:
+        self.version = version
+
+    def abort_all(self) -> None:
+        self.batches = []
+
+    def release_cache(self) -> None:
+        """Nothing to do: a batch's cache goes with the batch."""
+
+    def acquire_cache(self) -> None:
+        """Nothing to do."""
+
+    def _admit(self, waiting: list[GenerationRequest]) -> list[LockstepBatch]:
+        """Takes waiting requests in order while there is room; those with prompts of one length form a batch."""
+        num_free = self.max_sequences - sum(len(batch.requests) for batch in self.batches)
+        batches: dict[int, LockstepBatch] = {}
+        num_taken = num_tokens = 0
+        for request in waiting[:num_free]:
+            num_tokens += len(request.prompt)
+            if num_taken and num_tokens > self.max_prefill_tokens:
+                break
+            batches.setdefault(len(request.prompt), LockstepBatch([], None)).requests.append(request)
+            request.prefix = None
+            num_taken += 1
+        del waiting[:num_taken]  # in place: the event loop's thread may append meanwhile
+        self.stats.num_prompt_tokens += sum(len(r.prompt) for batch in batches.values() for r in batch.requests)
+        return list(batches.values())
+
+    def _prefill(self, batch: LockstepBatch) -> Tensor:
+        """Logits [requests, vocabulary] of the first tokens. A prompt with several samples is computed once."""
+        prompts = np.stack([request.prompt for request in batch.requests])
+        distinct, row_of_request = np.unique(prompts, axis=0, return_inverse=True)
+        rows = torch.from_numpy(row_of_request.reshape(-1)).to(self.device)
+        self.stats.num_computed_tokens += distinct.size
+        logits, batch.cache = self._forward(distinct, None)
+        if batch.cache is not None:
+            batch.cache.reorder_cache(rows)
+        return logits[rows]
+
+    def _decode(self, batch: LockstepBatch) -> Tensor:
+        """Logits [requests, vocabulary] of the tokens after those sampled last."""
+        if batch.cache is None:
+            tokens = np.stack([[*request.prompt, *request.tokens] for request in batch.requests])
+        else:
+            tokens = np.array([[request.tokens[-1]] for request in batch.requests])
+        self.stats.num_computed_tokens += tokens.size
+        logits, batch.cache = self._forward(tokens, batch.cache)
+        return logits
+
+    def _forward(self, tokens: np.ndarray[Any, Any], cache: Any) -> tuple[Tensor, Any]:
+        """Logits [rows, vocabulary] after the last of the tokens [rows, tokens], and the cache with them."""
+        inputs = torch.from_numpy(tokens).to(self.device)
+        if not self.uses_cache:
+            return self.model(input_ids=inputs, use_cache=False).logits[:, -1], None
+        output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        return output.logits[:, -1], output.past_key_values
+
+    def _sample(self, batch: LockstepBatch, logits: Tensor) -> list[GenerationRequest]:
+        """Samples a token for every request of the batch, and returns those that finish."""
+        requests = list(batch.requests)
+        sampling = [request.sampling for request in requests]
+        truncation = None
+        if any(s.truncates for s in sampling):
+            columns = ([s.top_k for s in sampling], [s.top_p for s in sampling], [s.min_p for s in sampling])
+            truncation = Truncation(*(self._tensor(column) for column in columns))
+        tokens, logprobs = sample_tokens(
+            logits,
+            rows=torch.arange(len(requests), device=self.device),
+            temperatures=self._tensor([float(s.temperature) for s in sampling]),
+            seeds=self._tensor([request.seed for request in requests]),
+            counters=self._tensor([len(request.tokens) for request in requests]),
+            truncation=truncation,
+        )
+        self.stats.num_generated_tokens += len(requests)
+        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            request.extend([token], [logprob], self.version, self.tokenizer)
+        running = [row for row, request in enumerate(requests) if request.finish_reason is None]
+        if len(running) < len(requests):
+            batch.keep(running, self.device)
+        return [request for request in requests if request.finish_reason is not None]
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+
+@torch.inference_mode()
+def cache_is_right(model: Any) -> bool:
+    """Whether decoding with the model's cache, in a batch whose rows change places, gives what its forward pass gives.
+    Some models have no such cache, or one that cannot be divided by rows."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocabulary, (3, 6), generator=generator).to(device)
+    expected = model(input_ids=tokens, use_cache=False).logits[:, 3:].float().log_softmax(-1)
+    try:
+        output = model(input_ids=tokens[:, :4], past_key_values=None, use_cache=True)
+        cache, rows = output.past_key_values, torch.arange(3, device=device)
+        found = [output.logits[:, -1]]
+        for position, order in ((4, [2, 0, 1]), (5, [1, 2])):
+            picked = torch.tensor(order, device=device)
+            cache.reorder_cache(picked)
+            rows = rows[picked]
+            output = model(input_ids=tokens[rows, position, None], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits[:, -1])
+    except Exception:
+        # Whatever goes wrong in a model's own code means that its cache is not used; the forward pass above has worked.
+        return False
+    checked = (expected[:, 0], expected[[2, 0, 1], 1], expected[[0, 1], 2])
+    tolerance = 1e-2 if expected.dtype == model.dtype else 0.3
+    return all(
+        bool(((one.float().log_softmax(-1) - other).abs().max() < tolerance).item())
+        for one, other in zip(found, checked, strict=True)
+    )
