@@ -4,16 +4,33 @@ A configuration class's own defaults are shrunk: sizes by their names, and what 
 Weights are large enough that a wrong mask, position or state moves log-probs by tenths of nats at least.
 """
 
+import asyncio
 import inspect
 import math
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from corral.data.batch import Batch
+from corral.data.trajectory import Trajectory
+from corral.model.attention import AttentionKernel, attention_layers
+from corral.model.families import ModelPath, check_length, choose_path
+from corral.model.model_loading import load_model
+from corral.recipe.schema import Model, Optimizer
+from corral.rollout.engine import Sampling
+from corral.rollout.native_engine import NativeEngine, core_class
+from corral.rollout.paged_core import PagedCore
+from corral.rollout.slot_core import SlotCore
+from corral.training.native_trainer import NativePolicyTrainer
+
 VOCABULARY = 96
+MAX_LENGTH = 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "attention_hidden_size", "embedding_size"), 64),
@@ -49,7 +66,86 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-OVERRIDES: dict[str, dict[str, Any]] = {}
+LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+HYBRID = ["linear_attention", "full_attention"] * 2
+OVERRIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu", "minicpm3", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), LATENT),
+    "deepseek_v2": {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "bailing_hybrid": {**LATENT, "layer_group_size": 2},
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 8}),
+    "dots1": {"layer_types": ["full_attention"] * 4},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16}),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "kimi_linear": {**LATENT, "layer_types": HYBRID},
+    "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "expand": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "mamba_headdim": 32},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0},
+    "reformer": {"is_decoder": True},
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
+    "qwen4_exp_text": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "zaya": {"num_hidden_layers": 4},
+}
+WINDOW = 8
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+
+
+def longrope(original: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic-over": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 8},
+    ),
+    "llama-llama3rope": (
+        "llama",
+        {"rope_parameters": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    ),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3-longrope-short": ("phi3", longrope(64)),
+    "phi3-longrope": ("phi3", longrope(8)),
+    "starcoder2-nowindow": ("starcoder2", {"sliding_window": None}),
+    "mistral-window8": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2-window8": (
+        "qwen2",
+        {
+            "sliding_window": WINDOW,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma2-window8": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
+    "gemma3-window8": ("gemma3_text", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
+    "olmo3-window8": ("olmo3", {"sliding_window": WINDOW}),
+    "exaone4-window8": ("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "cohere2-window8": ("cohere2", {"sliding_window": WINDOW, "logit_scale": 0.25}),
+    "gpt_oss-window8": ("gpt_oss", {"sliding_window": WINDOW}),
+    "granite-real": (
+        "granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    ),
+    "deepseek_v2-v<qk": ("deepseek_v2", {"v_head_dim": 12}),
+    "deepseek_v3-v<qk": ("deepseek_v3", {"v_head_dim": 12}),
+    "deepseek_v3-samewidth": ("deepseek_v3", {"v_head_dim": 24}),
+    "falcon-alibi": ("falcon", {"alibi": True}),
+    "llama4-chunk8": ("llama4_text", {"attention_chunk_size": 8}),
+}
 
 
 def causal_types() -> list[str]:
@@ -62,6 +158,14 @@ def tiny_family_config(model_type: str, **changes: Any) -> Any:
     accepted = set(inspect.signature(config_class.__init__).parameters) | set(default.to_dict())
     sizes = {key: value for key, value in SIZES.items() if key in accepted and getattr(default, key, 0) is not None}
     return config_class(**{**sizes, **OVERRIDES.get(model_type, {}), **changes})
+
+
+def config_of(name: str) -> Any:
+    """The configuration of a type, or of one of the variants."""
+    if name in VARIANTS:
+        model_type, changes = VARIANTS[name]
+        return tiny_family_config(model_type, **changes)
+    return tiny_family_config(name)
 
 
 def tiny_family_model(config: Any, seed: int = 0, attention: str | None = None) -> Any:
@@ -85,3 +189,114 @@ def randomize(model: Any, seed: int) -> None:
             parameter.copy_(noise * 1.2 / math.sqrt(parameter.shape[-1]))
         else:
             parameter.add_(0.2 * noise)
+
+
+# --- comparing with plain transformers
+
+GENERATOR = np.random.default_rng(5)
+STEM = GENERATOR.integers(3, VOCABULARY, 9).tolist()
+SEQUENCES = [
+    [*STEM, *GENERATOR.integers(3, VOCABULARY, 12).tolist()],
+    [*STEM, *GENERATOR.integers(3, VOCABULARY, 5).tolist()],
+    [*STEM[:4], *GENERATOR.integers(3, VOCABULARY, 17).tolist()],
+    GENERATOR.integers(3, VOCABULARY, 3).tolist(),
+]
+"""Ragged sequences, some with a common beginning."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest differences from plain transformers: of log-probs in nats, of gradients relative to the largest."""
+
+    path: ModelPath
+    trainer: float
+    gradient: float
+    engine: float
+    cores: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return max(self.trainer, self.engine) < 1e-3 and self.gradient < 1e-3
+
+
+def plain_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Log-prob of each token after the first, by the model's own forward pass."""
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+
+
+def compare_folder(folder: Path, **settings: Any) -> Comparison:
+    """Loads the model as a run does and compares trainer, gradients and engine cores with plain transformers; UserError
+    where the model is refused."""
+    model = Model(path=str(folder), dtype="float32", **settings)
+    path = choose_path(AutoConfig.from_pretrained(folder), str(folder), model.implementation)
+    check_length(AutoConfig.from_pretrained(folder), MAX_LENGTH)
+    ours = load_model(model, torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    trainer, gradient = compare_trainer(ours, plain)
+    cores = [core_class(ours, None)]
+    if cores[0] is SlotCore and fits_paging(ours):
+        cores.append(PagedCore)
+    engine = max(asyncio.run(compare_engine(ours, plain, paged=core is PagedCore)) for core in cores)
+    return Comparison(path, trainer, gradient, engine, ", ".join(core.__name__ for core in cores))
+
+
+def compare_trainer(ours: Any, plain: Any) -> tuple[float, float]:
+    batch = Batch.of([Trajectory.from_tokens(tokens, prompt_length=2) for tokens in SEQUENCES])
+    trainer = NativePolicyTrainer(ours, temperature=1.0, optimizer=Optimizer(), total_updates=1)
+    [pack] = batch.pack(10**6)
+    weights = torch.linspace(-1, 1, len(pack.flat))
+    computed: list[torch.Tensor] = []
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        computed.append(logprobs.detach())
+        return (weights * logprobs).sum()
+
+    trainer.forward_backward(pack, loss)
+    places = {int(place): n for n, place in enumerate(pack.flat)}
+    difference, start, total = 0.0, 0, torch.zeros(())
+    for tokens in SEQUENCES:
+        expected = plain_logprobs(plain, tokens)
+        rows = [places[start + n] for n in range(2, len(tokens))]
+        difference = max(difference, float((expected[1:] - computed[0][rows]).abs().max()))
+        total = total + (weights[rows] * expected[1:]).sum()
+        start += len(tokens)
+    total.backward()
+    theirs = dict(plain.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)
+    worst = 0.0
+    for name, parameter in ours.named_parameters():
+        own, other = parameter.grad, theirs[name].grad
+        if own is not None or other is not None:
+            worst = max(worst, float(((0 if own is None else own) - (0 if other is None else other)).abs().max()))
+    return difference, worst / largest
+
+
+async def compare_engine(ours: Any, plain: Any, paged: bool) -> float:
+    """Several samples of prompts of different lengths, more than fit at once, each continued by a second turn."""
+    engine = NativeEngine(ours, None, max_sequences=5, max_prefill_tokens=32, max_length=MAX_LENGTH, paged=paged)
+
+    async def conversation(prompt: list[int], seed: int) -> float:
+        sampling = Sampling(max_tokens=6 + seed % 3, temperature=1.0)
+        first = await engine.generate(prompt, sampling, seed, keep_prefix=True)
+        longer = [*prompt, *first.tokens, 7, 8, 9]
+        second = await engine.generate(longer, sampling, seed + 100, prefix=first.prefix)
+        worst = 0.0
+        for tokens, completion in ((prompt, first), (longer, second)):
+            with torch.no_grad():
+                expected = plain_logprobs(plain, [*tokens, *completion.tokens])[len(tokens) - 1 :]
+            worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
+        return worst
+
+    prompts = [SEQUENCES[0][:10], SEQUENCES[1][:12], SEQUENCES[2][:7], SEQUENCES[3], SEQUENCES[0][:10]]
+    worst = await asyncio.gather(*(conversation(prompts[i % 5], i) for i in range(8)))
+    engine.close()
+    return max(worst)
+
+
+def fits_paging(model: Any) -> bool:
+    """Whether the paged core would decode it, but for the width of its heads, which only the kernels limit."""
+    layers = attention_layers(model).values()
+    return len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers}) == 1 and all(
+        AttentionKernel(layer.kernel.scale) == layer.kernel and layer.key_width == layer.value_width for layer in layers
+    )

@@ -76,14 +76,16 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 def truncate_logits(logits: Tensor, truncation: Truncation) -> Tensor:
     """Tokens outside top-k, top-p or min-p get -inf.
 
-    top-p keeps the smallest set of most likely tokens whose probability reaches p, and always the most likely one.
+    top-p keeps the smallest set of most likely tokens whose probability reaches p of what top-k left (as transformers and
+    vLLM do it), and always the most likely one.
     """
     top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
     ordered, _ = logits.sort(-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    probability = ordered.softmax(-1)
+    keep = rank < torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]
+    probability = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
     before = probability.cumsum(-1) - probability
-    keep = (rank < torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]) & (before < top_p[:, None])
+    keep &= before < top_p[:, None]
     keep &= probability >= min_p[:, None] * probability[:, :1]
     keep[:, 0] = True
     smallest = torch.where(keep, ordered, torch.inf).min(-1, keepdim=True).values

@@ -32,8 +32,8 @@ FAMILIES = (
         "dense, full attention",
         (
             "apertus", "arcee", "bitnet", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "helium",
-            "hunyuan_v1_dense", "hyperclovax", "jais2", "mellum", "ministral", "ministral3", "nemotron", "olmo", "olmo2",
-            "olmo3", "phi", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+            "hunyuan_v1_dense", "hyperclovax", "jais2", "mellum", "ministral", "ministral3", "olmo", "olmo2",
+            "olmo3", "phi", "phi3", "seed_oss", "smollm3", "starcoder2",
         ),
     ),
     ModelFamily("learned positions", ("gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt", "persimmon"), "no grouped keys"),
@@ -53,9 +53,8 @@ FAMILIES = (
 )  # fmt: skip
 FAST_TYPES = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
-FAST_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-"""Rotary embeddings that depend on a token's position only. The others (dynamic, longrope) depend on how long the
-sequence is, and sequences of a pack are of different lengths."""
+FAST_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
+"""Rotary embeddings that depend on a token's position only; the last two up to a length that `check_length` enforces."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
     if text is not config:
         return ModelPath("general", "it is part of a larger model")
     if rope := rope_types(text) - set(FAST_ROPE):
-        return ModelPath("general", f"its rope scaling `{min(rope)}` depends on the length of a sequence")
+        return ModelPath("general", f"its rope scaling `{min(rope)}` is not known here")
     if getattr(text, "alibi", False):
         return ModelPath("general", "its attention is biased by position (ALiBi)")
     layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -99,6 +98,28 @@ def rope_types(config: Any) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return {str(one.get("rope_type", "default")) for one in nested}
+
+
+def check_length(config: Any, limit: int) -> None:
+    """Raises if sequences of up to `limit` tokens are more than the model computes, or computes as one.
+
+    Dynamic NTK scaling changes all positions of a sequence once it is longer than the trained length, and longrope once
+    it is longer than the original one: what the engine sampled from would not be what the trainer computes.
+    """
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    keys = f"data.max_prompt_tokens + rollout.max_response_tokens = {limit}, but"
+    if positions is not None and limit > positions:
+        raise UserError(f"{keys} the model has {positions} positions")
+    if "longrope" in rope_types(text):
+        original = getattr(text, "original_max_position_embeddings", None) or text.rope_parameters.get(
+            "original_max_position_embeddings", positions
+        )
+        if original is not None and limit > original:
+            raise UserError(
+                f"{keys} the model turns to other rotary frequencies (longrope) behind {original} tokens, for those "
+                f"before them too; keep sequences within {original}"
+            )
 
 
 def check_trainable(config: Any, path: str) -> None:

@@ -112,13 +112,16 @@ def fuse(model: Any) -> bool:
     return True
 
 
-def unfuse(model: Any) -> None:
-    """Restores transformers' forward methods, for those who replace that of a single module (tensor parallelism)."""
-    decoder = model.get_decoder()
+def unfuse(model: Any) -> bool:
+    """Restores transformers' forward methods, for those who replace that of a single module (tensor parallelism).
+    Returns whether the model was fused."""
+    decoder, was_fused = model.get_decoder(), False
     for module in [*getattr(decoder, "layers", ()), getattr(decoder, "norm", None)]:
         forward = getattr(module, "__dict__", {}).get("forward")
         if getattr(forward, "__func__", None) in (layer_forward, norm_forward):
             del module.forward
+            was_fused = True
+    return was_fused
 
 
 def fused_layers(model: Any) -> list[FusedLayer] | None:

@@ -12,6 +12,7 @@ from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.builtin_models import builtin_folder
 from corral.model.families import choose_path
 from corral.model.fused_layers import fuse
+from corral.model.model_check import check_model
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 
@@ -73,6 +74,7 @@ def load_model(model: Model, device: torch.device) -> Any:
     loaded = loaded.to(device).eval()
     if device.type == "cuda" and path.kind == "fast" and not model.exact:
         fuse(loaded)
+    check_model(loaded, model.path)
     return loaded
 
 

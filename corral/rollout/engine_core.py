@@ -18,7 +18,8 @@ class GenerationRequest:
     prompt: IntArray
     sampling: Sampling
     seed: int
-    future: "asyncio.Future[Completion]"
+    future: "asyncio.Future[Completion] | None"
+    """What the caller waits for; None where nobody does."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -51,9 +52,9 @@ class GenerationRequest:
         return (left, FinishReason.LENGTH) if len(tokens) >= left else (len(tokens), None)
 
     def _ends_with_stop_string(self, tokens: list[int], tokenizer: Any) -> bool:
-        # Decoding the whole completion for each token would be quadratic. A token is at least one character but for
-        # those that hold part of one (UTF-8 bytes), for which a few more are decoded.
-        num_decoded = max(len(stop) for stop in self.sampling.stop) + 8
+        # Decoding the whole completion for each token would be quadratic. A token is at least one byte, of which a
+        # character may have several; the first ones decoded may begin in the middle of a character.
+        num_decoded = max(len(stop.encode()) for stop in self.sampling.stop) + 8
         last = [*self.tokens[-num_decoded:], *tokens][-num_decoded:]
         tail = tokenizer.decode(last, skip_special_tokens=False)
         return any(stop in tail for stop in self.sampling.stop)

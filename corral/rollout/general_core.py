@@ -27,7 +27,7 @@ class LockstepBatch:
     def keep(self, rows: list[int], device: torch.device) -> None:
         """Drops the other rows."""
         self.requests = [self.requests[row] for row in rows]
-        if self.cache is not None:
+        if self.cache is not None and rows:
             self.cache.reorder_cache(torch.tensor(rows, device=device))
 
 
@@ -168,7 +168,8 @@ def cache_is_right(model: Any) -> bool:
         # Whatever goes wrong in a model's own code means that its cache is not used; the forward pass above has worked.
         return False
     checked = (expected[:, 0], expected[[2, 0, 1], 1], expected[[0, 1], 2])
-    tolerance = 1e-2 if expected.dtype == model.dtype else 0.3
+    # Float32 rounds to about 1e-5; what differs more adds up over a long completion. Half precision rounds to tenths.
+    tolerance = 2e-4 if model.dtype == torch.float32 else 0.3
     return all(
         bool(((one.float().log_softmax(-1) - other).abs().max() < tolerance).item())
         for one, other in zip(found, checked, strict=True)

@@ -26,6 +26,7 @@ from corral.data.token_tree import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.general_forward import is_general, logprobs_of_logits, sequence_logits
 from corral.model.logprobs import OutputHead
+from corral.model.model_check import difference, plain_logprobs, probe_sequences, raise_if_large
 from corral.rollout.engine import Completion, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import EngineCore, EngineStats, GenerationRequest
 from corral.rollout.general_core import GeneralCore
@@ -68,6 +69,30 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         return self.core.stats
 
+    @torch.no_grad()
+    def check(self, path: str) -> None:
+        """Decodes two unrelated sequences together and compares with the model's plain forward pass; raises if the
+        log-probs are others. Nothing may be in flight."""
+        if self.max_length < 9:  # nothing to compare: no run has so little room
+            return
+        greedy = Sampling(max_tokens=4, temperature=0.0)
+        prompts = [sequence[:length] for sequence, length in zip(probe_sequences(self.model), (5, 3), strict=False)]
+        requests = [GenerationRequest(np.array(prompt, np.int64), greedy, 0, None) for prompt in prompts]
+        self.thread.submit(self._run, list(requests)).result()
+        expected = [
+            plain_logprobs(self.model, [*prompt, *request.tokens])[len(prompt) - 1 :]
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+        found = difference([torch.tensor(request.logprobs) for request in requests], [one.cpu() for one in expected])
+        problem = "decoding two sequences together gives other log-probs than transformers' own forward pass"
+        raise_if_large(found, self.model, f"model.path: {path}: {problem}; please report the model")
+
+    @torch.inference_mode()
+    def _run(self, waiting: list[GenerationRequest]) -> None:
+        while waiting or self.core.is_busy:
+            self.core.step(waiting)
+        self.core.release_cache()
+
     # --- the engine seam
 
     @property
@@ -99,15 +124,16 @@ class NativeEngine:
                 f"pass the limit of {self.max_length}"
             )
         loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
         request = GenerationRequest(
-            np.array(tokens, np.int64), sampling, seed, loop.create_future(), prefix=prefix, keep_prefix=keep_prefix
+            np.array(tokens, np.int64), sampling, seed, future, prefix=prefix, keep_prefix=keep_prefix
         )
         del prefix  # the core frees the handle as soon as its content is in the cache; this frame must not hold it
         self.in_flight.add(request)
         self.waiting.append(request)
         if self.decode_loop is None or self.decode_loop.done():
             self.decode_loop = loop.create_task(self._decode_until_idle())
-        return await request.future
+        return await future
 
     async def compute_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
         loop = asyncio.get_running_loop()
@@ -152,11 +178,11 @@ class NativeEngine:
                 await self.has_weights.wait()
                 for request in await loop.run_in_executor(self.thread, self.step):
                     self.in_flight.discard(request)
-                    if not request.future.done():
+                    if request.future is not None and not request.future.done():
                         request.future.set_result(request.completion())
         except Exception as error:
             for request in self.in_flight:
-                if not request.future.done():
+                if request.future is not None and not request.future.done():
                     request.future.set_exception(error)
             self.in_flight, self.waiting = set(), []
             self.core.abort_all()

@@ -11,8 +11,9 @@ from typing import Any
 
 from corral.data.trajectory import Trajectory
 from corral.envs.registry import EnvSet
+from corral.model.families import check_length
 from corral.model.model_loading import end_tokens, load_tokenizer
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 from corral.rollout.chat_rendering import ChatRenderer
@@ -169,18 +170,16 @@ class RolloutWorker(Role):
 def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
     rollout = recipe.rollout
     limit = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-    positions = model.config.get_text_config().max_position_embeddings
-    if limit > positions:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {limit}, but the model has {positions} positions"
-        )
-    return NativeEngine(
+    check_length(model.config, limit)
+    engine = NativeEngine(
         model,
         tokenizer,
         max_sequences=rollout.max_sequences or MAX_SEQUENCES[model.device.type],
         max_prefill_tokens=rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[model.device.type],
         max_length=limit,
     )
+    engine.check(recipe.model.path)
+    return engine
 
 
 def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: ScorerPools) -> RolloutDriver:

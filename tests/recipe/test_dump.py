@@ -104,7 +104,7 @@ def test_any_mapping_is_a_recipe_or_a_recipe_error(load, written, overrides):
         ":",
         "- - -",
         "---",
-        "[" * 9999,
+        pytest.param("[" * 9999, id="brackets"),
         r'a: "\ud800"',
     ],
 )

@@ -54,3 +54,20 @@ def test_it_ends_with_the_first_token_that_is_a_reason(tokens: list[int], sampli
             reasons.append((num, FinishReason.STOP_STRING))
     num, finish = (*reasons, (sampling.max_tokens, FinishReason.LENGTH))[0]
     assert (request.tokens, request.finish_reason, request.versions) == (tokens[:num], finish, [3] * num)
+
+
+@given(st.text(alphabet="한국어안녕ไทยสวัสดี🐑🤠👨‍👩‍👧é", min_size=1, max_size=6), st.text(alphabet="abก한🐑 ", max_size=5))
+def test_a_stop_string_whose_characters_are_several_tokens_is_found(stop: str, before: str) -> None:
+    """A token is one byte here, and up to four of them make a character."""
+    tokens = list((before + stop).encode())
+    request = new_request(Sampling(max_tokens=200, stop=(stop,)))
+    for token in [*tokens, *b"more"]:
+        if request.finish_reason is None:
+            request.extend([token], [0.0], 0, ByteTokenizer())
+    assert request.finish_reason is FinishReason.STOP_STRING
+    assert stop in bytes(request.tokens).decode()
+
+
+class ByteTokenizer:
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode(errors="replace")

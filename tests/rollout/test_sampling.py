@@ -1,8 +1,10 @@
 """Randomness that depends on seed and counter alone, and draws that follow the distribution."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from corral.kernels.sampling import Truncation, sample_by_inverse_cdf, scale_logits, truncate_logits, uniform
 
@@ -31,9 +33,11 @@ def slow_truncate(row: list[float], top_k: int, top_p: float, min_p: float) -> s
     """Indices that survive."""
     p = torch.tensor(row, dtype=torch.float64).softmax(-1).tolist()
     order = sorted(range(len(p)), key=lambda i: -p[i])
+    order = order[: top_k or len(p)]
+    whole = sum(p[i] for i in order)
     kept, total = set(), 0.0
     for rank, i in enumerate(order):
-        if rank == 0 or ((not top_k or rank < top_k) and total < top_p and p[i] >= min_p * p[order[0]]):
+        if rank == 0 or (total < top_p * whole and p[i] >= min_p * p[order[0]]):
             kept.add(i)
         else:
             break
@@ -80,3 +84,15 @@ def test_greedy_rows_keep_the_distribution_of_temperature_one() -> None:
     logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
     scaled = scale_logits(logits, torch.tensor([0.0, 0.5]))
     assert scaled.tolist() == [[1.0, 2.0], [2.0, 4.0]]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(5, 0.7, 0.0), (20, 0.5, 0.0), (0, 0.9, 0.05), (3, 0.99, 0.2)])
+def test_truncation_is_that_of_transformers(top_k: int, top_p: float, min_p: float) -> None:
+    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(4))
+    warpers = [TopPLogitsWarper(top_p)] + ([MinPLogitsWarper(min_p)] if min_p else [])
+    expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    for warper in warpers:
+        expected = warper(None, expected)
+    rows = torch.ones(50)
+    ours = truncate_logits(logits, Truncation((rows * top_k).long(), rows * top_p, rows * min_p))
+    assert torch.equal(ours, expected)

@@ -1,0 +1,101 @@
+"""The guard at load: what Corral computes of a model is compared with the model's own plain forward pass.
+
+A family that is declared wrongly, a new release of transformers, or code that comes with a model would otherwise train
+on wrong numbers without a word. A few short sequences are enough: a state that leaks between sequences, a mask or a
+position that is wrong moves log-probs by whole nats.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from corral.data.token_tree import TokenTree
+from corral.model.attention import ATTENTION_NAME, TreeAttention, forward_hidden
+from corral.model.fused_layers import fuse, unfuse
+from corral.model.general_forward import is_general, sequence_logits
+from corral.model.logprobs import OutputHead
+from corral.recipe.errors import UserError
+
+TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
+HALF_TOLERANCE = 0.3
+"""Mean difference of log-probs in nats that rounding cannot explain: in half precision a tenth is usual."""
+
+
+@contextmanager
+def plain_forward(model: Any) -> Iterator[None]:
+    """Within it, the model computes as transformers wrote it, without Corral's attention and fused layers."""
+    if is_general(model):
+        yield
+        return
+    was_fused = unfuse(model)
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+        if was_fused:
+            fuse(model)
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, tokens: list[int]) -> Tensor:
+    """Log-prob of each token after the first, by the model's own forward pass over this sequence alone."""
+    device = next(model.parameters()).device
+    with plain_forward(model):
+        logits = sequence_logits(model, torch.tensor([tokens], device=device))[:-1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(tokens[1:], device=device)[:, None])[:, 0]
+
+
+def probe_sequences(model: Any) -> list[list[int]]:
+    """Two unrelated sequences of different lengths, and one that begins as the first does."""
+    config = model.config.get_text_config()
+    special = {value for key, value in config.to_dict().items() if key.endswith("_token_id") and isinstance(value, int)}
+    usable = [token for token in range(min(config.vocab_size, 5000)) if token not in special]
+    picks = np.random.default_rng(0).choice(usable, 36).tolist()
+    return [picks[:14], picks[14:22], [*picks[:7], *picks[22:]]]
+
+
+@torch.no_grad()
+def check_model(model: Any, path: str) -> None:
+    """Raises where packed sequences (fast path), or a sequence and its beginning (general path), do not give what the
+    plain forward pass gives."""
+    sequences = probe_sequences(model)
+    expected = [plain_logprobs(model, sequence) for sequence in sequences]
+    if is_general(model):
+        computed = [plain_logprobs(model, sequence[:-3]) for sequence in sequences]
+        found = difference(computed, [one[:-3] for one in expected])
+        problem = "a token's log-prob depends on the tokens behind it, so it is not a causal model"
+    else:
+        tree = TokenTree.build([np.array(sequence, np.int64) for sequence in sequences])
+        device = expected[0].device
+        hidden = forward_hidden(
+            model,
+            torch.from_numpy(tree.tokens).to(device),
+            torch.from_numpy(tree.positions).to(device),
+            TreeAttention(tree, device),
+        )
+        log_p = OutputHead.of_model(model).logits(hidden).float().log_softmax(-1)
+        computed = [
+            log_p[torch.from_numpy(path_of[:-1]).to(device), torch.tensor(sequence[1:], device=device)]
+            for sequence, path_of in zip(sequences, tree.paths, strict=True)
+        ]
+        found = difference(computed, expected)
+        problem = (
+            "packed sequences give other log-probs than transformers' own forward pass; please report the model, and set "
+            "`model.implementation: general` meanwhile"
+        )
+    raise_if_large(found, model, f"model.path: {path}: {problem}")
+
+
+def raise_if_large(found: float, model: Any, problem: str) -> None:
+    if not found <= TOLERANCE.get(model.dtype, HALF_TOLERANCE):
+        raise UserError(f"{problem} (a difference of {found:.2f} nats in the mean)")
+
+
+def difference(computed: list[Tensor], expected: list[Tensor]) -> float:
+    """Mean over tokens of the absolute difference; not a number where one of them is none."""
+    return float((torch.cat(computed).double() - torch.cat(expected).double()).abs().mean())
