@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral.data.plugins import is_importable, name_object
+from corral.model.families import find_path
 from corral.observe.console import Console
 from corral.recipe.document import Document, apply_override, compose, read_document
 from corral.recipe.errors import RecipeError, UserError
@@ -66,7 +67,7 @@ def train(
         "algorithm.advantage": advantage,
     }
     loaded = _load(recipe, overrides, objects)
-    planned = make_plan(loaded, ModelShape.find(loaded.model.path))
+    planned = checked_plan(loaded)
     console = Console(io.StringIO()) if quiet else Console()
     for warning in planned.warnings:
         if quiet:  # what may be wrong is printed all the same
@@ -84,7 +85,13 @@ def train(
 def plan(recipe: RecipeSource, **overrides: Any) -> Plan:
     """Work out what would run: batch arithmetic, algorithm, placement, memory, warnings. Touches no device."""
     loaded = load_recipe(recipe, **overrides)
-    return make_plan(loaded, ModelShape.find(loaded.model.path))
+    return checked_plan(loaded)
+
+
+def checked_plan(recipe: Recipe) -> Plan:
+    """The plan of a recipe, with how its model is computed; raises where it is refused."""
+    path = find_path(recipe.model)
+    return make_plan(recipe, ModelShape.find(recipe.model.path), model_path=None if path is None else str(path))
 
 
 def evaluate(
@@ -101,7 +108,7 @@ def evaluate(
 
     objects = {"environment.reward.name": reward, "environment": environment, "validation": validation}
     loaded = _load(recipe, overrides, objects)
-    make_plan(loaded, ModelShape.find(loaded.model.path))
+    checked_plan(loaded)
     return _outside_of_event_loops(
         lambda: run_evaluation(loaded, None if model is None else str(model), Console(sys.stderr, live=False))
     )

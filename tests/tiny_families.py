@@ -76,9 +76,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "bailing_hybrid": {**LATENT, "layer_group_size": 2},
-    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 8}),
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
     "dots1": {"layer_types": ["full_attention"] * 4},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16}),
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
@@ -93,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_hidden_layers": 4},
 }
 WINDOW = 8
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 

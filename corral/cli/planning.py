@@ -25,10 +25,9 @@ def planned(recipe: Path, overrides: Sequence[str] | None) -> "tuple[Recipe, Pla
 
 
 def with_plan(recipe: "Recipe") -> "tuple[Recipe, Plan]":
-    from corral.recipe.plan import make_plan
-    from corral.recipe.shape import ModelShape
+    from corral.api import checked_plan
 
-    return recipe, make_plan(recipe, ModelShape.find(recipe.model.path))
+    return recipe, checked_plan(recipe)
 
 
 def describe_services(recipe: "Recipe") -> list[str]:

@@ -76,8 +76,8 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 def truncate_logits(logits: Tensor, truncation: Truncation) -> Tensor:
     """Tokens outside top-k, top-p or min-p get -inf.
 
-    top-p keeps the smallest set of most likely tokens whose probability reaches p of what top-k left (as transformers and
-    vLLM do it), and always the most likely one.
+    top-p keeps the smallest set of most likely tokens whose probability reaches p of what top-k left, as transformers
+    and vLLM do it, and always the most likely one.
     """
     top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
     ordered, _ = logits.sort(-1, descending=True)

@@ -24,6 +24,7 @@ ATTENTION_NAME = "corral"
 EXACT = "corral_exact"
 """Name of the attribute that marks attention modules which compute in float64 (`model.exact`)."""
 
+
 class AttentionContext(Protocol):
     """Decides which keys each query attends to (the attention mask); the kernel does the arithmetic."""
 
@@ -254,7 +255,7 @@ class _AttentionBlock:
         return kernel(queries, key[:, :, self.path], value[:, :, self.path], self.mask(kernel.window))
 
     def mask(self, window: int | None) -> Tensor | None:
-        if window not in self.masks:
+        if window is not None and window not in self.masks:
             queries, keys = self.positions
             distance = queries[:, None] - keys
             whole = self.masks[None]

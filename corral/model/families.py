@@ -7,10 +7,14 @@ scale, window, sinks and soft-cap to the attention function. Which families do i
 family is in `FAMILIES` once `tests/model/test_families.py` has compared it with plain transformers.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from corral.model.builtin_models import BLANK, SMOLLM2
 from corral.recipe.errors import UserError
+from corral.recipe.schema import Model
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,11 @@ FAMILIES = (
             "olmo3", "phi", "phi3", "seed_oss", "smollm3", "starcoder2",
         ),
     ),
-    ModelFamily("learned positions", ("gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt", "persimmon"), "no grouped keys"),
+    ModelFamily(
+        "GPT-2 and its kind",
+        ("gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt", "persimmon"),
+        "learned or partly rotary positions",
+    ),
     ModelFamily(
         "mixtures of experts",
         (
@@ -54,7 +62,8 @@ FAMILIES = (
 FAST_TYPES = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 FAST_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
-"""Rotary embeddings that depend on a token's position only; the last two up to a length that `check_length` enforces."""
+"""Rotary embeddings that depend on a token's position only; the last two do up to a length (`check_length`)."""
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -87,17 +96,41 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
         return ModelPath("general", f"its rope scaling `{min(rope)}` is not known here")
     if getattr(text, "alibi", False):
         return ModelPath("general", "its attention is biased by position (ALiBi)")
-    layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if layer_types:
+    if layer_types := set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES:
         return ModelPath("general", f"layers of the type `{min(layer_types)}`")
     return ModelPath("fast", family.name, family)
 
 
+def find_path(model: Model) -> ModelPath | None:
+    """How a model will be computed, by its `config.json`; None where there is none without a hub. Raises if the model
+    is refused. Needs neither torch nor, for models with a fast path, transformers."""
+    if model.path.lower() in (SMOLLM2, BLANK):
+        written: dict[str, Any] = {"model_type": "llama"}
+    else:
+        try:
+            written = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+        except (OSError, ValueError):
+            return None  # a hub name, or what loading will complain of
+    return choose_path(_WrittenConfig({**written, **model.config_overrides}), model.path, model.implementation)
+
+
+class _WrittenConfig:
+    """`config.json`, with the little of transformers' interface that `choose_path` needs."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def get_text_config(self, decoder: bool) -> "_WrittenConfig":
+        inner = getattr(self, "text_config", None)
+        return _WrittenConfig(inner) if isinstance(inner, dict) else self
+
+
 def rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding; a configuration may have one for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    """The kinds of rotary embedding; a configuration may have one for each type of layer. `rope_scaling` is the name
+    that files of older releases have."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    return {str(one.get("rope_type", "default")) for one in nested}
+    return {str(one.get("rope_type") or one.get("type") or "default") for one in nested}
 
 
 def check_length(config: Any, limit: int) -> None:
@@ -124,20 +157,23 @@ def check_length(config: Any, limit: int) -> None:
 
 def check_trainable(config: Any, path: str) -> None:
     """Raises for models that no path can train, before anything is loaded."""
+    model_type = str(getattr(config, "model_type", ""))
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"model.path: {path} (`{model_type}`) is an encoder-decoder; Corral trains decoder-only models")
+    if quantization := getattr(config, "quantization_config", None):
+        written = quantization if isinstance(quantization, dict) else vars(quantization)
+        method = written.get("quant_method") or "quantization_config"
+        raise UserError(
+            f"model.path: {path} has quantized weights ({method}), which cannot be trained; "
+            "use the model in bfloat16 or float32"
+        )
+    if model_type in FAST_TYPES:
+        return
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    model_type = str(getattr(config, "model_type", ""))
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"model.path: {path} (`{model_type}`) is an encoder-decoder; Corral trains decoder-only models")
-    if quantization := getattr(config, "quantization_config", None):
-        get = quantization.get if isinstance(quantization, dict) else lambda key: getattr(quantization, key, None)
-        raise UserError(
-            f"model.path: {path} has quantized weights ({get('quant_method') or 'quantization_config'}), which cannot be "
-            "trained; use the model in bfloat16 or float32"
-        )
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or has_own_code:
         if getattr(config, "is_decoder", None) is False and model_type in ENCODERS:

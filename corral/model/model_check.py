@@ -85,8 +85,8 @@ def check_model(model: Any, path: str) -> None:
         ]
         found = difference(computed, expected)
         problem = (
-            "packed sequences give other log-probs than transformers' own forward pass; please report the model, and set "
-            "`model.implementation: general` meanwhile"
+            "packed sequences give other log-probs than transformers' own forward pass; please report the model, and "
+            "set `model.implementation: general` meanwhile"
         )
     raise_if_large(found, model, f"model.path: {path}: {problem}")
 

@@ -16,17 +16,25 @@ from corral.model.model_check import check_model
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 
+
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; `auto` is bfloat16 on a GPU and on a CPU that multiplies it in hardware, else float32."""
+    """The dtype of that name. `auto` is bfloat16 where the device multiplies it in hardware; else float16 on a GPU, such
+    as a V100, and float32 on a CPU."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float16
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the GPU multiplies bfloat16: NVIDIA's since Ampere (sm_80), and AMD's."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def model_source(path: str) -> str:
@@ -45,20 +53,38 @@ def model_source(path: str) -> str:
     return path
 
 
-def load_model(model: Model, device: torch.device) -> Any:
-    """A transformers causal model that computes through `corral.model.attention`, for rollout and training."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def load_config(model: Model) -> Any:
+    """transformers' configuration of the model, with the recipe's changes."""
+    from transformers import AutoConfig
+
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            model_source(model.path),
+            trust_remote_code=model.trust_remote_code,
+            return_unused_kwargs=True,
+            **model.config_overrides,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
+    if unknown := unknown.keys() - {"trust_remote_code"}:
+        raise UserError(f"model.config_overrides: the configuration of {model.path} has no {min(unknown)!r}")
+    return config
+
+
+def load_model(model: Model, device: torch.device, computes_on: torch.device | None = None) -> Any:
+    """A transformers causal model for rollout and training. `computes_on`: the device that will compute, where that is
+    not the one it is loaded to, as with a model that is sharded after it was loaded."""
+    from transformers import AutoModelForCausalLM
 
     register()
-    dtype = resolve_dtype(model.dtype, device)
+    dtype = resolve_dtype(model.dtype, computes_on or device)
     if model.exact and dtype != torch.float32:
         raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
-    source = model_source(model.path)
+    config = load_config(model)
+    path = choose_path(config, model.path, model.implementation)
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-        path = choose_path(config, model.path, model.implementation)
         loaded = AutoModelForCausalLM.from_pretrained(
-            source,
+            model_source(model.path),
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
@@ -72,7 +98,8 @@ def load_model(model: Model, device: torch.device) -> Any:
         make_exact(loaded)
         prefer_blas()
     loaded = loaded.to(device).eval()
-    if device.type == "cuda" and path.kind == "fast" and not model.exact:
+    # The Triton kernels are for GPUs that have bfloat16; older ones compute layer by layer with torch's own.
+    if device.type == "cuda" and path.kind == "fast" and not model.exact and has_bfloat16(device):
         fuse(loaded)
     check_model(loaded, model.path)
     return loaded
@@ -103,6 +130,12 @@ def load_tokenizer(model: Model) -> Any:
         if is_file and not file.is_file():
             raise UserError(f"model.chat_template: {file} is neither a file nor a template")
         tokenizer.chat_template = file.read_text() if is_file else model.chat_template
+    if model.chat_template_arguments and isinstance(tokenizer.chat_template, str):
+        # Set within the template, so that everybody who renders with this tokenizer does so, also from a checkpoint.
+        # JSON's values are Jinja's, but for null.
+        arguments = model.chat_template_arguments.items()
+        assignments = [f"{{% set {key} = {json.dumps(value)} %}}" for key, value in arguments]
+        tokenizer.chat_template = "".join(["{% set null = none %}", *assignments, tokenizer.chat_template])
     return tokenizer
 
 

@@ -46,13 +46,17 @@ class Plan:
     memory: tuple[DeviceMemory, ...]
     """Empty where the model's shape is unknown."""
     warnings: tuple[str, ...]
+    model_path: str | None = None
+    """How the model is computed, and why; None where it is not known before it is loaded."""
 
     def text(self) -> str:
         cluster = self.recipe.cluster
         algorithm = describe_algorithm(self.algorithm)
         widest = max(map(len, algorithm))
         sections = {
-            f"{self.recipe.name}: {self.recipe.algorithm.name} on {self.recipe.model.path}": [],
+            f"{self.recipe.name}: {self.recipe.algorithm.name} on {self.recipe.model.path}": (
+                [] if self.model_path is None else [f"computed on the {self.model_path}"]
+            ),
             "batch": describe_batch(self),
             "schedule": describe_schedule(self),
             "algorithm": [f"{name:<{widest}}  {line}" for name, line in algorithm.items()],
@@ -76,6 +80,7 @@ class Plan:
                 "path": self.recipe.model.path,
                 "parameters": None if self.shape is None else self.shape.num_parameters,
                 "weight_bytes": self.weight_bytes,
+                "computed_on": self.model_path,
             },
             "batch": {
                 "prompts": batch.prompts_per_step,
@@ -125,6 +130,7 @@ def make_plan(
     num_rows: int | None = None,
     device: str = "cpu",
     dtype_bytes: int | None = None,
+    model_path: str | None = None,
 ) -> Plan:
     """Raises a RecipeError with everything that is wrong with the recipe.
 
@@ -150,6 +156,7 @@ def make_plan(
         weight_bytes=weight_bytes,
         memory=tuple(memory),
         warnings=tuple(warnings),
+        model_path=model_path,
     )
 
 

@@ -72,7 +72,7 @@ def data_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if not data.chat:
         reason = "with `data.chat: false` there is no chat to render"
         yield from unused(data, "data", ["system"], reason)
-        yield from unused(recipe.model, "model", ["chat_template"], reason)
+        yield from unused(recipe.model, "model", ["chat_template", "chat_template_arguments"], reason)
 
 
 def source_keys(source: Source, where: str) -> Findings:

@@ -18,6 +18,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NaturalFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Part = Literal["train", "validation"]
 if TYPE_CHECKING:
@@ -45,10 +46,15 @@ class Model(Section):
     """Compute attention in float64, so that the engine's log-probs are the trainer's to the last bit. For float32 only,
     and only where the matrix library sums in a fixed order, as OpenBLAS does. Attention costs twice as much."""
     implementation: Literal["auto", "general"] = "auto"
-    """auto: the fast path for families that have one, else the general one, which computes every sequence by itself with
-    transformers' own forward pass. general: always that one, to compare with."""
+    """auto: the fast path for families that have one, else the general one, which computes every sequence by itself,
+    with transformers' own forward pass. general: always that one, to compare with."""
     chat_template: str | None = None
     """A Jinja template, or the path of a file with one, instead of the tokenizer's own."""
+    chat_template_arguments: dict[TemplateName, Any] = {}
+    """Variables of the chat template: `{enable_thinking: false}`."""
+    config_overrides: dict[str, Any] = {}
+    """Changes to the model's configuration: `{rope_parameters: {rope_type: yarn, factor: 4.0, rope_theta: 1000000.0,
+    original_max_position_embeddings: 32768}, max_position_embeddings: 131072}`. Checkpoints are written with them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. It can do anything your account can."""
 

@@ -22,6 +22,7 @@ from corral.kernels.host_to_device import on_device
 from corral.kernels.sampling import Truncation, sample_tokens
 from corral.model.attention import EXACT, AttentionKernel, attention_layers
 from corral.model.logprobs import OutputHead
+from corral.model.model_loading import has_bfloat16
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 from corral.rollout.paged_decoder import PagedDecoder, SlotState
 from corral.rollout.paged_kv_cache import CacheShape, PagedKVCache, num_pages_of
@@ -108,7 +109,8 @@ class PagedCore:
 
     def acquire_cache(self) -> None:
         self.cache.acquire()
-        if self.decoder is None or self.decoder.pool is not self.cache.pool:
+        pool = self.cache.pool
+        if self.decoder is None or (self.decoder.pool, self.decoder.address) != (pool, pool.address):
             self.decoder = PagedDecoder(self.model, self.cache.pool, self.state, WINDOW)
             if self.device.type == "cuda":
                 # A full garbage collection looks at every object of the process, which takes longer than a window.
@@ -291,6 +293,9 @@ class PagedCore:
 def supports_paging(model: Any) -> bool:
     """Whether the paged kernels can decode the model; the slot core decodes the others."""
     if find_spec("triton") is None or any(getattr(module, EXACT, False) for module in model.modules()):
+        return False
+    device = next(model.parameters()).device
+    if device.type == "cuda" and not has_bfloat16(device):
         return False
     layers = attention_layers(model)
     shapes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers.values()}

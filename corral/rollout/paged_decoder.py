@@ -95,7 +95,7 @@ def batch_size(count: int, most: int) -> int:
 
 class PagedDecoder:
     def __init__(self, model: Any, pool: PagePool, state: SlotState, max_steps: int) -> None:
-        self.model, self.pool, self.state = model, pool, state
+        self.model, self.pool, self.state, self.address = model, pool, state, pool.address
         num_slots, num_pages = state.page_table.shape
         device = pool.device
         self.sampled_tokens = torch.zeros(max_steps, num_slots, dtype=torch.int64, device=device)

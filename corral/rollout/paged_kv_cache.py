@@ -169,9 +169,9 @@ class PagePool:
         """`num_pages` does not count page 0."""
         self.shape, self.num_pages, self.device = shape, num_pages, device
         self.held: Any = None
-        """On a GPU, a range of addresses that stays reserved while its memory is given back and taken again: CUDA
-        graphs hold the addresses of the cache."""
-        if device.type == "cuda":
+        """On an NVIDIA GPU, a range of addresses that stays reserved while its memory is given back and taken again: CUDA
+        graphs hold the addresses of the cache. Elsewhere the memory comes back at another address."""
+        if device.type == "cuda" and torch.version.hip is None:
             from corral.kernels.gpu.virtual_memory import VirtualBuffer
 
             self.held = VirtualBuffer(self.num_bytes, device)
@@ -189,12 +189,17 @@ class PagePool:
         if self.layers is None:
             shape = self.shape
             if self.held is None:
-                storage = torch.zeros(self.num_bytes, dtype=torch.uint8)
+                storage = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.device)
             else:
                 self.held.map()
                 storage = self.held.tensor()
             layers = storage.view(shape.dtype)
             self.layers = layers.view(shape.num_layers, 2, self.num_pages + 1, PAGE, shape.kv_heads, shape.width)
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins, while it is allocated."""
+        return 0 if self.layers is None else self.layers.data_ptr()
 
     def release(self) -> None:
         """Frees the memory, and with it what was in the pages."""

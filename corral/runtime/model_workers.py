@@ -45,7 +45,8 @@ class ModelWorker(Role, ABC):
         self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
         settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
         # A model that is going to be sharded may not fit the device: it is loaded on the host.
-        model = load_model(settings, torch.device("cpu") if self.mesh.is_sharded else context.device)
+        device = torch.device("cpu") if self.mesh.is_sharded else context.device
+        model = load_model(settings, device, computes_on=context.device)
         self.trainer = self.make_trainer(model)
 
     @abstractmethod

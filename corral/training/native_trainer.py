@@ -234,9 +234,7 @@ class NativePolicyTrainer(_NativeTrainer):
         else:
             head = OutputHead.of_model(self.model)
             hidden = prediction.hidden(self.model)
-            logprobs, entropy = head.logprobs(
-                hidden, *of_target, temperature=self.temperature, chunk=self.logits_chunk
-            )
+            logprobs, entropy = head.logprobs(hidden, *of_target, temperature=self.temperature, chunk=self.logits_chunk)
         return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:

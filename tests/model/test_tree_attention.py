@@ -120,7 +120,9 @@ def test_one_call_for_all_chunks_is_the_same_attention(
             attention = TreeAttention(tree, DEVICE, None if parts == 1 else own)
             output = attention.attend(0, query[:, :, own], key, value, kernel)
             assert ("varlen" in attention.__dict__) == in_one_call
-            results.append([output, *torch.autograd.grad(output, [key, value, *[sinks] * has_sinks], upstream[:, :, own])])
+            results.append(
+                [output, *torch.autograd.grad(output, [key, value, *[sinks] * has_sinks], upstream[:, :, own])]
+            )
         for plain, varlen in zip(*results, strict=True):
             torch.testing.assert_close(varlen, plain, atol=2e-6, rtol=2e-5)
     assert (attention.varlen.keys is None) == (parts == 1 and not alike)

@@ -56,7 +56,9 @@ def test_it_ends_with_the_first_token_that_is_a_reason(tokens: list[int], sampli
     assert (request.tokens, request.finish_reason, request.versions) == (tokens[:num], finish, [3] * num)
 
 
-@given(st.text(alphabet="한국어안녕ไทยสวัสดี🐑🤠👨‍👩‍👧é", min_size=1, max_size=6), st.text(alphabet="abก한🐑 ", max_size=5))
+@given(
+    st.text(alphabet="한국어안녕ไทยสวัสดี🐑🤠👨‍👩‍👧é", min_size=1, max_size=6), st.text(alphabet="abก한🐑 ", max_size=5)
+)
 def test_a_stop_string_whose_characters_are_several_tokens_is_found(stop: str, before: str) -> None:
     """A token is one byte here, and up to four of them make a character."""
     tokens = list((before + stop).encode())

@@ -1,0 +1,149 @@
+"""Every family against plain transformers: trainer, gradients and engine, or the line that refuses it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_families import VARIANTS, causal_types, compare_folder, compare_trainer, config_of, tiny_family_model
+from transformers import AutoModelForCausalLM
+
+from corral.model.families import ENCODERS, FAMILIES, FAST_TYPES, check_length, choose_path
+from corral.model.model_check import check_model
+from corral.model.model_loading import load_model
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Model
+from corral.rollout.native_engine import NativeEngine
+
+PATHS = {
+    "llama": "fast",
+    "llama-yarn": "fast",
+    "mistral-window8": "fast",
+    "qwen2-window8": "fast",
+    "qwen3_moe": "fast",
+    "gpt2": "fast",
+    "gemma2-window8": "fast",
+    "cohere2-window8": "fast",
+    "granite-real": "fast",
+    "gpt_oss-window8": "fast",
+    "deepseek_v3-v<qk": "fast",
+    "qwen3_5_text": "general",
+    "lfm2": "general",
+    "mamba": "general",
+    "stablelm": "general",
+}
+"""What a newcomer's tests compare; the slow ones compare all."""
+NOT_BUILT = {
+    # Composite models whose parts have no tiny configuration here, or classes that need other packages.
+    "blt", "dbrx", "emu3", "fuyu", "gemma3", "gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_unified",
+    "gemma4_unified_assistant", "git", "got_ocr2", "llama4", "mllama", "moss_transcribe_diarize", "musicgen",
+    "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "xlm",
+    "xmod", "zamba", "zamba2", "zaya", "cohere_compass_text", "gemma4_text", "gemma4_unified_text", "dots1",
+}  # fmt: skip
+REFUSED = {
+    **dict.fromkeys(ENCODERS, "is an encoder"),
+    "cpmant": "not a causal model",
+    "prophetnet": "not a causal model",
+    "xlnet": "not a causal model",
+    "phi3-longrope": "other rotary frequencies",
+    "llama-dynamic-over": "the model has 8 positions",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+def save(name: str, folder: Path) -> None:
+    tiny_family_model(config_of(name)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_log_probs_and_gradients_are_those_of_transformers(name: str, folder: Path) -> None:
+    save(name, folder)
+    found = compare_folder(folder)
+    assert found.path.kind == PATHS[name]
+    assert found.is_right, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in [*causal_types(), *VARIANTS] if n not in PATHS and n not in NOT_BUILT])
+def test_every_other_architecture_is_right_or_refused(name: str, folder: Path) -> None:
+    save(name, folder)
+    if name in REFUSED:
+        with pytest.raises(UserError, match=REFUSED[name]):
+            compare_folder(folder)
+    else:
+        found = compare_folder(folder)
+        assert found.is_right, found
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window8", "gpt_oss-window8", "qwen3_moe"])
+def test_the_general_path_is_right_where_there_is_a_fast_one(name: str, folder: Path) -> None:
+    save(name, folder)
+    found = compare_folder(folder, implementation="general")
+    assert found.path.kind == "general"
+    assert found.is_right, found
+
+
+def test_a_family_is_declared_once_and_known_to_transformers() -> None:
+    types = [model_type for family in FAMILIES for model_type in family.model_types]
+    assert len(types) == len(set(types))
+    assert set(types) <= set(causal_types())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        ("bert", {}, "is an encoder"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized weights (gptq)"),
+        ("llama", {"is_encoder_decoder": True}, "is an encoder-decoder"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(name: str, changes: dict[str, object], line: str) -> None:
+    config = config_of(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with pytest.raises(UserError) as refused:
+        choose_path(config, "its/name")
+    assert line in str(refused.value)
+    assert "its/name" in str(refused.value)
+
+
+def test_sequences_that_would_change_their_rotary_frequencies_are_refused() -> None:
+    config = config_of("phi3-longrope")
+    check_length(config, 8)
+    with pytest.raises(UserError, match="other rotary frequencies"):
+        check_length(config, 9)
+
+
+def test_a_family_that_was_declared_wrongly_is_found_when_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hybrid whose layers swallow the attention context: what version 0.6 trained on without a word."""
+    save("qwen3_5_text", folder)
+    monkeypatch.setitem(FAST_TYPES, "qwen3_5_text", FAMILIES[0])
+    monkeypatch.setattr("corral.model.families.LAYER_TYPES", {"full_attention", "linear_attention"})
+    with pytest.raises(UserError, match=r"packed sequences give other log-probs .* nats in the mean"):
+        load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+    monkeypatch.setattr("corral.model.model_loading.check_model", lambda *_: None)
+    wrong = load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert compare_trainer(wrong, plain)[0] > 0.5
+    engine = NativeEngine(wrong, None, max_sequences=4, max_prefill_tokens=64, max_length=64)
+    with pytest.raises(UserError, match="decoding two sequences together gives other log-probs"):
+        engine.check("its/name")
+    engine.close()
+
+
+def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(folder: Path) -> None:
+    config = config_of("bert")
+    config.is_decoder = True
+    model = tiny_family_model(config)
+    model.config.is_decoder = False
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.is_causal = False
+    with pytest.raises(UserError, match="not a causal model"):
+        check_model(model, "its/name")
+    shutil.rmtree(folder, ignore_errors=True)
