@@ -22,8 +22,8 @@ def default_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name. `auto` is bfloat16 where the device multiplies it in hardware; else float16 on a GPU, such
-    as a V100, and float32 on a CPU."""
+    """The dtype of that name. `auto` is bfloat16 where the device multiplies it in hardware; else float16 on a GPU,
+    such as a V100, and float32 on a CPU."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype

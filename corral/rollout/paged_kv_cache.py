@@ -169,8 +169,8 @@ class PagePool:
         """`num_pages` does not count page 0."""
         self.shape, self.num_pages, self.device = shape, num_pages, device
         self.held: Any = None
-        """On an NVIDIA GPU, a range of addresses that stays reserved while its memory is given back and taken again: CUDA
-        graphs hold the addresses of the cache. Elsewhere the memory comes back at another address."""
+        """On an NVIDIA GPU, a range of addresses that stays reserved while its memory is given back and taken again:
+        CUDA graphs hold the addresses of the cache. Elsewhere the memory comes back at another address."""
         if device.type == "cuda" and torch.version.hip is None:
             from corral.kernels.gpu.virtual_memory import VirtualBuffer
 

@@ -68,6 +68,11 @@ class _NativeTrainer:
         self.causal = causal
         self.mesh = mesh or ProcessMesh.build(MeshShape(), next(model.parameters()).device)
         check_offload(self.mesh, offload)
+        if is_general(causal) and (dimensions := self.mesh.groups.keys() & {"tensor", "expert", "context"}):
+            raise UserError(
+                f"train.parallel.{min(dimensions)}: {type(causal).__name__} is computed sequence by sequence (the general "
+                "path), which only `train.parallel.shard` and `replicate` distribute"
+            )
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call
         self.sharded = ShardedModel(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from commands import corral
 from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
+from tiny import tiny_tokenizer
+from tiny_families import config_of, tiny_family_model
 
 from corral.observe.run_files import read_metrics, read_trajectories
 
@@ -68,6 +70,30 @@ def test_reward_rises(tmp_path: Path, tiny_model: Path, algorithm: tuple[str, ..
     assert mean_of(steps[:3], "reward/mean") < 0.1
     assert mean_of(steps[-3:], "reward/mean") > 0.3
     assert mean_of(steps[-3:], "policy/entropy") < mean_of(steps[:3], "policy/entropy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("qwen3_5_text", "general"),
+        ("mistral-window8", "fast"),
+        ("gpt_oss-window8", "fast"),
+        ("qwen3_moe", "fast"),
+        ("deepseek_v3-v<qk", "fast"),
+    ],
+)
+def test_other_families_learn_too(tmp_path: Path, name: str, path: str) -> None:
+    """A hybrid, windows, sinks, a mixture of experts, latent attention."""
+    config = config_of(name)
+    config.update({"vocab_size": len(tiny_tokenizer())})
+    folder = tmp_path / "model"
+    tiny_family_model(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    steps = steps_here(tmp_path, folder, "schedule.steps=15")
+    assert f"computed on the {path} path" in corral(tmp_path, "plan", "recipe.yaml").stdout
+    assert mean_of(steps[-3:], "reward/mean") > mean_of(steps[:3], "reward/mean") + 0.15
+    assert all(abs(row["policy/approx_kl"]) < 0.01 for row in steps[:1])
 
 
 def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Path) -> None:

@@ -13,6 +13,7 @@ from corral.rollout.engine import Engine
 ENGINES: dict[str, MakeEngine] = {
     "native-slots": lambda: make_engine(max_sequences=4),
     "native-paged": lambda: make_engine(max_sequences=4, core="paged"),
+    "native-general": lambda: make_engine(max_sequences=4, core="general"),
 }
 
 

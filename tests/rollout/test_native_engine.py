@@ -25,7 +25,8 @@ def make_engine(
 ) -> NativeEngine:
     register()
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval().to(DEVICE)
+    attention = "sdpa" if core == "general" else "corral"
+    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention).eval().to(DEVICE)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # random weights say nothing much; louder ones have opinions

@@ -8,7 +8,7 @@ import torch
 from tiny import DEVICE, tiny_config
 from torch import Tensor
 from trajectories import small_batch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from corral.data.batch import Batch, Pack
 from corral.model.attention import register
@@ -88,6 +88,24 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     recomputed = gradients(tiny_policy(gradient_checkpointing=True), batch.pack(1000))
     for name in plain:
         torch.testing.assert_close(plain[name], recomputed[name])
+
+
+@pytest.mark.parametrize("attention", ["corral", "eager"])
+def test_gradient_checkpointing_switches_no_dropout_on(attention: str) -> None:
+    config = GPT2Config(
+        vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    )
+    register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    policy = NativePolicyTrainer(
+        model, temperature=1.0, optimizer=Optimizer(), total_updates=1, gradient_checkpointing=True
+    )
+    [pack] = small_batch().pack(1000)
+    computed: list[torch.Tensor] = []
+    policy.forward_backward(pack, lambda logprobs, entropy: (computed.append(logprobs.detach()), logprobs.sum())[1])
+    [expected] = policy.compute_logprobs([pack])
+    torch.testing.assert_close(computed[0], expected)
+    assert not any(module.training for module in model.modules())
 
 
 def test_computing_log_probs_twice_gives_the_same_bits() -> None:

@@ -84,6 +84,18 @@ def test_activations_can_be_recomputed(team: Teams, shape: MeshShape) -> None:
     check(team(2).run(on_mesh, shape, family, torch.float32, True), alone(family), shape)
 
 
+@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(shard=3)], ids=name)
+def test_the_general_path_is_sharded_too(team: Teams, shape: MeshShape) -> None:
+    """Ranks have different numbers of sequences, and gather parameters together for each."""
+    check(team(shape.size).run(on_mesh, shape, "llama/sdpa"), alone("llama"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(context=2)], ids=name)
+def test_the_general_path_refuses_what_it_cannot_distribute(team: Teams, shape: MeshShape) -> None:
+    with pytest.raises(Exception, match="sequence by sequence"):
+        team(2).run(on_mesh, shape, "llama/sdpa")
+
+
 @pytest.mark.parametrize(
     "offload", [("optimizer",), ("parameters", "gradients"), ("parameters", "gradients", "optimizer")]
 )

@@ -1,6 +1,7 @@
 """Every trainer against its contract. A new one is one more line of `POLICIES` or `CRITICS`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,26 @@ from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrain
 from corral.training.trainer import PolicyTrainer, ValueTrainer
 
 
-def load_model(folder: Path | None) -> Any:
+def load_model(folder: Path | None, attention: str) -> Any:
     register()
     torch.manual_seed(3)
     if folder is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="corral").eval().to(DEVICE)
-    return AutoModelForCausalLM.from_config(tiny_config(), attn_implementation="corral").eval().to(DEVICE)
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval().to(DEVICE)
+    return AutoModelForCausalLM.from_config(tiny_config(), attn_implementation=attention).eval().to(DEVICE)
 
 
-def native_policy(folder: Path | None) -> PolicyTrainer:
+def native_policy(folder: Path | None, attention: str = "corral") -> PolicyTrainer:
     return NativePolicyTrainer(
-        load_model(folder), temperature=0.9, optimizer=Optimizer(learning_rate=1e-3), total_updates=10
+        load_model(folder, attention), temperature=0.9, optimizer=Optimizer(learning_rate=1e-3), total_updates=10
     )
 
 
-def native_critic() -> ValueTrainer:
-    return NativeValueTrainer(ValueModel(load_model(None)), Optimizer(learning_rate=1e-3), total_updates=10)
+def native_critic(attention: str = "corral") -> ValueTrainer:
+    return NativeValueTrainer(ValueModel(load_model(None, attention)), Optimizer(learning_rate=1e-3), total_updates=10)
 
 
-POLICIES: dict[str, MakePolicy] = {"native": native_policy}
-CRITICS: dict[str, MakeValue] = {"native": native_critic}
+POLICIES: dict[str, MakePolicy] = {"native": native_policy, "general": partial(native_policy, attention="sdpa")}
+CRITICS: dict[str, MakeValue] = {"native": native_critic, "general": partial(native_critic, attention="sdpa")}
 
 
 @pytest.mark.parametrize("check", POLICY_CONTRACT, ids=lambda check: check.__name__)
