@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.algorithms.kl import KLController
+from corral.algorithms.losses import KLController
 from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
-from corral.loop.rollout_scheduler import RolloutScheduler
-from corral.loop.trainer_group import TrainerGroup
-from corral.loop.weight_publisher import WeightPublisher
+from corral.loop.rollout_group import RolloutScheduler, WeightPublisher
 from corral.model.builtin_models import needs_conversion
 from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
@@ -24,10 +22,9 @@ from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, t
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Part, Recipe, Source
 from corral.rollout.chat_rendering import check_template
-from corral.rollout.engine import Sampling
 from corral.runtime.group import LocalRuntime, Runtime
 from corral.runtime.local_debugger import Debugging
-from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker, TrainerGroup
 from corral.runtime.remote_debugger import DebuggerOptions
 from corral.runtime.worker import BUILD_ORDER
 
@@ -53,18 +50,6 @@ class RolloutComponents:
     scheduler: RolloutScheduler
     baselines: dict[str, float] | None = field(default=None, kw_only=True)
     """Scores of a random and an optimal policy on the validation set; computed at the first validation."""
-
-    def sampling(self, *, greedy: bool = False) -> Sampling:
-        """Returns the recipe's settings, without the model's own end tokens, which rollout workers add."""
-        rollout = self.recipe.rollout
-        return Sampling(
-            max_tokens=rollout.max_response_tokens,
-            temperature=0.0 if greedy else rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            stop=tuple(rollout.stop),
-        )
 
 
 @dataclass

@@ -8,28 +8,151 @@ same time, because their models compute together; a worker without a shard takes
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from corral.algorithms.declarations import with_options
+from corral.algorithms.losses import (
+    AGGREGATIONS,
+    GlobalCounts,
+    PolicyTerms,
+    TokenLoss,
+    aggregate,
+    kl_penalty,
+    llds,
+    policy_token_loss,
+    value_loss,
+)
 from corral.data.batch import Batch, Pack
 from corral.data.trajectory import FloatArray
+from corral.kernels.host_to_device import on_device
 from corral.model.model_loading import load_model
-from corral.recipe.mesh import mesh_shape
-from corral.recipe.presets import resolve_algorithm
+from corral.recipe.mesh import MeshShape, mesh_shape
+from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Recipe
-from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateTerms, ValueLossFunction
-from corral.runtime.transfer_buckets import TransferHandle
-from corral.runtime.transfer_channels import Channel, make_channel
+from corral.runtime.group import Group
+from corral.runtime.transfer_channels import Channel, TransferHandle, make_channel
 from corral.runtime.worker import Role, WorkerContext
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.optimizer import UpdateResult
 from corral.training.process_mesh import ProcessMesh
 from corral.training.trainer import PolicyTrainer, ValueTrainer
+
+# --- what a trainer is given to minimize: a pack's contribution to the loss, as a function of its tokens' log-probs.
+# Trainers know nothing of algorithms; here the two meet.
+
+TOKEN_MEAN = with_options(AGGREGATIONS["token_mean"])
+SEQ_MEAN_TOKEN_MEAN = with_options(AGGREGATIONS["seq_mean_token_mean"])
+
+
+@dataclass(frozen=True)
+class UpdateTerms:
+    """Numbers of the whole update that each contribution to its loss is computed with."""
+
+    counts: GlobalCounts
+    """What losses are divided by, whatever was left out or is computed elsewhere."""
+    preserved: int
+    """Number of trajectories to which the LLDS regularizer applies."""
+    kl_coefficient: float
+
+
+@dataclass
+class LossStats:
+    """Sums over the tokens that one worker computed of an update; they add up over workers."""
+
+    loss: float = 0.0
+    num_tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    unread: list[tuple[str, TokenLoss]] = field(default_factory=list)
+    """Losses whose numbers are still on the device: reading them would wait for it."""
+
+    @property
+    def mean_ratio(self) -> float:
+        """Mean ratio of new to old probability, as the policy loss has it."""
+        return self.sums.get("policy/ratio", 0.0) / max(self.num_tokens, 1)
+
+    def add(self, name: str, token_loss: TokenLoss) -> None:
+        self.unread.append((name, TokenLoss(token_loss.loss.detach(), token_loss.sums, token_loss.maxima)))
+
+    def read(self) -> "LossStats":
+        """These statistics, with everything that was added read from the device."""
+        for name, token_loss in self.unread:
+            for key, value in token_loss.sums.items():
+                self.sums[f"{name}/{key}"] = self.sums.get(f"{name}/{key}", 0.0) + float(value)
+            for key, value in token_loss.maxima.items():
+                self.maxima[f"{name}/{key}"] = max(self.maxima.get(f"{name}/{key}", 0.0), float(value))
+        self.unread.clear()
+        return self
+
+    def merge(self, other: "LossStats") -> None:
+        self.loss += other.loss
+        self.num_tokens += other.num_tokens
+        for key, value in other.sums.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+        for key, value in other.maxima.items():
+            self.maxima[key] = max(self.maxima.get(key, 0.0), value)
+
+
+@dataclass
+class PolicyLossFunction:
+    """A pack's contribution to the policy loss, as a function of its log-probs and entropy."""
+
+    algorithm: ResolvedAlgorithm
+    pack: Pack
+    terms: UpdateTerms
+    sums: LossStats
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        algorithm, device = self.algorithm, logprobs.device
+        mask, offsets = (on_device(array, device) for array in (self.pack.generated, self.pack.offsets))
+        column = {name: on_device(self.pack.column(name), device) for name in self.pack.batch.columns}
+        terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets)
+        token_loss = policy_token_loss(algorithm.loss, terms)
+        entropy_sum = (entropy.detach() * mask).sum()
+        self.sums.add(
+            "policy", TokenLoss(token_loss.loss, {**token_loss.sums, "entropy": entropy_sum}, token_loss.maxima)
+        )
+        self.sums.num_tokens += int(self.pack.generated.sum())
+        loss = token_loss.loss
+        if "correction" in column:
+            loss = loss * column["correction"]
+        if algorithm.kl is not None and algorithm.kl.where == "loss":
+            penalty = kl_penalty(algorithm.kl.estimator, logprobs, column["reference_logprobs"])
+            loss = loss + self.terms.kl_coefficient * penalty
+        if algorithm.entropy_coefficient:
+            loss = loss - algorithm.entropy_coefficient * entropy
+        total = aggregate(loss, mask, offsets, algorithm.aggregation, self.terms.counts)
+        if algorithm.llds_coefficient:
+            fallen = llds(logprobs, terms.old_logprobs, terms.advantages, mask, offsets)
+            counts = GlobalCounts(self.terms.counts.num_tokens, self.terms.preserved)
+            total = total + algorithm.llds_coefficient * aggregate(fallen, mask, offsets, SEQ_MEAN_TOKEN_MEAN, counts)
+        return total
+
+
+@dataclass
+class ValueLossFunction:
+    """A pack's contribution to the value loss, as a function of its values."""
+
+    clip: float | None
+    pack: Pack
+    terms: UpdateTerms
+
+    def __call__(self, values: Tensor) -> Tensor:
+        device = values.device
+        mask, offsets = (on_device(array, device) for array in (self.pack.generated, self.pack.offsets))
+        old, returns = (on_device(self.pack.column(name), device) for name in ("values", "returns"))
+        token_loss = value_loss(values, old, returns, mask, self.clip)
+        return aggregate(token_loss.loss, mask, offsets, TOKEN_MEAN, self.terms.counts)
+
+
+# --- on the workers
 
 
 class ModelWorker(Role, ABC):
@@ -199,3 +322,56 @@ class CriticWorker(ModelWorker):
     def compute_values(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
         """Returns for each shard one value for each of its tokens."""
         return [self.compute_column(shard, self.trainer.compute_values) for shard in shards]
+
+
+# --- at the controller
+
+
+Answer = TypeVar("Answer")
+ModelWorkerT = TypeVar("ModelWorkerT", bound=ModelWorker)
+
+
+@dataclass(frozen=True)
+class TrainerGroup(Generic[ModelWorkerT]):
+    """The workers of actor, reference or critic."""
+
+    group: Group[ModelWorkerT]
+    mesh: MeshShape
+
+    async def compute_column(
+        self,
+        method: Callable[[ModelWorkerT, Sequence[Batch | None]], list[FloatArray]],
+        batch: Batch,
+        updates: Sequence[Sequence[int]],
+    ) -> FloatArray:
+        """Returns one number for each token of the batch, computed in the very shards that will be trained on."""
+        splits = [batch.split(self.mesh.num_data, rows) for rows in updates]
+        shards = [[shard_of(batch, split[data]) for split in splits] for data in range(self.mesh.num_data)]
+        answers = await self.group.each(method, [(shards[self.mesh.data_rank(r)],) for r in range(self.group.size)])
+        column = np.zeros(len(batch.tokens), np.float32)
+        for data, answer in enumerate(self.one_per_shard(answers)):
+            for split, numbers in zip(splits, answer, strict=True):
+                if split[data]:
+                    column[batch.positions_of(split[data])] = numbers
+        return column
+
+    async def accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> LossStats:
+        """Adds the gradient of these trajectories."""
+        shards = [shard_of(batch, own) for own in batch.split(self.mesh.num_data, rows)]
+        arguments = [(shards[self.mesh.data_rank(rank)], terms) for rank in range(self.group.size)]
+        total = LossStats()
+        for stats in self.one_per_shard(await self.group.each(ModelWorker.accumulate, arguments)):
+            total.merge(stats)
+        return total
+
+    async def step(self, scale: float = 1.0) -> UpdateResult:
+        """Makes one optimizer step with the gradients times `scale`."""
+        return (await self.group.all(ModelWorker.step, scale))[0]
+
+    def one_per_shard(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Returns one answer for each shard: workers that hold parts of one model give the same."""
+        return answers[:: self.mesh.context * self.mesh.tensor]
+
+
+def shard_of(batch: Batch, rows: Sequence[int]) -> Batch | None:
+    return batch.take(rows) if rows else None

@@ -19,8 +19,7 @@ from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Engine, Sampling
 from corral.rollout.native_engine import NativeEngine
-from corral.runtime.transfer_buckets import TransferHandle
-from corral.runtime.transfer_channels import Channel, make_channel
+from corral.runtime.transfer_channels import Channel, TransferHandle, make_channel
 from corral.runtime.worker import Role, WorkerContext
 
 

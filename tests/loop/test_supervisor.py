@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from corral.loop.rollout_scheduler import RolloutScheduler
+from corral.loop.rollout_group import RolloutScheduler, WeightPublisher
 from corral.loop.supervisor import Supervisor
-from corral.loop.weight_publisher import WeightPublisher
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster
 from corral.runtime.group import Group, WorkerLost

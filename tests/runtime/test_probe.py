@@ -8,7 +8,7 @@ import torch
 from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
-from corral.loop.weight_publisher import PROBE_BOUNDS, PROBE_TOKENS, compare_logprobs, probe_batch
+from corral.loop.rollout_group import PROBE_BOUNDS, PROBE_TOKENS, compare_logprobs, probe_batch
 from corral.model.attention import register
 from corral.recipe.errors import RunError
 from corral.rollout.native_engine import model_logprobs
