@@ -82,12 +82,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "with trajectory files": {"logging": {"trajectories": True}},
 }
 STAGES = {
-    "requests dispatched and collected": ["rollout_group.py:_feed", "rollout_group.py:submit"],
+    "requests dispatched and collected": ["rollout_worker.py:_feed", "rollout_worker.py:submit"],
     "one batch of all trajectories": ["batch.py:of"],
     "log-probs: shards out, numbers in": ["model_workers.py:compute_column"],
     "advantages": ["train_step.py:add_advantages"],
     "train: shards out, sums in": ["train_step.py:train"],
-    "publish": ["rollout_group.py:publish"],
+    "publish": ["model_workers.py:publish"],
     "ledger": ["ledger.py:_record"],
     "metrics of the step": ["rollout_step.py:step_metrics", "trackers.py:log"],
 }

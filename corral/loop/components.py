@@ -12,7 +12,6 @@ from corral.algorithms.losses import KLController
 from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
-from corral.loop.rollout_group import RolloutScheduler, WeightPublisher
 from corral.model.builtin_models import needs_conversion
 from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
@@ -24,8 +23,9 @@ from corral.recipe.schema import Part, Recipe, Source
 from corral.rollout.chat_rendering import check_template
 from corral.runtime.group import LocalRuntime, Runtime
 from corral.runtime.local_debugger import Debugging
-from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker, TrainerGroup
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker, TrainerGroup, WeightPublisher
 from corral.runtime.remote_debugger import DebuggerOptions
+from corral.runtime.rollout_worker import RolloutScheduler
 from corral.runtime.worker import BUILD_ORDER
 
 OVERSUBSCRIPTION = 3.0

@@ -12,11 +12,11 @@ from corral.data.batch import Batch
 from corral.data.sampler import SampledPrompt
 from corral.data.trajectory import StopReason, Trajectory
 from corral.loop.components import RunComponents
-from corral.loop.rollout_group import PendingTrajectories
 from corral.observe.ledger import Ledger
 from corral.recipe.schema import Rollout
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
+from corral.runtime.rollout_worker import PendingTrajectories
 
 PIECES_PER_STEP = 8
 """Number of pieces into which a step is cut at most, when it is pipelined."""
