@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from corral.algorithms.losses import KLController
-from corral.data.rows import Row
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
 from corral.model.builtin_models import needs_conversion
@@ -19,7 +18,7 @@ from corral.recipe.errors import UserError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
-from corral.recipe.schema import Part, Recipe, Source
+from corral.recipe.schema import Part, Recipe
 from corral.rollout.chat_rendering import check_template
 from corral.runtime.group import LocalRuntime, Runtime
 from corral.runtime.local_debugger import Debugging
@@ -207,7 +206,11 @@ def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> 
     source = data.train if part == "train" else data.validation
     assert source is not None
     rows = load_rows(source, data, recipe.mixing_weights(part))
-    check_tags(rows, recipe, source)
+    for number, row in enumerate(rows):  # where there are several environments, each row names one of them
+        tag = row.extra.get("environment")
+        if recipe.environments and tag not in recipe.environments:
+            known = ", ".join(recipe.environments)
+            raise UserError(f"{source.path}, row {number}: the column `environment` is {tag!r}; there are {known}")
     prompts, counts = fit_prompts(
         rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong
     )
@@ -217,15 +220,6 @@ def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> 
             f"truncated, for having more than {data.max_prompt_tokens} tokens"
         )
     return prompts
-
-
-def check_tags(rows: list[Row], recipe: Recipe, source: Source) -> None:
-    """Raises a UserError where there are several environments and a row does not name one of them."""
-    for number, row in enumerate(rows):
-        tag = row.extra.get("environment")
-        if recipe.environments and tag not in recipe.environments:
-            known = ", ".join(recipe.environments)
-            raise UserError(f"{source.path}, row {number}: the column `environment` is {tag!r}; there are {known}")
 
 
 def with_steps(recipe: Recipe, num_rows: int) -> Recipe:

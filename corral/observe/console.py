@@ -259,19 +259,18 @@ class UnbreakableStream:
         self._is_broken = False
 
     def write(self, text: str) -> int:
-        if not self._is_broken:
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            try:
-                self._stream.write(text.encode(encoding, "replace").decode(encoding))
-            except (OSError, ValueError):  # ValueError: the stream is closed
-                self._is_broken = True
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._try(lambda: self._stream.write(text.encode(encoding, "replace").decode(encoding)))
         return len(text)
 
     def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, use_stream: Callable[[], object]) -> None:
         if not self._is_broken:
             try:
-                self._stream.flush()
-            except (OSError, ValueError):
+                use_stream()
+            except (OSError, ValueError):  # ValueError: the stream is closed
                 self._is_broken = True
 
     def __getattr__(self, name: str) -> Any:
