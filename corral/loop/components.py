@@ -15,8 +15,7 @@ from corral.model.builtin_models import needs_conversion
 from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
 from corral.recipe.errors import UserError
-from corral.recipe.mesh import mesh_shape
-from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
+from corral.recipe.placement import Placement, resolve_meshes, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Part, Recipe
 from corral.rollout.chat_rendering import check_template
@@ -114,7 +113,11 @@ async def open_components(
             roles = [role for role in BUILD_ORDER if role in placement.roles]
             facts = {role: await runtime.build(role, recipe, resume_from) for role in roles}
         async with open_scheduler(runtime, facts["rollout"][0]["max_sequences"]) as scheduler:
-            actor, dtype = trainer_group(recipe, runtime, "actor"), facts["actor"][0]["dtype"]
+            dtype = facts["actor"][0]["dtype"]
+            meshes = resolve_meshes(recipe, runtime.placement)
+            trainers: dict[str, TrainerGroup[Any]] = {
+                role: TrainerGroup(runtime.groups[role], mesh) for role, mesh in meshes.items()
+            }
             yield RunComponents(
                 recipe=recipe,
                 tokenizer=tokenizer,
@@ -126,12 +129,12 @@ async def open_components(
                 sampler=Sampler(len(train), recipe.seed, recipe.data.shuffle),
                 num_steps=recipe.schedule.steps,
                 dtype=dtype,
-                actor=actor,
-                reference=trainer_group(recipe, runtime, "reference") if "reference" in placement.roles else None,
-                critic=trainer_group(recipe, runtime, "critic") if "critic" in placement.roles else None,
+                actor=trainers["actor"],
+                reference=trainers.get("reference"),
+                critic=trainers.get("critic"),
                 kl=kl_controller(algorithm),
                 publisher=WeightPublisher(
-                    actor, scheduler, transfer_kind(recipe, runtime.placement), dtype, train[0].tokens
+                    trainers["actor"], scheduler, transfer_kind(recipe, runtime.placement), dtype, train[0].tokens
                 ),
             )
 
@@ -179,10 +182,6 @@ async def open_scheduler(runtime: Runtime, max_sequences: int) -> AsyncIterator[
         yield scheduler
     finally:
         await scheduler.close()
-
-
-def trainer_group(recipe: Recipe, runtime: Runtime, role: str) -> TrainerGroup[Any]:
-    return TrainerGroup(runtime.groups[role], mesh_shape(recipe.train.parallel, runtime.groups[role].size, role))
 
 
 async def prepare_rewards_and_tokenizer(runtime: Runtime, recipe: Recipe, console: Console) -> Any:

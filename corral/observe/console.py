@@ -341,15 +341,10 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
     total = round(max(seconds, 0.0))
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    minutes = total // 60
-    if minutes < 24 * 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    hours = minutes // 60
-    return f"{hours // 24}d{hours % 24:02d}h"
+    for large, unit, small, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if total >= large:
+            return f"{total // large}{unit}{total % large // small:02d}{part}"
+    return f"{total}s"
 
 
 def short_duration(seconds: float) -> str:

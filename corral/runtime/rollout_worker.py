@@ -58,7 +58,17 @@ class RolloutWorker(Role):
         self.context, self.recipe = context, recipe
         tokenizer = load_tokenizer(recipe.model)
         self.engine = make_engine(recipe, model, tokenizer)
-        self.driver = make_driver(recipe, self.engine, tokenizer, pools)
+        self.driver = RolloutDriver(
+            engine=self.engine,
+            envs=EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout),
+            chat=ChatRenderer(tokenizer, recipe.data.chat),
+            max_turns=recipe.rollout.max_turns,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            max_response_tokens=recipe.rollout.max_response_tokens,
+            max_turn_tokens=recipe.rollout.max_turn_tokens,
+            max_observation_tokens=recipe.rollout.max_observation_tokens,
+            seed=recipe.seed,
+        )
         self.end_tokens = end_tokens(model, tokenizer) | frozenset(recipe.rollout.stop_token_ids)
         self.shares_weights = "actor" in context.roles and context.roles["actor"].trainer.whole_model is model
         self.finished: list[FinishedRequest] = []
@@ -187,21 +197,6 @@ def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
         max_sequences=rollout.max_sequences or MAX_SEQUENCES[model.device.type],
         max_prefill_tokens=rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[model.device.type],
         max_length=limit,
-    )
-
-
-def make_driver(recipe: Recipe, engine: Engine, tokenizer: Any, pools: ScorerPools) -> RolloutDriver:
-    rollout = recipe.rollout
-    return RolloutDriver(
-        engine=engine,
-        envs=EnvSet(recipe.tagged_environments, pools.by_tag, rollout),
-        chat=ChatRenderer(tokenizer, recipe.data.chat),
-        max_turns=rollout.max_turns,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        max_response_tokens=rollout.max_response_tokens,
-        max_turn_tokens=rollout.max_turn_tokens,
-        max_observation_tokens=rollout.max_observation_tokens,
-        seed=recipe.seed,
     )
 
 
