@@ -141,7 +141,7 @@ def test_processes_that_do_the_same_are_one_block() -> None:
 
 
 def test_threads_that_look_after_a_run_come_last() -> None:
-    looks = ("Lookout._tell_of_others", "Lookout._look")
+    looks = ("Lookout._tell_of_others", "DebuggerWatch._look")
     lookout = ThreadStack(
         "debuggers", True, tuple(StackFrame(name, "runtime/remote_debugger.py", 1, True) for name in looks)
     )
