@@ -27,7 +27,7 @@ from overlap import open_simulated, ray_cluster
 from simulated import Profile, SimulatedRolloutWorker, SimulatedTrainer, profile_of, random_trajectory
 from tiny import save_tiny_model
 
-from corral.algorithms.aggregate import GlobalCounts
+from corral.algorithms.losses import GlobalCounts
 from corral.bench.bench_report import BenchmarkReport, StepTimes
 from corral.bench.step_sides import timed_steps
 from corral.data.batch import Batch
@@ -38,8 +38,7 @@ from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
 from corral.runtime.group import Group, LocalGroup
-from corral.runtime.loss_functions import UpdateTerms
-from corral.runtime.model_workers import ActorWorker
+from corral.runtime.model_workers import ActorWorker, UpdateTerms
 from corral.runtime.rollout_worker import RolloutRequest, RolloutWorker
 
 PROFILE = Profile(
@@ -83,14 +82,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "with trajectory files": {"logging": {"trajectories": True}},
 }
 STAGES = {
-    "requests dispatched and collected": ["rollout_scheduler.py:_feed", "rollout_scheduler.py:submit"],
+    "requests dispatched and collected": ["rollout_worker.py:_feed", "rollout_worker.py:submit"],
     "one batch of all trajectories": ["batch.py:of"],
-    "log-probs: shards out, numbers in": ["trainer_group.py:compute_column"],
-    "advantages": ["advantages_step.py:add_advantages"],
+    "log-probs: shards out, numbers in": ["model_workers.py:compute_column"],
+    "advantages": ["train_step.py:add_advantages"],
     "train: shards out, sums in": ["train_step.py:train"],
-    "publish": ["weight_publisher.py:publish"],
+    "publish": ["model_workers.py:publish"],
     "ledger": ["ledger.py:_record"],
-    "metrics of the step": ["step_records.py:step_metrics", "trackers.py:log"],
+    "metrics of the step": ["rollout_step.py:step_metrics", "trackers.py:log"],
 }
 """Functions that are not called by one another, each with all that it calls."""
 PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]

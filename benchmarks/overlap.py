@@ -25,11 +25,11 @@ from tiny import save_tiny_model
 from corral.bench.bench_report import BenchmarkReport, StepTimes
 from corral.bench.step_sides import timed_steps
 from corral.loop.rollout_step import PIECES_PER_STEP
-from corral.loop.weight_publisher import PROBE_TOKENS
 from corral.observe.console import Console
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster, Recipe
 from corral.runtime.group import Runtime
+from corral.runtime.model_workers import PROBE_TOKENS
 
 PROFILE = Profile(
     prompt_tokens=60,

@@ -17,7 +17,7 @@ from corral.data.batch import Batch
 from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
 from corral.recipe.schema import MAX_SEQUENCES, Recipe
 from corral.rollout.driver import Prompt, seed_of
-from corral.runtime.loss_functions import LossStats, UpdateTerms
+from corral.runtime.model_workers import LossStats, UpdateTerms
 from corral.runtime.rollout_worker import FinishedRequest, RolloutRequest
 from corral.runtime.worker import Role, WorkerContext
 from corral.training.optimizer import UpdateResult

@@ -55,8 +55,8 @@ def train(
     (`schedule={"steps": 5}`), and any key is one with dots (`**{"schedule.steps": 5}`). A run of the same name that was
     stopped continues, as it does with `corral train`. On a Ray cluster objects must be importable there.
     """
-    from corral.loop.interrupt import Interrupt
     from corral.loop.train import train as run_training
+    from corral.loop.training_loop import Interrupt
 
     objects = {
         "environment.reward.name": reward,
@@ -104,7 +104,7 @@ def evaluate(
     **overrides: Any,
 ) -> dict[str, float]:
     """Score a model (the recipe's, or a checkpoint) on the recipe's held-out rows, and return the metrics."""
-    from corral.loop.validation import evaluate as run_evaluation
+    from corral.loop.train import evaluate as run_evaluation
 
     objects = {"environment.reward.name": reward, "environment": environment, "validation": validation}
     loaded = _load(recipe, overrides, objects)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from corral.cli.planning import planned
 from corral.loop.train import train
-from corral.observe.console import Console
-from corral.observe.console_lines import held_out_score
+from corral.observe.console import Console, held_out_score
 from corral.observe.run_files import read_metrics
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.load import load_recipe

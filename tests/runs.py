@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from corral.loop.interrupt import Interrupt
 from corral.loop.train import running, train
-from corral.loop.training_loop import run_steps
+from corral.loop.training_loop import Interrupt, run_steps
 from corral.observe.console import Console
 from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder

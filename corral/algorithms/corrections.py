@@ -16,7 +16,7 @@ from annotated_types import Gt
 from corral.algorithms import ragged
 from corral.algorithms.declarations import CORRECTIONS as CORRECTIONS
 from corral.algorithms.declarations import AlgorithmPart, Declaration, NoOptions, correction
-from corral.algorithms.lazy_torch import torch
+from corral.algorithms.ragged import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

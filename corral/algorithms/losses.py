@@ -1,4 +1,5 @@
-"""Losses per token, to be minimized: the policy's, regularizers, the critic's. `aggregate` makes one number of them.
+"""Losses per token, to be minimized: the policy's, regularizers, the critic's, the KL to a reference; and `aggregate`,
+which makes one number of them.
 
 In policy losses x = log pi - log pi_old of a token (clamped to [-20, 20]), rho = exp(x), and sg[] is "no gradient
 through this". Losses of whole sequences (gspo, gmpo) are written per token such that `seq_mean_token_mean` gives the
@@ -7,15 +8,30 @@ paper's loss and gradient, and declare that they need this aggregation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 
 from corral.algorithms import ragged
+from corral.algorithms.declarations import AGGREGATIONS as AGGREGATIONS
+from corral.algorithms.declarations import KL_CONTROLLERS as KL_CONTROLLERS
+from corral.algorithms.declarations import KL_ESTIMATORS as KL_ESTIMATORS
 from corral.algorithms.declarations import LOSSES as LOSSES
-from corral.algorithms.declarations import AlgorithmPart, LossDeclaration, NoOptions, policy_loss
-from corral.algorithms.lazy_torch import torch
+from corral.algorithms.declarations import (
+    AggregationDeclaration,
+    AlgorithmPart,
+    Declaration,
+    LossDeclaration,
+    NoOptions,
+    aggregation,
+    default_from,
+    kl_controller,
+    kl_estimator,
+    policy_loss,
+)
+from corral.algorithms.ragged import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -383,3 +399,177 @@ def value_loss(
         "clipped": clipped.sum().to(error.dtype),
     }
     return TokenLoss(loss / 2, sums, maxima={})
+
+
+# --- KL divergence to a reference policy, estimated on sampled tokens
+#
+# Estimators (Schulman, 2020, joschu.net/blog/kl-approx.html) are functions of x = log pi - log ref of a token. Tokens
+# that were not generated are the aggregation's business, as with every per-token loss.
+
+
+def kl_penalty(part: AlgorithmPart[Declaration], logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Per-token estimate of KL(policy || reference)."""
+    penalty: Tensor = part.declaration.function(logprobs - reference_logprobs)
+    return penalty
+
+
+@kl_estimator("k1", "x: unbiased, high variance, negative half of the time; its own gradient is 0 on average")
+def k1(x: Tensor) -> Tensor:
+    return x
+
+
+@kl_estimator("k2", "x^2 / 2: biased a little; its gradient is that of the KL")
+def k2(x: Tensor) -> Tensor:
+    return x.square() / 2
+
+
+@kl_estimator("k3", "exp(-x) + x - 1: unbiased, never negative; its gradient is that of the KL in the other direction")
+def k3(x: Tensor) -> Tensor:
+    """x is clamped to [-20, 20] and the result to at most 10."""
+    x = x.clamp(-20, 20)
+    return ((-x).exp() + x - 1).clamp(max=10)
+
+
+@kl_estimator("abs", "|x|")
+def absolute(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+@kl_estimator("k1+", "the value of k1 with the gradient of k2")
+def k1_plus(x: Tensor) -> Tensor:
+    return x.detach() + _only_gradient(k2(x))
+
+
+@kl_estimator("k3+", "the value of k3 with the gradient of k2")
+def k3_plus(x: Tensor) -> Tensor:
+    return k3(x).detach() + _only_gradient(k2(x))
+
+
+def _only_gradient(values: Tensor) -> Tensor:
+    """0, with the gradient of `values`."""
+    return values - values.detach()
+
+
+# --- the coefficient that the KL is weighted with
+
+
+@kl_controller("fixed", "the coefficient stays as it is")
+class KLController:
+    """The coefficient of the recipe, always; it has no state, so a resumed run follows its recipe."""
+
+    def __init__(self, coefficient: float, options: Any) -> None:
+        self.coefficient = coefficient
+        self.options = options
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Chooses the next coefficient, from the KL of a step."""
+
+    def state(self) -> dict[str, float]:
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class AdaptiveKLOptions:
+    target: Annotated[float, Gt(0)] = 0.1
+    """KL towards which the coefficient steers."""
+    horizon: Annotated[int, Ge(1)] = 10_000
+    """Trajectories over which the coefficient follows; fewer steer faster."""
+
+
+@kl_controller(
+    "adaptive",
+    "the coefficient grows while the KL is above `target` and shrinks while it is below",
+    options=AdaptiveKLOptions,
+)
+class AdaptiveKL(KLController):
+    """Steers the KL towards a target (Ziegler et al., 2019, arXiv 1909.08593).
+
+    `coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon`, where `kl` is the mean over
+    sequences of their token mean (`seq_mean_token_mean`) and `horizon` counts sequences. A step of more sequences than
+    the horizon counts as the horizon: beyond five times that, the coefficient would change its sign.
+    """
+
+    options: AdaptiveKLOptions
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        if not math.isfinite(kl):
+            raise ValueError(f"the KL divergence to the reference is {kl}; the coefficient cannot follow it")
+        error = min(max(kl / self.options.target - 1, -0.2), 0.2)
+        self.coefficient *= 1 + error * min(num_sequences / self.options.horizon, 1.0)
+
+    def state(self) -> dict[str, float]:
+        return {"coefficient": self.coefficient}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.coefficient = state["coefficient"]
+
+
+# --- from a loss per token to one number, normalized by counts of the whole update
+#
+# An update is split over micro-batches and trainers. Each part is divided by the counts of the *whole*, so the parts
+# add up to what one big batch would give, and so do their gradients. (Averaging per micro-batch and then over
+# micro-batches, as early verl and Search-R1 did, makes the gradient depend on the split.) A trainer whose framework
+# averages gradients over its peers has to multiply by their number; that is its business.
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """Counts of the whole update: all micro-batches, all trainers."""
+
+    num_tokens: int
+    """Generated tokens."""
+    num_sequences: int
+    """Sequences with at least one generated token."""
+
+
+def divisor(part: AlgorithmPart[AggregationDeclaration], counts: GlobalCounts) -> int:
+    """The count of the whole update that the aggregation divides a sum by."""
+    by = {"tokens": counts.num_tokens, "sequences": counts.num_sequences, None: 1}
+    return max(by[part.declaration.divided_by], 1)
+
+
+def aggregate(
+    token_loss: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    part: AlgorithmPart[AggregationDeclaration],
+    counts: GlobalCounts,
+) -> Tensor:
+    """The contribution of some of an update's sequences, each of them whole, to the loss of the update."""
+    loss: Tensor = part.declaration.function(token_loss, mask, offsets, divisor(part, counts), part.options)
+    return loss
+
+
+@aggregation("seq_mean_token_sum", "sum over a trajectory's tokens, mean over trajectories", divided_by="sequences")
+@aggregation("token_sum", "sum over all tokens of an update", divided_by=None)
+@aggregation("token_mean", "mean over all tokens of an update", divided_by="tokens")
+def token_sum(token_loss: Tensor, mask: Tensor, offsets: Tensor, divisor: int, options: NoOptions) -> Tensor:
+    return ragged.only(token_loss, mask).sum() / divisor
+
+
+@aggregation("seq_mean_token_mean", "mean over a trajectory's tokens, mean over trajectories", divided_by="sequences")
+def seq_mean_token_mean(token_loss: Tensor, mask: Tensor, offsets: Tensor, divisor: int, options: NoOptions) -> Tensor:
+    return ragged.segment_mean(token_loss, mask, offsets).sum() / divisor
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    norm: Annotated[float, Gt(0)] | None = default_from("rollout.max_response_tokens")
+    """The constant by which the sum over a trajectory's tokens is divided."""
+
+
+@aggregation(
+    "seq_mean_token_sum_norm",
+    "sum over a trajectory's tokens divided by a constant, mean over trajectories",
+    options=NormOptions,
+    divided_by="sequences",
+)
+def seq_mean_token_sum_norm(
+    token_loss: Tensor, mask: Tensor, offsets: Tensor, divisor: int, options: NormOptions
+) -> Tensor:
+    if options.norm is None:
+        raise ValueError("seq_mean_token_sum_norm needs its constant, norm (Dr. GRPO: the response budget)")
+    return ragged.only(token_loss, mask).sum() / (divisor * options.norm)

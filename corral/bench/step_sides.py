@@ -4,7 +4,6 @@ No sample ends early (`endless_copy`), every one is trained on (`hash_reward`), 
 checked, so that nobody wins by doing less.
 """
 
-import asyncio
 import importlib
 import io
 import json
@@ -24,9 +23,8 @@ from corral.bench.device_peaks import memory_usage
 from corral.bench.side_process import SideReporter
 from corral.bench.workloads import BenchSettings, hash_reward
 from corral.loop.components import OpenWorkers, open_runtime
-from corral.loop.interrupt import Interrupt, close_runner
-from corral.loop.train import running
-from corral.loop.training_loop import run_steps
+from corral.loop.train import event_loop, running
+from corral.loop.training_loop import Interrupt, run_steps
 from corral.observe.console import Console
 from corral.observe.run_folder import RunFolder
 from corral.recipe.schema import Recipe
@@ -218,15 +216,12 @@ def timed_steps(
         async with running(recipe, folder, clock, interrupt, open_workers=open_workers) as run:
             await run.supervisor.run(run_steps(run))
 
-    runner = asyncio.Runner()
-    try:
-        with (
-            RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as folder,
-            Interrupt(clock.warn) as interrupt,
-        ):
-            runner.run(run_all(folder, interrupt))
-    finally:
-        close_runner(runner)
+    with (
+        event_loop(clock) as runner,
+        RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as folder,
+        Interrupt(clock.warn) as interrupt,
+    ):
+        runner.run(run_all(folder, interrupt))
     return [
         {"seconds": end - start, "cpu_s": cpu_end - cpu_start, **metrics}
         for (start, cpu_start, _), (end, cpu_end, metrics) in zip(clock.records, clock.records[1:], strict=False)

@@ -60,7 +60,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
-    from corral.loop.validation import evaluate as run_evaluation
+    from corral.loop.train import evaluate as run_evaluation
     from corral.observe.console import Console
 
     loaded, _ = planned(recipe, overrides)

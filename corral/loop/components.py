@@ -8,27 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.algorithms.kl import KLController
-from corral.data.rows import Row
+from corral.algorithms.losses import KLController
 from corral.data.sampler import Sampler
 from corral.data.sources import PreparedPrompt, fit_prompts, load_rows, render_prompt
-from corral.loop.rollout_scheduler import RolloutScheduler
-from corral.loop.trainer_group import TrainerGroup
-from corral.loop.weight_publisher import WeightPublisher
 from corral.model.builtin_models import needs_conversion
 from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
 from corral.recipe.errors import UserError
-from corral.recipe.mesh import mesh_shape
-from corral.recipe.placement import Placement, resolve_placement, runs_on_ray, transfer_kind
+from corral.recipe.placement import Placement, resolve_meshes, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
-from corral.recipe.schema import Part, Recipe, Source
+from corral.recipe.schema import Part, Recipe
 from corral.rollout.chat_rendering import check_template
-from corral.rollout.engine import Sampling
 from corral.runtime.group import LocalRuntime, Runtime
 from corral.runtime.local_debugger import Debugging
-from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker, TrainerGroup, WeightPublisher
 from corral.runtime.remote_debugger import DebuggerOptions
+from corral.runtime.rollout_worker import RolloutScheduler
 from corral.runtime.worker import BUILD_ORDER
 
 OVERSUBSCRIPTION = 3.0
@@ -53,18 +48,6 @@ class RolloutComponents:
     scheduler: RolloutScheduler
     baselines: dict[str, float] | None = field(default=None, kw_only=True)
     """Scores of a random and an optimal policy on the validation set; computed at the first validation."""
-
-    def sampling(self, *, greedy: bool = False) -> Sampling:
-        """Returns the recipe's settings, without the model's own end tokens, which rollout workers add."""
-        rollout = self.recipe.rollout
-        return Sampling(
-            max_tokens=rollout.max_response_tokens,
-            temperature=0.0 if greedy else rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            stop=tuple(rollout.stop),
-        )
 
 
 @dataclass
@@ -130,7 +113,11 @@ async def open_components(
             roles = [role for role in BUILD_ORDER if role in placement.roles]
             facts = {role: await runtime.build(role, recipe, resume_from) for role in roles}
         async with open_scheduler(runtime, facts["rollout"][0]["max_sequences"]) as scheduler:
-            actor, dtype = trainer_group(recipe, runtime, "actor"), facts["actor"][0]["dtype"]
+            dtype = facts["actor"][0]["dtype"]
+            meshes = resolve_meshes(recipe, runtime.placement)
+            trainers: dict[str, TrainerGroup[Any]] = {
+                role: TrainerGroup(runtime.groups[role], mesh) for role, mesh in meshes.items()
+            }
             yield RunComponents(
                 recipe=recipe,
                 tokenizer=tokenizer,
@@ -142,12 +129,12 @@ async def open_components(
                 sampler=Sampler(len(train), recipe.seed, recipe.data.shuffle),
                 num_steps=recipe.schedule.steps,
                 dtype=dtype,
-                actor=actor,
-                reference=trainer_group(recipe, runtime, "reference") if "reference" in placement.roles else None,
-                critic=trainer_group(recipe, runtime, "critic") if "critic" in placement.roles else None,
+                actor=trainers["actor"],
+                reference=trainers.get("reference"),
+                critic=trainers.get("critic"),
                 kl=kl_controller(algorithm),
                 publisher=WeightPublisher(
-                    actor, scheduler, transfer_kind(recipe, runtime.placement), dtype, train[0].tokens
+                    trainers["actor"], scheduler, transfer_kind(recipe, runtime.placement), dtype, train[0].tokens
                 ),
             )
 
@@ -197,10 +184,6 @@ async def open_scheduler(runtime: Runtime, max_sequences: int) -> AsyncIterator[
         await scheduler.close()
 
 
-def trainer_group(recipe: Recipe, runtime: Runtime, role: str) -> TrainerGroup[Any]:
-    return TrainerGroup(runtime.groups[role], mesh_shape(recipe.train.parallel, runtime.groups[role].size, role))
-
-
 async def prepare_rewards_and_tokenizer(runtime: Runtime, recipe: Recipe, console: Console) -> Any:
     """Builds the rewards and returns the tokenizer. Warns where the model's chat template does not allow that a
     conversation is extended token by token."""
@@ -222,7 +205,11 @@ def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> 
     source = data.train if part == "train" else data.validation
     assert source is not None
     rows = load_rows(source, data, recipe.mixing_weights(part))
-    check_tags(rows, recipe, source)
+    for number, row in enumerate(rows):  # where there are several environments, each row names one of them
+        tag = row.extra.get("environment")
+        if recipe.environments and tag not in recipe.environments:
+            known = ", ".join(recipe.environments)
+            raise UserError(f"{source.path}, row {number}: the column `environment` is {tag!r}; there are {known}")
     prompts, counts = fit_prompts(
         rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong
     )
@@ -232,15 +219,6 @@ def prompts_of(recipe: Recipe, part: Part, tokenizer: Any, console: Console) -> 
             f"truncated, for having more than {data.max_prompt_tokens} tokens"
         )
     return prompts
-
-
-def check_tags(rows: list[Row], recipe: Recipe, source: Source) -> None:
-    """Raises a UserError where there are several environments and a row does not name one of them."""
-    for number, row in enumerate(rows):
-        tag = row.extra.get("environment")
-        if recipe.environments and tag not in recipe.environments:
-            known = ", ".join(recipe.environments)
-            raise UserError(f"{source.path}, row {number}: the column `environment` is {tag!r}; there are {known}")
 
 
 def with_steps(recipe: Recipe, num_rows: int) -> Recipe:

@@ -4,15 +4,19 @@ training."""
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from corral.algorithms.shaping import informative_groups
+from corral.algorithms.advantages import informative_groups
+from corral.data.batch import Batch
 from corral.data.sampler import SampledPrompt
-from corral.data.trajectory import Trajectory
+from corral.data.trajectory import StopReason, Trajectory
 from corral.loop.components import RunComponents
-from corral.loop.rollout_scheduler import PendingTrajectories
 from corral.observe.ledger import Ledger
+from corral.recipe.schema import Rollout
 from corral.rollout.driver import Prompt
+from corral.rollout.engine import Sampling
+from corral.runtime.rollout_worker import PendingTrajectories
 
 PIECES_PER_STEP = 8
 """Number of pieces into which a step is cut at most, when it is pipelined."""
@@ -108,10 +112,10 @@ class PendingRollout:
             for one in sampled_prompts
         ]
         self.ledger.issue(self.step, [prompt.prompt_id for prompt in prompts])
-        sampled = parts.scheduler.submit(prompts, samples, parts.sampling())
+        sampled = parts.scheduler.submit(prompts, samples, sampling_of(self.recipe.rollout))
         greedy: Sequence[PendingTrajectories | None] = [None] * len(prompts)
         if self.algorithm.needs_greedy_baseline:
-            greedy = parts.scheduler.submit(prompts, 1, parts.sampling(greedy=True), "baseline")
+            greedy = parts.scheduler.submit(prompts, 1, sampling_of(self.recipe.rollout, greedy=True), "baseline")
         for prompt, result, baseline in zip(prompts, sampled, greedy, strict=True):
             result.add_done_callback(lambda _: self._count_finished())
             self.groups.append(PromptGroup(prompt.prompt_id, result, baseline))
@@ -151,6 +155,18 @@ class PendingRollout:
         return result
 
 
+def sampling_of(rollout: Rollout, *, greedy: bool = False) -> Sampling:
+    """Returns the recipe's settings, without the model's own end tokens, which rollout workers add."""
+    return Sampling(
+        max_tokens=rollout.max_response_tokens,
+        temperature=0.0 if greedy else rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+    )
+
+
 def drop_zero_variance_groups(result: RolloutResult, reward_clip: float | None) -> None:
     """Drops groups whose rewards, as far as they count, are all equal."""
     if not result.trajectories:
@@ -179,3 +195,62 @@ class AsyncRollouts:
         for step in range(version + 1, last + 1):
             if step not in self.pending:
                 self.pending[step] = PendingRollout(self.components, self.ledger, step)
+
+
+# --- metrics of a rollout
+
+
+def step_metrics(rollout: RolloutResult, batch: Batch, samples_per_prompt: int) -> dict[str, float]:
+    rewards = np.array([trajectory.reward for trajectory in rollout.trajectories])
+    lengths = np.array([trajectory.num_generated for trajectory in rollout.trajectories])
+    by_group = [rewards[batch.groups == group] for group in np.unique(batch.groups)]
+    equal = [float(np.ptp(group) == 0) for group in by_group]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/best": float(np.mean([group.max() for group in by_group])),
+        "length/mean": float(lengths.mean()),
+        "length/turns": float(np.mean([len(trajectory.turn_rewards) for trajectory in rollout.trajectories])),
+        "length/max": float(lengths.max()),
+        "samples/trajectories": float(len(rewards)),
+        "samples/equal_groups": float(np.mean(equal)) if samples_per_prompt > 1 else 0.0,
+        "samples/errors": float(sum(trajectory.error is not None for trajectory in rollout.trajectories)),
+        "samples/failed": float(rollout.num_failed),
+    }
+    if rollout.rounds > 1 or rollout.zero_variance:
+        metrics["samples/dropped_groups"] = float(len(rollout.zero_variance))
+        metrics["samples/rounds"] = float(rollout.rounds)
+    for reason in StopReason:
+        fraction = np.mean([trajectory.stop is reason for trajectory in rollout.trajectories])
+        if fraction:
+            metrics[f"stop/{reason}"] = float(fraction)
+    return metrics | environment_metrics(rollout.trajectories)
+
+
+def environment_metrics(trajectories: Sequence[Trajectory], prefix: str = "environment") -> dict[str, float]:
+    """Averages what environments measured; where there are several, also by tag, with rewards, turns, lengths and stop
+    reasons."""
+    found = averages(trajectories, prefix)
+    tags = sorted({trajectory.tag for trajectory in trajectories} - {""})
+    for tag in tags:
+        own = [trajectory for trajectory in trajectories if trajectory.tag == tag]
+        found |= averages(own, f"{prefix}/{tag}")
+        found |= {
+            f"{prefix}/{tag}/reward": float(np.mean([t.reward for t in own])),
+            f"{prefix}/{tag}/turns": float(np.mean([len(t.turn_rewards) for t in own])),
+            f"{prefix}/{tag}/length": float(np.mean([t.num_generated for t in own])),
+            **{
+                f"{prefix}/{tag}/stop/{reason}": float(np.mean([t.stop is reason for t in own]))
+                for reason in StopReason
+                if any(t.stop is reason for t in own)
+            },
+        }
+    return found
+
+
+def averages(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
+    return {
+        f"{prefix}/{name}": float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics]))
+        for name in names
+    }

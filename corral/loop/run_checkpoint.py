@@ -12,13 +12,12 @@ from typing import Any
 from uuid import uuid4
 
 from corral.loop.components import RunComponents
-from corral.loop.trainer_group import TrainerGroup
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
 from corral.observe.run_files import MetricsFile, TrajectoryWriter
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError, UserError
-from corral.runtime.model_workers import ModelWorker
+from corral.runtime.model_workers import ModelWorker, TrainerGroup
 from corral.runtime.rollout_worker import RolloutWorker
 from corral.training.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
 

@@ -1,20 +1,21 @@
-"""A run from its start to its end: what is opened, begun again after a loss, and reported when it is over."""
+"""A run from its start to its end: what is opened, begun again after a loss, and reported when it is over. And the
+evaluation of a model alone."""
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.loop.components import OpenWorkers, open_components, open_runtime
-from corral.loop.interrupt import Interrupt, Interrupted, close_runner
+from corral.loop.components import OpenWorkers, open_components, open_rollout_components, open_runtime
 from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.supervisor import Supervisor
-from corral.loop.training_loop import RunState, run_steps, save_run
-from corral.observe.console import Console, run_log
-from corral.observe.console_lines import held_out_score
+from corral.loop.training_loop import Interrupt, Interrupted, RunState, run_steps, save_run
+from corral.loop.validation import show_samples, validate
+from corral.observe.console import Console, held_out_score, run_log
 from corral.observe.curve import draw_curve
 from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
@@ -25,6 +26,8 @@ from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
 from corral.training.checkpoint import find_checkpoint, read_state, step_folder
+
+CLOSE_TIMEOUT_S = 5.0
 
 
 def train(
@@ -37,22 +40,58 @@ def train(
 ) -> Path:
     """Runs the recipe to its end and returns the run folder. `interrupt`: the caller's, if it has its own."""
     interrupt = interrupt or Interrupt(console.warn, debugging.on_ctrl_c)
+    with (
+        event_loop(console) as runner,
+        RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder,
+    ):
+        checkpoint = find_checkpoint(folder.checkpoints, recipe.checkpoint.resume)
+        recipe_file = folder.write_recipe(dump_recipe(recipe))
+        folder.write_plan(plan_text)
+        step = None if checkpoint is None else read_state(checkpoint)["step"]
+        announce("controller", folder.name)
+        console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
+        with interrupt, run_log(folder.logs / "main.log", console):
+            open_workers = partial(open_runtime, debugging=debugging)
+            runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
+    return folder.path
+
+
+def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
+    """Validates any model on a recipe's held-out prompts, and prints the result."""
+
+    async def evaluate_once() -> dict[str, float]:
+        async with open_rollout_components(recipe, console, model_path) as parts:
+            result = await validate(parts, console)
+        console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts, result.noun)
+        show_samples(parts, result, console)
+        return result.metrics
+
+    with event_loop(console) as runner:
+        return runner.run(evaluate_once())
+
+
+@contextmanager
+def event_loop(console: Console) -> Iterator[asyncio.Runner]:
     runner = asyncio.Runner()
     try:
-        with RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder:
-            checkpoint = find_checkpoint(folder.checkpoints, recipe.checkpoint.resume)
-            recipe_file = folder.write_recipe(dump_recipe(recipe))
-            folder.write_plan(plan_text)
-            step = None if checkpoint is None else read_state(checkpoint)["step"]
-            announce("controller", folder.name)
-            console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
-            with interrupt, run_log(folder.logs / "main.log", console):
-                open_workers = partial(open_runtime, debugging=debugging)
-                runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
-        return folder.path
+        yield runner
     finally:
         console.close()
         close_runner(runner)
+
+
+def close_runner(runner: asyncio.Runner) -> None:
+    """Closes an event loop within a deadline. `Runner.close` would wait for tasks for ever, and an environment may
+    ignore that its task is cancelled."""
+    tasks = asyncio.all_tasks(runner.get_loop())
+    _ = [task.cancel() for task in tasks]  # in a scope of its own, so that no variable keeps a task alive
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # of tasks that had not begun
+        if tasks:
+            runner.run(asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S))
+        if all(task.done() for task in tasks):
+            runner.close()
+        tasks.clear()
 
 
 async def supervise(

@@ -1,23 +1,25 @@
-"""What the trainers do in a step: log-probs and values of its batch, then gradients and optimizer steps."""
+"""The second half of a step: log-probs and values of its batch, advantages, then gradients and optimizer steps."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from corral.algorithms.aggregate import GlobalCounts, divisor
-from corral.algorithms.losses import num_preserved
+from corral.algorithms.advantages import RewardedBatch, Turns, clipped_rewards, compute_advantages, overlong_penalty
+from corral.algorithms.corrections import correction_weights
+from corral.algorithms.losses import GlobalCounts, divisor, kl_penalty, num_preserved
+from corral.algorithms.ragged import segment_mean, whiten
 from corral.data.batch import Batch
-from corral.loop.advantages_step import add_advantages
+from corral.data.trajectory import IntArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
-from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.errors import RunError
 from corral.recipe.recipe_warnings import why_training_waits
 from corral.runtime.group import gather_calls
-from corral.runtime.loss_functions import LossStats, UpdateTerms
-from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker
+from corral.runtime.model_workers import ActorWorker, CriticWorker, LossStats, PolicyWorker, TrainerGroup, UpdateTerms
 from corral.training.optimizer import UpdateResult
 
 
@@ -279,3 +281,82 @@ class TrainResult:
         if self.value_losses:
             metrics["value/loss"] = float(np.mean(self.value_losses))
         return metrics
+
+
+# --- rewards become advantages
+
+
+def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -> dict[str, float]:
+    """Adds `advantages`, `returns` and, where the recipe has one, `correction`; shapes the rewards first."""
+    algorithm, metrics = parts.algorithm, dict[str, float]()
+    mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
+    rewards = torch.from_numpy(batch.token_rewards.copy())
+    old = torch.from_numpy(batch.columns["old_logprobs"])
+    if algorithm.overlong_buffer is not None:
+        lengths = torch.tensor([trajectory.num_generated for trajectory in rollout.trajectories])
+        limit = parts.recipe.rollout.max_response_tokens
+        penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
+        rewards[last_generated(batch)] += penalties
+        metrics["reward/overlong_penalty"] = float(penalties.mean())
+    baselines = torch.tensor([rollout.baselines.get(int(group), 0.0) for group in batch.groups])
+    if algorithm.reward_clip is not None:
+        rewards = clipped_rewards(rewards, mask, offsets, algorithm.reward_clip)
+        baselines = baselines.double().clamp(-algorithm.reward_clip, algorithm.reward_clip)
+    if parts.kl is not None and algorithm.kl is not None:
+        reference = torch.from_numpy(batch.columns["reference_logprobs"])
+        penalty = kl_penalty(algorithm.kl.estimator, old, reference)
+        kl = float(segment_mean(penalty, mask, offsets).mean())
+        metrics |= {"kl/mean": kl, "kl/coefficient": parts.kl.coefficient}
+        if algorithm.kl.where == "reward":
+            rewards = torch.where(mask, rewards - parts.kl.coefficient * penalty, 0.0)
+    if algorithm.correction.declaration.name != "none":
+        engine = torch.from_numpy(batch.logprobs)
+        correction = correction_weights(algorithm.correction, old, engine, mask, offsets)
+        batch.columns["correction"] = correction.weights.numpy()
+        metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
+    values = batch.columns.get("values")
+    needs = algorithm.advantage.declaration.needs
+    result = compute_advantages(
+        algorithm.advantage,
+        RewardedBatch(
+            token_rewards=rewards,
+            mask=mask,
+            offsets=offsets,
+            groups=torch.from_numpy(batch.groups),
+            values=None if values is None else torch.from_numpy(values),
+            baselines=baselines,
+            turns=turns_of(rollout.trajectories, batch.offsets) if needs.turns else None,
+        ),
+    )
+    found, bound = result.advantages, algorithm.advantage_clip
+    if algorithm.whiten:
+        found = whiten(found, mask)
+    batch.columns["advantages"] = (found if bound is None else found.clamp(-bound, bound)).float().numpy()
+    batch.columns["returns"] = result.returns.float().numpy()
+    return metrics
+
+
+def turns_of(trajectories: Sequence[Trajectory], offsets: IntArray) -> Turns:
+    """The turns of a batch of these trajectories, which begin at `offsets`."""
+    turns = [
+        (int(start) + last, row, state)
+        for row, (start, trajectory) in enumerate(zip(offsets, trajectories, strict=False))
+        for (last, _), state in zip(trajectory.turn_rewards, trajectory.turn_states, strict=True)
+    ]
+    ends, rows, states = torch.tensor(turns, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return Turns(ends.contiguous(), rows.contiguous(), states.contiguous())
+
+
+def last_generated(batch: Batch) -> Tensor:
+    """Index of each trajectory's last generated token."""
+    ends = [
+        start + int(np.flatnonzero(batch.generated[start:end])[-1])
+        for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    ]
+    return torch.tensor(ends)
+
+
+def update_kl_coefficient(parts: RunComponents, metrics: dict[str, float], num_trajectories: int) -> None:
+    """Lets the KL controller choose its next coefficient, from the step's KL."""
+    if parts.kl is not None and math.isfinite(metrics["kl/mean"]):  # else the update was skipped
+        parts.kl.update(metrics["kl/mean"], num_trajectories)

@@ -1,26 +1,31 @@
 """The training loop: rollout, log-probs and values, advantages, training, publishing; all else here is book-keeping."""
 
+import asyncio
 import logging
+import signal
+import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
 
 from corral.data.batch import Batch
-from corral.loop.advantages_step import update_kl_coefficient
+from corral.data.trajectory import FloatArray, Trajectory
 from corral.loop.components import RunComponents
-from corral.loop.interrupt import Interrupt
-from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult
+from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult, step_metrics
 from corral.loop.run_checkpoint import save
-from corral.loop.step_records import save_failed_batch, staleness_metrics, step_metrics, trajectory_records
 from corral.loop.supervisor import Supervisor
-from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values
+from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import TrajectoryWriter
+from corral.observe.run_files import Trackers, TrajectoryWriter
 from corral.observe.run_folder import RunFolder
-from corral.observe.trackers import Trackers
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 
@@ -39,7 +44,7 @@ class RunState:
     ledger: Ledger
     console: Console
     trackers: Trackers
-    interrupt: Interrupt
+    interrupt: "Interrupt"
     supervisor: Supervisor
     step: int = 0
     """Number of steps made; also the version of the weights."""
@@ -220,3 +225,131 @@ async def save_run(run: RunState) -> None:
     async with run.parts.trainer_lock:
         await save(run.parts, run.ledger, run.folder, run.step, state)
     run.saved_step = run.step
+
+
+# --- what is written down of a step
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """Counts how many versions older than the weights that were trained on them the generated tokens were."""
+    ages = version - batch.versions[batch.generated]
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        **{f"staleness/fraction_{age}": float((ages == age).mean()) for age in np.unique(ages).tolist()},
+    }
+
+
+def trajectory_records(
+    trajectories: Sequence[Trajectory], tokenizer: Any, batch: Batch | None = None
+) -> Iterator[dict[str, Any]]:
+    for i, trajectory in enumerate(trajectories):
+        start = trajectory.prompt_length
+        record = {
+            "prompt_id": trajectory.prompt_id,
+            "sample": trajectory.sample,
+            "row": trajectory.row,
+            "tag": trajectory.tag,
+            "reward": trajectory.reward,
+            "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
+            "stop": str(trajectory.stop),
+            "error": trajectory.error,
+            "prompt": tokenizer.decode(trajectory.tokens[:start]),
+            "response": tokenizer.decode(trajectory.tokens[start:]),
+            "metrics": trajectory.metrics,
+            "prompt_tokens": trajectory.tokens[:start].tolist(),
+            "response_tokens": trajectory.tokens[start:].tolist(),
+            "generated": trajectory.generated[start:].astype(int).tolist(),
+            "logprobs": rounded(trajectory.logprobs[start:]),
+            "versions": trajectory.versions[start:].tolist(),
+        }
+        if batch is not None:
+            span = slice(int(batch.offsets[i]) + start, int(batch.offsets[i + 1]))
+            record["advantages"] = rounded(batch.columns["advantages"][span])
+        yield record
+
+
+def rounded(numbers: FloatArray) -> list[float]:
+    """Rounds to six digits behind the point, as `round` does: times 10^6 a float32 is still exact in float64."""
+    digits: list[float] = np.round(numbers.astype(np.float64), 6).tolist()
+    return digits
+
+
+def save_failed_batch(batch: Batch, path: Path) -> None:
+    """Writes everything the update saw, for a post-mortem: `numpy.load(path)`."""
+    np.savez_compressed(
+        path,
+        tokens=batch.tokens,
+        generated=batch.generated,
+        logprobs=batch.logprobs,
+        token_rewards=batch.token_rewards,
+        offsets=batch.offsets,
+        groups=batch.groups,
+        **batch.columns,  # type: ignore[arg-type]
+    )
+
+
+# --- Ctrl-C and SIGTERM: the first one ends the run in good order, the second at once
+
+
+Answer = TypeVar("Answer")
+SignalHandler = Callable[[int, FrameType | None], None]
+
+
+class Interrupted(Exception):
+    """The user asked to stop during a rollout. No weight has been changed by it yet."""
+
+
+class Interrupt:
+    """A request to stop waits for the end of the step while weights are being changed, and cancels rollouts."""
+
+    def __init__(self, notify: Callable[[str], None], on_ctrl_c: SignalHandler | None = None) -> None:
+        """`on_ctrl_c`: a debugger's, which then has Ctrl-C for itself."""
+        self.notify = notify
+        self.handlers = {signal.SIGINT: on_ctrl_c or self._handle, signal.SIGTERM: self._handle}
+        self.requested = False
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor gets signals
+            for number, handler in self.handlers.items():
+                self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def cancel_on_request(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Returns what `work` returns. A request to stop cancels it, and `Interrupted` is raised."""
+        if self.requested:
+            work.close()
+            raise Interrupted
+        stop, task = asyncio.Event(), asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(stop.wait())
+        self._waiting = asyncio.get_running_loop(), stop
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Interrupted
+        finally:
+            self._waiting = None
+            task.cancel()
+            stopping.cancel()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.request()
+
+    def request(self) -> None:
+        """Asks the run to stop; may be called from any thread."""
+        self.requested = True
+        if self._waiting is None:
+            with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then
+                self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
+        else:
+            loop, stop = self._waiting
+            loop.call_soon_threadsafe(stop.set)

@@ -1,11 +1,10 @@
-"""The held-out score: a fixed set of prompts, rolled out greedily unless the recipe says otherwise; during training, or
-of any model with `corral evaluate`."""
+"""The held-out score: a fixed set of prompts, rolled out greedily unless the recipe says otherwise."""
 
 import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,9 +13,8 @@ from corral.data.sources import BOARDS
 from corral.data.trajectory import Trajectory
 from corral.envs.baselines import Baseline, baselines
 from corral.envs.registry import EnvSet, find_class
-from corral.loop.components import RolloutComponents, open_rollout_components
-from corral.loop.interrupt import close_runner
-from corral.loop.step_records import environment_metrics
+from corral.loop.components import RolloutComponents
+from corral.loop.rollout_step import environment_metrics, sampling_of
 from corral.observe.console import Console, ShownSample
 from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
@@ -35,29 +33,12 @@ class ValidationResult:
     """What a prompt is: a question or a board."""
 
 
-def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
-    """Validates any model on a recipe's held-out prompts, and prints the result."""
-
-    async def evaluate_once() -> dict[str, float]:
-        async with open_rollout_components(recipe, console, model_path) as parts:
-            result = await validate(parts, console)
-        console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts, result.noun)
-        show_samples(parts, result, console)
-        return result.metrics
-
-    runner = asyncio.Runner()
-    try:
-        return runner.run(evaluate_once())
-    finally:
-        console.close()
-        close_runner(runner)
-
-
 async def validate(parts: RolloutComponents, console: Console) -> ValidationResult:
     """Rolls out the validation set. Seeds depend on the prompt alone: the same model gives the same score at every step
     and in every run."""
     settings = parts.recipe.validation
-    sampling = replace(parts.sampling(), temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0)
+    own = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0}
+    sampling = sampling_of(parts.recipe.rollout.model_copy(update=own))
     prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(parts.validation)]
     samples = settings.samples_per_prompt
     with console.stage("validating", len(prompts) * samples) as progress:

@@ -6,14 +6,16 @@ Corral's modules warn through `logging`: `run_log` sends that to the console, an
 """
 
 import logging
+import math
 import sys
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Literal, Self, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -21,18 +23,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from corral.observe.console_lines import (
-    STEP_FIELDS,
-    EnvironmentScore,
-    cut,
-    duration,
-    environment_scores,
-    percent,
-    score_text,
-    step_line,
-    validation_line,
-    visible,
-)
+from corral.observe.run_files import Tracker
 
 PLAIN_WIDTH = 120
 LINE_EVERY_S = 10.0
@@ -49,8 +40,8 @@ class ShownSample:
     reward: float
 
 
-class Console:
-    """Also a `Tracker` that prints a line for each step. It must be closed, whatever happens: a live display hides the
+class Console(Tracker):
+    """Also a tracker that prints a line for each step. It must be closed, whatever happens: a live display hides the
     cursor."""
 
     def __init__(
@@ -105,9 +96,6 @@ class Console:
         if self._progress is not None and self._bar is not None:
             eta = "" if eta_s is None else f"  eta {duration(eta_s)}"
             self._progress.update(self._bar, completed=step, note=f"{step}/{self._total}{eta}")
-
-    def state(self) -> dict[str, str]:
-        return {}
 
     def _eta_s(self) -> float | None:
         """Measured by the clock over the last steps, so that validation and checkpoints between them count too."""
@@ -259,25 +247,6 @@ class ConsoleStage:
         return f"{self.done}/{self.total}" if self.total else f"{self.done}"
 
 
-def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
-    """Success between the random and optimal baselines, and all else that the environments measured."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    names = sorted({name for score in scores for name in score.measured} - {"success", "reward"})
-    with_success = any("success" in score.measured for score in scores)
-    if any(score.tag for score in scores):
-        table.add_column("environment", no_wrap=True)
-    for name in (*(("success", "random", "optimal") if with_success else ()), *names):
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
-    for score in scores:
-        cells = [score.tag] if score.tag else []
-        if with_success:
-            found = (score.measured.get("success"), score.random.get("success"), score.optimal.get("success"))
-            cells += ["" if share is None else percent(share) for share in found]
-        cells += [f"{score.measured[name]:.3g}" if name in score.measured else "" for name in names]
-        table.add_row(*cells)
-    return table
-
-
 class UnbreakableStream:
     """Passes text on to `stream` for as long as that can be written to.
 
@@ -290,19 +259,18 @@ class UnbreakableStream:
         self._is_broken = False
 
     def write(self, text: str) -> int:
-        if not self._is_broken:
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            try:
-                self._stream.write(text.encode(encoding, "replace").decode(encoding))
-            except (OSError, ValueError):  # ValueError: the stream is closed
-                self._is_broken = True
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._try(lambda: self._stream.write(text.encode(encoding, "replace").decode(encoding)))
         return len(text)
 
     def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, use_stream: Callable[[], object]) -> None:
         if not self._is_broken:
             try:
-                self._stream.flush()
-            except (OSError, ValueError):
+                use_stream()
+            except (OSError, ValueError):  # ValueError: the stream is closed
                 self._is_broken = True
 
     def __getattr__(self, name: str) -> Any:
@@ -363,3 +331,194 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._console.warn(record.getMessage())
+
+
+# --- lines: pure functions from numbers to text
+
+
+def duration(seconds: float) -> str:
+    """45s, 3m20s, 2h05m, 3d04h."""
+    if not math.isfinite(seconds):
+        return "?"
+    total = round(max(seconds, 0.0))
+    for large, unit, small, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if total >= large:
+            return f"{total // large}{unit}{total % large // small:02d}{part}"
+    return f"{total}s"
+
+
+def short_duration(seconds: float) -> str:
+    return f"{seconds:.1f}s" if seconds < 59.95 else duration(seconds)
+
+
+def small_number(value: float) -> str:
+    """0.0012, and 3.4e-05 where that would read as zero."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
+
+
+@dataclass(frozen=True)
+class StepField:
+    """A metric in the line of a step. `importance`: the lowest are left out first where the terminal is narrow."""
+
+    key: str
+    label: str
+    width: int
+    write: Callable[[float], str]
+    importance: int
+    unit: str = ""
+
+    def text(self, value: float | None) -> Text:
+        """As wide for every value, and for none, so that lines align."""
+        if value is None:
+            return Text(" " * self.cells)
+        label = f"{self.label} " if self.label else ""
+        return Text.assemble((label, "dim"), self.write(value).rjust(self.width), (self.unit, "dim"))
+
+    @property
+    def cells(self) -> int:
+        return len(self.label) + bool(self.label) + self.width + len(self.unit)
+
+
+STEP_FIELDS = (
+    StepField("reward/mean", "reward", 6, "{:.3f}".format, 9),
+    StepField("kl/mean", "kl", 8, small_number, 5),
+    StepField("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
+    StepField("length/mean", "length", 7, "{:.1f}".format, 3),
+    StepField("speed/tokens_per_s", "", 6, "{:.0f}".format, 2, " tok/s"),
+    StepField("time/rollout_s", "rollout", 6, short_duration, 0),
+    StepField("time/train_s", "train", 6, short_duration, 1),
+    StepField("time/step_s", "step", 6, short_duration, 7),
+    StepField("eta_s", "eta", 6, duration, 8),
+)
+TROUBLE_FIELDS = (
+    StepField("updates/skipped", "skipped updates", 0, "{:.0f}".format, 9),
+    StepField("samples/dropped_groups", "dropped groups", 0, "{:.0f}".format, 9),
+)
+
+
+def step_line(step: int, total: int | None, metrics: Mapping[str, float], columns: set[str], width: int | None) -> Text:
+    """The line of a step. `columns` are the metrics that earlier lines showed: their columns are kept."""
+    count = f"{step}" if total is None else f"{step:>{len(str(total))}}/{total}"
+    head = Text.assemble(("step ", "dim"), (count, "bold"))
+    fields = [field for field in STEP_FIELDS if field.key in metrics or field.key in columns]
+    troubles = [field.text(metrics[field.key]) for field in TROUBLE_FIELDS if metrics.get(field.key)]
+    for text in troubles:
+        text.stylize("yellow")
+    if width is not None:
+        while fields and head.cell_len + sum(field.cells + 2 for field in fields) > width:
+            fields.remove(min(fields, key=lambda field: field.importance))
+    line = Text("  ").join([head, *(field.text(metrics.get(field.key)) for field in fields), *troubles])
+    line.rstrip()
+    return line
+
+
+def validation_line(when: str, metrics: Mapping[str, float], num_questions: int | None, noun: str = "question") -> str:
+    """validation before training: 31.0 % ± 4.1 (200 questions)"""
+    parts = [f"validation {when}: {score_text(metrics)}"]
+    pass_at = [name for name in sorted(metrics) if name.startswith("validation/pass@") and name != "validation/pass@1"]
+    parts += [f"{name.removeprefix('validation/')} {percent(metrics[name])}" for name in pass_at]
+    if num_questions is not None:
+        parts[-1] += f" ({num_questions} {noun}{'s' if num_questions != 1 else ''})"
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class EnvironmentScore:
+    """The scores of an environment in a validation."""
+
+    tag: str
+    measured: Mapping[str, float]
+    """Means of `success`, `valid_actions`, ..."""
+    random: Mapping[str, float]
+    """Reward and success of the random baseline."""
+    optimal: Mapping[str, float]
+    """Reward and success of the optimal baseline."""
+
+
+def environment_scores(metrics: Mapping[str, float]) -> list[EnvironmentScore]:
+    """One for each tag, or for the only environment; none where environments measure nothing."""
+    measured, random, optimal = (
+        {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        for prefix in ("validation/environment/", "validation/random/", "validation/optimal/")
+    )
+    ends = ("/reward", "/turns", "/length")  # which every tag has, see `environment_metrics`
+    named = {name.removesuffix(ends[0]) for name in measured if name.endswith(ends[0])}
+    tags = sorted(tag for tag in named if all(f"{tag}{end}" in measured for end in ends))
+
+    def below(numbers: Mapping[str, float], tag: str) -> dict[str, float]:
+        prefix = f"{tag}/" if tag else ""
+        own = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+        return {name: value for name, value in own.items() if "/" not in name}
+
+    found = [
+        EnvironmentScore(tag, below(measured, tag), below(random, tag), below(optimal, tag)) for tag in tags or [""]
+    ]
+    return [score for score in found if score.measured]
+
+
+def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
+    """Success between the random and optimal baselines, and all else that the environments measured."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    names = sorted({name for score in scores for name in score.measured} - {"success", "reward"})
+    with_success = any("success" in score.measured for score in scores)
+    if any(score.tag for score in scores):
+        table.add_column("environment", no_wrap=True)
+    for name in (*(("success", "random", "optimal") if with_success else ()), *names):
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    for score in scores:
+        cells = [score.tag] if score.tag else []
+        if with_success:
+            found = (score.measured.get("success"), score.random.get("success"), score.optimal.get("success"))
+            cells += ["" if share is None else percent(share) for share in found]
+        cells += [f"{score.measured[name]:.3g}" if name in score.measured else "" for name in names]
+        table.add_row(*cells)
+    return table
+
+
+def score_text(metrics: Mapping[str, float | None]) -> str:
+    """31.0 % ± 4.1; scores outside of [0, 1] are not fractions, and stay numbers."""
+    score = held_out_score(metrics)
+    if score is None:
+        return "no score"
+    interval = metrics.get("validation/ci95")
+    scale, unit, digits = (100, " %", 1) if 0 <= score <= 1 else (1, "", 3)
+    text = f"{scale * score:.{digits}f}{unit}"
+    return text if interval is None else f"{text} ± {scale * interval:.{digits}f}"
+
+
+def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
+    """`validation/mean@k`, whichever k."""
+    return next((metrics[name] for name in sorted(metrics) if name.startswith("validation/mean@")), None)
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def visible(text: str) -> str:
+    """The text on one line: line breaks as ⏎, and what could move the cursor or color the terminal as its code."""
+    text = text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " ")
+    return "".join(char.encode("unicode_escape").decode() if _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    # The two joiners are part of how Persian, Hindi and emoji are written.
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d"
+
+
+def cut(text: str, width: int, keep: Literal["start", "end", "both"]) -> str:
+    """The text cut to `width` cells; `…` stands for what was cut."""
+    if cell_len(text) <= width:
+        return text
+    if width < 1:
+        return ""
+    start = {"start": width - 1, "end": 0, "both": (width - 1) // 2}[keep]
+    return _first_cells(text, start) + "…" + _first_cells(text[::-1], width - 1 - start)[::-1]
+
+
+def _first_cells(text: str, width: int) -> str:
+    end = used = 0
+    while end < len(text) and used + cell_len(text[end]) <= width:
+        used += cell_len(text[end])
+        end += 1
+    return text[:end]

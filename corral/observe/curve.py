@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.observe.console_lines import held_out_score, score_text
+from corral.observe.console import held_out_score, score_text
 from corral.observe.run_files import replacing
 
 TRAIN, VALIDATION, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"

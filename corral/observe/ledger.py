@@ -238,14 +238,12 @@ class _PromptStates:
         return self.rows[: self.size]
 
     @property
-    def states(self) -> NDArray[np.uint8]:
-        states: NDArray[np.uint8] = self.known["state"]
-        return states
+    def states(self) -> NDArray[Any]:
+        return self.known["state"]
 
     @property
     def is_open(self) -> NDArray[np.bool_]:
-        is_open: NDArray[np.bool_] = (self.states == ISSUED) | (self.states == GENERATED)
-        return is_open
+        return np.isin(self.states, (ISSUED, GENERATED))
 
     def summary(self) -> Iterator[dict[str, Any]]:
         """Records from which `_read` makes the same state: one for all prompts whose rows are equal."""

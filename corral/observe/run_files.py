@@ -1,4 +1,5 @@
-"""The files that a run appends to: `metrics.jsonl`, and one gzipped JSON-lines file of trajectories for each step.
+"""What a run writes down: `metrics.jsonl`, one gzipped JSON-lines file of trajectories for each step, and the trackers
+that the recipe names (`trackers.py`), all as one.
 
 A kill at any moment leaves the old content or the new, never half of it. A replaced file is written beside its target,
 flushed to disk (fsync), and renamed over it, which is atomic; without the fsync a power failure could leave the new
@@ -11,14 +12,19 @@ number that is not finite is written as null, since JSON has neither NaN nor inf
 import errno
 import gzip
 import json
+import logging
 import math
 import os
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from corral.recipe.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -77,7 +83,21 @@ def _without_nan(value: Any) -> Any:
     return _without_nan(_plain(value))
 
 
-class MetricsFile:
+class Tracker(ABC):
+    """Something that a run's numbers go to."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing to do, unless something is held open between two rows."""
+
+    def state(self) -> dict[str, Any]:
+        """What a tracker of this kind needs to continue the same run after a resume."""
+        return {}
+
+
+class MetricsFile(Tracker):
     """Appends to the file; every line is complete on disk when `log` returns."""
 
     name = "metrics.jsonl"
@@ -105,12 +125,6 @@ class MetricsFile:
         if any(row["step"] > step for row in rows):
             with replacing(self.path) as file:
                 file.writelines(json_line(row) for row in rows if row["step"] <= step)
-
-    def close(self) -> None:
-        """Nothing to do: the file is not held open between two lines."""
-
-    def state(self) -> dict[str, str]:
-        return {}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -163,3 +177,51 @@ def read_trajectories(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
+
+
+# --- trackers
+
+
+class Trackers(Tracker):
+    """All trackers of a run as one tracker. `failures` counts, by tracker, what was lost."""
+
+    def __init__(
+        self, trackers: Mapping[str, Tracker], saved_state: Mapping[str, Any], failures: "TrackerFailures"
+    ) -> None:
+        self.failures = failures
+        self._trackers = trackers
+        self._saved_state = saved_state
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, tracker in self._trackers.items():
+            with self.failures.counted(name):
+                tracker.log(step, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """The state of each tracker. Of one that could not start this time, what was saved before."""
+        states = {name: tracker.state() for name, tracker in self._trackers.items()}
+        return {**self._saved_state, **{name: state for name, state in states.items() if state}}
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            with self.failures.counted(name):
+                tracker.close()
+        for name, count in self.failures.items():
+            if count > 1:
+                logger.warning("the tracker %s failed %d times in this run", name, count)
+
+
+class TrackerFailures(Counter[str]):
+    """How often each tracker failed. The first time is a warning."""
+
+    @contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Counts what is raised in the block, which ends there."""
+        try:
+            yield
+        except Exception as error:
+            self[name] += 1
+            if self[name] == 1:
+                logger.warning(
+                    "the tracker %s failed (%s); training goes on, further failures are counted", name, error
+                )

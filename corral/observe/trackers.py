@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.jsonl` always, and the trackers that the recipe names.
+"""The trackers that a recipe names, beside `metrics.jsonl`.
 
 Numbers must never cost a run. Each tracker lives in a thread of its own, from start to close, so one that fails, hangs
 or waits for a network loses its own rows and nothing else: the first loss is a warning, the rest are counted. Only a
@@ -15,15 +15,14 @@ import re
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from corral.observe.run_files import MetricsFile
+from corral.observe.run_files import MetricsFile, Tracker, TrackerFailures, Trackers
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Logging
@@ -33,58 +32,6 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 120.0
 CLOSE_DEADLINE_S = 60.0
 MAX_WAITING_ROWS = 10_000
-
-
-class Tracker(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-    def state(self) -> dict[str, str]:
-        """What a tracker of this kind needs to continue the same run after a resume."""
-        ...
-
-
-class Trackers:
-    """All trackers of a run as one tracker. `failures` counts, by tracker, what was lost."""
-
-    def __init__(
-        self, trackers: Mapping[str, Tracker], saved_state: Mapping[str, Any], failures: "TrackerFailures"
-    ) -> None:
-        self.failures = failures
-        self._trackers = trackers
-        self._saved_state = saved_state
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.log(step, metrics)
-            except Exception as error:
-                self.failures.report(name, error)
-
-    def state(self) -> dict[str, dict[str, str]]:
-        """The state of each tracker. Of one that could not start this time, what was saved before."""
-        states = {name: tracker.state() for name, tracker in self._trackers.items()}
-        return {**self._saved_state, **{name: state for name, state in states.items() if state}}
-
-    def close(self) -> None:
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.close()
-            except Exception as error:
-                self.failures.report(name, error)
-        for name, count in self.failures.items():
-            if count > 1:
-                logger.warning("the tracker %s failed %d times in this run", name, count)
-
-
-class TrackerFailures(Counter[str]):
-    """How often each tracker failed. The first time is a warning."""
-
-    def report(self, name: str, error: Exception) -> None:
-        self[name] += 1
-        if self[name] == 1:
-            logger.warning("the tracker %s failed (%s); training goes on, further failures are counted", name, error)
 
 
 def make_trackers(
@@ -120,7 +67,7 @@ def make_trackers(
     return Trackers(trackers, saved_state, failures)
 
 
-class TrackerThread:
+class TrackerThread(Tracker):
     """A tracker and the thread it lives in.
 
     The thread consumes rows from a queue and waits for nothing else; None in the queue means close. The constructor
@@ -151,14 +98,10 @@ class TrackerThread:
             return
         started.set_result(tracker)
         while (row := self._rows.get()) is not None:
-            try:
+            with self._failures.counted(self._name):
                 tracker.log(*row)
-            except Exception as error:
-                self._failures.report(self._name, error)
-        try:
+        with self._failures.counted(self._name):
             tracker.close()
-        except Exception as error:
-            self._failures.report(self._name, error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._rows.qsize() >= MAX_WAITING_ROWS:
@@ -175,7 +118,7 @@ class TrackerThread:
         return self._tracker.state()
 
 
-class TrackerAdapter:
+class TrackerAdapter(Tracker):
     """Logs to `self._run`, the run object of a library; adapters whose library is called otherwise override methods."""
 
     _run: Any
@@ -185,9 +128,6 @@ class TrackerAdapter:
 
     def close(self) -> None:
         self._run.finish()
-
-    def state(self) -> dict[str, str]:
-        return {}
 
 
 class TensorBoard(TrackerAdapter):

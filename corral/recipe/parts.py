@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from corral.algorithms import advantages, aggregate, corrections, kl, losses
+from corral.algorithms import advantages, corrections, losses
 from corral.algorithms.declarations import AdvantageDeclaration, Declaration, LossDeclaration
 
 
@@ -22,10 +22,10 @@ class PartKind:
 KINDS: dict[tuple[str, ...], PartKind] = {
     ("algorithm", "advantage"): PartKind("advantage", advantages.ADVANTAGES, AdvantageDeclaration),
     ("algorithm", "loss"): PartKind("loss", losses.LOSSES, LossDeclaration),
-    ("algorithm", "aggregation"): PartKind("aggregation", aggregate.AGGREGATIONS),
+    ("algorithm", "aggregation"): PartKind("aggregation", losses.AGGREGATIONS),
     ("algorithm", "correction"): PartKind("correction", corrections.CORRECTIONS),
-    ("algorithm", "kl", "estimator"): PartKind("KL estimator", kl.KL_ESTIMATORS),
-    ("algorithm", "kl", "controller"): PartKind("KL controller", kl.KL_CONTROLLERS),
+    ("algorithm", "kl", "estimator"): PartKind("KL estimator", losses.KL_ESTIMATORS),
+    ("algorithm", "kl", "controller"): PartKind("KL controller", losses.KL_CONTROLLERS),
 }
 
 

@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, overload
+from typing import Any, Generic, TypeVar, TypeVarTuple, overload
 
 from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
@@ -157,39 +157,42 @@ class LocalGroup(Group[RoleT]):
         return await answer if asyncio.iscoroutine(answer) else answer
 
 
-class Runtime(Protocol):
-    """Where the workers are: `LocalRuntime` here, or `RayRuntime` on a cluster."""
+class Runtime(ABC):
+    """Where the workers are: `LocalRuntime` here, or `RayRuntime` on a cluster. By default there is no node to lose."""
 
     placement: Placement
     """Devices of each role, without those of nodes that were lost."""
     groups: dict[str, Group[Any]]
-    """Groups by role."""
+    """Groups by role. Ranks follow the order of devices."""
 
     @property
-    def num_nodes(self) -> int: ...
+    def num_nodes(self) -> int:
+        """Number of nodes that were not lost."""
+        return 1
 
     def devices_of(self, address: str) -> tuple[int, ...]:
         """Returns the devices of the node with this address."""
-        ...
+        return (0,)
 
+    @abstractmethod
     async def build(
         self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
     ) -> list[dict[str, Any]]:
         """Builds a role on its workers, or on one of them. Returns the `facts` of each."""
-        ...
 
     async def watch(self) -> None:
-        """Runs until a node is lost, and raises that."""
-        ...
+        """Runs until a node is lost, and raises that; each once."""
+        await asyncio.Event().wait()
 
     async def replace(self, device: int) -> None:
         """Starts a lost worker's process again on its device, without roles."""
-        ...
+        raise AssertionError("this process cannot be lost while it calls")
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class LocalRuntime:
+class LocalRuntime(Runtime):
     """One worker without a cluster, in this process and on one device."""
 
     def __init__(self, recipe: Recipe, placement: Placement, logs: Path = Path(), *, builder: str = BUILDER) -> None:
@@ -197,7 +200,7 @@ class LocalRuntime:
         self.services = Services(recipe.cluster.services, logs)
         self.timeout_s = recipe.cluster.call_timeout_s
         self.worker = Worker(0, 1, "127.0.0.1", timeout_s=self.timeout_s, threads=recipe.train.threads)
-        self.groups: dict[str, Group[Any]] = {}
+        self.groups = {}
 
     async def build(
         self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
@@ -210,20 +213,6 @@ class LocalRuntime:
         problems = await asyncio.to_thread(self.services.wait)
         if problems:
             raise RunError(problems[0])
-
-    async def watch(self) -> None:
-        """Waits for ever: there is no node to lose."""
-        await asyncio.Event().wait()
-
-    @property
-    def num_nodes(self) -> int:
-        return 1
-
-    def devices_of(self, address: str) -> tuple[int, ...]:
-        return (0,)
-
-    async def replace(self, device: int) -> None:
-        raise AssertionError("this process cannot be lost while it calls")
 
     def close(self) -> None:
         self.worker.close()

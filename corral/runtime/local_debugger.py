@@ -151,10 +151,17 @@ def open_at_error(error: BaseException) -> None:
 # --- roles in this process
 
 
-def build_debug_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
+def build_debug_role(
+    role: str,
+    context: WorkerContext,
+    recipe: Recipe,
+    resume_from: Path | None,
+    on_error: Callable[[BaseException], None] = lambda error: None,
+) -> Role:
+    """`on_error`: called where a reward function fails."""
     if role == "rewards":
-        scorers = {tag: InProcessScorer(one.reward) for tag, one in environments_with_rewards(recipe).items()}
-        return RewardWorker(ScorerPools(scorers))
+        environments = environments_with_rewards(recipe).items()
+        return RewardWorker(ScorerPools({tag: InProcessScorer(one.reward, on_error) for tag, one in environments}))
     built = build_role(role, context, recipe, resume_from)
     if isinstance(built, RolloutWorker):
         for factory in built.driver.envs.factories.values():
@@ -165,11 +172,7 @@ def build_debug_role(role: str, context: WorkerContext, recipe: Recipe, resume_f
 
 
 def build_post_mortem_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
-    if role == "rewards":
-        environments = environments_with_rewards(recipe).items()
-        scorers = {tag: InProcessScorer(one.reward, open_at_error) for tag, one in environments}
-        return RewardWorker(ScorerPools(scorers))
-    built = build_debug_role(role, context, recipe, resume_from)
+    built = build_debug_role(role, context, recipe, resume_from, open_at_error)
     if isinstance(built, RolloutWorker):
         for factory in built.driver.envs.factories.values():
             factory.make = partial(DebuggedEnv, factory.make)

@@ -1,4 +1,5 @@
-"""The roles that hold a model to compute log-probs or values with, or to train: actor, reference, critic.
+"""The roles that hold a model to compute log-probs or values with, or to train: actor, reference, critic. And how the
+controller gives them batches, and their weights to the rollout workers.
 
 Each worker of such a role is given its shard of the batch, cut by `MeshShape.num_data`; workers that hold parts of one
 model (tensor, context parallel) are given the same shard. All workers of a role are called for the same thing at the
@@ -6,30 +7,137 @@ same time, because their models compute together; a worker without a shard takes
 """
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from corral.algorithms.declarations import with_options
+from corral.algorithms.losses import (
+    AGGREGATIONS,
+    GlobalCounts,
+    PolicyTerms,
+    TokenLoss,
+    aggregate,
+    kl_penalty,
+    llds,
+    policy_token_loss,
+    value_loss,
+)
 from corral.data.batch import Batch, Pack
-from corral.data.trajectory import FloatArray
+from corral.data.trajectory import FloatArray, Trajectory
+from corral.kernels.host_to_device import on_device
 from corral.model.model_loading import load_model
-from corral.recipe.mesh import mesh_shape
-from corral.recipe.presets import resolve_algorithm
+from corral.recipe.errors import RunError
+from corral.recipe.mesh import MeshShape, mesh_shape
+from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Recipe
-from corral.runtime.loss_functions import LossStats, PolicyLossFunction, UpdateTerms, ValueLossFunction
-from corral.runtime.transfer_buckets import TransferHandle
-from corral.runtime.transfer_channels import Channel, make_channel
+from corral.runtime.group import Group, WorkerLost, gather_calls
+from corral.runtime.rollout_worker import RolloutScheduler, RolloutWorker
+from corral.runtime.transfer_channels import Channel, TransferHandle, make_channel
 from corral.runtime.worker import Role, WorkerContext
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.optimizer import UpdateResult
 from corral.training.process_mesh import ProcessMesh
 from corral.training.trainer import PolicyTrainer, ValueTrainer
+
+# --- what a trainer is given to minimize: a pack's contribution to the loss, as a function of its tokens' log-probs.
+# Trainers know nothing of algorithms; here the two meet.
+
+TOKEN_MEAN = with_options(AGGREGATIONS["token_mean"])
+SEQ_MEAN_TOKEN_MEAN = with_options(AGGREGATIONS["seq_mean_token_mean"])
+
+
+@dataclass(frozen=True)
+class UpdateTerms:
+    """Numbers of the whole update that each contribution to its loss is computed with."""
+
+    counts: GlobalCounts
+    """What losses are divided by, whatever was left out or is computed elsewhere."""
+    preserved: int
+    """Number of trajectories to which the LLDS regularizer applies."""
+    kl_coefficient: float
+
+
+@dataclass
+class LossStats:
+    """Sums over the tokens that one worker computed of an update; they add up over workers."""
+
+    loss: float = 0.0
+    num_tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    unread: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
+    """Sums and maxima that are still on the device: reading them would wait for it."""
+
+    @property
+    def mean_ratio(self) -> float:
+        """Mean ratio of new to old probability, as the policy loss has it."""
+        return self.sums.get("policy/ratio", 0.0) / max(self.num_tokens, 1)
+
+    def add(self, policy_loss: TokenLoss, entropy_sum: Tensor, num_tokens: int) -> None:
+        self.unread.append(({**policy_loss.sums, "entropy": entropy_sum}, policy_loss.maxima))
+        self.num_tokens += num_tokens
+
+    def read(self) -> "LossStats":
+        """These statistics, with everything that was added read from the device."""
+        unread, self.unread = self.unread, []
+        for numbers in unread:
+            sums, maxima = ({f"policy/{key}": float(value) for key, value in own.items()} for own in numbers)
+            self.merge(LossStats(sums=sums, maxima=maxima))
+        return self
+
+    def merge(self, other: "LossStats") -> None:
+        self.loss += other.loss
+        self.num_tokens += other.num_tokens
+        for key, value in other.sums.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+        for key, value in other.maxima.items():
+            self.maxima[key] = max(self.maxima.get(key, 0.0), value)
+
+
+def policy_loss_of(
+    algorithm: ResolvedAlgorithm, pack: Pack, update: UpdateTerms, stats: LossStats, logprobs: Tensor, entropy: Tensor
+) -> Tensor:
+    """Returns a pack's contribution to the policy loss."""
+    device = logprobs.device
+    mask, offsets = (on_device(array, device) for array in (pack.generated, pack.offsets))
+    column = {name: on_device(pack.column(name), device) for name in pack.batch.columns}
+    terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets)
+    token_loss = policy_token_loss(algorithm.loss, terms)
+    stats.add(token_loss, (entropy.detach() * mask).sum(), int(pack.generated.sum()))
+    loss = token_loss.loss
+    if "correction" in column:
+        loss = loss * column["correction"]
+    if algorithm.kl is not None and algorithm.kl.where == "loss":
+        penalty = kl_penalty(algorithm.kl.estimator, logprobs, column["reference_logprobs"])
+        loss = loss + update.kl_coefficient * penalty
+    if algorithm.entropy_coefficient:
+        loss = loss - algorithm.entropy_coefficient * entropy
+    total = aggregate(loss, mask, offsets, algorithm.aggregation, update.counts)
+    if algorithm.llds_coefficient:
+        fallen = llds(logprobs, terms.old_logprobs, terms.advantages, mask, offsets)
+        counts = GlobalCounts(update.counts.num_tokens, update.preserved)
+        total = total + algorithm.llds_coefficient * aggregate(fallen, mask, offsets, SEQ_MEAN_TOKEN_MEAN, counts)
+    return total
+
+
+def value_loss_of(clip: float | None, pack: Pack, update: UpdateTerms, values: Tensor) -> Tensor:
+    """Returns a pack's contribution to the value loss."""
+    columns = pack.generated, pack.offsets, pack.column("values"), pack.column("returns")
+    mask, offsets, old, returns = (on_device(column, values.device) for column in columns)
+    token_loss = value_loss(values, old, returns, mask, clip)
+    return aggregate(token_loss.loss, mask, offsets, TOKEN_MEAN, update.counts)
+
+
+# --- on the workers
 
 
 class ModelWorker(Role, ABC):
@@ -61,7 +169,7 @@ class ModelWorker(Role, ABC):
         return stats.read()
 
     @abstractmethod
-    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Any:
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:
         """Makes the pack's contribution to the loss, as a function of what the model computes."""
 
     def step(self, scale: float) -> UpdateResult:
@@ -124,8 +232,8 @@ class PolicyWorker(ModelWorker):
             offload=recipe.train.offload,
         )
 
-    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> PolicyLossFunction:
-        return PolicyLossFunction(self.algorithm, pack, terms, stats)
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:
+        return partial(policy_loss_of, self.algorithm, pack, terms, stats)
 
     def compute_logprobs(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
         """Returns for each shard one log-prob for each of its tokens."""
@@ -194,9 +302,207 @@ class CriticWorker(ModelWorker):
             offload=recipe.train.offload,
         )
 
-    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> ValueLossFunction:
-        return ValueLossFunction(self.recipe.critic.value_clip, pack, terms)
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:
+        return partial(value_loss_of, self.recipe.critic.value_clip, pack, terms)
 
     def compute_values(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
         """Returns for each shard one value for each of its tokens."""
         return [self.compute_column(shard, self.trainer.compute_values) for shard in shards]
+
+
+# --- at the controller
+
+
+Answer = TypeVar("Answer")
+ModelWorkerT = TypeVar("ModelWorkerT", bound=ModelWorker)
+
+
+@dataclass(frozen=True)
+class TrainerGroup(Generic[ModelWorkerT]):
+    """The workers of actor, reference or critic."""
+
+    group: Group[ModelWorkerT]
+    mesh: MeshShape
+
+    async def compute_column(
+        self,
+        method: Callable[[ModelWorkerT, Sequence[Batch | None]], list[FloatArray]],
+        batch: Batch,
+        updates: Sequence[Sequence[int]],
+    ) -> FloatArray:
+        """Returns one number for each token of the batch, computed in the very shards that will be trained on."""
+        splits = [batch.split(self.mesh.num_data, rows) for rows in updates]
+        shards = [[shard_of(batch, split[data]) for split in splits] for data in range(self.mesh.num_data)]
+        answers = await self.group.each(method, [(shards[self.mesh.data_rank(r)],) for r in range(self.group.size)])
+        column = np.zeros(len(batch.tokens), np.float32)
+        for data, answer in enumerate(self.one_per_shard(answers)):
+            for split, numbers in zip(splits, answer, strict=True):
+                if split[data]:
+                    column[batch.positions_of(split[data])] = numbers
+        return column
+
+    async def accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> LossStats:
+        """Adds the gradient of these trajectories."""
+        shards = [shard_of(batch, own) for own in batch.split(self.mesh.num_data, rows)]
+        arguments = [(shards[self.mesh.data_rank(rank)], terms) for rank in range(self.group.size)]
+        total = LossStats()
+        for stats in self.one_per_shard(await self.group.each(ModelWorker.accumulate, arguments)):
+            total.merge(stats)
+        return total
+
+    async def step(self, scale: float = 1.0) -> UpdateResult:
+        """Makes one optimizer step with the gradients times `scale`."""
+        return (await self.group.all(ModelWorker.step, scale))[0]
+
+    def one_per_shard(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Returns one answer for each shard: workers that hold parts of one model give the same."""
+        return answers[:: self.mesh.context * self.mesh.tensor]
+
+
+def shard_of(batch: Batch, rows: Sequence[int]) -> Batch | None:
+    return batch.take(rows) if rows else None
+
+
+# --- the last stage of a step: the engines get the new weights, and a probe shows that they have them
+#
+# In one process with whole tensors nothing travels: the engine decodes with the trainer's own. Otherwise weights go
+# through a channel (`runtime/transfer_channels.py`), in buckets, and every engine computes the log-probs of one prompt
+# afterwards, which must be the trainer's. A tensor that did not arrive, arrived twice or in the wrong place, or belongs
+# to another version, shows there, whichever it is: all of them take part in every log-prob.
+
+
+PROBE_TOKENS = 64
+"""Tokens of the probe: one forward pass of next to no time."""
+
+PROBE_BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 1.0, torch.float16: 0.1}
+"""Largest deviation of a log-prob, by the model's data type: three to five times what mere rounding does. Where engine
+and trainer use the same kernels the deviation is 0. With others (the same 64 tokens of SmolLM2-135M computed one by one
+instead of all at once) it was 4e-5, 0.3 and 0.02: a log-prob is a difference of logits of up to 40, which bfloat16
+rounds to multiples of 0.25. One of the model's 272 tensors missing made it 1.4 and more. Weights that are one update
+old show in float32 (7e-4 for a learning rate of 1e-6), and not in the others with any bound that rounding keeps."""
+
+
+class WeightPublisher:
+    """Sends the actor's weights to all rollout workers that are there.
+
+    `scheduler`: knows which rollout workers there are, and whom to tell when one is lost. `kind`: shared, collective,
+    object or ipc. `prompt`: some tokens to probe with. Whoever calls it holds the lock of the trainers.
+    """
+
+    def __init__(
+        self,
+        actor: TrainerGroup[ActorWorker],
+        scheduler: RolloutScheduler,
+        kind: str,
+        dtype: str,
+        prompt: Sequence[int],
+        version: int = 0,
+    ) -> None:
+        self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.probe = probe_batch(prompt if len(prompt) > 1 else [*prompt, *prompt])
+        self.version = version
+        """Version of the trainers' weights."""
+        self.channel_ranks: list[int] | None = None
+        """Ranks of the rollout workers that have joined the channel; None: there is no channel that works."""
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Consumes the trainers' weights; afterwards all engines sample with them. Waits for both sides. What is being
+        generated goes on with the new weights, after a pause that is a metric."""
+        self.version = version
+        return await self._publish()
+
+    async def add_receiver(self, rank: int, device: int) -> None:
+        """Sends the current weights to a rollout worker that is new, and to all others again: a channel has a fixed set
+        of ends, so there is a new one anyway. The loss of the new one is raised."""
+        self.channel_ranks = None
+        await self._publish((rank, device))
+
+    async def _publish(self, joining: tuple[int, int] | None = None) -> dict[str, float]:
+        """Publishes, and again without those that are lost meanwhile. `joining`: rank and device of a new one."""
+        while ranks := sorted({*self.scheduler.queues, *(() if joining is None else joining[:1])}):
+            try:
+                return await self._publish_to(ranks)
+            except WorkerLost as lost:
+                if joining is not None and lost.device == joining[1]:
+                    raise
+                if not self.scheduler.on_lost(lost):
+                    raise
+        return {}
+
+    async def _publish_to(self, ranks: Sequence[int]) -> dict[str, float]:
+        started = time.perf_counter()
+        # One that died while it was idle is noticed here, before others wait for it in a collective.
+        await self.rollout.all(RolloutWorker.ping, ranks=ranks)
+        if self.kind == "shared":
+            pauses = await self.rollout.all(RolloutWorker.load_local_weights, self.version)
+            if self.actor.mesh.is_whole:  # the engine's tensors are the trainer's
+                return {}
+        else:
+            try:
+                pauses = await self._send(list(ranks))
+            except BaseException:
+                self.channel_ranks = None  # it failed, or one of its ends is gone: of no use any more
+                raise
+        return {
+            "time/transfer_s": time.perf_counter() - started,
+            "time/pause_s": max(pauses),
+            "transfer/probe_deviation": await self._check(ranks),
+        }
+
+    async def _send(self, ranks: list[int]) -> list[float]:
+        actor, rollout = self.actor.group, self.rollout
+        if ranks != self.channel_ranks:
+            size = len(ranks) + 1
+            rendezvous = await actor.one(0, ActorWorker.open_channel, self.kind)
+            ends = [(self.kind, rendezvous, end, size) for end in range(1, size)]
+            await gather_calls(
+                actor.one(0, ActorWorker.join_channel, rendezvous, size),
+                rollout.each(RolloutWorker.join_channel, ends, ranks=ranks),
+            )
+            self.channel_ranks = ranks
+        pauses: list[float]
+        if self.kind == "collective":  # both sides at the same time
+            _, pauses = await gather_calls(
+                actor.all(ActorWorker.send_weights),
+                rollout.all(RolloutWorker.receive_weights, None, self.version, ranks=ranks),
+            )
+        else:
+            handle = (await actor.all(ActorWorker.send_weights))[0]
+            pauses = await rollout.all(RolloutWorker.receive_weights, handle, self.version, ranks=ranks)
+        await actor.one(0, ActorWorker.release_weights)
+        return pauses
+
+    async def _check(self, ranks: Sequence[int]) -> float:
+        trainer = await self.actor.compute_column(ActorWorker.compute_logprobs, self.probe, [[0]])
+        engines = await self.rollout.all(RolloutWorker.compute_logprobs, self.probe.tokens.tolist(), ranks=ranks)
+        return max(
+            compare_logprobs(trainer[1:], engine, self.dtype, version=self.version, name=self.rollout.names[rank])
+            for rank, engine in zip(ranks, engines, strict=True)
+        )
+
+
+def probe_batch(prompt: Sequence[int]) -> Batch:
+    """Makes a batch of the beginning of a prompt, every token behind the first marked as generated."""
+    return Batch.of([Trajectory.from_tokens(prompt[:PROBE_TOKENS])])
+
+
+def compare_logprobs(
+    trainer: Sequence[float] | FloatArray,
+    engine: Sequence[float] | FloatArray,
+    dtype: torch.dtype,
+    *,
+    version: int,
+    name: str,
+) -> float:
+    """Returns the largest difference of two log-probs of the same token. `name`: of the engine, for the error if it is
+    too large."""
+    difference = np.abs(np.asarray(trainer, np.float64) - np.asarray(engine, np.float64))
+    deviation, bound = float(difference.max()), PROBE_BOUNDS[dtype]
+    if not deviation <= bound:  # nor when it is not a number
+        raise RunError(
+            f"after the transfer of version {version} the engine on {name} disagrees with the trainer by "
+            f"{deviation:.2g} on the probe prompt (bound {bound:g}): its weights are not those that were sent, or the "
+            "two do not compute the same model"
+        )
+    return deviation

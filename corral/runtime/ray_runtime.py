@@ -18,7 +18,7 @@ from typing import Any
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import MESH_ROLES, Placement
 from corral.recipe.schema import Recipe
-from corral.runtime.group import CallTimeout, Group
+from corral.runtime.group import CallTimeout, Runtime
 from corral.runtime.worker import BUILDER, Worker
 
 try:
@@ -82,12 +82,9 @@ class DeviceSet:
         return len(self.devices) > 1 and any(role in MESH_ROLES for role in self.roles)
 
 
-class RayRuntime:
+class RayRuntime(Runtime):
     """Workers on the devices of a Ray cluster."""
 
-    placement: Placement
-    groups: dict[str, Group[Any]]
-    """Groups by role. Ranks follow the order of devices."""
     sets: list[DeviceSet]
     nodes: list[Node]
     """Nodes with devices that are used, in the order of their ranks."""
@@ -159,7 +156,6 @@ class RayRuntime:
         return facts
 
     async def watch(self) -> None:
-        """Runs until a node is lost, and raises that; each once."""
         watched = [node for node in self.nodes if node.address not in self.reported]
         for_ever = asyncio.get_running_loop().create_future()
         await asyncio.wait({for_ever, *(node.gone for node in watched)}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,15 +165,14 @@ class RayRuntime:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that were not lost."""
         return sum(not node.lost.done() for node in self.nodes)
 
     def devices_of(self, address: str) -> tuple[int, ...]:
         return next(node.devices for node in self.nodes if node.address == address)
 
     async def replace(self, device: int) -> None:
-        """Starts a worker's process again on its device, without roles. Not one that has made a world with others:
-        a world of torch.distributed cannot get a new member, so those must all begin again."""
+        """Not for a worker that has made a world with others: a world of torch.distributed cannot get a new member, so
+        those must all begin again."""
         own = self.devices[device]
         assert not self._set_of(device).is_world, "the other workers of its world would wait for it for ever"
         if own.node.lost.done():

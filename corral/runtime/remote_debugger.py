@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from corral.data.plugins import error_line
@@ -99,7 +98,9 @@ class WorkerDebugger:
             self._remote_pdb(why).set_trace(frame=frame)
         else:
             self._wait_for_client(why)
-            stop_in(frame)
+            import pydevd
+
+            pydevd.settrace(stop_at_frame=frame)
         self.install()
 
     def open_at(self, error: Exception) -> None:
@@ -112,7 +113,9 @@ class WorkerDebugger:
                 self._remote_pdb(error_line(error)).post_mortem()
             else:
                 self._wait_for_client(error_line(error))
-                stop_after_error()
+                from ray.util.debugpy import _debugpy_excepthook
+
+                _debugpy_excepthook()  # stops at the error that is being handled, where it was raised
 
     def _wait_for_client(self, why: str) -> None:
         import debugpy
@@ -151,19 +154,6 @@ class WorkerDebugger:
             yield
         finally:
             _internal_kv_del(key, namespace=NAMESPACE)
-
-
-def stop_in(frame: FrameType) -> None:
-    import pydevd
-
-    pydevd.settrace(stop_at_frame=frame)
-
-
-def stop_after_error() -> None:
-    """Stops debugpy at the error that is being handled, where it was raised."""
-    from ray.util.debugpy import _debugpy_excepthook
-
-    _debugpy_excepthook()
 
 
 # --- at the controller

@@ -8,6 +8,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from corral.algorithms.losses import GlobalCounts
+
 quick = settings(max_examples=40, deadline=None)
 
 Rows = list[list[float]]
@@ -33,6 +35,10 @@ class Ragged:
     @property
     def num_generated(self) -> int:
         return sum(map(sum, self.masks))
+
+    @property
+    def counts(self) -> GlobalCounts:
+        return GlobalCounts(self.num_generated, sum(any(row) for row in self.masks))
 
     def tensors(self) -> list[torch.Tensor]:
         return [flat(rows) for rows in self.columns]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ragged_lists import quick
 
 from corral.algorithms.declarations import NoOptions, with_options
-from corral.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, AdaptiveKLOptions, KLController, kl_penalty
+from corral.algorithms.losses import KL_ESTIMATORS, AdaptiveKL, AdaptiveKLOptions, KLController, kl_penalty
 
 
 def slow(x: float, estimator: str) -> tuple[float, float]:

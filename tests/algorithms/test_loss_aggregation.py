@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_lists import Ragged, Rows, mean, numbers, quick, ragged
 
-from corral.algorithms.aggregate import AGGREGATIONS, GlobalCounts, aggregate, count
 from corral.algorithms.declarations import AggregationDeclaration, AlgorithmPart, with_options
+from corral.algorithms.losses import AGGREGATIONS, GlobalCounts, aggregate
 
 NORM = 16.0
 PARTS: dict[str, AlgorithmPart[AggregationDeclaration]] = {
@@ -39,7 +39,7 @@ def parts(batch: Ragged, cuts: list[int]) -> list[Ragged]:
 @quick
 @given(batch=ragged(numbers))
 def test_each_mode_matches_lists(mode: str, batch: Ragged) -> None:
-    counts = count(batch.mask, batch.offsets)
+    counts = batch.counts
     result = aggregate(batch.poisoned()[0], batch.mask, batch.offsets, PARTS[mode], counts)
     assert float(result) == pytest.approx(slow(batch.generated(batch.columns[0]), mode, counts), abs=1e-12)
 
@@ -50,7 +50,7 @@ def test_each_mode_matches_lists(mode: str, batch: Ragged) -> None:
 def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
     mode: str, batch: Ragged, cuts: list[int]
 ) -> None:
-    counts = count(batch.mask, batch.offsets)
+    counts = batch.counts
     whole = batch.tensors()[0].requires_grad_()
     whole_loss = aggregate(whole, batch.mask, batch.offsets, PARTS[mode], counts)
     whole_loss.backward()
@@ -67,19 +67,10 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
     torch.testing.assert_close(torch.cat([t.grad for t in tokens if t.grad is not None]), whole.grad)
 
 
-@quick
-@given(batch=ragged(), cuts=st.lists(st.integers(0, 6), max_size=3))
-def test_counts_of_parts_add_up(batch: Ragged, cuts: list[int]) -> None:
-    total = GlobalCounts(0, 0)
-    for part in parts(batch, cuts):
-        total = total + count(part.mask, part.offsets)
-    assert total == GlobalCounts(batch.num_generated, sum(any(row) for row in batch.masks))
-
-
 def test_a_batch_without_generated_tokens_has_a_loss_of_zero() -> None:
     mask, offsets = torch.zeros(2, dtype=torch.bool), torch.tensor([0, 2])
     for mode in AGGREGATIONS:
-        assert aggregate(torch.ones(2), mask, offsets, PARTS[mode], count(mask, offsets)) == 0
+        assert aggregate(torch.ones(2), mask, offsets, PARTS[mode], GlobalCounts(0, 0)) == 0
 
 
 def test_a_missing_norm_is_an_error() -> None:

@@ -3,9 +3,8 @@ import torch
 from hypothesis import given
 from ragged_lists import Ragged, assert_rows, eighths, quick, ragged
 
-from corral.algorithms.aggregate import AGGREGATIONS, GlobalCounts, aggregate
 from corral.algorithms.declarations import with_options
-from corral.algorithms.losses import llds, num_preserved
+from corral.algorithms.losses import AGGREGATIONS, GlobalCounts, aggregate, llds, num_preserved
 
 SEQ_MEAN_TOKEN_MEAN = with_options(AGGREGATIONS["seq_mean_token_mean"])
 

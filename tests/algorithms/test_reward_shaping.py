@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_lists import quick
 
-from corral.algorithms.advantages import RewardedBatch, grpo
+from corral.algorithms.advantages import RewardedBatch, clipped_rewards, grpo, informative_groups, overlong_penalty
 from corral.algorithms.declarations import NoOptions
-from corral.algorithms.shaping import clipped_rewards, informative_groups, overlong_penalty
 
 
 @quick

@@ -12,7 +12,7 @@ from corral.observe.ledger import Ledger
 from corral.observe.run_files import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.parts import PRESETS
-from corral.runtime.loss_functions import LossStats
+from corral.runtime.model_workers import LossStats
 
 RARE = ("environment.reward.name=regex", "environment.reward.options.pattern=a|e|i|o|u", "batch.samples_per_prompt=2")
 """A reward that the random model earns about every other time: many groups of two have equal rewards."""

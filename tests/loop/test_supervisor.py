@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from corral.loop.rollout_scheduler import RolloutScheduler
 from corral.loop.supervisor import Supervisor
-from corral.loop.weight_publisher import WeightPublisher
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster
 from corral.runtime.group import Group, WorkerLost
-from corral.runtime.rollout_worker import RolloutWorker
+from corral.runtime.model_workers import WeightPublisher
+from corral.runtime.rollout_worker import RolloutScheduler, RolloutWorker
 
 
 class FakeWorkers(Group[RolloutWorker]):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from corral.observe.console_lines import cut, duration, score_text, step_line, validation_line, visible
+from corral.observe.console import cut, duration, score_text, step_line, validation_line, visible
 
 FULL = {
     "reward/mean": 0.412,

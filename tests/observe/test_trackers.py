@@ -181,7 +181,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_that_names_the_extra(
 def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     program = """
 import sys
-import corral.observe.console, corral.observe.curve, corral.observe.console, corral.observe.trackers
+import corral.observe.console, corral.observe.curve, corral.observe.trackers
 import corral.observe.run_files
 heavy = {"torch", "transformers", "matplotlib", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()

@@ -17,8 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from corral.recipe.errors import RunError
 from corral.rollout.engine import WeightLayout
-from corral.runtime.transfer_buckets import TransferHandle, pack, reused_memory
-from corral.runtime.transfer_channels import Channel, CollectiveChannel, IpcChannel, ObjectChannel
+from corral.runtime.transfer_channels import (
+    Channel,
+    CollectiveChannel,
+    IpcChannel,
+    ObjectChannel,
+    TransferHandle,
+    pack,
+    reused_memory,
+)
 
 CPU = torch.device("cpu")
 BUCKET = 10_000

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from corral.cluster.cluster_status import format_table
 from corral.cluster.jobs.job_api import JobApi
-from corral.observe.console_lines import duration
+from corral.observe.console import duration
 from corral.recipe.errors import RunError, UserError
 
 FOLDER_KEY, RESUME_KEY = "corral_run_folder", "corral_resume"  # of a job's metadata
