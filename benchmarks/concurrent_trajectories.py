@@ -18,8 +18,8 @@ from typing import Any
 from common import RESULTS
 
 from corral.bench.bench_report import BenchmarkReport
+from corral.data.batch import Trajectory
 from corral.data.rows import Row
-from corral.data.trajectory import Trajectory
 from corral.envs.base import StepResult
 from corral.envs.built_in.frozen_lake import FrozenLakeEnv
 from corral.envs.registry import EnvSet

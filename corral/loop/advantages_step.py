@@ -12,8 +12,7 @@ from corral.algorithms.corrections import correction_weights
 from corral.algorithms.kl import kl_penalty
 from corral.algorithms.ragged import segment_mean, whiten
 from corral.algorithms.shaping import clipped_rewards, overlong_penalty
-from corral.data.batch import Batch
-from corral.data.trajectory import IntArray, Trajectory
+from corral.data.batch import Batch, IntArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
 

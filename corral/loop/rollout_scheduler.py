@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from corral.data.trajectory import Trajectory
+from corral.data.batch import Trajectory
 from corral.recipe.errors import RunError
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from corral.algorithms.shaping import informative_groups
+from corral.data.batch import Trajectory
 from corral.data.sampler import SampledPrompt
-from corral.data.trajectory import Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_scheduler import PendingTrajectories
 from corral.observe.ledger import Ledger

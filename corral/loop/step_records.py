@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray, StopReason, Trajectory
+from corral.data.batch import Batch, FloatArray, StopReason, Trajectory
 from corral.loop.rollout_step import RolloutResult
 
 

@@ -6,8 +6,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray
+from corral.data.batch import Batch, FloatArray
 from corral.recipe.mesh import MeshShape
 from corral.runtime.group import Group
 from corral.runtime.loss_functions import LossStats, UpdateTerms

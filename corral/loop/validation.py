@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from corral.data.batch import Trajectory
 from corral.data.rows import Row
 from corral.data.sources import BOARDS
-from corral.data.trajectory import Trajectory
 from corral.envs.baselines import Baseline, baselines
 from corral.envs.registry import EnvSet, find_class
 from corral.loop.components import RolloutComponents, open_rollout_components

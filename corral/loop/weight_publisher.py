@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray, Trajectory
+from corral.data.batch import Batch, FloatArray, Trajectory
 from corral.loop.rollout_scheduler import RolloutScheduler
 from corral.loop.trainer_group import TrainerGroup
 from corral.recipe.errors import RunError

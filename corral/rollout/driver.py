@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from corral.data.batch import StopReason, Trajectory
 from corral.data.plugins import error_line, without_exit
 from corral.data.rows import Row
-from corral.data.trajectory import StopReason, Trajectory
 from corral.envs.base import Env, StepResult
 from corral.envs.registry import EnvFactory, EnvSet
 from corral.recipe.errors import UserError

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.logprobs import head_logprobs
 from corral.rollout.engine import Completion, PrefixHandle, Sampling, WeightLayout

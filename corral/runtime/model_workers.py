@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.data.batch import Batch, Pack
-from corral.data.trajectory import FloatArray
+from corral.data.batch import Batch, FloatArray, Pack
 from corral.model.model_loading import load_model
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.presets import resolve_algorithm

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corral.data.trajectory import Trajectory
+from corral.data.batch import Trajectory
 from corral.envs.registry import EnvSet
 from corral.model.model_loading import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError

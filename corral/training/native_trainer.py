@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.data.batch import Batch, Pack
-from corral.data.trajectory import Trajectory
+from corral.data.batch import Batch, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
 from corral.model.fused_layers import unfuse

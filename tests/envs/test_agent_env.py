@@ -15,9 +15,9 @@ import torch
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corral.data.batch import StopReason, Trajectory
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.data.trajectory import StopReason, Trajectory
 from corral.envs.base import StepResult
 from corral.envs.built_in.agent import AgentEnv
 from corral.envs.registry import EnvSet

@@ -13,10 +13,10 @@ import torch
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corral.data.batch import StopReason, Trajectory
 from corral.data.plugins import load_object
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.data.trajectory import StopReason, Trajectory
 from corral.envs.registry import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
