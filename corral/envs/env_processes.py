@@ -24,7 +24,7 @@ from corral.data.rows import Message, Row
 from corral.envs.base import Env, EnvWrapper, StepResult
 from corral.envs.registry import find_class
 from corral.recipe.errors import UserError
-from corral.rewards.worker_process import WorkerPool, WorkerProcess, drained, serve_requests
+from corral.rewards.scorer_pool import WorkerPool, WorkerProcess, drained, serve_requests
 
 ATTRIBUTES = ("inline", "last_turns", "tools")
 """Attributes of the environment that the driver reads."""

@@ -161,7 +161,7 @@ class AgentEnv(Env):
         """The reward that the agent returned, or else the reward function's for the last reply."""
         if is_number(result) or (isinstance(result, Mapping) and "score" in result):
             own = read_result(result)
-            return StepResult([], own.score, done=True, metrics=own.metrics)
+            return StepResult([], own.reward, done=True, metrics=own.metrics)
         assert self._row is not None
         score = await self._pool.score(reply, self._row)
         return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
