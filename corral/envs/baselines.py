@@ -10,8 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from corral.data.rows import Row
-from corral.envs.base import Env
-from corral.envs.registry import EnvSet
+from corral.envs.base import Env, EnvSet
 
 BUDGET_S = 60.0
 """Time for the episodes of a baseline: an environment that hangs must not hold up a run by more than this and one

@@ -16,19 +16,18 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from corral.data.plugins import error_line
 from corral.data.rows import Message
-from corral.envs.threads import LoopThread
 from corral.envs.tool_calls import Style, parse_reply
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 5.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
@@ -47,6 +46,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 """Fields that cannot be honored: the reason for the client, and which values want nothing."""
 EXCERPT = 60
+Answer = TypeVar("Answer")
 
 
 class BadRequest(Exception):
@@ -216,6 +216,35 @@ class ChatEndpoint:
 def has_hung_up(reader: asyncio.StreamReader) -> bool:
     """Whether the client is gone: it closed the connection, or the connection broke."""
     return reader.at_eof() or reader.exception() is not None
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Coroutine[Any, Any, Answer]) -> "Future[Answer]":
+        """Run a call from any other thread. Cancelling the future cancels the call."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def close(self) -> None:
+        """Cancels whatever still runs."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S / 2))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:

@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
+from corral.envs.base import Env, EnvSet, StepResult, uses_rewards
 from corral.envs.baselines import Baseline, baseline_of, random_policy_rng, reply_of
-from corral.envs.registry import EnvSet, uses_rewards
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
 from corral.rewards.scorer_pool import ScorerPool

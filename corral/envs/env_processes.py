@@ -17,14 +17,16 @@ import random
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.data.plugins import adopt, error_line, portable
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, EnvWrapper, StepResult
-from corral.envs.registry import find_class
+from corral.envs.base import Env, EnvWrapper, StepResult, find_class
 from corral.recipe.errors import UserError
 from corral.rewards.scorer_pool import WorkerPool, WorkerProcess, drained, serve_requests
+
+if TYPE_CHECKING:
+    from corral.recipe.schema import Environment
 
 ATTRIBUTES = ("inline", "last_turns", "tools")
 """Attributes of the environment that the driver reads."""
@@ -90,13 +92,11 @@ class EnvProcesses(WorkerPool[EnvSlot]):
 
     thread_name = "environment process"
 
-    def __init__(
-        self, name: str, env_class: Any, arguments: dict[str, Any], num_processes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, environment: "Environment", env_class: Any, arguments: dict[str, Any]) -> None:
         # A process finds the class by its name, since a class from a file can't be pickled.
-        load = pickled(name, arguments)
-        super().__init__(f"environment `{name}`", "corral.envs.env_processes", load, num_processes)
-        self.env_class, self._timeout_s = env_class, timeout_s
+        load = pickled(environment.name, arguments)
+        super().__init__(f"environment `{environment.name}`", __name__, load, environment.processes)
+        self.env_class, self._timeout_s = env_class, environment.timeout_s
         self._taken: set[EnvSlot] = set()
 
     def begin(self) -> EnvSlot:

@@ -12,8 +12,8 @@ import numpy as np
 from corral.data.batch import Trajectory
 from corral.data.rows import Row
 from corral.data.sources import BOARDS
+from corral.envs.base import EnvSet, find_class
 from corral.envs.baselines import Baseline, baselines
-from corral.envs.registry import EnvSet, find_class
 from corral.loop.components import RolloutComponents, open_rollout_components
 from corral.loop.interrupt import close_runner
 from corral.loop.step_records import environment_metrics

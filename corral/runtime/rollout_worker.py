@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corral.data.batch import Trajectory
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet
 from corral.model.model_loading import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe

@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 from corral.data.batch import StopReason, Trajectory
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.envs.base import StepResult
+from corral.envs.base import EnvSet, StepResult
 from corral.envs.built_in.agent import AgentEnv
-from corral.envs.registry import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Environment, Reward
+from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
@@ -270,7 +269,7 @@ def program(tmp_path: Path) -> list[str]:
 
 def open_envs(timeout_s: float = 20.0, **options: Any) -> EnvSet:
     environment = Environment(name="agent", options=options, timeout_s=timeout_s)
-    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))})
+    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))}, Rollout())
 
 
 async def converse(

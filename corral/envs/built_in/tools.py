@@ -5,15 +5,16 @@ import asyncio
 import functools
 import inspect
 import json
+import queue
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from corral.data.plugins import did_you_mean, error_line, load_object, without_exit
+from corral.data.plugins import did_you_mean, error_line, load_object
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
-from corral.envs.threads import CallThread, call_in_thread
+from corral.envs.base import Env, StepResult, final_step, within
 from corral.envs.tool_calls import Style, ToolCall, function_schema, is_json, parse_reply, problem_with
 from corral.recipe.errors import UserError
 from corral.rewards.scorer_pool import RewardScorer
@@ -22,6 +23,7 @@ SETTING = "environment.options.tools"
 ResultRole = Literal["tool", "user"]
 ToolPrompt = Literal["template", "system"]
 CLOSING = "\n</tool_response>"
+Answer = TypeVar("Answer")
 
 CALL_INSTRUCTIONS = {
     "hermes": (
@@ -80,8 +82,7 @@ class ToolsEnv(Env):
         self._turns += 1
         parsed = parse_reply(reply, self._style)
         if not parsed.calls:
-            score = await self._pool.score(reply, self._row)
-            return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+            return final_step(await self._pool.score(reply, self._row))
         valid = self._valid
         results = [await self._answer(call, number) for number, call in enumerate(parsed.calls)]
         penalty = self._penalty if self._valid - valid < len(parsed.calls) else 0.0
@@ -204,7 +205,7 @@ class ToolSet:
         for owner in dict.fromkeys(tool.owner for tool in self._box.tools.values()):
             if owner is not None:
                 session = self._sessions[owner] = ToolSession(owner)
-                await within(session.open(row), self._timeout_s)
+                await self._within(session.open(row))
 
     async def call(self, call: ToolCall) -> str:
         if call.problem is not None:
@@ -218,7 +219,7 @@ class ToolSet:
         if problem is not None:
             raise InvalidCall(f"`{call.name}` was not called: {problem}")
         try:
-            return as_text(await within(self._run(tool, call), self._timeout_s))
+            return as_text(await self._within(self._run(tool, call)))
         except TimeoutError:
             raise ToolError(f"`{call.name}` did not answer within {self._timeout_s:g} s") from None
         except Exception as error:
@@ -227,10 +228,13 @@ class ToolSet:
     async def close(self) -> None:
         """All of them, also if one cannot be closed; then its error is raised."""
         sessions, self._sessions = self._sessions, {}
-        closing = (within(session.close(), self._timeout_s) for session in sessions.values())
+        closing = (self._within(session.close()) for session in sessions.values())
         for result in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+
+    def _within(self, call: Awaitable[Any]) -> Awaitable[Any]:
+        return within(call, self._timeout_s, f"no answer within {self._timeout_s:g} s")
 
     def _run(self, tool: Tool, call: ToolCall) -> Awaitable[Any]:
         if tool.owner is not None:
@@ -283,19 +287,47 @@ class ToolSession:
         return self._running is not None and not self._running.done()
 
 
-async def within(call: Awaitable[Any], timeout_s: float) -> Any:
-    """TimeoutError if it takes longer. A late one is not waited for: it may ignore its cancellation."""
-    task = asyncio.ensure_future(without_exit(call))
-    try:
-        await asyncio.wait({task}, timeout=timeout_s)
-    finally:
-        task.cancel()
-    if not task.done():
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    return task.result()
-
-
 def as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     return json.dumps(result, ensure_ascii=False) if is_json(result) else str(result)
+
+
+# --- threads for people's code that may block or never return. All are daemons, so that none keeps a run alive
+
+
+class CallThread:
+    """Runs one call after the other, all in the same thread: what one opens (SQLite, say) the next may use."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], Answer]) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        self._jobs.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """The thread ends after what it was given so far; a call that hangs is left behind."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, call = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                answer = call()
+            except BaseException as error:  # also SystemExit: the call failed, nothing else
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                future.set_result(answer)
+
+
+def call_in_thread(call: Callable[[], Answer], name: str) -> "Future[Answer]":
+    """One call in a thread of its own. A pool's threads would be used up by calls that hang."""
+    thread = CallThread(name)
+    future = thread.submit(call)
+    thread.close()
+    return future
