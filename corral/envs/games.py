@@ -24,6 +24,10 @@ from corral.envs.base import Env, EnvDefaults, StepResult
 from corral.recipe.errors import UserError
 
 State = TypeVar("State", bound=Hashable)
+Cell = tuple[int, int]
+"""Row and column."""
+Draw = Callable[[int, int, Callable[[Cell], str]], str]
+"""Draws a board, see `GridGameEnv.draw`."""
 
 MAX_ATTEMPTS = 1000
 ANSWER_PATTERN = "<answer>(.*?)</answer>"
@@ -32,14 +36,8 @@ SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 PLACEHOLDERS = (
-    "instruction",
-    "symbols",
-    "actions",
-    "format",
-    "turn",
-    "observation",
-    "actions_left",
-    "max_response_tokens",
+    *("instruction", "symbols", "actions", "format"),
+    *("turn", "observation", "actions_left", "max_response_tokens"),
 )
 
 
@@ -297,16 +295,20 @@ class GridGameEnv(GameEnv):
     separator: str = ""
     """Text between the cells of a line; a space lets most tokenizers see them one by one."""
 
-    SYMBOLS: ClassVar[Mapping[str, str]]
-    """The sign of everything that may be in a cell."""
-    MEANINGS: ClassVar[Mapping[str, str]]
+    SYMBOLS: ClassVar[Mapping[str, tuple[str, str]]]
+    """The sign and the meaning of everything that may be in a cell."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._signs = override(self.SYMBOLS, self.grid_vocab, "grid_vocab")
+        self._signs = override({name: sign for name, (sign, _) in self.SYMBOLS.items()}, self.grid_vocab, "grid_vocab")
 
     def symbols(self) -> dict[str, str]:
-        return {self._signs[name]: meaning for name, meaning in self.MEANINGS.items()}
+        return {self._signs[name]: meaning for name, (_, meaning) in self.SYMBOLS.items()}
+
+    def draw(self, height: int, width: int, what: Callable[[Cell], str]) -> str:
+        """The board; `what` says what is in a cell."""
+        rows = ([self._signs[what((row, column))] for column in range(width)] for row in range(height))
+        return "\n".join(map(self.separator.join, rows))
 
 
 def shortest_path(
@@ -353,10 +355,6 @@ def override(standard: Mapping[str, str], changes: Mapping[str, str], option: st
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{option}.{name} must be text, not {value!r}")
     return {**standard, **changes}
-
-
-def draw_board(lines: Sequence[Sequence[str]], separator: str) -> str:
-    return "\n".join(separator.join(line) for line in lines)
 
 
 def require(condition: bool, message: str) -> None:
