@@ -125,11 +125,6 @@ class Prompts:
         return replace(self, **texts)  # type: ignore[arg-type]
 
 
-def fill(template: str, values: Mapping[str, object]) -> str:
-    """Replaces placeholders. Not str.format: templates may be full of other braces. Values are not looked into."""
-    return PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
-
-
 @dataclass(kw_only=True)
 class GameBase(EnvDefaults, ABC):
     """All of an environment around a game but for `reset`, `step` and `close`. Its fields are options of the recipe."""
@@ -188,7 +183,9 @@ class GameBase(EnvDefaults, ABC):
 
     def _board(self, row: Row, seed: int) -> Game:
         """The row's board: that of its seed, or the first of those after it that belongs to the row's part."""
-        first, part = board_seed(row), row.extra.get("part")
+        first, part = row.extra.get("seed"), row.extra.get("part")
+        if not isinstance(first, int):
+            raise UserError("a game's row needs a column `seed`, a whole number; set `path: boards` for the data")
         for attempt in range(MAX_ATTEMPTS):
             game = self.new_game(first + attempt, seed)
             if part is None or part_of(game.text()) == part:
@@ -259,19 +256,18 @@ class GameBase(EnvDefaults, ABC):
         turns, symbols = len(self._valid), self.symbols()
         if not symbols:
             template = "\n".join(line for line in template.split("\n") if "{symbols}" not in line)
-        return fill(
-            template,
-            {
-                "instruction": self._texts.instruction,
-                "symbols": ", ".join(f"{sign} {meaning}" for sign, meaning in symbols.items()),
-                "actions": ", ".join(self._names.values()),
-                "format": self.reply(list(self._names)[-1]),
-                "turn": turns + 1,
-                "observation": self.game.text(),
-                "actions_left": max(self.max_turns - turns, 0),
-                "max_response_tokens": self.max_response_tokens,
-            },
-        )
+        values = {
+            "instruction": self._texts.instruction,
+            "symbols": ", ".join(f"{sign} {meaning}" for sign, meaning in symbols.items()),
+            "actions": ", ".join(self._names.values()),
+            "format": self.reply(list(self._names)[-1]),
+            "turn": turns + 1,
+            "observation": self.game.text(),
+            "actions_left": max(self.max_turns - turns, 0),
+            "max_response_tokens": self.max_response_tokens,
+        }
+        # Not str.format: templates may be full of other braces. Values are not looked into.
+        return PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
 
 
 @dataclass(kw_only=True)
@@ -337,13 +333,6 @@ def shortest_path(
                 came_from[after] = (state, action)
                 reached.append(after)
     return None
-
-
-def board_seed(row: Row) -> int:
-    seed = row.extra.get("seed")
-    if not isinstance(seed, int):
-        raise UserError("a game's row needs a column `seed`, a whole number; set `path: boards` for the data")
-    return seed
 
 
 def override(standard: Mapping[str, str], changes: Mapping[str, str], option: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from env_helpers import opened
 
 from corral.data.rows import Row
 from corral.envs.base import EnvSet, StepResult
-from corral.envs.baselines import run_optimal, run_random
+from corral.envs.baselines import run_episode
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
 
@@ -151,8 +151,8 @@ def test_closing_kills_the_processes_and_calls_in_flight_raise() -> None:
 
 def test_players_are_asked_where_the_environment_is() -> None:
     with opened(SLOW, processes=1) as make:
-        at_random = asyncio.run(run_random(make, ROW, 1, max_turns=3))
-        best = asyncio.run(run_optimal(make, ROW, 1, max_turns=3))
+        at_random = asyncio.run(run_episode(make, ROW, 1, 3, "random_reply"))
+        best = asyncio.run(run_episode(make, ROW, 1, 3, "best_reply"))
     assert at_random is not None
     assert (at_random.turns, at_random.reward) == (3, 1.5)
     assert best is not None

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 from env_helpers import board, opened, say, share_won_at_random
 
-from corral.envs.baselines import run_optimal
+from corral.envs.baselines import run_episode
 from corral.envs.built_in.sokoban import DIRECTIONS, Room, Sokoban, SokobanEnv, new_room, push
 
 LETTERS = {
@@ -128,7 +128,7 @@ def test_rooms_are_like_those_of_the_game_that_people_compare_with() -> None:
 
 def test_the_best_player_earns_eleven_less_a_tenth_a_move() -> None:
     with opened("sokoban") as make:
-        played = asyncio.run(run_optimal(make, board(5), 0, 10))
+        played = asyncio.run(run_episode(make, board(5), 0, 10, "best_reply"))
     assert played is not None
     assert played.success == 1.0
     assert played.reward == pytest.approx(11 - 0.1 * played.turns)
