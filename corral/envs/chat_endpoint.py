@@ -101,6 +101,7 @@ class ChatSession:
         self._last: PendingRequest | None = None
         self._is_open = True
         self._lock = threading.Lock()
+        endpoint.sessions[self.key] = self
 
     def arrive(self, request: ChatRequest, reader: asyncio.StreamReader) -> PendingRequest:
         with self._lock:
@@ -126,29 +127,21 @@ class ChatSession:
             self._is_open = False
             if self._last is not None:
                 self._last.refuse("the trajectory is over")
-        self._endpoint.remove(self)
+        self._endpoint.sessions.pop(self.key, None)
 
 
 class ChatEndpoint:
     def __init__(self, model: str, ignored: Collection[str] = ()) -> None:
         self._model, self._ignored = model, frozenset(ignored)
-        self._sessions: dict[str, ChatSession] = {}
+        self.sessions: dict[str, ChatSession] = {}
         self._loop = LoopThread("agents' endpoint")
         listen = asyncio.start_server(self._serve, HOST, 0, limit=MAX_HEAD_BYTES, backlog=1024)
         self._server = self._loop.submit(listen).result(START_TIMEOUT_S)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self.base_url = f"http://{HOST}:{self.port}/v1"
 
-    def open_session(self, deliver: Callable[[PendingRequest], None]) -> ChatSession:
-        session = ChatSession(self, deliver)
-        self._sessions[session.key] = session
-        return session
-
-    def remove(self, session: ChatSession) -> None:
-        self._sessions.pop(session.key, None)
-
     def close(self) -> None:
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             session.close()
         self._loop.submit(self._stop_listening()).result(START_TIMEOUT_S)
         self._loop.close()
@@ -157,14 +150,13 @@ class ChatEndpoint:
         self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection's life: one request after the other."""
+        """A connection's life: one request after the other. Clients come and go as they like, and what is no HTTP is
+        not worth an answer."""
         try:
             while await self._serve_one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # clients come and go as they like
-        except (asyncio.LimitOverrunError, ValueError):
-            pass  # what is no HTTP is not worth an answer
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            pass
         except asyncio.CancelledError:
             pass  # by `close`
         finally:
@@ -173,7 +165,7 @@ class ChatEndpoint:
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection is to stay."""
         method, path, headers = await read_head(reader)
-        session = self._sessions.get(headers.get("authorization", "").removeprefix("Bearer ").strip())
+        session = self.sessions.get(headers.get("authorization", "").removeprefix("Bearer ").strip())
         if session is None:  # not even its body is read
             await send_error(writer, 401, NO_KEY)
             return False
@@ -376,14 +368,8 @@ def assistant_message(reply: str, request: ChatRequest, style: Style, number: in
     parsed = parse_reply(reply, style)
     if not request.parse_calls or not parsed.calls or any(call.problem for call in parsed.calls):
         return Message(role="assistant", content=reply)
-    calls = [
-        {
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-            "id": f"call_{number}_{position}",
-        }
-        for position, call in enumerate(parsed.calls)
-    ]
+    functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+    calls = [{"type": "function", "function": one, "id": f"call_{number}_{i}"} for i, one in enumerate(functions)]
     return cast(Message, {"role": "assistant", "content": parsed.text, "tool_calls": calls})
 
 

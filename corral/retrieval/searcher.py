@@ -113,12 +113,10 @@ def check_kind(kind: str, has_encoder: bool) -> None:
 
 
 def check_device(device: str | None) -> None:
-    if device is None:
-        return
     import torch
 
     try:
-        found = torch.device(device)
+        found = torch.device(device or "cpu")
     except RuntimeError as error:
         raise UserError(f"--device {device} is not a device; there are cpu, cuda, cuda:1 and so on") from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():

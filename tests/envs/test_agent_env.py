@@ -20,6 +20,7 @@ from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.base import EnvSet, StepResult
 from corral.envs.built_in.agent import AgentEnv
+from corral.envs.chat_endpoint import ChatSession
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
@@ -513,7 +514,7 @@ def endpoint(agents: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Its address, and the key of a session that is open."""
     envs = open_envs(agent=f"{agents}:one_turn")
     server = envs.factories[""].shared[0].endpoint  # type: ignore[attr-defined]
-    session = server.open_session(lambda exchange: None)
+    session = ChatSession(server, lambda exchange: None)
     yield server.base_url, {"Authorization": f"Bearer {session.key}"}
     envs.close()
     with pytest.raises(httpx.ConnectError):

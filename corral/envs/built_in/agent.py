@@ -99,7 +99,7 @@ class AgentEnv(Env):
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._session = self._agents.endpoint.open_session(deliver)
+        self._session = ChatSession(self._agents.endpoint, deliver)
         self._run = self._agents.start(row, self._session)
         self._run.add_done_callback(deliver)
         event = await self._next()

@@ -73,9 +73,9 @@ class ToolsEnv(Env):
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
         await self._set.open(row)
-        return (
-            with_instructions(row.prompt, self._schemas, self._style) if self._tool_prompt == "system" else row.prompt
-        )
+        if self._tool_prompt == "template":
+            return row.prompt
+        return with_instructions(row.prompt, self._schemas, self._style)
 
     async def step(self, reply: str) -> StepResult:
         assert self._row is not None, "step before reset"
@@ -242,9 +242,8 @@ class ToolSet:
         assert tool.function is not None
         if inspect.iscoroutinefunction(tool.function):
             return tool.function(**call.arguments)  # type: ignore[no-any-return]
-        return asyncio.wrap_future(
-            call_in_thread(functools.partial(tool.function, **call.arguments), f"tool {call.name}")
-        )
+        bound = functools.partial(tool.function, **call.arguments)
+        return asyncio.wrap_future(call_in_thread(bound, f"tool {call.name}"))
 
 
 class ToolSession:
