@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError
-from corral.retrieval.corpus import Corpus, Progress, silent
-from corral.retrieval.searcher import Hit, retriever_extra
+from corral.retrieval.searcher import Corpus, Hit, Progress, retriever_extra, silent
 
 LANGUAGES = ("english", "german", "french", "spanish", "italian", "portuguese", "dutch", "russian", "swedish", "none")
 WORD = re.compile(r"\b\w\w+\b")

@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from corral.observe.run_files import replacing
 from corral.recipe.errors import RunError, UserError, first_line
-from corral.retrieval.corpus import Corpus, Progress, silent
-from corral.retrieval.searcher import Hit, check_device, retriever_extra
+from corral.retrieval.searcher import Corpus, Hit, Progress, check_device, retriever_extra, silent
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

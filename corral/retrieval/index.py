@@ -18,9 +18,8 @@ from typing import Any
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
 from corral.retrieval.bm25 import Bm25Searcher, Bm25Settings, build_bm25, check_bm25
-from corral.retrieval.corpus import Corpus, CorpusFacts, Progress, same_file, scan, silent, stat
 from corral.retrieval.dense import DenseSearcher, DenseSettings, Encoder, build_dense, faiss, remove_vectors_of_graph
-from corral.retrieval.searcher import Searcher, check_kind
+from corral.retrieval.searcher import Corpus, CorpusFacts, Progress, Searcher, check_kind, same_file, scan, silent, stat
 
 MANIFEST = "manifest.json"
 BUILDING = "building.json"

@@ -59,10 +59,10 @@ class ToolsEnv(Env):
         check_choice("result_role", result_role, get_args(ResultRole))
         check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
         self.tools = shared.schemas if tool_prompt == "template" else []
-        self._schemas = shared.schemas
+        self._box, self._timeout_s = shared, tool_timeout_s
         self._pool, self._style, self._result_role, self._tool_prompt = pool, style, result_role, tool_prompt
         self._max_characters, self._max_calls, self._penalty = max_result_characters, max_calls_per_turn, format_penalty
-        self._set = ToolSet(shared, tool_timeout_s)
+        self._sessions: dict[type, ToolSession] = {}
         self._row: Row | None = None
         self._turns = self._calls = self._valid = self._errors = 0
 
@@ -72,10 +72,13 @@ class ToolsEnv(Env):
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
-        await self._set.open(row)
+        for owner in dict.fromkeys(tool.owner for tool in self._box.tools.values()):
+            if owner is not None:
+                session = self._sessions[owner] = ToolSession(owner)
+                await self._within(session.open(row))
         if self._tool_prompt == "template":
             return row.prompt
-        return with_instructions(row.prompt, self._schemas, self._style)
+        return with_instructions(row.prompt, self._box.schemas, self._style)
 
     async def step(self, reply: str) -> StepResult:
         assert self._row is not None, "step before reset"
@@ -92,8 +95,13 @@ class ToolsEnv(Env):
         return StepResult([Message(role="user", content=content)], -penalty, done=False, closing=CLOSING)
 
     async def close(self) -> None:
+        """Closes all sessions, also if one cannot be closed; then its error is raised."""
         self._row = None
-        await self._set.close()
+        sessions, self._sessions = self._sessions, {}
+        closing = (self._within(session.close()) for session in sessions.values())
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     def summary(self) -> dict[str, float]:
         numbers = {"turns": float(self._turns), "tool_calls": float(self._calls), "tool_errors": float(self._errors)}
@@ -105,7 +113,7 @@ class ToolsEnv(Env):
         try:
             if number >= self._max_calls:
                 raise InvalidCall(f"not called: there may be {self._max_calls} calls in a turn")
-            result = await self._set.call(call)
+            result = await self._call(call)
         except InvalidCall as error:
             return cut(f"Error: {error}", self._max_characters)
         except ToolError as error:
@@ -113,6 +121,37 @@ class ToolsEnv(Env):
             result = f"Error: {error}"
         self._valid += 1
         return cut(result, self._max_characters)
+
+    async def _call(self, call: ToolCall) -> str:
+        """Whatever a tool does costs `tool_timeout_s` at most and raises nothing but ToolError."""
+        if call.problem is not None:
+            raise InvalidCall(call.problem)
+        tool = self._box.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._box.tools)
+            guess = did_you_mean(call.name, self._box.tools)
+            raise InvalidCall(f"there is no tool `{call.name}`{guess}; there are {known}")
+        problem = problem_with(call.arguments, tool.schema["function"]["parameters"])
+        if problem is not None:
+            raise InvalidCall(f"`{call.name}` was not called: {problem}")
+        try:
+            return as_text(await self._within(self._run(tool, call)))
+        except TimeoutError:
+            raise ToolError(f"`{call.name}` did not answer within {self._timeout_s:g} s") from None
+        except Exception as error:
+            raise ToolError(f"`{call.name}` failed: {error_line(error)}") from error
+
+    def _within(self, call: Awaitable[Any]) -> Awaitable[Any]:
+        return within(call, self._timeout_s, f"no answer within {self._timeout_s:g} s")
+
+    def _run(self, tool: "Tool", call: ToolCall) -> Awaitable[Any]:
+        if tool.owner is not None:
+            return self._sessions[tool.owner].call(call.name, call.arguments)
+        assert tool.function is not None
+        if inspect.iscoroutinefunction(tool.function):
+            return tool.function(**call.arguments)  # type: ignore[no-any-return]
+        bound = functools.partial(tool.function, **call.arguments)
+        return asyncio.wrap_future(call_in_thread(bound, f"tool {call.name}"))
 
 
 def with_instructions(prompt: list[Message], schemas: list[dict[str, Any]], style: Style) -> list[Message]:
@@ -134,7 +173,7 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
         raise UserError(f"environment.options.{option} must be {' or '.join(allowed)}, not {value!r}")
 
 
-# --- the tools of a recipe and of one trajectory
+# --- the tools of a recipe, and objects of their classes
 
 
 class ToolError(Exception):
@@ -192,58 +231,6 @@ def public_methods(tool_class: type) -> list[str]:
         for name in names
         if not name.startswith("_") and name != "close" and inspect.isfunction(inspect.getattr_static(tool_class, name))
     ]
-
-
-class ToolSet:
-    """The tools of one trajectory. Whatever they do costs `timeout_s` at most and raises nothing but ToolError."""
-
-    def __init__(self, box: ToolBox, timeout_s: float) -> None:
-        self._box, self._timeout_s = box, timeout_s
-        self._sessions: dict[type, ToolSession] = {}
-
-    async def open(self, row: Row) -> None:
-        for owner in dict.fromkeys(tool.owner for tool in self._box.tools.values()):
-            if owner is not None:
-                session = self._sessions[owner] = ToolSession(owner)
-                await self._within(session.open(row))
-
-    async def call(self, call: ToolCall) -> str:
-        if call.problem is not None:
-            raise InvalidCall(call.problem)
-        tool = self._box.tools.get(call.name)
-        if tool is None:
-            known = ", ".join(self._box.tools)
-            guess = did_you_mean(call.name, self._box.tools)
-            raise InvalidCall(f"there is no tool `{call.name}`{guess}; there are {known}")
-        problem = problem_with(call.arguments, tool.schema["function"]["parameters"])
-        if problem is not None:
-            raise InvalidCall(f"`{call.name}` was not called: {problem}")
-        try:
-            return as_text(await self._within(self._run(tool, call)))
-        except TimeoutError:
-            raise ToolError(f"`{call.name}` did not answer within {self._timeout_s:g} s") from None
-        except Exception as error:
-            raise ToolError(f"`{call.name}` failed: {error_line(error)}") from error
-
-    async def close(self) -> None:
-        """All of them, also if one cannot be closed; then its error is raised."""
-        sessions, self._sessions = self._sessions, {}
-        closing = (self._within(session.close()) for session in sessions.values())
-        for result in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    def _within(self, call: Awaitable[Any]) -> Awaitable[Any]:
-        return within(call, self._timeout_s, f"no answer within {self._timeout_s:g} s")
-
-    def _run(self, tool: Tool, call: ToolCall) -> Awaitable[Any]:
-        if tool.owner is not None:
-            return self._sessions[tool.owner].call(call.name, call.arguments)
-        assert tool.function is not None
-        if inspect.iscoroutinefunction(tool.function):
-            return tool.function(**call.arguments)  # type: ignore[no-any-return]
-        bound = functools.partial(tool.function, **call.arguments)
-        return asyncio.wrap_future(call_in_thread(bound, f"tool {call.name}"))
 
 
 class ToolSession:
