@@ -179,7 +179,7 @@ class ChatEndpoint:
             await send_error(writer, 405, f"{path} takes {expected}")
         elif path == MODELS:
             model = {"id": self._model, "object": "model", "created": 0, "owned_by": "corral"}
-            await send_json(writer, 200, {"object": "list", "data": [model]})
+            await send(writer, 200, {"object": "list", "data": [model]})
         else:
             await self._complete(session, body, reader, writer)
         return headers.get("connection", "").lower() != "close"
@@ -199,9 +199,9 @@ class ChatEndpoint:
         key = f"chatcmpl-{secrets.token_hex(8)}"
         if request.stream:
             events = [*(json.dumps(chunk) for chunk in chunks(reply, request, key)), "[DONE]"]
-            await send(writer, 200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events))
+            await send(writer, 200, "".join(f"data: {event}\n\n" for event in events))
         else:
-            await send_json(writer, 200, completion(reply, request, key))
+            await send(writer, 200, completion(reply, request, key))
         pending.was_sent = True
 
 
@@ -267,15 +267,12 @@ def _bounded(num_bytes: int) -> int:
 
 async def send_error(writer: asyncio.StreamWriter, status: int, message: str) -> None:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    await send_json(writer, status, {"error": error})
+    await send(writer, status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 
-async def send_json(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any]) -> None:
-    await send(writer, status, "application/json", json.dumps(answer))
-
-
-async def send(writer: asyncio.StreamWriter, status: int, kind: str, text: str) -> None:
+async def send(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any] | str) -> None:
+    """Sends an object as JSON; a text is a stream of events."""
+    kind, text = ("text/event-stream", answer) if isinstance(answer, str) else ("application/json", json.dumps(answer))
     body = text.encode()
     closing = "Connection: close\r\n" if status == 401 else ""
     head = (
