@@ -18,11 +18,10 @@ from typing import Any
 from common import RESULTS
 
 from corral.bench.bench_report import BenchmarkReport
+from corral.data.batch import Trajectory
 from corral.data.rows import Row
-from corral.data.trajectory import Trajectory
-from corral.envs.base import StepResult
+from corral.envs.base import EnvSet, StepResult
 from corral.envs.built_in.frozen_lake import FrozenLakeEnv
-from corral.envs.registry import EnvSet
 from corral.model.model_loading import default_device, load_model, load_tokenizer
 from corral.recipe.schema import Environment, Model, Rollout
 from corral.rollout.chat_rendering import ChatRenderer

@@ -30,8 +30,7 @@ from tiny import save_tiny_model
 from corral.algorithms.losses import GlobalCounts
 from corral.bench.bench_report import BenchmarkReport, StepTimes
 from corral.bench.step_sides import timed_steps
-from corral.data.batch import Batch
-from corral.data.trajectory import Trajectory
+from corral.data.batch import Batch, Trajectory
 from corral.observe.console import Console
 from corral.recipe.placement import Placement, parse_placement
 from corral.recipe.schema import Recipe

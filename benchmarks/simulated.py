@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray, IntArray, StopReason, Trajectory
+from corral.data.batch import Batch, FloatArray, IntArray, StopReason, Trajectory
 from corral.recipe.schema import MAX_SEQUENCES, Recipe
 from corral.rollout.driver import Prompt, seed_of
 from corral.runtime.model_workers import LossStats, UpdateTerms

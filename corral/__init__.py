@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from corral.algorithms.declarations import Needs, advantage
     from corral.algorithms.declarations import policy_loss as loss
     from corral.api import Run, evaluate, load_recipe, plan, reward, train
-    from corral.data.trajectory import Trajectory
+    from corral.data.batch import Trajectory
     from corral.envs.base import BlockingEnv, Env, StepResult
     from corral.recipe.errors import RecipeError, RunError, UserError
     from corral.recipe.plan import Plan
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "corral.algorithms.declarations": ("Needs", "advantage", "policy_loss"),
     "corral.api": ("Run", "evaluate", "load_recipe", "plan", "reward", "train"),
-    "corral.data.trajectory": ("Trajectory",),
+    "corral.data.batch": ("Trajectory",),
     "corral.envs.base": ("BlockingEnv", "Env", "StepResult"),
     "corral.recipe.errors": ("RecipeError", "RunError", "UserError"),
     "corral.recipe.plan": ("Plan",),

@@ -42,7 +42,7 @@ ALLOWED = {
     "corral/envs/built_in/frozen_lake.py": {"player"},  # the board's figure
     "corral/envs/built_in/gymnasium.py": {"player"},  # the board's figure
     "corral/envs/built_in/sokoban.py": {"player", "floor"},  # the board's figure and cells
-    "corral/envs/registry.py": {"told"},  # the old name of an option
+    "corral/envs/base.py": {"told"},  # the old name of an option
     "docs/environments.md": {"play", "played", "player", "opening", "floor"},  # games, their boards and prompts
     "recipes/frozen_lake.yaml": {"opening"},  # the key of a game's prompts
     "recipes/search.yaml": {"play"},  # Hamlet

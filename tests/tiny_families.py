@@ -17,8 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from corral.data.batch import Batch
-from corral.data.trajectory import Trajectory
+from corral.data.batch import Batch, Trajectory
 from corral.model.attention import AttentionKernel, attention_layers
 from corral.model.families import ModelPath, check_length, choose_path
 from corral.model.model_loading import load_model

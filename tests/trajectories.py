@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from corral.data.batch import Batch
-from corral.data.trajectory import StopReason, Trajectory
+from corral.data.batch import Batch, StopReason, Trajectory
 
 
 def make_trajectory(

@@ -75,8 +75,7 @@ def random_pack(settings: BenchSettings) -> Any:
     """One micro-batch of sequences without a common prefix; all tokens but the first of each are predicted."""
     import numpy as np
 
-    from corral.data.batch import Batch
-    from corral.data.trajectory import StopReason, Trajectory
+    from corral.data.batch import Batch, StopReason, Trajectory
 
     vocab_size = ModelShape.from_folder(Path(settings.folder)).vocab_size
     trajectories = []

@@ -57,8 +57,7 @@ def build(
 ) -> None:
     """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
     from corral.retrieval.bm25 import Bm25Settings
-    from corral.retrieval.dense import DenseSettings
-    from corral.retrieval.encoder import EncoderSettings
+    from corral.retrieval.dense import DenseSettings, EncoderSettings
     from corral.retrieval.estimate import estimate, of_index, size
     from corral.retrieval.index import build as build_index
     from corral.retrieval.index import encoder_name

@@ -29,7 +29,7 @@ NODE_S = 60.0  # for a node to answer
 NUM_THREADS = 4
 ProcessKind = Literal["controller", "worker", "reward", "environment"]
 MARKS: dict[ProcessKind, str] = {
-    "reward": "from corral.rewards.scorer_worker import main",
+    "reward": "from corral.rewards.scorer_pool import main",
     "environment": "from corral.envs.env_processes import main",
 }
 """Parts of the command line of a process that runs a reward function, or environments that block."""

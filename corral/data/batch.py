@@ -1,21 +1,107 @@
-"""A batch of trajectories as a handful of flat arrays plus offsets: ragged, never padded.
+"""Trajectories, and batches of them as a handful of flat arrays plus offsets: ragged, never padded.
 
-Stages add what they compute (`old_logprobs`, `reference_logprobs`, `values`, `advantages`, `returns`), one number per
-token, aligned with `tokens`. `pack` fills micro-batches up to a hard cap of distinct tokens; no size has to divide
-another.
+A `Trajectory` is the record of one rollout. Stages add to a `Batch` what they compute (`old_logprobs`, `values`,
+`reference_logprobs`, `advantages`, `returns`), one number per token, aligned with `tokens`. `Batch.pack` fills
+micro-batches up to a hard cap of distinct tokens; no size has to divide another.
+
+A `Pack` is laid out as a `TokenTree`, so that no token with the same prefix is computed twice. A causal model's state
+at a token depends on the tokens before it and on nothing else. So the samples of a prompt can share the prompt, prompts
+can share a system message, and two samples that start with the same words can share those; the result and the gradient
+are the same as if each sequence were computed alone.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from corral.data.token_tree import TokenTree, common_prefix, lexicographic_order
-from corral.data.trajectory import BoolArray, FloatArray, IntArray, Trajectory
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 TOKEN_ARRAYS = ("tokens", "generated", "logprobs", "versions", "token_rewards")
 """Fields of a batch with one element for each token, besides `columns`."""
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    END_OF_TURN = "end_of_turn"
+    """The model generated its end-of-turn token and the environment had nothing to add."""
+    STOP_STRING = "stop_string"
+    """The model generated one of the recipe's stop strings."""
+    LENGTH = "length"
+    """The response reached `max_response_tokens`; what it says may be cut off."""
+    ENVIRONMENT = "environment"
+    """The environment was done, after a turn that ended at its own limit, `max_turn_tokens`."""
+    TURNS = "turns"
+    """The conversation reached `max_turns` before the environment was done."""
+    ERROR = "error"
+    """The environment or the reward failed; `Trajectory.error` says how."""
+
+
+@dataclass
+class Trajectory:
+    """One growing list of token ids. What is not `generated` (prompt, observations) is never trained on."""
+
+    tokens: IntArray
+    generated: BoolArray
+    logprobs: FloatArray
+    """Log-prob of each generated token when it was sampled; 0 elsewhere."""
+    versions: IntArray
+    """Version of the weights that generated each token; -1 elsewhere."""
+    turn_rewards: list[tuple[int, float]]
+    """(index of the turn's last generated token, its reward)."""
+    stop: StopReason
+    prompt_id: int
+    """Id of the prompt, counted over the whole run. Samples of one prompt have the same: it is also the group."""
+    sample: int
+    """Index within the group, 0 .. samples_per_prompt - 1."""
+    row: int
+    """Index of the prompt in its data set."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    tag: str = ""
+    """Tag of its environment, where the recipe has several."""
+    turn_states: list[int] = field(default_factory=list)
+    """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        assert len(self.generated) == len(self.logprobs) == len(self.versions) == length
+
+    @classmethod
+    def from_tokens(cls, tokens: Sequence[int], prompt_length: int = 1) -> "Trajectory":
+        """Tokens that count as generated behind the prompt, without log-probs and rewards: for probes and
+        placeholders."""
+        generated = np.arange(len(tokens)) >= prompt_length
+        return cls(
+            tokens=np.array(tokens, np.int64),
+            generated=generated,
+            logprobs=np.zeros(len(tokens), np.float32),
+            versions=np.where(generated, 0, -1),
+            turn_rewards=[],
+            stop=StopReason.LENGTH,
+            prompt_id=0,
+            sample=0,
+            row=0,
+        )
+
+    @property
+    def reward(self) -> float:
+        return float(sum(reward for _, reward in self.turn_rewards))
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first generated one."""
+        return int(self.generated.argmax()) if self.generated.any() else len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return int(self.generated.sum())
 
 
 @dataclass
@@ -77,7 +163,7 @@ class Batch:
         flat = self.positions_of(rows)
         return Batch(
             **{name: getattr(self, name)[flat] for name in TOKEN_ARRAYS},
-            offsets=np.cumsum([0, *(self.offsets[row + 1] - self.offsets[row] for row in rows)]),
+            offsets=np.cumsum([0, *np.diff(self.offsets)[list(rows)]]),
             groups=self.groups[list(rows)],
             columns={name: column[flat] for name, column in self.columns.items()},
         )
@@ -123,25 +209,20 @@ class Batch:
         Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
         what it adds to the micro-batch is its length without that common prefix.
         """
-        return [Pack(self, tuple(packed)) for packed in self._packed_rows(max_tokens, rows)]
-
-    def _packed_rows(self, max_tokens: int, rows: Sequence[int] | None) -> Iterator[list[int]]:
         chosen = list(range(len(self))) if rows is None else list(rows)
         sequences = [self.inputs(row) for row in chosen]
-        packed: list[int] = []
-        used, previous = 0, None
-        for i in lexicographic_order(sequences):
-            sequence = sequences[i]
-            if len(sequence) > max_tokens:
-                raise ValueError(f"a trajectory with {len(sequence)} tokens to read does not fit into {max_tokens}")
-            added = len(sequence) - (0 if previous is None else common_prefix(previous, sequence))
-            if packed and used + added > max_tokens:
-                yield packed
-                packed, used, added = [], 0, len(sequence)
-            packed.append(chosen[i])
-            used, previous = used + added, sequence
-        if packed:
-            yield packed
+        packed: list[list[int]] = []
+        used = 0
+        for i, num_shared in in_prefix_order(sequences):
+            length = len(sequences[i])
+            if length > max_tokens:
+                raise ValueError(f"a trajectory with {length} tokens to read does not fit into {max_tokens}")
+            used += length - num_shared
+            if not packed or used > max_tokens:
+                packed.append([])
+                used = length
+            packed[-1].append(chosen[i])
+        return [Pack(self, tuple(rows)) for rows in packed]
 
 
 @dataclass(frozen=True)
@@ -152,7 +233,7 @@ class Pack:
     rows: tuple[int, ...]
 
     @cached_property
-    def tree(self) -> TokenTree:
+    def tree(self) -> "TokenTree":
         return TokenTree.build([self.batch.inputs(row) for row in self.rows])
 
     @cached_property
@@ -162,8 +243,7 @@ class Pack:
 
     @cached_property
     def offsets(self) -> IntArray:
-        lengths = [self.batch.offsets[row + 1] - self.batch.offsets[row] for row in self.rows]
-        return np.cumsum([0, *lengths])
+        return np.cumsum([0, *np.diff(self.batch.offsets)[list(self.rows)]])
 
     @cached_property
     def generated(self) -> BoolArray:
@@ -188,10 +268,70 @@ class Pack:
         return self.batch.columns[name][self.flat]
 
 
+@dataclass(frozen=True)
+class TreeChunk:
+    """The tokens that one sequence adds: `start <= node < end`. Its last query attends to the whole `path`."""
+
+    start: int
+    end: int
+    path: IntArray
+    """Nodes of the sequence from its root up to and including the chunk's own."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    tokens: IntArray
+    """[nodes]"""
+    positions: IntArray
+    """[nodes], distance from the root: the token's position in every sequence that runs through it."""
+    paths: tuple[IntArray, ...]
+    """For each sequence, in the order given to `build`, the nodes of its tokens."""
+    chunks: tuple[TreeChunk, ...]
+    """In order of `start`, without empty ones (of a sequence that is a prefix of another, or equal to it)."""
+
+    @classmethod
+    def build(cls, sequences: Sequence[IntArray]) -> "TokenTree":
+        paths: list[IntArray] = [np.empty(0, np.int64)] * len(sequences)
+        chunks, new_tokens, num_nodes, path = [], [], 0, np.empty(0, np.int64)
+        for i, num_shared in in_prefix_order(sequences):
+            end = num_nodes + len(sequences[i]) - num_shared
+            path = paths[i] = np.concatenate([path[:num_shared], np.arange(num_nodes, end)])
+            if end > num_nodes:
+                chunks.append(TreeChunk(num_nodes, end, path))
+            new_tokens.append(sequences[i][num_shared:])
+            num_nodes = end
+        positions = np.empty(num_nodes, np.int64)
+        for chunk in chunks:
+            positions[chunk.start : chunk.end] = np.arange(len(chunk.path) - (chunk.end - chunk.start), len(chunk.path))
+        return cls(np.concatenate(new_tokens), positions, tuple(paths), tuple(chunks))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def trees(self) -> tuple[tuple[TreeChunk, ...], ...]:
+        """Chunks by root. Chunks under different roots share nothing; each root's nodes are contiguous."""
+        trees: list[list[TreeChunk]] = []
+        for chunk in self.chunks:
+            if chunk.path[0] == chunk.start:
+                trees.append([])
+            trees[-1].append(chunk)
+        return tuple(tuple(tree) for tree in trees)
+
+
 def distinct_tokens(sequences: Sequence[IntArray]) -> int:
     """Number of tokens that have to be computed when common prefixes are computed once."""
-    total, previous = 0, np.empty(0, np.int64)
-    for i in lexicographic_order(sequences):
-        total += len(sequences[i]) - common_prefix(previous, sequences[i])
+    return sum(len(sequences[i]) - num_shared for i, num_shared in in_prefix_order(sequences))
+
+
+def in_prefix_order(sequences: Sequence[IntArray]) -> Iterator[tuple[int, int]]:
+    """Indices in lexicographic order, in which neighbors have the longest common prefixes, each with the number of
+    tokens that it shares with the one before it. Big-endian bytes compare as the numbers do, in C."""
+    keys = [sequence.astype(">i4").tobytes() for sequence in sequences]
+    previous: IntArray = np.empty(0, np.int64)
+    for i in sorted(range(len(sequences)), key=keys.__getitem__):
+        length = min(len(previous), len(sequences[i]))
+        differs = previous[:length] != sequences[i][:length]
+        yield i, int(differs.argmax()) if differs.any() else length
         previous = sequences[i]
-    return total

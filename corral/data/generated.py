@@ -77,7 +77,11 @@ def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
     for operator, terms in _problems(operators, options, source):
         if options.part in (None, _part(operator, terms)):
             num_found += 1
-            yield _arithmetic_row(task, operator, terms, options.question)
+            yield {
+                "prompt": options.question.replace("{expression}", f" {operator} ".join(map(str, terms))),
+                "answer": str(functools.reduce({"+": add, "-": sub, "*": mul}[operator], terms)),
+                "data_source": f"arithmetic/{task}",
+            }
         if num_found == (source.size or DEFAULT_SIZE):
             return
     if source.size is not None:
@@ -111,18 +115,7 @@ def _part(operator: str, terms: list[int]) -> str:
     """Where the order of terms does not matter it does not change the part: `7 + 12` is not held out if `12 + 7` was
     trained on."""
     canonical = terms if operator == "-" else sorted(terms)
-    digest = hashlib.blake2b(f"{operator} {canonical}".encode(), digest_size=8).digest()
-    return "validation" if int.from_bytes(digest, "big") % VALIDATION_EVERY == 0 else "train"
-
-
-def _arithmetic_row(task: str, operator: str, terms: list[int], question: str) -> dict[str, Any]:
-    answer = functools.reduce({"+": add, "-": sub, "*": mul}[operator], terms)
-    expression = f" {operator} ".join(map(str, terms))
-    return {
-        "prompt": question.replace("{expression}", expression),
-        "answer": str(answer),
-        "data_source": f"arithmetic/{task}",
-    }
+    return "validation" if _hash(f"{operator} {canonical}") % VALIDATION_EVERY == 0 else "train"
 
 
 def reasoning_gym_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
@@ -166,7 +159,7 @@ def board_rows(source: Source, environments: Mapping[str, float], part: Part = "
         yield {
             "prompt": f"board {index} ({tag})" if tag else f"board {index}",
             "answer": None,
-            "seed": _bits(f"board {source.seed}/{index}"),
+            "seed": _hash(f"board {source.seed}/{index}") >> 1,
             "environment": tag,
             "part": part,
         }
@@ -175,9 +168,9 @@ def board_rows(source: Source, environments: Mapping[str, float], part: Part = "
 def part_of(board: str) -> Part:
     """The part to which a board belongs, by what is on it: small boards repeat, and one that is trained on must not be
     one that is validated on."""
-    return "validation" if _bits(board) % VALIDATION_EVERY == 0 else "train"
+    return "validation" if (_hash(board) >> 1) % VALIDATION_EVERY == 0 else "train"
 
 
-def _bits(text: str) -> int:
-    """63 bits that depend on nothing but the text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+def _hash(text: str) -> int:
+    """64 bits that depend on nothing but the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -13,14 +13,13 @@ import importlib.util
 import pickle
 import sys
 import traceback
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from corral.recipe.errors import UserError
 
-Result = TypeVar("Result")
 MAX_ERROR_CHARACTERS = 500
 IN_MEMORY = "corral_objects"
 """The module, in memory only, of objects that cannot be imported."""
@@ -96,14 +95,6 @@ def error_line(error: BaseException) -> str:
     if not frames or isinstance(error, SyntaxError):  # a SyntaxError's text has its own place
         return text
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-
-
-async def without_exit(call: Awaitable[Result]) -> Result:
-    """Awaits a user's code. If it calls `sys.exit`, that is an error of its own and ends neither event loop nor run."""
-    try:
-        return await call
-    except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Public data sets as files that a recipe reads: from the hub or a local copy, in verl's row layout, or from a package.
 
-To add one: write a function from the data set's columns to question and answer, and add it to `DATA_SETS`.
+To add one: add to `DATA_SETS` which columns it has, and how the final answer is found in a solution.
 """
 
 import json
@@ -33,22 +33,41 @@ DISSOLVED = ("Serbia and Montenegro", "Antilles néerlandaises")
 
 
 @dataclass(frozen=True)
-class Problem:
-    question: str
-    solution: str
-    """The worked-out solution."""
-    answer: str
-    """The final answer, to compare with."""
-
-
-@dataclass(frozen=True)
 class DataSet:
     hub_name: str
     hub_subset: str | None
+    question: str
+    """Column of the question."""
+    solution: str
+    """Column of the worked-out solution."""
+    find_answer: Callable[[str], str | None]
+    """Finds in the solution the final answer, to compare with."""
+    answer_mark: str
+    """What marks it, for errors."""
     instruction: str
     """Text after every question."""
-    read: Callable[[Mapping[str, Any]], Problem]
-    """Reads the columns of a row; KeyError for a missing one, ValueError for a bad one."""
+
+
+DATA_SETS = {
+    "gsm8k": DataSet(
+        hub_name="openai/gsm8k",
+        hub_subset="main",
+        question="question",
+        solution="answer",
+        find_answer=lambda solution: (after_hashes(solution) or "").replace(",", "") or None,
+        answer_mark="`####` line",
+        instruction='Let\'s think step by step and output the final answer after "####".',
+    ),
+    "math": DataSet(
+        hub_name="DigitalLearningGmbH/MATH-lighteval",
+        hub_subset=None,
+        question="problem",
+        solution="solution",
+        find_answer=last_boxed,
+        answer_mark=r"\boxed{} answer",
+        instruction=r"Let's think step by step and output the final answer within \boxed{}.",
+    ),
+}
 
 
 def prepare(name: str, out_dir: Path, local: Path | None = None) -> list[Path]:
@@ -90,48 +109,19 @@ def _read_local(folder: Path, split: str) -> Iterator[Located]:
 
 def _verl_row(data_set: DataSet, where: str, columns: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
     try:
-        problem = data_set.read(columns)
+        question, solution = columns[data_set.question], columns[data_set.solution]
     except KeyError as error:
         raise UserError(f"{where}: no column {error}; it has {', '.join(columns)}") from error
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+    answer = data_set.find_answer(solution)
+    if answer is None:
+        raise UserError(f"{where}: the {data_set.solution} has no {data_set.answer_mark}")
     return {
         "data_source": data_set.hub_name,
-        "prompt": [{"role": "user", "content": f"{problem.question} {data_set.instruction}"}],
+        "prompt": [{"role": "user", "content": f"{question} {data_set.instruction}"}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": problem.answer},
-        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": problem.solution},
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
     }
-
-
-def _gsm8k(columns: Mapping[str, Any]) -> Problem:
-    answer = after_hashes(columns["answer"])
-    if answer is None:
-        raise ValueError("the answer has no `####` line")
-    return Problem(columns["question"], columns["answer"], answer.replace(",", ""))
-
-
-def _math(columns: Mapping[str, Any]) -> Problem:
-    answer = last_boxed(columns["solution"])
-    if answer is None:
-        raise ValueError(r"the solution has no \boxed{} answer")
-    return Problem(columns["problem"], columns["solution"], answer)
-
-
-DATA_SETS = {
-    "gsm8k": DataSet(
-        hub_name="openai/gsm8k",
-        hub_subset="main",
-        instruction='Let\'s think step by step and output the final answer after "####".',
-        read=_gsm8k,
-    ),
-    "math": DataSet(
-        hub_name="DigitalLearningGmbH/MATH-lighteval",
-        hub_subset=None,
-        instruction=r"Let's think step by step and output the final answer within \boxed{}.",
-        read=_math,
-    ),
-}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,11 @@ def row_from_mapping(mapping: Mapping[str, Any], data: "Data", where: str = "row
         raise UserError(f"{where}: `data_source` must be text, not {_kind(source)}")
     taken = {data.prompt_key, data.answer_key or "answer", "data_source"}
     extra = {key: value for key, value in mapping.items() if key not in taken}
-    return Row(prompt, _answer(mapping, data.answer_key, where), source, extra)
+    if data.answer_key is not None:
+        answer = _column(mapping, data.answer_key, "data.answer_key", where)
+    else:
+        answer = mapping["answer"] if "answer" in mapping else _look_up(mapping, "reward_model.ground_truth")[1]
+    return Row(prompt, answer, source, extra)
 
 
 def _column(mapping: Mapping[str, Any], key: str, setting: str, where: str) -> Any:
@@ -59,14 +63,6 @@ def _look_up(mapping: Mapping[str, Any], key: str) -> tuple[bool, Any]:
     if inner and isinstance(mapping.get(outer), Mapping):
         return _look_up(mapping[outer], inner)
     return False, None
-
-
-def _answer(mapping: Mapping[str, Any], key: str | None, where: str) -> Any:
-    if key is not None:
-        return _column(mapping, key, "data.answer_key", where)
-    if "answer" in mapping:
-        return mapping["answer"]
-    return _look_up(mapping, "reward_model.ground_truth")[1]
 
 
 def _prompt(value: Any, where: str) -> list[Message]:

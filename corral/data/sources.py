@@ -97,11 +97,9 @@ def _expand(pattern: str) -> list[Path]:
 
 def _read_parquet(path: Path) -> Iterator[Located]:
     try:
-        index = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for mapping in batch.to_pylist():
-                yield f"{path}[{index}]", mapping
-                index += 1
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        for index, mapping in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"{path}[{index}]", mapping
     except pyarrow.ArrowException as error:
         raise UserError(f"{path} can't be read as parquet: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The interface of environments. A single-turn question is one with one step.
+"""The interface of environments, and what makes one for each trajectory. A single-turn question is one with one step.
 
 An environment lives for one trajectory: `reset` once, `step` until done, `close` always. It sees and returns text;
 tokens, masks and log-probabilities are the rollout driver's business, and so are deadlines and budgets.
@@ -8,14 +8,30 @@ functions, which run in processes of their own (`env_processes.py`). Everything 
 inherits neither is taken for what its methods say, and gets the same defaults (`as_env_class`).
 """
 
+import asyncio
+import importlib
 import inspect
+import pkgutil
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from corral.data.plugins import did_you_mean, is_spec, load_object
 from corral.data.rows import Message, Row
+from corral.envs import built_in
 from corral.recipe.errors import UserError
+from corral.rewards.reward_function import Score
+from corral.rewards.scorer_pool import RewardScorer
+
+if TYPE_CHECKING:
+    from corral.recipe.schema import Environment, Rollout
+
+RENAMED_OPTIONS = {"told_by": "tool_prompt"}
+"""Options of `tools` and `agent` that had another name in earlier releases."""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -129,37 +145,134 @@ class BlockingEnv(EnvDefaults):
 
 
 class EnvWrapper(Env):
-    """Another environment behind the same interface, for subclasses to change some of it."""
+    """Another environment behind the same interface, for subclasses to change `reset`, `step` and `close`."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
         self.copy_attributes()
 
     def copy_attributes(self) -> None:
-        """Take over the attributes; to be called again after `reset`, which may have set them."""
-        for name in ("bounds_itself", "inline", "last_turns", "tools"):
+        """Take over attributes and methods; to be called again after `reset`, which may have set them."""
+        for name in ("bounds_itself", "inline", "last_turns", "tools", "count_turn", "was_shown", "first_state"):
+            setattr(self, name, getattr(self.env, name))
+        for name in ("summary", "random_reply", "best_reply", "has_policy"):
             setattr(self, name, getattr(self.env, name))
 
-    def count_turn(self, num_before: int, num_generated: int, is_cut: bool) -> None:
-        self.env.count_turn(num_before, num_generated, is_cut)
 
-    def was_shown(self, messages: list[Message]) -> None:
-        self.env.was_shown(messages)
+# --- from the recipe's environments to one for each trajectory
 
-    def state(self) -> str:
-        return str(self.env.first_state())
 
-    def summary(self) -> dict[str, float]:
-        return dict(self.env.summary())
+class EnvSet:
+    """Makes environments, by the tag in the row where there are several. Has what they share, until `close`."""
 
-    def random_reply(self, rng: random.Random) -> Any:
-        return self.env.random_reply(rng)
+    def __init__(
+        self, environments: "Mapping[str, Environment]", pools: Mapping[str, RewardScorer], rollout: "Rollout"
+    ) -> None:
+        self.factories: dict[str, EnvFactory] = {}
+        try:
+            for tag, environment in environments.items():
+                self.factories[tag] = EnvFactory(tag, environment, pools.get(tag), rollout)
+        except BaseException:
+            self.close()
+            raise
 
-    def best_reply(self) -> Any:
-        return self.env.best_reply()
+    def factory_for(self, row: Row) -> "EnvFactory":
+        if len(self.factories) == 1:
+            return next(iter(self.factories.values()))
+        return self.factories[row.extra["environment"]]
 
-    def has_policy(self, method: str) -> bool:
-        return bool(self.env.has_policy(method))
+    def close(self) -> None:
+        for factory in self.factories.values():
+            factory.close()
+
+
+class EnvFactory:
+    """One environment of the recipe, of which `make` makes one for each trajectory."""
+
+    def __init__(self, tag: str, environment: "Environment", pool: RewardScorer | None, rollout: "Rollout") -> None:
+        """`options` are arguments of the class, of its `open_shared`, or of both. Either also gets those of the others
+        below that it names."""
+        self.tag = tag
+        self.timeout_s = environment.timeout_s
+        """Deadline of one reset or step."""
+        self.on_error = environment.reward.on_error
+        """Reward of a trajectory whose environment failed."""
+        env_class = find_class(environment.name)
+        offered: dict[str, Any] = {
+            "pool": pool,
+            "max_turns": rollout.max_turns,
+            "max_response_tokens": rollout.max_response_tokens,
+            "timeout_s": environment.timeout_s,
+        }
+        for_shared = inspect.signature(env_class.open_shared).parameters
+        given = {name: value for name, value in {**offered, **environment.options}.items() if name in for_shared}
+        check_arguments(env_class.open_shared, given, environment.name)
+        shared: SharedResource | None = env_class.open_shared(**given)
+        self.shared = [] if shared is None else [shared]
+        if shared is not None:
+            offered["shared"] = shared
+        names = inspect.signature(env_class).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+        arguments = {name: value for name, value in offered.items() if name in names} | {
+            name: value
+            for name, value in environment.options.items()
+            if takes_all or name in names or name not in for_shared
+        }
+        self.make: Callable[[], Env] = lambda: env_class(**arguments)
+        self.make_in_process: Callable[[], Env] | None = None
+        """Where `make` makes one in another process: makes it in this one, for a debugger."""
+        concurrency = environment.concurrency
+        try:
+            check_arguments(env_class, arguments, environment.name)
+            if issubclass(env_class, BlockingEnv):
+                self._run_in_processes(env_class, environment, arguments)
+                # More would wait for a process while others wait for them to begin.
+                concurrency = min(environment.processes, concurrency or environment.processes)
+            elif not is_spec(environment.name):
+                self.make()  # raises what is wrong with its options now, and not in every trajectory
+        except BaseException:
+            self.close()
+            raise
+        self.limit = None if concurrency is None else asyncio.Semaphore(concurrency)
+        """Bounds how many trajectories run at the same time. None: all do."""
+
+    def _run_in_processes(self, env_class: Any, environment: "Environment", arguments: dict[str, Any]) -> None:
+        from corral.envs.env_processes import EnvProcesses, InProcessEnv, ProcessEnv  # these import this module
+
+        processes = EnvProcesses(environment, env_class, arguments)
+        self.shared.append(processes)
+        self.make = lambda: ProcessEnv(processes)
+        self.make_in_process = lambda: InProcessEnv(env_class(**arguments))
+
+    def close(self) -> None:
+        for shared in reversed(self.shared):
+            with suppress(Exception):
+                shared.close()
+
+
+def built_in_names() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(built_in.__path__)]
+
+
+def find_class(name: str) -> Any:
+    """The environment's class, a subclass of `Env` or `BlockingEnv`."""
+    if is_spec(name):
+        found = load_object(name, "environment")
+        if not isinstance(found, type):
+            raise UserError(f"environment `{name}` is not a class")
+        return as_env_class(found, name)
+    if name not in (known := built_in_names()):
+        raise UserError(
+            f"there is no environment `{name}`{did_you_mean(name, known)}; "
+            f"there are {', '.join(known)} and `module:Class`"
+        )
+    module = importlib.import_module(f"{built_in.__name__}.{name}")
+    [env_class] = [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, EnvDefaults) and one.__module__ == module.__name__
+    ]
+    return env_class
 
 
 def as_env_class(found: type, name: str) -> Any:
@@ -184,5 +297,44 @@ def as_env_class(found: type, name: str) -> Any:
     return adapted
 
 
-def is_blocking(env_class: type) -> bool:
-    return issubclass(env_class, BlockingEnv)
+def uses_rewards(environment: "Environment") -> bool:
+    """Whether the recipe's reward function is used, and so its processes are needed."""
+    env_class = find_class(environment.name)
+    return any("pool" in inspect.signature(made).parameters for made in (env_class, env_class.open_shared))
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        renamed = "".join(f"; `{old}` is now `{new}`" for old, new in RENAMED_OPTIONS.items() if old in arguments)
+        raise UserError(f"environment `{name}`: its options don't fit: {error}{renamed}") from error
+
+
+# --- awaiting what users wrote
+
+
+def final_step(score: Score) -> StepResult:
+    """The end of a trajectory that the reward function has scored."""
+    return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+
+
+async def without_exit(call: Awaitable[Answer]) -> Answer:
+    """Awaits a user's code. If it calls `sys.exit`, that is an error of its own and ends neither event loop nor run."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+
+async def within(call: Awaitable[Answer], timeout_s: float, late: str = "") -> Answer:
+    """TimeoutError, with the text `late`, if it takes longer. A late call is not awaited: it may ignore its
+    cancellation."""
+    task = asyncio.ensure_future(without_exit(call))
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        task.cancel()
+    if not task.done():
+        raise TimeoutError(late)
+    return task.result()

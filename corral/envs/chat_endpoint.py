@@ -16,19 +16,18 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from corral.data.plugins import error_line
 from corral.data.rows import Message
-from corral.envs.threads import LoopThread
 from corral.envs.tool_calls import Style, parse_reply
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 5.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
@@ -47,6 +46,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 """Fields that cannot be honored: the reason for the client, and which values want nothing."""
 EXCERPT = 60
+Answer = TypeVar("Answer")
 
 
 class BadRequest(Exception):
@@ -101,6 +101,7 @@ class ChatSession:
         self._last: PendingRequest | None = None
         self._is_open = True
         self._lock = threading.Lock()
+        endpoint.sessions[self.key] = self
 
     def arrive(self, request: ChatRequest, reader: asyncio.StreamReader) -> PendingRequest:
         with self._lock:
@@ -126,29 +127,21 @@ class ChatSession:
             self._is_open = False
             if self._last is not None:
                 self._last.refuse("the trajectory is over")
-        self._endpoint.remove(self)
+        self._endpoint.sessions.pop(self.key, None)
 
 
 class ChatEndpoint:
     def __init__(self, model: str, ignored: Collection[str] = ()) -> None:
         self._model, self._ignored = model, frozenset(ignored)
-        self._sessions: dict[str, ChatSession] = {}
+        self.sessions: dict[str, ChatSession] = {}
         self._loop = LoopThread("agents' endpoint")
         listen = asyncio.start_server(self._serve, HOST, 0, limit=MAX_HEAD_BYTES, backlog=1024)
         self._server = self._loop.submit(listen).result(START_TIMEOUT_S)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self.base_url = f"http://{HOST}:{self.port}/v1"
 
-    def open_session(self, deliver: Callable[[PendingRequest], None]) -> ChatSession:
-        session = ChatSession(self, deliver)
-        self._sessions[session.key] = session
-        return session
-
-    def remove(self, session: ChatSession) -> None:
-        self._sessions.pop(session.key, None)
-
     def close(self) -> None:
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             session.close()
         self._loop.submit(self._stop_listening()).result(START_TIMEOUT_S)
         self._loop.close()
@@ -157,14 +150,13 @@ class ChatEndpoint:
         self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection's life: one request after the other."""
+        """A connection's life: one request after the other. Clients come and go as they like, and what is no HTTP is
+        not worth an answer."""
         try:
             while await self._serve_one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # clients come and go as they like
-        except (asyncio.LimitOverrunError, ValueError):
-            pass  # what is no HTTP is not worth an answer
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            pass
         except asyncio.CancelledError:
             pass  # by `close`
         finally:
@@ -173,7 +165,7 @@ class ChatEndpoint:
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection is to stay."""
         method, path, headers = await read_head(reader)
-        session = self._sessions.get(headers.get("authorization", "").removeprefix("Bearer ").strip())
+        session = self.sessions.get(headers.get("authorization", "").removeprefix("Bearer ").strip())
         if session is None:  # not even its body is read
             await send_error(writer, 401, NO_KEY)
             return False
@@ -187,7 +179,7 @@ class ChatEndpoint:
             await send_error(writer, 405, f"{path} takes {expected}")
         elif path == MODELS:
             model = {"id": self._model, "object": "model", "created": 0, "owned_by": "corral"}
-            await send_json(writer, 200, {"object": "list", "data": [model]})
+            await send(writer, 200, {"object": "list", "data": [model]})
         else:
             await self._complete(session, body, reader, writer)
         return headers.get("connection", "").lower() != "close"
@@ -207,15 +199,44 @@ class ChatEndpoint:
         key = f"chatcmpl-{secrets.token_hex(8)}"
         if request.stream:
             events = [*(json.dumps(chunk) for chunk in chunks(reply, request, key)), "[DONE]"]
-            await send(writer, 200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events))
+            await send(writer, 200, "".join(f"data: {event}\n\n" for event in events))
         else:
-            await send_json(writer, 200, completion(reply, request, key))
+            await send(writer, 200, completion(reply, request, key))
         pending.was_sent = True
 
 
 def has_hung_up(reader: asyncio.StreamReader) -> bool:
     """Whether the client is gone: it closed the connection, or the connection broke."""
     return reader.at_eof() or reader.exception() is not None
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Coroutine[Any, Any, Answer]) -> "Future[Answer]":
+        """Run a call from any other thread. Cancelling the future cancels the call."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def close(self) -> None:
+        """Cancels whatever still runs."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S / 2))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
@@ -246,15 +267,12 @@ def _bounded(num_bytes: int) -> int:
 
 async def send_error(writer: asyncio.StreamWriter, status: int, message: str) -> None:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    await send_json(writer, status, {"error": error})
+    await send(writer, status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 
-async def send_json(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any]) -> None:
-    await send(writer, status, "application/json", json.dumps(answer))
-
-
-async def send(writer: asyncio.StreamWriter, status: int, kind: str, text: str) -> None:
+async def send(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any] | str) -> None:
+    """Sends an object as JSON; a text is a stream of events."""
+    kind, text = ("text/event-stream", answer) if isinstance(answer, str) else ("application/json", json.dumps(answer))
     body = text.encode()
     closing = "Connection: close\r\n" if status == 401 else ""
     head = (
@@ -347,14 +365,8 @@ def assistant_message(reply: str, request: ChatRequest, style: Style, number: in
     parsed = parse_reply(reply, style)
     if not request.parse_calls or not parsed.calls or any(call.problem for call in parsed.calls):
         return Message(role="assistant", content=reply)
-    calls = [
-        {
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-            "id": f"call_{number}_{position}",
-        }
-        for position, call in enumerate(parsed.calls)
-    ]
+    functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+    calls = [{"type": "function", "function": one, "id": f"call_{number}_{i}"} for i, one in enumerate(functions)]
     return cast(Message, {"role": "assistant", "content": parsed.text, "tool_calls": calls})
 
 

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
+from corral.envs.base import Env, EnvSet, StepResult, uses_rewards
 from corral.envs.baselines import Baseline, baseline_of, random_policy_rng, reply_of
-from corral.envs.registry import EnvSet, uses_rewards
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
-from corral.rewards.scorer_pool import ScorerPool
+from corral.rewards.scorer_pool import ScorerPool, ScorerPools
 
 NUM_COMPARED = 5
 """Episodes that are run again and compared."""
@@ -173,16 +172,12 @@ class EnvTrial:
 
 @contextlib.contextmanager
 def open_trial(environment: Environment, rows: Sequence[Row], max_turns: int, seed: int) -> Iterator[EnvTrial]:
-    pools = {"": ScorerPool(environment.reward)} if uses_rewards(environment) else {}
-    try:
-        envs = EnvSet({"": environment}, pools, Rollout(max_turns=max_turns))
-        try:
-            yield EnvTrial(environment, envs.factories[""].make, rows, max_turns, seed)
-        finally:
-            envs.close()
-    finally:
-        for pool in pools.values():
-            pool.close()
+    pools = ScorerPools({"": ScorerPool(environment.reward)} if uses_rewards(environment) else {})
+    with (
+        contextlib.closing(pools),
+        contextlib.closing(EnvSet({"": environment}, pools.by_tag, Rollout(max_turns=max_turns))) as envs,
+    ):
+        yield EnvTrial(environment, envs.factories[""].make, rows, max_turns, seed)
 
 
 # --- the checks; each returns what it has found

@@ -16,26 +16,23 @@ import queue
 import random
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.data.plugins import adopt, error_line, portable
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, EnvWrapper, StepResult
-from corral.envs.registry import find_class
+from corral.envs.base import Env, EnvWrapper, StepResult, find_class
 from corral.recipe.errors import UserError
-from corral.rewards.worker_process import WorkerPool, WorkerProcess, drained, serve_requests
+from corral.rewards.scorer_pool import WorkerPool, WorkerProcess, drained, serve_requests
+
+if TYPE_CHECKING:
+    from corral.recipe.schema import Environment
 
 ATTRIBUTES = ("inline", "last_turns", "tools")
 """Attributes of the environment that the driver reads."""
 
 Reply = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EnvCall:
-    request: bytes
-    future: "Future[Reply]"
+EnvCall = tuple[bytes, "Future[Reply]"]
+"""The pickled request, and the reply to come."""
 
 
 class EnvSlot:
@@ -49,14 +46,15 @@ class EnvSlot:
 
     async def call(self, method: str, *values: Any) -> Reply:
         try:
-            call = EnvCall(pickle.dumps((method, values)), Future())
+            request = pickle.dumps((method, values))
         except Exception as error:
             raise RuntimeError(f"the row can't be sent to another process: {error_line(error)}") from error
+        future: Future[Reply] = Future()
         with self._lock:
             if self._lost is not None:
                 raise self._lost
-            self._calls.put(call)
-        reply = await asyncio.wrap_future(call.future)
+            self._calls.put((request, future))
+        reply = await asyncio.wrap_future(future)
         if "error" in reply:
             raise RuntimeError(reply["error"])
         return reply
@@ -68,9 +66,9 @@ class EnvSlot:
     def next_call(self) -> EnvCall | None:
         """None: it is released."""
         while (call := self._calls.get()) is not None:
-            if call.future.set_running_or_notify_cancel():
-                return call
-        return None
+            if call[1].set_running_or_notify_cancel():
+                break
+        return call
 
     def release(self) -> None:
         self._calls.put(None)
@@ -79,9 +77,9 @@ class EnvSlot:
         """The process is gone: `error` for the calls that wait, and for those that come."""
         with self._lock:
             self._lost = self._lost or error
-            for call in drained(self._calls):
-                if call.future.set_running_or_notify_cancel():
-                    call.future.set_exception(error)
+            for _, future in drained(self._calls):
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
             self._calls.put(None)
 
 
@@ -90,13 +88,20 @@ class EnvProcesses(WorkerPool[EnvSlot]):
 
     thread_name = "environment process"
 
-    def __init__(
-        self, name: str, env_class: Any, arguments: dict[str, Any], num_processes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, environment: "Environment", env_class: Any, arguments: dict[str, Any]) -> None:
+        label = f"environment `{environment.name}`"
+        for argument, value in arguments.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise UserError(
+                    f"{label}: its methods block, so it runs in other processes, and its argument "
+                    f"`{argument}` can't be sent there ({error_line(error)}); make its methods `async def`"
+                ) from error
         # A process finds the class by its name, since a class from a file can't be pickled.
-        load = pickled(name, arguments)
-        super().__init__(f"environment `{name}`", "corral.envs.env_processes", load, num_processes)
-        self.env_class, self._timeout_s = env_class, timeout_s
+        load = pickle.dumps((portable(environment.name), arguments))
+        super().__init__(label, __name__, load, environment.processes)
+        self.env_class, self._timeout_s = env_class, environment.timeout_s
         self._taken: set[EnvSlot] = set()
 
     def begin(self) -> EnvSlot:
@@ -115,10 +120,10 @@ class EnvProcesses(WorkerPool[EnvSlot]):
         try:
             worker = self._idle_worker(worker)
             while (call := job.next_call()) is not None:
-                error = self._answer(worker, call)
+                error = self._answer(worker, *call)
                 if error is not None:
                     job.fail(error)
-                    call.future.set_exception(error)
+                    call[1].set_exception(error)
                     return self._start_worker()
             return worker
         except Exception as error:
@@ -128,18 +133,17 @@ class EnvProcesses(WorkerPool[EnvSlot]):
             with self._lock:
                 self._taken.discard(job)
 
-    def _answer(self, worker: WorkerProcess, call: EnvCall) -> Exception | None:
+    def _answer(self, worker: WorkerProcess, request: bytes, future: "Future[Reply]") -> Exception | None:
         """Why the process was lost, if it was."""
         try:
-            reply = worker.ask(call.request, self._timeout_s)
+            future.set_result(worker.ask(request, self._timeout_s))
+            return None
         except TimeoutError:
             self._end_worker(worker)
             return TimeoutError(f"the environment took longer than {self._timeout_s:g} s and its process was killed")
         except (EOFError, OSError, ValueError):
             ended = self._end_worker(worker)
             return self._unusable or RuntimeError(f"the environment's process died: it {ended}")
-        call.future.set_result(reply)
-        return None
 
     def _fail(self, job: EnvSlot, error: Exception) -> None:
         job.fail(error)
@@ -226,18 +230,6 @@ class InProcessEnv(EnvWrapper):
 
     async def close(self) -> None:
         self.env.close()
-
-
-def pickled(name: str, arguments: dict[str, Any]) -> bytes:
-    for argument, value in arguments.items():
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            raise UserError(
-                f"environment `{name}`: its methods block, so it runs in other processes, and its argument "
-                f"`{argument}` can't be sent there ({error_line(error)}); make its methods `async def`"
-            ) from error
-    return pickle.dumps((portable(name), arguments))
 
 
 # --- inside a process, which may be killed at any moment

@@ -24,6 +24,10 @@ from corral.envs.base import Env, EnvDefaults, StepResult
 from corral.recipe.errors import UserError
 
 State = TypeVar("State", bound=Hashable)
+Cell = tuple[int, int]
+"""Row and column."""
+Draw = Callable[[int, int, Callable[[Cell], str]], str]
+"""Draws a board, see `GridGameEnv.draw`."""
 
 MAX_ATTEMPTS = 1000
 ANSWER_PATTERN = "<answer>(.*?)</answer>"
@@ -32,14 +36,8 @@ SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 PLACEHOLDERS = (
-    "instruction",
-    "symbols",
-    "actions",
-    "format",
-    "turn",
-    "observation",
-    "actions_left",
-    "max_response_tokens",
+    *("instruction", "symbols", "actions", "format"),
+    *("turn", "observation", "actions_left", "max_response_tokens"),
 )
 
 
@@ -127,11 +125,6 @@ class Prompts:
         return replace(self, **texts)  # type: ignore[arg-type]
 
 
-def fill(template: str, values: Mapping[str, object]) -> str:
-    """Replaces placeholders. Not str.format: templates may be full of other braces. Values are not looked into."""
-    return PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
-
-
 @dataclass(kw_only=True)
 class GameBase(EnvDefaults, ABC):
     """All of an environment around a game but for `reset`, `step` and `close`. Its fields are options of the recipe."""
@@ -190,7 +183,9 @@ class GameBase(EnvDefaults, ABC):
 
     def _board(self, row: Row, seed: int) -> Game:
         """The row's board: that of its seed, or the first of those after it that belongs to the row's part."""
-        first, part = board_seed(row), row.extra.get("part")
+        first, part = row.extra.get("seed"), row.extra.get("part")
+        if not isinstance(first, int):
+            raise UserError("a game's row needs a column `seed`, a whole number; set `path: boards` for the data")
         for attempt in range(MAX_ATTEMPTS):
             game = self.new_game(first + attempt, seed)
             if part is None or part_of(game.text()) == part:
@@ -261,19 +256,18 @@ class GameBase(EnvDefaults, ABC):
         turns, symbols = len(self._valid), self.symbols()
         if not symbols:
             template = "\n".join(line for line in template.split("\n") if "{symbols}" not in line)
-        return fill(
-            template,
-            {
-                "instruction": self._texts.instruction,
-                "symbols": ", ".join(f"{sign} {meaning}" for sign, meaning in symbols.items()),
-                "actions": ", ".join(self._names.values()),
-                "format": self.reply(list(self._names)[-1]),
-                "turn": turns + 1,
-                "observation": self.game.text(),
-                "actions_left": max(self.max_turns - turns, 0),
-                "max_response_tokens": self.max_response_tokens,
-            },
-        )
+        values = {
+            "instruction": self._texts.instruction,
+            "symbols": ", ".join(f"{sign} {meaning}" for sign, meaning in symbols.items()),
+            "actions": ", ".join(self._names.values()),
+            "format": self.reply(list(self._names)[-1]),
+            "turn": turns + 1,
+            "observation": self.game.text(),
+            "actions_left": max(self.max_turns - turns, 0),
+            "max_response_tokens": self.max_response_tokens,
+        }
+        # Not str.format: templates may be full of other braces. Values are not looked into.
+        return PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
 
 
 @dataclass(kw_only=True)
@@ -297,16 +291,20 @@ class GridGameEnv(GameEnv):
     separator: str = ""
     """Text between the cells of a line; a space lets most tokenizers see them one by one."""
 
-    SYMBOLS: ClassVar[Mapping[str, str]]
-    """The sign of everything that may be in a cell."""
-    MEANINGS: ClassVar[Mapping[str, str]]
+    SYMBOLS: ClassVar[Mapping[str, tuple[str, str]]]
+    """The sign and the meaning of everything that may be in a cell."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._signs = override(self.SYMBOLS, self.grid_vocab, "grid_vocab")
+        self._signs = override({name: sign for name, (sign, _) in self.SYMBOLS.items()}, self.grid_vocab, "grid_vocab")
 
     def symbols(self) -> dict[str, str]:
-        return {self._signs[name]: meaning for name, meaning in self.MEANINGS.items()}
+        return {self._signs[name]: meaning for name, (_, meaning) in self.SYMBOLS.items()}
+
+    def draw(self, height: int, width: int, what: Callable[[Cell], str]) -> str:
+        """The board; `what` says what is in a cell."""
+        rows = ([self._signs[what((row, column))] for column in range(width)] for row in range(height))
+        return "\n".join(map(self.separator.join, rows))
 
 
 def shortest_path(
@@ -337,13 +335,6 @@ def shortest_path(
     return None
 
 
-def board_seed(row: Row) -> int:
-    seed = row.extra.get("seed")
-    if not isinstance(seed, int):
-        raise UserError("a game's row needs a column `seed`, a whole number; set `path: boards` for the data")
-    return seed
-
-
 def override(standard: Mapping[str, str], changes: Mapping[str, str], option: str) -> dict[str, str]:
     """`standard` with some of its values replaced, none added."""
     for name, value in changes.items():
@@ -353,10 +344,6 @@ def override(standard: Mapping[str, str], changes: Mapping[str, str], option: st
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{option}.{name} must be text, not {value!r}")
     return {**standard, **changes}
-
-
-def draw_board(lines: Sequence[Sequence[str]], separator: str) -> str:
-    return "\n".join(separator.join(line) for line in lines)
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,6 +9,7 @@ A call that cannot be read is a call all the same: the model gets to know what i
 
 import enum
 import inspect
+import itertools
 import json
 import re
 import types
@@ -68,11 +69,8 @@ def _parse_openai(reply: str) -> ParsedReply:
         except (ValueError, RecursionError) as error:
             return ParsedReply(whole[: begun.start()].strip(), [ToolCall(problem=_not_json(error))])
         calls = value["tool_calls"]
-        read = (
-            [_read(one) for one in calls]
-            if isinstance(calls, list) and calls
-            else [ToolCall(problem="no list of calls")]
-        )
+        is_list = isinstance(calls, list) and calls
+        read = [_read(one) for one in calls] if is_list else [ToolCall(problem="no list of calls")]
         return ParsedReply(whole[: begun.start()].strip(), read)
     try:
         value = json.loads(whole)
@@ -177,12 +175,8 @@ def type_schema(hint: Any, where: str) -> dict[str, Any]:
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """The first paragraph on one line, and the description of each parameter."""
     lines = text.splitlines()
-    paragraph: list[str] = []
-    for line in lines:
-        if not line.strip() or SECTION.match(line):
-            break
-        paragraph.append(line.strip())
-    return " ".join(paragraph), _read_arguments(lines)
+    paragraph = itertools.takewhile(lambda line: line.strip() and not SECTION.match(line), lines)
+    return " ".join(line.strip() for line in paragraph), _read_arguments(lines)
 
 
 def _read_arguments(lines: list[str]) -> dict[str, str]:

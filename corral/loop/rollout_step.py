@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from corral.algorithms.advantages import informative_groups
-from corral.data.batch import Batch
+from corral.data.batch import Batch, StopReason, Trajectory
 from corral.data.sampler import SampledPrompt
-from corral.data.trajectory import StopReason, Trajectory
 from corral.loop.components import RunComponents
 from corral.observe.ledger import Ledger
 from corral.recipe.schema import Rollout

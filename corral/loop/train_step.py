@@ -12,8 +12,7 @@ from corral.algorithms.advantages import RewardedBatch, Turns, clipped_rewards, 
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.losses import GlobalCounts, divisor, kl_penalty, num_preserved
 from corral.algorithms.ragged import segment_mean, whiten
-from corral.data.batch import Batch
-from corral.data.trajectory import IntArray, Trajectory
+from corral.data.batch import Batch, IntArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
 from corral.recipe.errors import RunError

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from corral.data.batch import Batch
-from corral.data.trajectory import FloatArray, Trajectory
+from corral.data.batch import Batch, FloatArray, Trajectory
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult, step_metrics
 from corral.loop.run_checkpoint import save

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from corral.data.batch import Trajectory
 from corral.data.rows import Row
 from corral.data.sources import BOARDS
-from corral.data.trajectory import Trajectory
+from corral.envs.base import EnvSet, find_class
 from corral.envs.baselines import Baseline, baselines
-from corral.envs.registry import EnvSet, find_class
 from corral.loop.components import RolloutComponents
 from corral.loop.rollout_step import environment_metrics, sampling_of
 from corral.observe.console import Console, ShownSample
@@ -114,16 +114,15 @@ async def baseline_metrics(recipe: Recipe, rows: Sequence[Row]) -> dict[str, flo
         env_set.close()
 
 
-def metrics_of_baselines(baselines: Mapping[str, Baseline | None]) -> dict[str, float]:
+def metrics_of_baselines(baselines: Mapping[str, Baseline]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for tag, baseline in baselines.items():
-        if baseline is not None:
-            where = f"{tag}/" if tag else ""
-            values = {
-                f"validation/random/{where}reward": baseline.random_reward,
-                f"validation/random/{where}success": baseline.random_success,
-                f"validation/optimal/{where}reward": baseline.best_reward,
-                f"validation/optimal/{where}success": baseline.best_success,
-            }
-            metrics |= {name: value for name, value in values.items() if value is not None}
+        where = f"{tag}/" if tag else ""
+        values = {
+            f"validation/random/{where}reward": baseline.random_reward,
+            f"validation/random/{where}success": baseline.random_success,
+            f"validation/optimal/{where}reward": baseline.best_reward,
+            f"validation/optimal/{where}success": baseline.best_success,
+        }
+        metrics |= {name: value for name, value in values.items() if value is not None}
     return metrics

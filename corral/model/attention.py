@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.data.token_tree import TokenTree, TreeChunk
-from corral.data.trajectory import IntArray
+from corral.data.batch import IntArray, TokenTree, TreeChunk
 from corral.kernels.gather_kv import GatherIndex, gather_kv
 from corral.kernels.host_to_device import on_device
 from corral.kernels.varlen_attention import has_flash, varlen_attention

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.model.attention import ATTENTION_NAME, TreeAttention, forward_hidden
 from corral.model.fused_layers import fuse, unfuse
 from corral.model.general_forward import is_general, sequence_logits

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from corral.data.token_tree import TokenTree, TreeChunk
+from corral.data.batch import TokenTree, TreeChunk
 from corral.model.attention import AttentionKernel, TreeAttention
 from corral.recipe.errors import UserError
 

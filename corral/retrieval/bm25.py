@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.recipe.errors import UserError
-from corral.retrieval.corpus import Corpus, Progress, silent
-from corral.retrieval.searcher import Hit, retriever_extra
+from corral.retrieval.searcher import Corpus, Hit, Progress, retriever_extra, silent
 
 LANGUAGES = ("english", "german", "french", "spanish", "italian", "portuguese", "dutch", "russian", "swedish", "none")
 WORD = re.compile(r"\b\w\w+\b")
@@ -65,7 +64,8 @@ def build_bm25(corpus: Corpus, folder: Path, settings: Bm25Settings, progress: P
     fill(entries, folder, num_words, settings, progress)
     write_parameters(folder / PARAMETERS, len(corpus), settings)
     del entries
-    remove_temporary(folder)
+    for name in TEMPORARY:
+        (folder / f"{name}.tmp").unlink()
 
 
 def count_words(corpus: Corpus, folder: Path, split: Split, progress: Progress) -> int:
@@ -153,11 +153,6 @@ def write_parameters(path: Path, num_passages: int, settings: Bm25Settings) -> N
     path.write_text(json.dumps(parameters, indent=4))
 
 
-def remove_temporary(folder: Path) -> None:
-    for name in TEMPORARY:
-        (folder / f"{name}.tmp").unlink(missing_ok=True)
-
-
 def splitter(language: str) -> Split:
     """Words as bm25s splits them, with its stop words and PyStemmer's stems."""
     if language not in LANGUAGES:
@@ -169,12 +164,7 @@ def splitter(language: str) -> Split:
         from bm25s import stopwords
     name = "STOPWORDS_EN" if language == "english" else f"STOPWORDS_{language.upper()}"
     stop, stems = frozenset(getattr(stopwords, name)), Stemmer.Stemmer(language)
-
-    def split(text: str) -> list[str]:
-        kept: list[str] = stems.stemWords([word for word in WORD.findall(text.lower()) if word not in stop])
-        return kept
-
-    return split
+    return lambda text: stems.stemWords([word for word in WORD.findall(text.lower()) if word not in stop])
 
 
 class Bm25Searcher:
@@ -209,11 +199,9 @@ class Bm25Searcher:
         touched = np.concatenate([self.indices[span] for span in each_once])
         scores = self.totals[touched]
         enough = k * len(each_once)  # a passage is in there once for each of its words
+        kept = touched
         if len(touched) > enough:
-            least = np.partition(scores, -enough)[-enough]
-            kept = touched[scores >= least]
-        else:
-            kept = touched
+            kept = touched[scores >= np.partition(scores, -enough)[-enough]]
         rows = np.unique(kept)
         totals = self.totals[rows]
         order = np.lexsort((rows, -totals))[:k]

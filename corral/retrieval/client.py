@@ -36,16 +36,6 @@ NUM_THREADS = 4
 """Requests in flight."""
 MAX_QUERY_CHARACTERS = 2000
 """What is longer is cut: one endless query must not have the server refuse the others in its request."""
-COUNTS = {
-    "queries": "queries",
-    "cache_hits": "queries answered from the cache",
-    "shared": "queries that were under way already",
-    "requests": "requests sent, those that failed included",
-    "retries": "requests after a first one that failed",
-    "failures": "queries that were given up",
-    "seconds": "seconds spent in requests",
-}
-"""What a client counts."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Pause after which a server that failed is used again; each failure in a row doubles it."""
 BUSY = (408, 429, 502, 503, 504)
@@ -107,7 +97,6 @@ class RetrievalClient:
         self._queue: queue.SimpleQueue[PendingQuery | None] = queue.SimpleQueue()
         self._pending: dict[str, PendingQuery] = {}
         self._cache: OrderedDict[str, list[RetrievedDocument]] = OrderedDict()
-        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
@@ -117,22 +106,11 @@ class RetrievalClient:
     async def search(self, query: str) -> list[RetrievedDocument]:
         """The best `topk` documents; RetrievalError if no server answers in time."""
         text = query.strip()[:MAX_QUERY_CHARACTERS]
-        found = self._ask(text)
-        if not isinstance(found, Future):
-            return found
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(found), self.patience_s + 2 * self.timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(self._ask(text)), self.patience_s + 2 * self.timeout_s)
         except TimeoutError:
-            self._count(failures=1)
-            raise RetrievalError(f"the search for {text!r:.80} waited too long for its turn: {self.where()}") from None
-
-    @property
-    def counts(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._counts)
-
-    def where(self) -> str:
-        return ", ".join(endpoint.url for endpoint in self.endpoints)
+            where = ", ".join(endpoint.url for endpoint in self.endpoints)
+            raise RetrievalError(f"the search for {text!r:.80} waited too long for its turn: {where}") from None
 
     def close(self) -> None:
         """Searches in flight fail. Does not wait for requests that are on their way."""
@@ -143,29 +121,24 @@ class RetrievalClient:
             left = list(self._pending.values())
         self._fail(left, RuntimeError("the retrieval client is closed"))
 
-    def _ask(self, text: str) -> "list[RetrievedDocument] | Future[list[RetrievedDocument]]":
+    def _ask(self, text: str) -> "Future[list[RetrievedDocument]]":
+        future: Future[list[RetrievedDocument]] = Future()
         with self._lock:
             if self._closed.is_set():
                 raise RuntimeError("the retrieval client is closed")
-            self._counts["queries"] += 1
             if text in self._cache:
-                self._counts["cache_hits"] += 1
                 self._cache.move_to_end(text)
-                return self._cache[text]
-            future: Future[list[RetrievedDocument]] = Future()
+                future.set_result(self._cache[text])
+                return future
             if text in self._pending:
-                self._counts["shared"] += 1
                 self._pending[text].waiting.append(future)
                 return future
             query = PendingQuery(text, time.monotonic() + self.patience_s, [future])
             self._pending[text] = query
-            if not self._threads:
-                self._threads = [
-                    threading.Thread(target=self._serve, name=f"retrieval {number}", daemon=True)
-                    for number in range(NUM_THREADS)
-                ]
-                for thread in self._threads:
-                    thread.start()
+            while len(self._threads) < NUM_THREADS:
+                name = f"retrieval {len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+                self._threads[-1].start()
         self._queue.put(query)
         return future
 
@@ -207,7 +180,6 @@ class RetrievalClient:
             if (pause := endpoint.pause_left_s()) > 0:
                 latest = max(query.deadline for query in batch)
                 self._closed.wait(min(pause, max(0.0, latest - time.monotonic()) + 0.01))
-            self._count(requests=1, retries=min(attempts, 1))
             attempts, started = attempts + 1, time.monotonic()
             try:
                 results = connections.search(endpoint, [query.text for query in batch], self.topk)
@@ -219,21 +191,14 @@ class RetrievalClient:
                 self._fail([query for query in batch if query.deadline <= now], RetrievalError(message))
                 batch = [query for query in batch if query.deadline > now]
             except ValueError as error:
-                refusal = RetrievalError(str(error))
-                break
-            else:
-                endpoint.worked()
-                self._resolve(batch, results)
+                if len(batch) == 1:
+                    return self._fail(batch, RetrievalError(str(error)))
+                for query in batch:  # one of them may be the reason: each is sent alone
+                    self._answer([query], connections)
                 return
-            finally:
-                self._count(seconds=time.monotonic() - started)
-        else:
-            return
-        if len(batch) == 1:
-            self._fail(batch, refusal)
-        else:  # one query may be the reason: each is sent alone
-            for query in batch:
-                self._answer([query], connections)
+            else:
+                endpoint.failures = 0
+                return self._resolve(batch, results)
 
     def _choose(self) -> "RetrieverEndpoint":
         """The next server that is not paused, else the one whose pause ends first."""
@@ -244,12 +209,11 @@ class RetrievalClient:
             return min(order, key=RetrieverEndpoint.pause_left_s)
 
     def _resolve(self, batch: Sequence[PendingQuery], results: Sequence[list[RetrievedDocument]]) -> None:
-        with self._lock:
-            for query, documents in zip(batch, results, strict=True):
+        for query, documents in zip(batch, results, strict=True):
+            with self._lock:
                 self._cache[query.text] = documents
                 while len(self._cache) > self.cache_size:
                     self._cache.popitem(last=False)
-        for query, documents in zip(batch, results, strict=True):
             for future in self._take(query):
                 if future.set_running_or_notify_cancel():
                     future.set_result(documents)
@@ -258,7 +222,6 @@ class RetrievalClient:
         for query in batch:
             for future in self._take(query):
                 if future.set_running_or_notify_cancel():
-                    self._count(failures=1)
                     future.set_exception(error)
 
     def _take(self, query: PendingQuery) -> "list[Future[list[RetrievedDocument]]]":
@@ -268,11 +231,6 @@ class RetrievalClient:
                 del self._pending[query.text]
             waiting, query.waiting = query.waiting, []
             return waiting
-
-    def _count(self, **more: float) -> None:
-        with self._lock:
-            for name, value in more.items():
-                self._counts[name] += value
 
 
 def read_token(path: Path) -> str:
@@ -310,11 +268,15 @@ class RetrieverEndpoint:
             self.headers["Authorization"] = f"Bearer {token}"
         self.failures, self.failed_at, self.retry_at = 0, 0.0, 0.0
 
+    def connect(self) -> http.client.HTTPConnection:
+        """Directly: proxies that the environment names are for the world outside."""
+        if self.secure:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(self.host, self.port, timeout=self.timeout_s, context=context)
+        return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
+
     def pause_left_s(self) -> float:
         return max(0.0, self.retry_at - time.monotonic())
-
-    def worked(self) -> None:
-        self.failures = 0
 
     def failed(self, started: float, retry_after_s: float | None) -> None:
         """Requests that were sent before the last failure was seen tell nothing new. The server may demand a longer
@@ -352,7 +314,7 @@ class Connections:
     def post(self, endpoint: RetrieverEndpoint, body: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
         """A connection that was kept may have been closed by the server meanwhile: then a new one is tried at once."""
         for kept in (True, False):
-            connection = self.connections.pop(endpoint.url, None) if kept else connect(endpoint)
+            connection = self.connections.pop(endpoint.url, None) if kept else endpoint.connect()
             if connection is None:
                 continue
             try:
@@ -376,14 +338,6 @@ class Connections:
     def close(self) -> None:
         for connection in self.connections.values():
             connection.close()
-
-
-def connect(endpoint: RetrieverEndpoint) -> http.client.HTTPConnection:
-    """Directly: proxies that the environment names are for the world outside."""
-    if endpoint.secure:
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=endpoint.timeout_s, context=context)
-    return http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=endpoint.timeout_s)
 
 
 def retry_after_s(header: str | None) -> float | None:

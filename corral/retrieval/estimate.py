@@ -16,11 +16,9 @@ import numpy as np
 
 from corral.recipe.errors import UserError
 from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
-from corral.retrieval.corpus import parse_line, stat
-from corral.retrieval.dense import DenseSettings, empty_hnsw
-from corral.retrieval.encoder import Encoder
+from corral.retrieval.dense import DenseSettings, Encoder, empty_hnsw
 from corral.retrieval.index import read_finished
-from corral.retrieval.searcher import check_kind
+from corral.retrieval.searcher import check_kind, parse_line, stat
 
 SAMPLE_LINES = 2_000
 MAX_ENCODED, MAX_ENCODING_S = 512, 5.0

@@ -18,10 +18,8 @@ from typing import Any
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
 from corral.retrieval.bm25 import Bm25Searcher, Bm25Settings, build_bm25, check_bm25
-from corral.retrieval.corpus import Corpus, CorpusFacts, Progress, same_file, scan, silent, stat
-from corral.retrieval.dense import DenseSearcher, DenseSettings, build_dense, faiss, remove_vectors_of_graph
-from corral.retrieval.encoder import Encoder
-from corral.retrieval.searcher import Searcher, check_kind
+from corral.retrieval.dense import DenseSearcher, DenseSettings, Encoder, build_dense, faiss, remove_vectors_of_graph
+from corral.retrieval.searcher import Corpus, CorpusFacts, Progress, Searcher, check_kind, same_file, scan, silent, stat
 
 MANIFEST = "manifest.json"
 BUILDING = "building.json"
@@ -45,8 +43,7 @@ class IndexManifest:
 
     def differs_from(self, other: "IndexManifest") -> list[str]:
         """What is not the same, as far as the result of a build goes."""
-        mine, its = asdict(self), asdict(other)
-        names = [name for name in ("kind", "format") if mine[name] != its[name]]
+        names = [name for name in ("kind", "format") if getattr(self, name) != getattr(other, name)]
         names += sorted(
             key for key in {*self.settings, *other.settings} if self.settings.get(key) != other.settings.get(key)
         )

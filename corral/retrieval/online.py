@@ -18,7 +18,7 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,15 @@ class OnlineSearcher:
         self.opener = urllib.request.build_opener(NoRedirects())
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        return [self.search_one(query, k) for query in queries]
+        return [
+            [self._hit(result, rank) for rank, result in enumerate(self._results(self._ask(query, k))[:k], 1)]
+            for query in queries
+        ]
 
-    def search_one(self, query: str, k: int) -> list[Hit]:
-        found = []
-        for rank, result in enumerate(self._results(self._ask(query, k))[:k], 1):
-            title, text = (str(field_at(result, name) or "") for name in (self.settings.title, self.settings.text))
-            name = None if self.settings.id is None else field_at(result, self.settings.id)
-            found.append(Hit(Passage(str(name or rank), f'"{title}"\n{text}'), 1 / rank))
-        return found
+    def _hit(self, result: Any, rank: int) -> Hit:
+        title, text = (str(field_at(result, name) or "") for name in (self.settings.title, self.settings.text))
+        name = None if self.settings.id is None else field_at(result, self.settings.id)
+        return Hit(Passage(str(name or rank), f'"{title}"\n{text}'), 1 / rank)
 
     def _results(self, answer: Any) -> list[Any]:
         """Some services leave the list out when they have found nothing: once it was seen, that is believed."""
@@ -104,17 +104,14 @@ class OnlineSearcher:
         return answer
 
     def _ask(self, query: str, k: int) -> Any:
-        quoted = {"query": urllib.parse.quote(query, safe=""), "topk": str(k), "key": urllib.parse.quote(self.key)}
-        plain = {"query": query, "topk": str(k), "key": self.key}
-        settings = self.settings
-        headers = {"Accept": "application/json"} | {
-            name: fill_text(text, plain) for name, text in settings.headers.items()
-        }
+        settings, plain = self.settings, {"query": query, "topk": str(k), "key": self.key}
+        quoted = {**plain, "query": urllib.parse.quote(query, safe=""), "key": urllib.parse.quote(self.key)}
+        headers = {"Accept": "application/json", **fill_value(settings.headers, plain)}
         data = None
         if settings.body is not None:
             headers["Content-Type"] = "application/json"
-            data = json.dumps(fill_value(settings.body, plain)).encode()
-        request = urllib.request.Request(fill_text(settings.url, quoted), data, headers)
+            data = json.dumps(fill_value(settings.body, {**plain, "topk": k})).encode()
+        request = urllib.request.Request(fill_value(settings.url, quoted), data, headers)
         try:
             with self.opener.open(request, timeout=settings.timeout_s) as answer:
                 return json.loads(answer.read(MAX_ANSWER))
@@ -132,20 +129,16 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def fill_text(text: str, values: dict[str, str]) -> str:
-    """Replaces placeholders in one pass: braces in a query stay what they are."""
-    return PLACEHOLDER.sub(lambda match: values[match[1]], text)
-
-
-def fill_value(value: Any, values: dict[str, str]) -> Any:
-    """Replaces placeholders also in lists and mappings. A text that is nothing but {topk} becomes a number."""
+def fill_value(value: Any, values: Mapping[str, str | int]) -> Any:
+    """Replaces placeholders in texts, lists and mappings, in one pass: braces in a query stay what they are. A text
+    that is nothing but {topk} becomes what that is: a number in a body."""
     if isinstance(value, dict):
         return {name: fill_value(item, values) for name, item in value.items()}
     if isinstance(value, list):
         return [fill_value(item, values) for item in value]
     if value == "{topk}":
-        return int(values["topk"])
-    return fill_text(value, values) if isinstance(value, str) else value
+        return values["topk"]
+    return PLACEHOLDER.sub(lambda match: str(values[match[1]]), value) if isinstance(value, str) else value
 
 
 def field_at(result: Any, path: str) -> Any:

@@ -1,7 +1,9 @@
 r"""The HTTP server in front of a search: `POST /retrieve`, `GET /health`, `GET /metrics`.
 
 It listens at once and loads meanwhile; until it is ready it answers 503. Every answer is JSON (but the metrics), errors
-are one line of it. Searches are made in a thread (`batching.py`), so that the event loop has time to refuse.
+are one line of it. Searches are made in a thread, so that the event loop has time to refuse: the thread takes whatever
+is waiting, up to a number of queries, and searches it in one call; nobody waits for others to come. What waits is
+bounded: a request that would go beyond the bound is refused at once, and one whose client has given up is not searched.
 
 The wire format is Search-R1's:
 
@@ -14,22 +16,24 @@ of `topk`; documents are objects there too.
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import signal
 import socket
 import threading
 import time
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.recipe.errors import RunError, UserError, first_line
-from corral.retrieval.batching import QueryBatcher, QueueFull, ServerMetrics
 from corral.retrieval.searcher import Hit, Retriever, SearchRequest, retriever_extra
 
 if TYPE_CHECKING:
@@ -41,6 +45,12 @@ MAX_BATCH = 256
 RETRY_AFTER_S = 1
 CLOSING_S = 5
 """Time for requests that are being answered when the server ends."""
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+PREFIX = "corral_retriever"
+
+QueryHits = list[list[Hit]]
+QueuedRequest = tuple[SearchRequest, "Future[QueryHits]"]
 
 log = logging.getLogger(__name__)
 
@@ -81,53 +91,35 @@ class RetrieveBody(BaseModel):
 
 
 class RetrieverService:
-    """What the endpoints share. Without a retriever it is still loading."""
+    """What the endpoints share. Without a batcher it is still loading."""
 
     def __init__(self, topk: int, limits: ServerLimits) -> None:
         self.topk, self.limits, self.metrics = topk, limits, ServerMetrics()
-        self.retriever: Retriever | None = None
         self.batcher: QueryBatcher | None = None
 
-    def open(self, retriever: Retriever) -> None:
-        searcher = retriever.searcher
-        self.batcher = QueryBatcher(
-            retriever.retrieve,
-            max_waiting=self.limits.waiting,
-            max_batch=MAX_BATCH if searcher.merges else 1,
-            num_threads=searcher.num_threads,
-            on_search=self.metrics.search,
-        )
-        self.retriever = retriever
-
-    def close(self) -> None:
-        if self.batcher is not None:
-            self.batcher.close()
-
     async def retrieve(self, request: "Request") -> bytes:
-        if self.retriever is None or self.batcher is None:
+        if self.batcher is None:
             raise RequestRefused(503, "loading", "the index is being loaded")
         if self.batcher.is_full():  # before the body takes memory
-            raise overloaded(self.batcher)
+            raise self.batcher.overloaded()
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 content = await read_body(request, self.limits.body_bytes)
         except TimeoutError:
             raise RequestRefused(408, "timeout", f"the request did not arrive in {self.limits.timeout_s:g} s") from None
         began = time.perf_counter()
-        search, return_scores = parse_body(content, self.limits, self.topk, self.retriever.reranker is not None)
-        searches = (
-            [search] if self.retriever.searcher.merges else [replace(search, queries=[one]) for one in search.queries]
-        )
+        retriever = self.batcher.retriever
+        search, return_scores = parse_body(content, self.limits, self.topk, retriever.reranker is not None)
+        searches = [search] if retriever.searcher.merges else [replace(search, queries=[one]) for one in search.queries]
         found = await self.answer(self.batcher, searches, request) if search.queries else []
         self.metrics.answered(len(search.queries), time.perf_counter() - began)
         return json.dumps(format_result(found, return_scores), ensure_ascii=False).encode("utf-8", "replace")
 
-    async def answer(self, batcher: QueryBatcher, searches: list[SearchRequest], request: "Request") -> list[list[Hit]]:
+    async def answer(
+        self, batcher: "QueryBatcher", searches: list[SearchRequest], request: "Request"
+    ) -> list[list[Hit]]:
         """The hits for one request. However it ends, nothing of it waits to be searched any more."""
-        try:
-            futures = batcher.submit(searches)
-        except QueueFull:
-            raise overloaded(batcher) from None
+        futures = batcher.submit(searches)
         searched = asyncio.gather(*map(asyncio.wrap_future, futures))
         gone = asyncio.ensure_future(client_disconnected(request))
         try:
@@ -149,27 +141,22 @@ class RetrieverService:
                 future.cancel()
 
     def health(self) -> dict[str, object]:
-        if self.retriever is None:
+        if self.batcher is None:
             return {"ready": False, "state": "loading"}
-        searcher = self.retriever.searcher
-        return {
-            "ready": True,
-            "state": "ready",
+        searcher, reranker = self.batcher.retriever.searcher, self.batcher.retriever.reranker
+        about = {
             "kind": searcher.kind,
             "passages": searcher.num_passages,
             "topk": self.topk,
-            "reranker": self.retriever.reranker is not None,
+            "reranker": bool(reranker),
         }
+        return {"ready": True, "state": "ready", **about}
 
 
 async def client_disconnected(request: "Request") -> None:
     """Returns when the client is gone. Only after the whole body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def overloaded(batcher: QueryBatcher) -> RequestRefused:
-    return RequestRefused(503, "overloaded", f"{batcher.num_waiting} queries are waiting; try again")
 
 
 async def read_body(request: "Request", limit: int) -> bytes:
@@ -213,7 +200,7 @@ def make_app(service: RetrieverService, token: str | None) -> "FastAPI":
     @app.get("/metrics")
     async def metrics() -> Response:
         waiting = 0 if service.batcher is None else service.batcher.num_waiting
-        text = service.metrics.text(waiting, service.retriever is not None)
+        text = service.metrics.text(waiting, service.batcher is not None)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.exception_handler(HTTPException)
@@ -291,13 +278,12 @@ def serve(
     def open_service() -> None:
         began = time.monotonic()
         try:
-            retriever = load()
-            service.open(retriever)
+            service.batcher = QueryBatcher(load(), limits.waiting, service.metrics)
         except BaseException as error:
             failures.append(error)
             server.should_exit = True
             return
-        searcher = retriever.searcher
+        searcher = service.batcher.retriever.searcher
         passages = "" if searcher.num_passages is None else f", {searcher.num_passages:,} passages"
         about = f"; {searcher.about}" if searcher.about else ""
         report(f"ready after {time.monotonic() - began:.1f} s: {searcher.kind}{passages}{about}")
@@ -308,7 +294,8 @@ def serve(
     try:
         server.run(sockets=[listening])
     finally:
-        service.close()
+        if service.batcher is not None:
+            service.batcher.close()
         listening.close()
     if failures:
         raise failures[0]
@@ -330,13 +317,127 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+# --- requests of many clients become few searches
+
+
+class QueryBatcher:
+    def __init__(self, retriever: Retriever, max_waiting: int, metrics: "ServerMetrics") -> None:
+        self.retriever, self.max_waiting, self.metrics = retriever, max_waiting, metrics
+        self.max_batch = MAX_BATCH if retriever.searcher.merges else 1
+        self.waiting: deque[QueuedRequest] = deque()
+        self.num_waiting = 0
+        """Queries, not requests."""
+        self.changed = threading.Condition()
+        self.closed = False
+        for _ in range(retriever.searcher.num_threads):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, requests: Sequence[SearchRequest]) -> "list[Future[QueryHits]]":
+        """All of them or none: RequestRefused if too many queries are waiting."""
+        futures: list[Future[QueryHits]] = [Future() for _ in requests]
+        number = sum(len(request.queries) for request in requests)
+        with self.changed:
+            if self.is_full(number) or self.closed:
+                raise self.overloaded()
+            self.waiting.extend(zip(requests, futures, strict=True))
+            self.num_waiting += number
+            self.changed.notify(len(requests))
+        return futures
+
+    def is_full(self, more: int = 1) -> bool:
+        """Whether so many more queries would be too many. If nothing waits, no request is."""
+        with self.changed:
+            if self.num_waiting + more > self.max_waiting:
+                self.waiting = deque(one for one in self.waiting if not one[1].cancelled())
+                self.num_waiting = sum(len(request.queries) for request, _ in self.waiting)
+            return self.num_waiting > 0 and self.num_waiting + more > self.max_waiting
+
+    def overloaded(self) -> RequestRefused:
+        return RequestRefused(503, "overloaded", f"{self.num_waiting} queries are waiting; try again")
+
+    def close(self) -> None:
+        """What waits is not searched any more; what is being searched is finished."""
+        with self.changed:
+            self.closed = True
+            for _, future in self.waiting:
+                future.cancel()
+            self.waiting.clear()
+            self.num_waiting = 0
+            self.changed.notify_all()
+
+    def _work(self) -> None:
+        while batch := self._next_batch():
+            requests, futures = [request for request, _ in batch], [future for _, future in batch]
+            self.metrics.searches += 1
+            self.metrics.searched += sum(len(request.queries) for request in requests)
+            try:
+                answers = self.retriever.retrieve(requests)
+            except Exception as error:
+                for future in futures:
+                    future.set_exception(error)
+            else:
+                for future, answer in zip(futures, answers, strict=True):
+                    future.set_result(answer)
+
+    def _next_batch(self) -> list[QueuedRequest]:
+        """Waits for one. Empty: there will be none."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting or self.closed)
+                if self.closed:
+                    return []
+                batch: list[QueuedRequest] = []
+                size = 0
+                while self.waiting and (not batch or size + len(self.waiting[0][0].queries) <= self.max_batch):
+                    batch.append(self.waiting.popleft())
+                    size += len(batch[-1][0].queries)
+                self.num_waiting -= size
+            if batch := [one for one in batch if one[1].set_running_or_notify_cancel()]:
+                return batch
+
+
+@dataclass
+class ServerMetrics:
+    """Counters of the server, in the text format of Prometheus."""
+
+    requests: "Counter[int]" = field(default_factory=Counter)
+    """Requests to `/retrieve`, by status."""
+    refused: "Counter[str]" = field(default_factory=Counter)
+    """Requests that were refused, by reason; part of `requests`."""
+    queries: int = 0
+    """Queries answered."""
+    searches: int = 0
+    searched: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    latency_sum_s: float = 0.0
+
+    def answered(self, num_queries: int, seconds: float) -> None:
+        self.queries += num_queries
+        self.latencies[bisect_left(BUCKETS_S, seconds)] += 1
+        self.latency_sum_s += seconds
+
+    def text(self, queue_depth: int, ready: bool) -> str:
+        lines: list[str] = []
+
+        def add(name: str, kind: str, what: str, values: dict[str, float]) -> None:
+            lines.extend([f"# HELP {PREFIX}_{name} {what}", f"# TYPE {PREFIX}_{name} {kind}"])
+            lines.extend(f"{PREFIX}_{name}{labels} {value:g}" for labels, value in values.items())
+
+        statuses: dict[str, float] = {f'{{code="{code}"}}': n for code, n in sorted(self.requests.items())}
+        reasons: dict[str, float] = {f'{{reason="{why}"}}': n for why, n in sorted(self.refused.items())}
+        add("requests_total", "counter", "Requests to /retrieve, by status.", statuses)
+        add("refused_total", "counter", "Requests that were not searched, by reason.", reasons)
+        add("queries_total", "counter", "Queries answered.", {"": self.queries})
+        add("searches_total", "counter", "Calls of the index.", {"": self.searches})
+        add("searched_queries_total", "counter", "Queries in these calls.", {"": self.searched})
+        add("queue_depth", "gauge", "Queries that wait.", {"": queue_depth})
+        add("ready", "gauge", "1 when the index is loaded.", {"": int(ready)})
+        bounds = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
+        sums = list(accumulate(self.latencies))
+        buckets: dict[str, float] = {f'_bucket{{le="{le}"}}': n for le, n in zip(bounds, sums, strict=True)}
+        whole = {"_sum": self.latency_sum_s, "_count": sums[-1]}
+        add("latency_seconds", "histogram", "From a request's last byte to its answer.", buckets | whole)
+        return "\n".join(lines) + "\n"
 
 
 # --- the wire format

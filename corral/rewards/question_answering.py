@@ -75,7 +75,8 @@ def search_r1(
     if right:
         score = 1.0 if well_formed else 1.0 - structure_format_score
     elif well_formed:
-        score = structure_format_score + (retrieval_score if is_found(response, answer) else 0.0)
+        is_found = any(is_in(block, answer) for block in INFORMATION.findall(response))
+        score = structure_format_score + (retrieval_score if is_found else 0.0)
     else:
         score = 0.0 if last_answer(response) is None else final_format_score
     return {"score": score, "exact_match": float(right), "well_formed": float(well_formed)}
@@ -84,11 +85,6 @@ def search_r1(
 def last_answer(response: str) -> str | None:
     answers: list[str] = ANSWER.findall(INFORMATION.sub("", response))
     return answers[-1].strip() if answers else None
-
-
-def is_found(response: str, answer: Any) -> bool:
-    """Whether a reference is in one of the response's blocks of information."""
-    return any(is_in(block, answer) for block in INFORMATION.findall(response))
 
 
 def is_in(text: str, answer: Any) -> bool:

@@ -13,8 +13,8 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from corral.data.plugins import did_you_mean, is_spec, load_object
 from corral.data.rows import Row
@@ -28,34 +28,30 @@ VERL_PARAMETERS = ("solution_str", "ground_truth", "extra_info", "data_source")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class BuiltInReward(NamedTuple):
-    function: Callable[..., Any]
-    needs: str | None
-    """A module that is not always installed; it is imported when the function is loaded."""
-    extra: str
-    """The extra of Corral that installs it."""
-
-
 @dataclass(frozen=True)
-class RewardResult:
-    score: float
-    metrics: dict[str, float]
+class Score:
+    reward: float
+    error: str | None = None
+    """What went wrong; the reward is then the recipe's `on_error`."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-_BUILT_IN: dict[str, BuiltInReward] = {}
+_BUILT_IN: dict[str, tuple[Callable[..., Any], str | None, str]] = {}
 
 
 def built_in(needs: str | None = None, extra: str = "") -> Callable[[Function], Function]:
-    """Declares a function as the reward of its name."""
+    """Declares a function as the reward of its name. `needs`: a module that is not always installed and is imported
+    when the function is loaded; `extra`: the extra of Corral that installs it."""
 
     def declare(function: Function) -> Function:
-        _BUILT_IN[function.__name__] = BuiltInReward(function, needs, extra)
+        _BUILT_IN[function.__name__] = (function, needs, extra)
         return function
 
     return declare
 
 
-def built_in_rewards() -> Mapping[str, BuiltInReward]:
+def built_in_rewards() -> Mapping[str, tuple[Callable[..., Any], str | None, str]]:
+    """The declared functions by name, with what they need."""
     for module in MODULES:
         importlib.import_module(module)  # here, since they import this one
     return _BUILT_IN
@@ -89,30 +85,27 @@ def load_function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     return function
 
 
-def call_reward(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> RewardResult:
+def call_reward(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Score:
     """Score one response. Raises what the function raises, or ValueError for a result that is no finite number."""
     answer = function(**{**arguments_for(function, response, row), **options})
     return read_result(asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer)
 
 
-async def call_reward_async(
-    function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]
-) -> RewardResult:
+async def call_reward_async(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Score:
     """`call_reward` from an event loop."""
     answer = function(**{**arguments_for(function, response, row), **options})
     return read_result(await answer if inspect.isawaitable(answer) else answer)
 
 
-def read_result(result: Any) -> RewardResult:
+def read_result(result: Any) -> Score:
     """The score and metrics in what somebody's function returned. ValueError if the score is no finite number."""
     if not isinstance(result, Mapping):
-        return RewardResult(_finite(result, "the reward"), {})
+        return Score(_finite(result, "the reward"))
     if "score" not in result:
         raise ValueError(f"the function returned a dict without `score`: {', '.join(map(str, result))}")
     metrics = {str(key): _finite(value, f"`{key}`") for key, value in result.items() if is_number(value)}
-    return RewardResult(
-        _finite(result["score"], "`score`"), {key: value for key, value in metrics.items() if key != "score"}
-    )
+    metrics.pop("score", None)
+    return Score(_finite(result["score"], "`score`"), metrics=metrics)
 
 
 def arguments_for(function: Callable[..., Any], response: str, row: Row) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from corral.data.plugins import error_line, without_exit
+from corral.data.batch import StopReason, Trajectory
+from corral.data.plugins import error_line
 from corral.data.rows import Row
-from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.base import Env, StepResult
-from corral.envs.registry import EnvFactory, EnvSet
+from corral.envs.base import Env, EnvFactory, EnvSet, StepResult, within, without_exit
 from corral.recipe.errors import UserError
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.engine import Completion, Engine, FinishReason, PrefixHandle, Sampling
@@ -247,21 +246,14 @@ class _Episode:
                 self.error = self.error or f"close: {describe_error(error, self.factory.timeout_s)}"
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """What the environment returns, or TimeoutError. A late call is not awaited: it may ignore its cancellation.
+        """What the environment returns, or TimeoutError.
 
         It runs in a task of its own: a KeyboardInterrupt in it (somebody quits a debugger) ends the event loop at once,
         and not when this episode is closed, while others continue.
         """
-        task = asyncio.ensure_future(without_exit(call))
         if self.env is not None and self.env.bounds_itself:
-            return await task
-        try:
-            await asyncio.wait({task}, timeout=self.factory.timeout_s)
-        finally:
-            task.cancel()
-        if not task.done():
-            raise TimeoutError
-        return task.result()
+            return await asyncio.ensure_future(without_exit(call))
+        return await within(call, self.factory.timeout_s)
 
 
 def stop_reason(finish: FinishReason, is_cut: bool) -> StopReason:

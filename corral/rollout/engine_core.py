@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from corral.data.trajectory import IntArray
+from corral.data.batch import IntArray
 from corral.rollout.engine import Completion, FinishReason, PrefixHandle, Sampling
 
 PrefixKey = tuple[bytes, Sampling]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.general_forward import is_general, logprobs_of_logits, sequence_logits
 from corral.model.logprobs import OutputHead

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.data.trajectory import IntArray
+from corral.data.batch import IntArray
 from corral.kernels.host_to_device import on_device
 from corral.kernels.paged_attention import PAGE
 from corral.model.attention import attention_layers

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.data.token_tree import TokenTree
-from corral.data.trajectory import IntArray
+from corral.data.batch import IntArray, TokenTree
 from corral.kernels.host_to_device import on_device
 from corral.kernels.paged_attention import PAGE
 from corral.kernels.varlen_attention import varlen_attention

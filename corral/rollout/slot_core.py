@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.kernels.sampling import Truncation, sample_tokens
 from corral.model.attention import AttentionKernel, TreeAttention, forward_hidden
 from corral.model.logprobs import OutputHead

@@ -31,8 +31,7 @@ from corral.algorithms.losses import (
     policy_token_loss,
     value_loss,
 )
-from corral.data.batch import Batch, Pack
-from corral.data.trajectory import FloatArray, Trajectory
+from corral.data.batch import Batch, FloatArray, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.model_loading import load_model
 from corral.recipe.errors import RunError

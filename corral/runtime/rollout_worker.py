@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corral.data.trajectory import Trajectory
-from corral.envs.registry import EnvSet
+from corral.data.batch import Trajectory
+from corral.envs.base import EnvSet
 from corral.model.families import check_length
 from corral.model.model_loading import end_tokens, load_tokenizer
 from corral.recipe.errors import RunError

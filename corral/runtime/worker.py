@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from corral.envs.registry import EnvSet, uses_rewards
+from corral.envs.base import EnvSet, uses_rewards
 from corral.model.model_loading import default_device, load_model
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.scorer_pool import ScorerPools

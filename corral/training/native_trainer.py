@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.data.batch import Batch, Pack
-from corral.data.trajectory import Trajectory
+from corral.data.batch import Batch, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
 from corral.model.fused_layers import unfuse
@@ -70,8 +69,8 @@ class _NativeTrainer:
         check_offload(self.mesh, offload)
         if is_general(causal) and (dimensions := self.mesh.groups.keys() & {"tensor", "expert", "context"}):
             raise UserError(
-                f"train.parallel.{min(dimensions)}: {type(causal).__name__} is computed sequence by sequence (the general "
-                "path), which only `train.parallel.shard` and `replicate` distribute"
+                f"train.parallel.{min(dimensions)}: {type(causal).__name__} is computed sequence by sequence (the "
+                "general path), which only `train.parallel.shard` and `replicate` distribute"
             )
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call

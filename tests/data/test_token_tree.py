@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import make_trajectory
 
-from corral.data.batch import Batch, distinct_tokens
-from corral.data.token_tree import TokenTree
+from corral.data.batch import Batch, TokenTree, distinct_tokens
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from corral.data.generated import board_rows
 from corral.data.rows import Message, Row
-from corral.envs.base import StepResult
+from corral.envs.base import EnvSet, StepResult
 from corral.envs.games import GameEnv
-from corral.envs.registry import EnvSet
 from corral.recipe.schema import Environment, Rollout, Source
 
 

@@ -15,15 +15,15 @@ import torch
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corral.data.batch import StopReason, Trajectory
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.base import StepResult
+from corral.envs.base import EnvSet, StepResult
 from corral.envs.built_in.agent import AgentEnv
-from corral.envs.registry import EnvSet
+from corral.envs.chat_endpoint import ChatSession
 from corral.model.attention import register
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Environment, Reward
+from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
@@ -270,7 +270,7 @@ def program(tmp_path: Path) -> list[str]:
 
 def open_envs(timeout_s: float = 20.0, **options: Any) -> EnvSet:
     environment = Environment(name="agent", options=options, timeout_s=timeout_s)
-    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))})
+    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))}, Rollout())
 
 
 async def converse(
@@ -514,7 +514,7 @@ def endpoint(agents: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Its address, and the key of a session that is open."""
     envs = open_envs(agent=f"{agents}:one_turn")
     server = envs.factories[""].shared[0].endpoint  # type: ignore[attr-defined]
-    session = server.open_session(lambda exchange: None)
+    session = ChatSession(server, lambda exchange: None)
     yield server.base_url, {"Authorization": f"Bearer {session.key}"}
     envs.close()
     with pytest.raises(httpx.ConnectError):

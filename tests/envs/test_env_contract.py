@@ -11,10 +11,9 @@ from env_helpers import boards
 import corral
 from corral.data.rows import Message, Row
 from corral.data.sources import load_rows
-from corral.envs.base import EnvDefaults, as_env_class, is_blocking
+from corral.envs.base import EnvDefaults, as_env_class, built_in_names, find_class
 from corral.envs.baselines import Baseline
 from corral.envs.env_checks import check_environment
-from corral.envs.registry import built_in_names, find_class
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Environment, Reward, Source
 
@@ -72,7 +71,7 @@ def test_every_built_in_environment_keeps_the_contract(
     report = check_environment(environment, rows, max_turns=4, seed=0)
     assert report.failed == []
     assert len(report.passed) == 6
-    assert issubclass(find_class(name), corral.BlockingEnv if is_blocking(find_class(name)) else corral.Env)
+    assert issubclass(find_class(name), (corral.BlockingEnv, corral.Env))
 
 
 class Parity:
@@ -124,7 +123,7 @@ def test_what_a_class_leaves_out_has_the_default_and_what_it_has_stays() -> None
     assert (env.summary(), env.first_state()) == ({}, "")
     assert (adapted.overrides("best_reply"), adapted.overrides("random_reply")) == (True, False)
     assert as_env_class(InheritingParity, "InheritingParity") is InheritingParity
-    assert is_blocking(as_env_class(BlockingParity, "BlockingParity"))
+    assert issubclass(as_env_class(BlockingParity, "BlockingParity"), corral.BlockingEnv)
 
 
 def test_a_class_may_use_the_name_state_for_something_else() -> None:

@@ -10,11 +10,10 @@ import pytest
 from env_helpers import opened
 
 from corral.data.rows import Row
-from corral.envs.base import StepResult
-from corral.envs.baselines import run_optimal, run_random
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet, StepResult
+from corral.envs.baselines import run_episode
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Environment
+from corral.recipe.schema import Environment, Rollout
 
 SLOW = f"{Path(__file__).parent}/blocking_environments.py:Slow"
 ROW = Row([], None, "", {})
@@ -131,7 +130,7 @@ def test_a_trajectory_that_gives_up_waiting_leaves_no_process_taken() -> None:
 
 def test_closing_kills_the_processes_and_calls_in_flight_raise() -> None:
     before = threading.active_count()
-    envs = EnvSet({"": Environment(name=SLOW, processes=1)}, {})
+    envs = EnvSet({"": Environment(name=SLOW, processes=1)}, {}, Rollout())
 
     async def play() -> int:
         env = envs.factories[""].make()
@@ -152,8 +151,8 @@ def test_closing_kills_the_processes_and_calls_in_flight_raise() -> None:
 
 def test_players_are_asked_where_the_environment_is() -> None:
     with opened(SLOW, processes=1) as make:
-        at_random = asyncio.run(run_random(make, ROW, 1, max_turns=3))
-        best = asyncio.run(run_optimal(make, ROW, 1, max_turns=3))
+        at_random = asyncio.run(run_episode(make, ROW, 1, 3, "random_reply"))
+        best = asyncio.run(run_episode(make, ROW, 1, 3, "best_reply"))
     assert at_random is not None
     assert (at_random.turns, at_random.reward) == (3, 1.5)
     assert best is not None
@@ -163,7 +162,7 @@ def test_players_are_asked_where_the_environment_is() -> None:
 def test_arguments_that_can_not_travel_are_refused_by_name() -> None:
     pool: Any = threading.Lock()
     with pytest.raises(UserError, match="argument `pool` can't be sent there"):
-        EnvSet({"": Environment(name=SLOW.replace("Slow", "Pooled"))}, {"": pool})
+        EnvSet({"": Environment(name=SLOW.replace("Slow", "Pooled"))}, {"": pool}, Rollout())
 
 
 def test_one_whose_constructor_raises_says_so() -> None:

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from corral.data.rows import Row
-from corral.envs.base import StepResult
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet, StepResult
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Environment, Reward
+from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.scorer_pool import ScorerPool
 
 ROW = Row([{"role": "user", "content": "2 + 2?"}], "4", "", {})
@@ -59,7 +58,7 @@ def counter(tmp_path: Path) -> str:
 
 
 def open_one(environment: Environment, pool: ScorerPool) -> Callable[[], Any]:
-    return EnvSet({"": environment}, {"": pool}).factories[""].make
+    return EnvSet({"": environment}, {"": pool}, Rollout()).factories[""].make
 
 
 def play(environment: Environment, pool: ScorerPool, reply: str, row: Row = ROW) -> tuple[Any, list[StepResult]]:
@@ -125,5 +124,5 @@ def test_an_environment_that_can_not_be_made_is_an_error(
 def test_a_row_says_which_of_several_environments_plays_it(pool: ScorerPool, counter: str) -> None:
     several = {"lake": Environment(name="frozen_lake"), "count": Environment(name=f"{counter}:Counter")}
     several["count"].options["limit"] = 1
-    envs = EnvSet(several, {})
+    envs = EnvSet(several, {}, Rollout())
     assert envs.factory_for(Row([], None, "", {"environment": "count"})).tag == "count"

@@ -14,7 +14,6 @@ from env_helpers import board, boards, opened, say, share_won_at_random
 from corral.envs.baselines import baseline_of
 from corral.envs.built_in.frozen_lake import (
     DIRECTIONS,
-    SYMBOLS,
     FrozenLake,
     FrozenLakeEnv,
     Lake,
@@ -29,7 +28,7 @@ SMALL = Lake(3, frozenset({(0, 1), (2, 2)}), start=(0, 0), goal=(0, 2))
 
 
 def game(lake: Lake = SMALL, slippery: bool = False, seed: int = 0) -> FrozenLake:
-    return FrozenLake(lake, slippery, random.Random(seed), SYMBOLS, "")
+    return FrozenLake(lake, slippery, random.Random(seed), FrozenLakeEnv().draw)
 
 
 def test_the_board_shows_the_player_holes_and_the_goal() -> None:

@@ -5,7 +5,7 @@ from env_helpers import board, boards, opened
 
 from corral.data.rows import Row
 from corral.data.sources import load_rows
-from corral.envs.baselines import baseline_of, run_optimal
+from corral.envs.baselines import baseline_of, run_episode
 from corral.envs.built_in.gymnasium import GymnasiumEnv
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Source
@@ -29,7 +29,7 @@ def test_gymnasiums_frozen_lake_is_played_in_words() -> None:
 def test_the_best_play_comes_from_the_table_of_transitions(name: str, moves: int | None, reward: float | None) -> None:
     options = {"id": name, "kwargs": {"is_slippery": False} if name == "FrozenLake-v1" else {}}
     with opened("gymnasium", 20, options=options, processes=1) as make:
-        played = asyncio.run(run_optimal(make, board(2), 0, 20))
+        played = asyncio.run(run_episode(make, board(2), 0, 20, "best_reply"))
     assert played is not None
     assert played.success == 1.0
     assert moves in (None, played.turns)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from stand_in_retriever import Answer, StandInRetriever
 
 from corral.data.rows import Row
-from corral.envs.base import StepResult
+from corral.envs.base import EnvSet, StepResult
 from corral.envs.built_in.search import INVALID_FEEDBACK, NoRetriever, SearchEnv, read_action, show, with_question
-from corral.envs.registry import EnvSet
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
 from corral.retrieval.client import RetrievalError, RetrievedDocument

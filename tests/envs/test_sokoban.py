@@ -6,8 +6,8 @@ from statistics import fmean
 import pytest
 from env_helpers import board, opened, say, share_won_at_random
 
-from corral.envs.baselines import run_optimal
-from corral.envs.built_in.sokoban import DIRECTIONS, SYMBOLS, Room, Sokoban, SokobanEnv, push, release_cache
+from corral.envs.baselines import run_episode
+from corral.envs.built_in.sokoban import DIRECTIONS, Room, Sokoban, SokobanEnv, new_room, push
 
 LETTERS = {
     "wall": "W",
@@ -27,7 +27,9 @@ def game(*lines: str) -> Sokoban:
         return frozenset((r, c) for r, line in enumerate(lines) for c, sign in enumerate(line) if sign in signs)
 
     [player] = cells("PS")
-    return Sokoban(Room((len(lines), len(lines[0])), cells("_OXPS√"), cells("OS√"), cells("X√"), player), SYMBOLS, "")
+    return Sokoban(
+        Room((len(lines), len(lines[0])), cells("_OXPS√"), cells("OS√"), cells("X√"), player), SokobanEnv().draw
+    )
 
 
 def test_a_board_is_drawn_as_it_was_read() -> None:
@@ -81,8 +83,8 @@ def test_other_signs_and_larger_rooms_are_options() -> None:
 def test_the_solution_is_the_shortest() -> None:
     num_checked = 0
     for seed in range(60):
-        room = release_cache(seed, 6, 6, 1, 300)
-        solution = Sokoban(room, SYMBOLS, "").solution()
+        room = new_room(seed, 6, 6, 1, 300)
+        solution = Sokoban(room, SokobanEnv().draw).solution()
         assert solution is not None
         assert solves(room, solution)
         if len(solution) <= 5:
@@ -109,7 +111,7 @@ def test_two_boxes_are_solved_in_the_fewest_moves() -> None:
 
 def test_no_room_begins_solved_and_all_have_their_boxes_and_walls() -> None:
     for seed in range(100):
-        room = release_cache(seed, 6, 6, 1, 300)
+        room = new_room(seed, 6, 6, 1, 300)
         assert room.boxes.isdisjoint(room.targets)
         assert len(room.boxes) == len(room.targets) == 1
         assert room.boxes | room.targets | {room.player} <= room.floor
@@ -119,20 +121,20 @@ def test_no_room_begins_solved_and_all_have_their_boxes_and_walls() -> None:
 def test_rooms_are_like_those_of_the_game_that_people_compare_with() -> None:
     """Known of 200 rooms: 3.9 moves on average, nearly all in 10; random play wins 19 % in 10 moves."""
     assert share_won_at_random(SokobanEnv(), 3000, 10) == pytest.approx(0.205, abs=0.03)
-    lengths = [len(Sokoban(release_cache(seed, 6, 6, 1, 300), SYMBOLS, "").solution() or []) for seed in range(1000)]
+    lengths = [len(Sokoban(new_room(seed, 6, 6, 1, 300), SokobanEnv().draw).solution() or []) for seed in range(1000)]
     assert fmean(lengths) == pytest.approx(3.8, abs=0.3)
     assert sum(length <= 10 for length in lengths) > 985
 
 
 def test_the_best_player_earns_eleven_less_a_tenth_a_move() -> None:
     with opened("sokoban") as make:
-        played = asyncio.run(run_optimal(make, board(5), 0, 10))
+        played = asyncio.run(run_episode(make, board(5), 0, 10, "best_reply"))
     assert played is not None
     assert played.success == 1.0
     assert played.reward == pytest.approx(11 - 0.1 * played.turns)
 
 
 def test_the_larger_rooms_take_more_moves() -> None:
-    rooms = [release_cache(seed, 10, 10, 2, 10) for seed in range(100)]
-    lengths = [len(Sokoban(room, SYMBOLS, "").solution() or []) for room in rooms]
+    rooms = [new_room(seed, 10, 10, 2, 10) for seed in range(100)]
+    lengths = [len(Sokoban(room, SokobanEnv().draw).solution() or []) for room in rooms]
     assert fmean(lengths) == pytest.approx(6, abs=1)

@@ -17,11 +17,10 @@ from torch import Tensor
 from corral.data.plugins import load_object
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.envs.base import StepResult
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet, StepResult
 from corral.envs.tool_calls import Style, function_schema, parse_reply, problem_with
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Environment, Reward
+from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
@@ -188,7 +187,7 @@ def play(file: Path) -> Play:
 def environments(file: Path, *names: str, **options: Any) -> EnvSet:
     tools = [f"{file}:{name}" for name in names or ("add",)]
     environment = Environment(name="tools", options={"tools": tools, **options})
-    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))})
+    return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))}, Rollout())
 
 
 def call(name: str, **arguments: Any) -> str:

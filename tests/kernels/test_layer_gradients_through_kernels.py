@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.kernels.gather_kv import GatherKV
 from corral.kernels.gpu.column_sum_kernel import column_sums
 from corral.kernels.rotary import Rotate, RotateMerged

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from corral.data.sources import load_rows
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet
 from corral.loop.train import train
 from corral.observe.console import Console
 from corral.observe.run_files import read_metrics

@@ -6,7 +6,7 @@ import pytest
 from runs import VALIDATION, rows_of, train_here
 from trajectories import make_trajectory
 
-from corral.data.trajectory import StopReason
+from corral.data.batch import StopReason
 from corral.loop.validation import summarize
 from corral.observe.run_files import read_trajectories
 

@@ -8,7 +8,7 @@ from test_tree_attention import sequences
 from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden, register
 from corral.model.fused_layers import fuse, fused_layers, unfuse
 

@@ -8,7 +8,7 @@ import torch
 from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
-from corral.data.token_tree import TokenTree
+from corral.data.batch import TokenTree
 from corral.model.attention import AttentionKernel, TreeAttention, forward_hidden, register
 from corral.model.model_parallel import pad_tree
 

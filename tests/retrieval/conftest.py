@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from docstrings import write_corpus
 
-from corral.retrieval.dense import DenseSettings
-from corral.retrieval.encoder import EncoderSettings
+from corral.retrieval.dense import DenseSettings, EncoderSettings
 from corral.retrieval.index import build
 
 

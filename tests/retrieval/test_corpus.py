@@ -8,7 +8,7 @@ import pytest
 from docstrings import contents
 
 from corral.recipe.errors import UserError
-from corral.retrieval.corpus import Corpus, same_file, scan
+from corral.retrieval.searcher import Corpus, same_file, scan
 
 
 def test_every_passage_is_read_from_its_place(corpus_file: Path, tmp_path: Path) -> None:

@@ -11,8 +11,18 @@ from docstrings import QUERIES, contents
 from sentence_transformers import SentenceTransformer
 
 from corral.recipe.errors import RunError, UserError
-from corral.retrieval.dense import FLAT, DenseSettings, VectorFile, build_graph, open_mapped
-from corral.retrieval.encoder import BGE, Encoder, EncoderSettings, family_of, own_prompt
+from corral.retrieval.dense import (
+    BGE,
+    FLAT,
+    DenseSettings,
+    Encoder,
+    EncoderSettings,
+    VectorFile,
+    build_graph,
+    family_of,
+    open_mapped,
+    own_prompt,
+)
 from corral.retrieval.index import BUILDING, MANIFEST, OFFSETS, build, open_index, read_manifest
 from corral.retrieval.searcher import Reranker
 

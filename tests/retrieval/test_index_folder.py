@@ -10,8 +10,7 @@ from docstrings import write_corpus
 
 from corral.recipe.errors import UserError
 from corral.retrieval.bm25 import Bm25Settings
-from corral.retrieval.dense import DenseSettings
-from corral.retrieval.encoder import EncoderSettings
+from corral.retrieval.dense import DenseSettings, EncoderSettings
 from corral.retrieval.estimate import estimate, of_index
 from corral.retrieval.index import BUILDING, MANIFEST, build, open_index, read_finished
 

@@ -60,7 +60,6 @@ def test_a_query_that_is_under_way_is_not_asked_again(server: StandInRetriever, 
 
     asyncio.run(one_later())
     assert server.queries == ["a"]
-    assert client.counts["shared"] == 1
 
 
 def test_giving_up_one_of_two_equal_queries_leaves_the_other(server: StandInRetriever, client: RetrievalClient) -> None:
@@ -78,9 +77,6 @@ def test_giving_up_one_of_two_equal_queries_leaves_the_other(server: StandInRetr
 def test_what_was_found_is_remembered_over_event_loops(server: StandInRetriever, client: RetrievalClient) -> None:
     assert search(client, "a") == search(client, "a")
     assert server.queries == ["a"]
-    counts = client.counts
-    assert (counts["queries"], counts["cache_hits"], counts["requests"], counts["failures"]) == (2, 1, 1, 0)
-    assert counts["seconds"] > 0
 
 
 def test_what_was_not_asked_for_longest_is_forgotten_first(server: StandInRetriever) -> None:
@@ -124,7 +120,7 @@ def test_servers_take_turns_and_one_that_is_away_is_left_alone(server: StandInRe
         search(client, f"{number}")
     assert sorted(server.queries + other.queries) == [f"{number}" for number in range(8)]
     assert min(len(server.queries), len(other.queries)) >= 3
-    assert client.counts["retries"] == 1  # asked once, and not again so soon
+    assert client.endpoints[1].failures == 1  # asked once, and not again so soon
     client.close()
     other.stop()
 
@@ -136,7 +132,6 @@ def test_queries_wait_for_a_server_that_is_started_again(server: StandInRetrieve
     [[document], _] = search(client, "a", "b")
     assert document.title == "On a"
     assert server.queries == ["before", "a", "b"]
-    assert client.counts["retries"] >= 2
 
 
 def test_a_server_that_dies_while_it_answers_is_asked_again(server: StandInRetriever, client: RetrievalClient) -> None:
@@ -158,7 +153,7 @@ def test_a_busy_server_is_asked_again_when_it_says(server: StandInRetriever, cli
     started = time.monotonic()
     search(client, "a")
     assert 1.0 <= time.monotonic() - started < 3
-    assert client.counts["retries"] == 1
+    assert server.queries == ["a", "a"]
 
 
 def test_patience_ends_with_what_the_server_said(server: StandInRetriever) -> None:
@@ -168,7 +163,6 @@ def test_patience_ends_with_what_the_server_said(server: StandInRetriever) -> No
         RetrievalError, match=rf"no retriever has answered within 0\.5 s .*{server.port}/retrieve answered 503: loading"
     ):
         search(client, "a")
-    assert client.counts["failures"] == 1
     client.close()
 
 
@@ -198,7 +192,7 @@ def test_an_answer_that_is_none_is_told_at_once(
     server.answer = lambda queries: answer
     with pytest.raises(RetrievalError, match=message):
         search(client, "a")
-    assert client.counts["retries"] == 0
+    assert server.queries == ["a"]
 
 
 def test_a_query_that_the_server_refuses_does_not_cost_the_others(

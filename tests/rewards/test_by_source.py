@@ -17,7 +17,7 @@ from corral.rewards.scorers import SCORER_OF_SOURCE, scorer_for_source
 
 def score(response: str, answer: Any, source: str, **options: Any) -> float:
     row = Row([{"role": "user", "content": "?"}], answer, source, {})
-    return call_reward(load_function("by_source", options), response, row, options).score
+    return call_reward(load_function("by_source", options), response, row, options).reward
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_math_rows_are_scored() -> None:
 def test_generated_arithmetic_has_a_scorer() -> None:
     source = Source(path="arithmetic:addition", size=1)
     [row] = load_rows(source, Data(train=source))
-    assert call_reward(load_function("by_source", {}), f"it is {row.answer}", row, {}).score == 1
+    assert call_reward(load_function("by_source", {}), f"it is {row.answer}", row, {}).reward == 1
 
 
 def test_sources_of_the_recipe_add_to_ours_and_come_first() -> None:
@@ -96,7 +96,7 @@ from corral.data.rows import Row
 from corral.recipe.errors import UserError
 from corral.rewards.reward_function import call_reward, load_function
 function = load_function("by_source", {"sources": {"mine": "math"}})
-print(call_reward(function, "#### 2", Row([], "2", "openai/gsm8k", {}), {}).score)
+print(call_reward(function, "#### 2", Row([], "2", "openai/gsm8k", {}), {}).reward)
 try:
     call_reward(function, "2", Row([], "2", "aime24", {}), {})
 except UserError as error:

@@ -147,4 +147,4 @@ def test_a_row_without_an_answer_is_an_error(scorer: object, answer: object) -> 
 def test_they_are_reward_functions_that_a_recipe_can_name(name: str) -> None:
     function = load_function(name, {})
     row = Row([], ["Paris"], "", {})
-    assert call_reward(function, f"{THINK}<answer>Paris</answer>", row, {}).score == 1.0
+    assert call_reward(function, f"{THINK}<answer>Paris</answer>", row, {}).reward == 1.0

@@ -20,7 +20,7 @@ def test_a_function_gets_what_its_signature_asks_for() -> None:
         seen.update(locals())
         return bonus
 
-    assert call_reward(function, "four", ROW, {"bonus": 0.5}).score == 0.5
+    assert call_reward(function, "four", ROW, {"bonus": 0.5}).reward == 0.5
     assert {key: seen[key] for key in ("response", "extra", "source")} == {
         "response": "four",
         "extra": ROW.extra,
@@ -33,21 +33,21 @@ def test_a_function_that_takes_anything_gets_everything() -> None:
         assert sorted(others) == ["answer", "extra", "prompt", "source"]
         return 1.0
 
-    assert call_reward(function, "four", ROW, {}).score == 1.0
+    assert call_reward(function, "four", ROW, {}).reward == 1.0
 
 
 def test_a_function_written_for_verl_works_as_it_is() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return float((data_source, solution_str, ground_truth, extra_info) == ("sums", "4", "4", {"index": 3}))
 
-    assert call_reward(compute_score, "4", ROW, {}).score == 1.0
+    assert call_reward(compute_score, "4", ROW, {}).reward == 1.0
 
 
 def test_an_async_function_is_awaited() -> None:
     async def function(response: str) -> float:
         return 0.25
 
-    assert call_reward(function, "four", ROW, {}).score == 0.25
+    assert call_reward(function, "four", ROW, {}).reward == 0.25
 
 
 def test_a_dict_gives_score_and_metrics() -> None:
@@ -55,13 +55,13 @@ def test_a_dict_gives_score_and_metrics() -> None:
         return {"score": True, "length": 4, "said": "four"}
 
     result = call_reward(function, "four", ROW, {})
-    assert (result.score, result.metrics) == (1.0, {"length": 4.0})
+    assert (result.reward, result.metrics) == (1.0, {"length": 4.0})
 
 
 def test_scalars_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    assert call_reward(lambda response: numpy.float32(0.5), "", ROW, {}).score == 0.5
-    assert call_reward(lambda response: numpy.bool_(True), "", ROW, {}).score == 1.0
+    assert call_reward(lambda response: numpy.float32(0.5), "", ROW, {}).reward == 0.5
+    assert call_reward(lambda response: numpy.bool_(True), "", ROW, {}).reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,15 @@ import torch
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corral.data.batch import StopReason, Trajectory
 from corral.data.plugins import load_object
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.data.trajectory import StopReason, Trajectory
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet
 from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward
+from corral.recipe.schema import Rollout as RolloutSettings
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Sampling
@@ -280,7 +281,7 @@ class Rollout:
             chat_tokenizer.chat_template = template
         driver = RolloutDriver(
             engine=self.engine,
-            envs=EnvSet({"": environment}, {}),
+            envs=EnvSet({"": environment}, {}, RolloutSettings()),
             chat=ChatRenderer(chat_tokenizer, True),
             max_turns=max_turns,
             max_prompt_tokens=60,

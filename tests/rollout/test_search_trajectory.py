@@ -10,11 +10,10 @@ from stand_in_retriever import StandInRetriever
 from tiny import tiny_tokenizer
 
 from corral.algorithms.advantages import GaeOptions, RewardedBatch, gae
-from corral.data.batch import Batch
+from corral.data.batch import Batch, Trajectory
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
-from corral.data.trajectory import Trajectory
-from corral.envs.registry import EnvSet
+from corral.envs.base import EnvSet
 from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer

@@ -13,13 +13,13 @@ from corral.cluster.doctor.findings import Finding, NodeRef
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
 from corral.data.sources import fit_prompts, render_prompt
-from corral.envs.registry import EnvSet, uses_rewards
+from corral.envs.base import EnvSet, uses_rewards
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.memory import human_bytes
 from corral.recipe.placement import format_devices
 from corral.recipe.plan import Plan, make_plan, num_trajectories
-from corral.recipe.schema import Environment, Recipe
+from corral.recipe.schema import Environment, Recipe, Rollout
 from corral.recipe.shape import ModelShape
 from corral.rewards.scorer_pool import ScorerPool
 
@@ -191,10 +191,10 @@ def try_reward(environment: Environment, rows: Sequence[Row], max_tokens: int) -
     pool = None
     try:
         if not uses_rewards(environment):
-            EnvSet({"": environment}, {}).close()
+            EnvSet({"": environment}, {}, Rollout()).close()
             return RewardTrial()
         pool = ScorerPool(environment.reward)
-        EnvSet({"": environment}, {"": pool}).close()
+        EnvSet({"": environment}, {"": pool}, Rollout()).close()
         pool.check()
         return RewardTrial(asyncio.run(score_all(pool, rows, max_tokens)))
     except UserError as error:

@@ -25,10 +25,10 @@ from tempfile import TemporaryFile
 from typing import IO, Any, get_args
 
 from corral.child_process import command_dying_with_parent, describe_exit, last_lines, signal_group
-from corral.data.plugins import error_line, load_object, without_exit
+from corral.data.plugins import error_line, load_object
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
-from corral.envs.built_in.tools import ToolPrompt, check_choice, with_instructions
+from corral.envs.base import Env, StepResult, final_step, without_exit
+from corral.envs.built_in.tools import ToolPrompt, call_in_thread, check_choice, with_instructions
 from corral.envs.chat_endpoint import (
     HOST,
     REFUSED,
@@ -36,12 +36,12 @@ from corral.envs.chat_endpoint import (
     ChatEndpoint,
     ChatReply,
     ChatSession,
+    LoopThread,
     PendingRequest,
     assistant_message,
     calls_of,
     new_messages,
 )
-from corral.envs.threads import LoopThread, call_in_thread
 from corral.envs.tool_calls import Style
 from corral.recipe.errors import UserError
 from corral.rewards.reward_function import is_number, read_result
@@ -99,7 +99,7 @@ class AgentEnv(Env):
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._session = self._agents.endpoint.open_session(deliver)
+        self._session = ChatSession(self._agents.endpoint, deliver)
         self._run = self._agents.start(row, self._session)
         self._run.add_done_callback(deliver)
         event = await self._next()
@@ -160,11 +160,9 @@ class AgentEnv(Env):
     async def _end(self, result: Any, reply: str) -> StepResult:
         """The reward that the agent returned, or else the reward function's for the last reply."""
         if is_number(result) or (isinstance(result, Mapping) and "score" in result):
-            own = read_result(result)
-            return StepResult([], own.score, done=True, metrics=own.metrics)
+            return final_step(read_result(result))
         assert self._row is not None
-        score = await self._pool.score(reply, self._row)
-        return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+        return final_step(await self._pool.score(reply, self._row))
 
 
 def result_of(run: "Future[Any]") -> Any:

@@ -6,31 +6,13 @@ ends the game. On slippery ice a step goes where it should in one of three times
 
 import functools
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from corral.envs.games import Game, GridGameEnv, Move, Prompts, draw_board, require, shortest_path
+from corral.envs.games import Cell, Draw, Game, GridGameEnv, Move, Prompts, require, shortest_path
 
-Cell = tuple[int, int]
 DIRECTIONS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """Each one's neighbours in this circle are at right angles to it."""
-SYMBOLS = {
-    "player": "P",
-    "empty": "_",
-    "hole": "O",
-    "goal": "G",
-    "player_in_hole": "X",
-    "player_on_goal": "√",
-}
-MEANINGS = {
-    "player": "you",
-    "empty": "ice",
-    "hole": "hole",
-    "goal": "goal",
-    "player_in_hole": "you in a hole",
-    "player_on_goal": "you on the goal",
-}
 
 
 class Lake(NamedTuple):
@@ -41,18 +23,12 @@ class Lake(NamedTuple):
 
 
 class FrozenLake(Game):
-    def __init__(
-        self, lake: Lake, slippery: bool, rng: random.Random, signs: Mapping[str, str], separator: str
-    ) -> None:
-        self.lake, self.slippery, self.rng = lake, slippery, rng
-        self.signs, self.separator = signs, separator
+    def __init__(self, lake: Lake, slippery: bool, rng: random.Random, draw: Draw) -> None:
+        self.lake, self.slippery, self.rng, self.draw = lake, slippery, rng, draw
         self.player = lake.start
 
     def text(self) -> str:
-        cells = range(self.lake.size)
-        return draw_board(
-            [[self.signs[self._what((row, column))] for column in cells] for row in cells], self.separator
-        )
+        return self.draw(self.lake.size, self.lake.size, self._what)
 
     def _what(self, cell: Cell) -> str:
         under = "hole" if cell in self.lake.holes else "goal" if cell == self.lake.goal else "empty"
@@ -86,8 +62,14 @@ class FrozenLakeEnv(GridGameEnv):
     slippery: bool = False
 
     ACTIONS: ClassVar = tuple(DIRECTIONS)
-    SYMBOLS: ClassVar = SYMBOLS
-    MEANINGS: ClassVar = MEANINGS
+    SYMBOLS: ClassVar = {
+        "player": ("P", "you"),
+        "empty": ("_", "ice"),
+        "hole": ("O", "hole"),
+        "goal": ("G", "goal"),
+        "player_in_hole": ("X", "you in a hole"),
+        "player_on_goal": ("√", "you on the goal"),
+    }
     PROMPTS: ClassVar = Prompts("Walk over the ice to the goal. If you step into a hole, you have lost.")
 
     def __post_init__(self) -> None:
@@ -97,7 +79,7 @@ class FrozenLakeEnv(GridGameEnv):
 
     def new_game(self, board_seed: int, seed: int) -> Game:
         lake = make_lake(board_seed, self.size, self.p)
-        return FrozenLake(lake, self.slippery, random.Random(seed), self._signs, self.separator)
+        return FrozenLake(lake, self.slippery, random.Random(seed), self.draw)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,12 +127,10 @@ def win_probabilities(lake: Lake, actions_left: int) -> dict[Cell, float]:
     if actions_left == 0:
         return {cell: float(cell == lake.goal) for cell in cells}
     after = win_probabilities(lake, actions_left - 1)
+    ends = {lake.goal, *lake.holes}
     return {
         cell: after[cell]
-        if cell == lake.goal or cell in lake.holes
-        else max(
-            sum(after[walk(lake, cell, direction)] for direction in slip_directions(action)) / 3
-            for action in DIRECTIONS
-        )
+        if cell in ends
+        else max(win_probability(lake, cell, action, actions_left) for action in DIRECTIONS)
         for cell in cells
     }

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from corral.data.plugins import error_line
-from corral.data.rows import Message, Row
-from corral.envs.base import BlockingEnv, StepResult
+from corral.envs.base import BlockingEnv
 from corral.envs.games import Game, GameBase, Move
 from corral.recipe.errors import UserError
 
@@ -118,6 +117,8 @@ class GymnasiumEnv(GameBase, BlockingEnv):
     success_reward: float | None = None
     """An episode that ends with a step of at least this reward is a success. None: known, or 1."""
 
+    reset, step = GameBase.reset_game, GameBase.step_game
+
     def __post_init__(self) -> None:
         known = TOY_TEXT.get(self.id.rpartition("/")[2].partition("-v")[0], ToyTextGame())
         self.prompts = {"instruction": known.instruction, **self.prompts}
@@ -141,12 +142,6 @@ class GymnasiumEnv(GameBase, BlockingEnv):
     def new_game(self, board_seed: int, seed: int) -> Game:
         self._gymnasium.begin(board_seed, seed)
         return self._gymnasium
-
-    def reset(self, row: Row, seed: int) -> list[Message]:
-        return self.reset_game(row, seed)
-
-    def step(self, reply: str) -> StepResult:
-        return self.step_game(reply)
 
     def close(self) -> None:
         self._gymnasium.env.close()

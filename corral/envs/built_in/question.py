@@ -1,7 +1,7 @@
 """The `question` environment: a question, answered in one step and scored by the reward function."""
 
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
+from corral.envs.base import Env, StepResult, final_step
 from corral.rewards.scorer_pool import RewardScorer
 
 
@@ -19,8 +19,7 @@ class QuestionEnv(Env):
 
     async def step(self, reply: str) -> StepResult:
         assert self._row is not None, "step before reset"
-        score = await self._pool.score(reply, self._row)
-        return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+        return final_step(await self._pool.score(reply, self._row))
 
     async def close(self) -> None:
         self._row = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
+from corral.envs.base import Env, StepResult, final_step
 from corral.recipe.errors import UserError
 from corral.retrieval.client import RetrievalClient, RetrievedDocument
 from corral.rewards.question_answering import ANSWER, TAG, is_in
@@ -123,7 +123,8 @@ class SearchEnv(Env):
         return row.prompt if self._prompt is None else with_question(row.prompt, self._prompt)
 
     async def step(self, reply: str) -> StepResult:
-        self._read()
+        assert self._row is not None, "step before reset"
+        self._read(self._row)
         action = read_action(reply)
         self._transcript += action.transcript
         self._turns += 1
@@ -131,7 +132,7 @@ class SearchEnv(Env):
         self._answered = action.tag == "answer"
         self._valid += self._answered or (may_search and action.tag == "search")
         if self._answered or not may_search:
-            return await self._end()
+            return final_step(await self._pool.score(self._transcript, self._row))
         if action.tag == "search":
             self._unread = self._before + await self._search(action.text) + self._closing
         else:
@@ -157,18 +158,12 @@ class SearchEnv(Env):
             "answered": float(self._answered),
         }
 
-    async def _end(self) -> StepResult:
-        assert self._row is not None, "step before reset"
-        score = await self._pool.score(self._transcript, self._row)
-        return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
-
-    def _read(self) -> None:
+    def _read(self, row: Row) -> None:
         """The model has seen the last observation, for it replies. One that came too late for a reply it has not."""
-        assert self._row is not None, "step before reset"
         self._transcript += self._unread
-        if self._unread_is_information and not self._found and self._row.answer is not None:
+        if self._unread_is_information and not self._found and row.answer is not None:
             text = self._unread.removeprefix(self._before).removesuffix(self._closing)
-            self._found = is_in(text, self._row.answer)
+            self._found = is_in(text, row.answer)
         self._unread, self._unread_is_information = "", False
 
     async def _search(self, query: str) -> str:

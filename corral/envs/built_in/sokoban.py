@@ -11,15 +11,14 @@ options alone.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-from corral.envs.games import Game, GridGameEnv, Move, Prompts, draw_board, require, shortest_path
+from corral.envs.games import Cell, Draw, Game, GridGameEnv, Move, Prompts, require, shortest_path
 from corral.recipe.errors import UserError
 
-Cell = tuple[int, int]
 DIRECTIONS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 STAMPS = (
     ((1, 0), (1, 1), (1, 2)),
@@ -35,24 +34,6 @@ MAX_LAYOUTS = 1000
 
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 MAX_SEARCHED_STATES = 500_000
-SYMBOLS = {
-    "wall": "#",
-    "empty": "_",
-    "target": "O",
-    "box_on_target": "√",
-    "box": "X",
-    "player": "P",
-    "player_on_target": "S",
-}
-MEANINGS = {
-    "wall": "wall",
-    "empty": "floor",
-    "target": "target",
-    "box_on_target": "box on a target",
-    "box": "box",
-    "player": "you",
-    "player_on_target": "you on a target",
-}
 SokobanState = tuple[Cell, frozenset[Cell]]
 """The cells of the player and of the boxes."""
 
@@ -66,15 +47,12 @@ class Room(NamedTuple):
 
 
 class Sokoban(Game):
-    def __init__(self, room: Room, signs: Mapping[str, str], separator: str) -> None:
-        self.room, self.signs, self.separator = room, signs, separator
-        self.player, self.boxes = room.player, room.boxes
+    def __init__(self, room: Room, draw: Draw) -> None:
+        self.room, self.draw, self.player, self.boxes = room, draw, room.player, room.boxes
         self._plan: dict[SokobanState, list[str]] = {}
 
     def text(self) -> str:
-        height, width = self.room.size
-        lines = [[self.signs[self._what((row, column))] for column in range(width)] for row in range(height)]
-        return draw_board(lines, self.separator)
+        return self.draw(*self.room.size, self._what)
 
     def _what(self, cell: Cell) -> str:
         if cell not in self.room.floor:
@@ -126,8 +104,15 @@ class SokobanEnv(GridGameEnv):
     solution."""
 
     ACTIONS: ClassVar = tuple(DIRECTIONS)
-    SYMBOLS: ClassVar = SYMBOLS
-    MEANINGS: ClassVar = MEANINGS
+    SYMBOLS: ClassVar = {
+        "wall": ("#", "wall"),
+        "empty": ("_", "floor"),
+        "target": ("O", "target"),
+        "box_on_target": ("√", "box on a target"),
+        "box": ("X", "box"),
+        "player": ("P", "you"),
+        "player_on_target": ("S", "you on a target"),
+    }
     PROMPTS: ClassVar = Prompts(
         "Push all boxes onto the targets. You push a box by walking into it, and you can not pull one. "
         "A box against a wall may be stuck for good."
@@ -142,9 +127,7 @@ class SokobanEnv(GridGameEnv):
 
     def new_game(self, board_seed: int, seed: int) -> Game:
         height, width = self.dim_room
-        return Sokoban(
-            release_cache(board_seed, height, width, self.num_boxes, self.search_depth), self._signs, self.separator
-        )
+        return Sokoban(new_room(board_seed, height, width, self.num_boxes, self.search_depth), self.draw)
 
 
 def push(state: SokobanState, action: str, room: Room) -> SokobanState:
@@ -186,7 +169,7 @@ def is_lost(state: SokobanState, room: Room) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def release_cache(seed: int, height: int, width: int, num_boxes: int, search_depth: int) -> Room:
+def new_room(seed: int, height: int, width: int, num_boxes: int, search_depth: int) -> Room:
     rng = random.Random(seed)
     for _ in range(MAX_LAYOUTS):
         floor = carve(height, width, rng)
@@ -255,8 +238,8 @@ def pull_away(
 def backward_moves(floor: set[Cell], state: PullState) -> Iterator[PullState]:
     """A step to a free cell takes along a box on the other side."""
     player, boxes, last, changes, depth = state
-    for down, right in DIRECTIONS.values():
-        ahead = (player[0] + down, player[1] + right)
+    for direction, (down, right) in DIRECTIONS.items():
+        ahead = step(player, direction)
         if ahead not in floor or ahead in boxes:
             continue
         behind = (player[0] - down, player[1] - right)

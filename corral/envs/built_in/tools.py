@@ -5,15 +5,16 @@ import asyncio
 import functools
 import inspect
 import json
+import queue
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from corral.data.plugins import did_you_mean, error_line, load_object, without_exit
+from corral.data.plugins import did_you_mean, error_line, load_object
 from corral.data.rows import Message, Row
-from corral.envs.base import Env, StepResult
-from corral.envs.threads import CallThread, call_in_thread
+from corral.envs.base import Env, StepResult, final_step, within
 from corral.envs.tool_calls import Style, ToolCall, function_schema, is_json, parse_reply, problem_with
 from corral.recipe.errors import UserError
 from corral.rewards.scorer_pool import RewardScorer
@@ -22,6 +23,7 @@ SETTING = "environment.options.tools"
 ResultRole = Literal["tool", "user"]
 ToolPrompt = Literal["template", "system"]
 CLOSING = "\n</tool_response>"
+Answer = TypeVar("Answer")
 
 CALL_INSTRUCTIONS = {
     "hermes": (
@@ -57,10 +59,10 @@ class ToolsEnv(Env):
         check_choice("result_role", result_role, get_args(ResultRole))
         check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
         self.tools = shared.schemas if tool_prompt == "template" else []
-        self._schemas = shared.schemas
+        self._box, self._timeout_s = shared, tool_timeout_s
         self._pool, self._style, self._result_role, self._tool_prompt = pool, style, result_role, tool_prompt
         self._max_characters, self._max_calls, self._penalty = max_result_characters, max_calls_per_turn, format_penalty
-        self._set = ToolSet(shared, tool_timeout_s)
+        self._sessions: dict[type, ToolSession] = {}
         self._row: Row | None = None
         self._turns = self._calls = self._valid = self._errors = 0
 
@@ -70,18 +72,20 @@ class ToolsEnv(Env):
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
-        await self._set.open(row)
-        return (
-            with_instructions(row.prompt, self._schemas, self._style) if self._tool_prompt == "system" else row.prompt
-        )
+        for owner in dict.fromkeys(tool.owner for tool in self._box.tools.values()):
+            if owner is not None:
+                session = self._sessions[owner] = ToolSession(owner)
+                await self._within(session.open(row))
+        if self._tool_prompt == "template":
+            return row.prompt
+        return with_instructions(row.prompt, self._box.schemas, self._style)
 
     async def step(self, reply: str) -> StepResult:
         assert self._row is not None, "step before reset"
         self._turns += 1
         parsed = parse_reply(reply, self._style)
         if not parsed.calls:
-            score = await self._pool.score(reply, self._row)
-            return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+            return final_step(await self._pool.score(reply, self._row))
         valid = self._valid
         results = [await self._answer(call, number) for number, call in enumerate(parsed.calls)]
         penalty = self._penalty if self._valid - valid < len(parsed.calls) else 0.0
@@ -91,8 +95,13 @@ class ToolsEnv(Env):
         return StepResult([Message(role="user", content=content)], -penalty, done=False, closing=CLOSING)
 
     async def close(self) -> None:
+        """Closes all sessions, also if one cannot be closed; then its error is raised."""
         self._row = None
-        await self._set.close()
+        sessions, self._sessions = self._sessions, {}
+        closing = (self._within(session.close()) for session in sessions.values())
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     def summary(self) -> dict[str, float]:
         numbers = {"turns": float(self._turns), "tool_calls": float(self._calls), "tool_errors": float(self._errors)}
@@ -104,7 +113,7 @@ class ToolsEnv(Env):
         try:
             if number >= self._max_calls:
                 raise InvalidCall(f"not called: there may be {self._max_calls} calls in a turn")
-            result = await self._set.call(call)
+            result = await self._call(call)
         except InvalidCall as error:
             return cut(f"Error: {error}", self._max_characters)
         except ToolError as error:
@@ -112,6 +121,37 @@ class ToolsEnv(Env):
             result = f"Error: {error}"
         self._valid += 1
         return cut(result, self._max_characters)
+
+    async def _call(self, call: ToolCall) -> str:
+        """Whatever a tool does costs `tool_timeout_s` at most and raises nothing but ToolError."""
+        if call.problem is not None:
+            raise InvalidCall(call.problem)
+        tool = self._box.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._box.tools)
+            guess = did_you_mean(call.name, self._box.tools)
+            raise InvalidCall(f"there is no tool `{call.name}`{guess}; there are {known}")
+        problem = problem_with(call.arguments, tool.schema["function"]["parameters"])
+        if problem is not None:
+            raise InvalidCall(f"`{call.name}` was not called: {problem}")
+        try:
+            return as_text(await self._within(self._run(tool, call)))
+        except TimeoutError:
+            raise ToolError(f"`{call.name}` did not answer within {self._timeout_s:g} s") from None
+        except Exception as error:
+            raise ToolError(f"`{call.name}` failed: {error_line(error)}") from error
+
+    def _within(self, call: Awaitable[Any]) -> Awaitable[Any]:
+        return within(call, self._timeout_s, f"no answer within {self._timeout_s:g} s")
+
+    def _run(self, tool: "Tool", call: ToolCall) -> Awaitable[Any]:
+        if tool.owner is not None:
+            return self._sessions[tool.owner].call(call.name, call.arguments)
+        assert tool.function is not None
+        if inspect.iscoroutinefunction(tool.function):
+            return tool.function(**call.arguments)  # type: ignore[no-any-return]
+        bound = functools.partial(tool.function, **call.arguments)
+        return asyncio.wrap_future(call_in_thread(bound, f"tool {call.name}"))
 
 
 def with_instructions(prompt: list[Message], schemas: list[dict[str, Any]], style: Style) -> list[Message]:
@@ -133,7 +173,7 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
         raise UserError(f"environment.options.{option} must be {' or '.join(allowed)}, not {value!r}")
 
 
-# --- the tools of a recipe and of one trajectory
+# --- the tools of a recipe, and objects of their classes
 
 
 class ToolError(Exception):
@@ -193,56 +233,6 @@ def public_methods(tool_class: type) -> list[str]:
     ]
 
 
-class ToolSet:
-    """The tools of one trajectory. Whatever they do costs `timeout_s` at most and raises nothing but ToolError."""
-
-    def __init__(self, box: ToolBox, timeout_s: float) -> None:
-        self._box, self._timeout_s = box, timeout_s
-        self._sessions: dict[type, ToolSession] = {}
-
-    async def open(self, row: Row) -> None:
-        for owner in dict.fromkeys(tool.owner for tool in self._box.tools.values()):
-            if owner is not None:
-                session = self._sessions[owner] = ToolSession(owner)
-                await within(session.open(row), self._timeout_s)
-
-    async def call(self, call: ToolCall) -> str:
-        if call.problem is not None:
-            raise InvalidCall(call.problem)
-        tool = self._box.tools.get(call.name)
-        if tool is None:
-            known = ", ".join(self._box.tools)
-            guess = did_you_mean(call.name, self._box.tools)
-            raise InvalidCall(f"there is no tool `{call.name}`{guess}; there are {known}")
-        problem = problem_with(call.arguments, tool.schema["function"]["parameters"])
-        if problem is not None:
-            raise InvalidCall(f"`{call.name}` was not called: {problem}")
-        try:
-            return as_text(await within(self._run(tool, call), self._timeout_s))
-        except TimeoutError:
-            raise ToolError(f"`{call.name}` did not answer within {self._timeout_s:g} s") from None
-        except Exception as error:
-            raise ToolError(f"`{call.name}` failed: {error_line(error)}") from error
-
-    async def close(self) -> None:
-        """All of them, also if one cannot be closed; then its error is raised."""
-        sessions, self._sessions = self._sessions, {}
-        closing = (within(session.close(), self._timeout_s) for session in sessions.values())
-        for result in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    def _run(self, tool: Tool, call: ToolCall) -> Awaitable[Any]:
-        if tool.owner is not None:
-            return self._sessions[tool.owner].call(call.name, call.arguments)
-        assert tool.function is not None
-        if inspect.iscoroutinefunction(tool.function):
-            return tool.function(**call.arguments)  # type: ignore[no-any-return]
-        return asyncio.wrap_future(
-            call_in_thread(functools.partial(tool.function, **call.arguments), f"tool {call.name}")
-        )
-
-
 class ToolSession:
     """One object of somebody's class. A class with `async def` methods lives in the event loop, any other in a thread
     of its own."""
@@ -283,19 +273,47 @@ class ToolSession:
         return self._running is not None and not self._running.done()
 
 
-async def within(call: Awaitable[Any], timeout_s: float) -> Any:
-    """TimeoutError if it takes longer. A late one is not waited for: it may ignore its cancellation."""
-    task = asyncio.ensure_future(without_exit(call))
-    try:
-        await asyncio.wait({task}, timeout=timeout_s)
-    finally:
-        task.cancel()
-    if not task.done():
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    return task.result()
-
-
 def as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     return json.dumps(result, ensure_ascii=False) if is_json(result) else str(result)
+
+
+# --- threads for people's code that may block or never return. All are daemons, so that none keeps a run alive
+
+
+class CallThread:
+    """Runs one call after the other, all in the same thread: what one opens (SQLite, say) the next may use."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], Answer]) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        self._jobs.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """The thread ends after what it was given so far; a call that hangs is left behind."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, call = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                answer = call()
+            except BaseException as error:  # also SystemExit: the call failed, nothing else
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                future.set_result(answer)
+
+
+def call_in_thread(call: Callable[[], Answer], name: str) -> "Future[Answer]":
+    """One call in a thread of its own. A pool's threads would be used up by calls that hang."""
+    thread = CallThread(name)
+    future = thread.submit(call)
+    thread.close()
+    return future
