@@ -68,6 +68,8 @@ class RunComponents(RolloutComponents):
     trainer_lock: asyncio.Lock = field(default_factory=asyncio.Lock, kw_only=True)
     """Held by whoever calls the trainers, which compute together and so must all be called for the same things in the
     same order."""
+    has_updated: bool = field(default=False, kw_only=True)
+    """Whether the policy was updated since the weights were loaded."""
 
 
 @asynccontextmanager

@@ -21,6 +21,8 @@ from corral.runtime.group import gather_calls
 from corral.runtime.model_workers import ActorWorker, CriticWorker, LossStats, PolicyWorker, TrainerGroup, UpdateTerms
 from corral.training.optimizer import UpdateResult
 
+MAX_FIRST_KL = 0.1
+
 
 def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:
     """Returns the trajectories of each update of one epoch: groups in the order of their prompts, cut into parts that
@@ -168,12 +170,26 @@ async def update_policy(parts: RunComponents, batch: Batch, rows: Sequence[int],
 
 async def step_policy(parts: RunComponents, stats: LossStats, result: "TrainResult", scale: float = 1.0) -> None:
     """Makes one update with the gradients times `scale`, unless the policy is too far from the one that sampled."""
+    check_first_update(parts, stats)
     limit = parts.algorithm.max_mean_ratio
     if limit is not None and stats.mean_ratio > limit:
         await parts.actor.group.all(ActorWorker.zero_grad)
         result.add_too_far(stats.loss * scale, stats, limit)
     else:
         result.add_policy(stats.loss * scale, stats, await parts.actor.step(scale))
+
+
+def check_first_update(parts: RunComponents, stats: LossStats) -> None:
+    """Raises if engine and trainer, which have the same weights until the first update, do not agree on what the engine
+    sampled: whatever differs then is a mistake in one of them, and training would go on with it."""
+    approx_kl = stats.sums.get("policy/approx_kl", 0.0) / max(stats.num_tokens, 1)
+    if not parts.has_updated and approx_kl > MAX_FIRST_KL:
+        raise RunError(
+            f"before the first update, engine and trainer disagree about the sampled tokens by {approx_kl:.2g} nats "
+            f"(approximate KL; rounding gives less than {MAX_FIRST_KL}): one of them does not compute this model as "
+            "transformers does; please report it, and set `model.implementation: general` meanwhile"
+        )
+    parts.has_updated = True
 
 
 def terms_of(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> UpdateTerms:

@@ -12,7 +12,9 @@ from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
 from tiny import tiny_tokenizer
 from tiny_families import config_of, tiny_family_model
 
+from corral.model.families import FAMILIES, FAST_TYPES
 from corral.observe.run_files import read_metrics, read_trajectories
+from corral.recipe.errors import RunError
 
 PPO = ("algorithm.name=ppo", "critic.optimizer.learning_rate=0.01")
 
@@ -94,6 +96,22 @@ def test_other_families_learn_too(tmp_path: Path, name: str, path: str) -> None:
     assert f"computed on the {path} path" in corral(tmp_path, "plan", "recipe.yaml").stdout
     assert mean_of(steps[-3:], "reward/mean") > mean_of(steps[:3], "reward/mean") + 0.15
     assert all(abs(row["policy/approx_kl"]) < 0.01 for row in steps[:1])
+
+
+def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hybrid on the fast path, which the guard at load would have refused."""
+    config = config_of("qwen3_5_text")
+    config.update({"vocab_size": len(tiny_tokenizer())})
+    tiny_family_model(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setitem(FAST_TYPES, "qwen3_5_text", FAMILIES[0])
+    monkeypatch.setattr("corral.model.families.LAYER_TYPES", {"full_attention", "linear_attention"})
+    monkeypatch.setattr("corral.model.model_loading.check_model", lambda *_: None)
+    monkeypatch.setattr("corral.rollout.native_engine.NativeEngine.check", lambda *_: None)
+    with pytest.raises(RunError, match=r"before the first update, engine and trainer disagree .* by \d"):
+        steps_here(tmp_path, tmp_path / "model")
 
 
 def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Path) -> None:
