@@ -9,6 +9,8 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
     conditions:                       # functions of the configuration, each with the reason why a key has no effect
       has_critic: there is no critic
       loss_is: the loss is not {0}    # {0} is the argument, as of `when: loss_is(sapo)`
+    constants:                        # what functions look up: config.constants["losses"]
+      losses: {vanilla: ppo, geo_mean: gmpo}
     blocks:                           # rows that occur several times, with <names> to be filled in
       optimizer:
       - <role>.optim.lr: {to: <ours>.learning_rate, kind: number, default: <lr>}
@@ -21,6 +23,11 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
       trainer.resume_mode:            # by the value: mapped, converted if there is a `note`, a fate, or an error
         cases: {auto null: {set: {checkpoint.resume: auto}}, path: {unsupported: no}, else: {refuse: should be auto}}
         kind: text
+      trainer.total_epochs:           # the first rule that applies; what is in braces is filled in
+        rules:
+        - {if: written(trainer.total_training_steps), no effect: "`total_training_steps` decides"}
+        - {if: nonpositive, refuse: should be above 0}
+        - {to: schedule.epochs, note: "{value} passes over {num_rows} rows"}         # num_rows(config)
       actor.use_dynamic_bsz: {built in: always on, kind: boolean, default: false}     # a fate, with kind or default
       data.sampler.path: {switch: not supported}     # turns on all that is below data.sampler; `off: x` is off, too
     - built in:                       # Corral does so anyway, or decides it by itself, whatever the value: reason, keys
@@ -31,6 +38,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
         rows are read in order: data.curriculum
     - unsupported unless off:         # null, false, 0 and empty are built in
         this is `corral evaluate`: trainer.val_only
+    - defaults: {data.seed: 1}        # rows of the table that this one is based on, with other defaults
     - when: has_critic                # rows under a condition
       rows:
       - {block: optimizer, role: critic, ours: critic.optimizer, lr: 1e-5}
@@ -41,6 +49,12 @@ first that fits it. `default` is what the other system takes where nothing is wr
 a function of `outcome.py` or of the system's modules that reads a value, and raises a ValueError for another kind.
 Arguments in brackets behind a function's name follow those that it gets anyway: `kind: choice(a, b)` is
 choice(value, "a", "b").
+
+A case or a rule has `to` (mapped, as `value` where that is given), `set` (several keys; with a `note` converted, with
+`unsupported` what takes its place), `convert`, a fate, or `refuse`. In `if` and `when` stand tests, joined by `not`,
+`and`, `or`: those of TESTS on the value or on another key, conditions, and the file's own `tests`. In braces stand
+`{value}`, `{config[a.b]}` for the value of another key, and functions of the configuration. Rules that several keys
+have are in `conversions`, with `<0>` for the first argument, and are named as functions are.
 """
 
 import re
@@ -50,6 +64,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from string import Formatter
 from types import ModuleType
 from typing import Any
 
@@ -74,21 +89,9 @@ from corral.recipe.keys import KeyPath, did_you_mean
 CALL = re.compile(r"(\w+)(?:\((.*)\))?", re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"<(\w+)>")
-SPEC = {
-    "to",
-    "note",
-    "null",
-    "convert",
-    "cases",
-    "only",
-    "built in",
-    "otherwise",
-    "switch",
-    "off",
-    "kind",
-    "default",
-    "when",
-}
+FIELD = re.compile(r"\{([^{}]+)\}")
+FORMS = {"to", "convert", "cases", "rules", "only", "switch"}
+SPEC = {*FORMS, "note", "null", "otherwise", "off", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides its fate."""
 
 Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
@@ -119,6 +122,8 @@ class KeyTable:
     """Rows in the order in which they are read. The row of a key is the one with its name, else the first that fits."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings; `a.**` stands for all that is below."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """What the system's functions look up: names over there and here."""
 
     def canonical(self, key: str) -> str:
         if key in self.aliases:
@@ -154,6 +159,20 @@ FATES: dict[str, Callable[[str], Convert]] = {
         lambda _, given: unsupported(reason) if given.value else built_in("off, as in Corral")
     ),
 }
+TESTS: dict[str, Callable[..., bool]] = {
+    "unset": lambda _, given: given.value is None,
+    "off": lambda _, given: not given.value,
+    "nonpositive": lambda _, given: given.value is None or given.value <= 0,
+    "negative": lambda _, given: given.value is None or given.value < 0,
+    "is": lambda _, given, *values: given.value in values,
+    "default": lambda _, given: not given.where,
+    "same": lambda config, given, key: given.value is None or given.value == config[key],
+    "written": lambda config, _, key: key in config,
+    "on": lambda config, _, key: bool(config[key]),
+    "says": lambda config, _, key, *values: config[key] in values,
+    "positive": lambda config, _, key: (config[key] or 0) > 0,
+}
+"""Tests on a value, and on those of other keys. Null is nonpositive, negative, and the same as anything."""
 
 
 def load_table(system: str, *modules: ModuleType, base: KeyTable | None = None) -> KeyTable:
@@ -166,7 +185,7 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     node = compose(text, source)
     assert node is not None, source
     document = plain(node)
-    rows = list(_TableReader(document, functions_of((outcomes, *modules))).rows(document["rows"]))
+    rows = list(_TableReader(document, functions_of((outcomes, *modules)), base).rows(document["rows"]))
     aliases: dict[str, str] = {}
     for old, new in document.get("aliases", {}).items():
         spellings, keys = list(expand_keys(old)), list(expand_keys(new))
@@ -175,7 +194,7 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
         own = {row.key for row in rows}
         rows += [row for row in base.rows if row.key not in own]
         aliases = {**base.aliases, **aliases}
-    return KeyTable(document["title"], tuple(rows), aliases)
+    return KeyTable(document["title"], tuple(rows), aliases, document.get("constants", base.constants if base else {}))
 
 
 def functions_of(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:
@@ -211,25 +230,59 @@ def filled(item: Any, values: Mapping[str, Any]) -> Any:
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), item)
 
 
-def provided(row: KeyRow, applies: Callable[["ForeignConfig"], bool], reason: str) -> KeyRow:
+def filled_in(item: Any, names: Mapping[str, Any]) -> Any:
+    """A case or rule with values for what is in braces: all of a text as it is, a part of it as text."""
+    if isinstance(item, dict):
+        return {key: filled_in(value, names) for key, value in item.items()}
+    if not isinstance(item, str) or "{" not in item:
+        return item
+    whole = FIELD.fullmatch(item)
+    return _Texts().get_field(whole[1], (), names)[0] if whole else _Texts().vformat(item, (), names)
+
+
+def provided(row: KeyRow, applies: Callable[["ForeignConfig", ForeignValue], bool], reason: str) -> KeyRow:
     """A row that counts under a condition only, and else has no effect for the given reason."""
 
     def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
-        return row.convert(config, given) if applies(config) else no_effect(reason)
+        return row.convert(config, given) if applies(config, given) else no_effect(reason)
 
     return replace(row, convert=convert)
 
 
+class _Texts(Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return format(value, format_spec) if format_spec else format_value(value)
+
+
+class _Names(dict[str, Any]):
+    """What may stand in braces; functions of the configuration are called as they are needed."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], config: "ForeignConfig", value: Any) -> None:
+        super().__init__(config=config, value=value)
+        self.functions, self.config = functions, config
+
+    def __missing__(self, name: str) -> Any:
+        return self.functions[name](self.config)
+
+
 class _TableReader:
-    def __init__(self, document: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
-        self.functions = functions
+    def __init__(
+        self, document: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], base: KeyTable | None
+    ) -> None:
+        self.functions, self.base = functions, base
         self.blocks: Mapping[str, Any] = document.get("blocks", {})
         self.conditions: Mapping[str, str] = document.get("conditions", {})
+        self.tests: Mapping[str, str] = document.get("tests", {})
+        self.conversions: Mapping[str, Any] = document.get("conversions", {})
 
     def rows(self, items: Sequence[Mapping[str, Any]]) -> Iterator[KeyRow]:
         for item in items:
             if "block" in item:
                 yield from self.rows(filled(self.blocks[item["block"]], item))
+            elif "defaults" in item:
+                assert self.base is not None
+                known = {row.key: row for row in self.base.rows}
+                yield from (replace(known[key], default=value) for key, value in item["defaults"].items())
             elif "rows" in item:
                 yield from (self._conditional(row, item["when"]) for row in self.rows(item["rows"]))
             else:
@@ -253,13 +306,16 @@ class _TableReader:
 
     def _convert(self, spec: Mapping[str, Any]) -> Convert:
         if "convert" in spec:
-            return self._function(spec["convert"])
+            return self._named(spec["convert"])
         if "to" in spec:
             ours, note, null = spec["to"], spec.get("note", ""), spec.get("null")
             return lambda _, given: built_in(null) if null and given.value is None else mapped(ours, given.value, note)
         if "cases" in spec:
-            cases = {value: case for values, case in spec["cases"].items() for value in values.split()}
-            return lambda config, given: by_case(config, given, cases)
+            made = [(values.split(), self._decision(case)) for values, case in spec["cases"].items()]
+            cases = {value: decide for values, decide in made for value in values}
+            return lambda config, given: cases.get(format_value(given.value), cases["else"])(config, given)
+        if "rules" in spec:
+            return self._rules(spec["rules"])
         if "only" in spec:
             allowed, note, otherwise = (*spec["only"], None), spec["built in"], spec["otherwise"]
             return lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise)
@@ -270,34 +326,69 @@ class _TableReader:
         """A part of the other system that Corral lacks, with the key that turns it on."""
         place, why, off = key.rpartition(".")[0], spec["switch"], spec.get("off")
 
-        def is_on(config: ForeignConfig) -> bool:
+        def is_on(config: ForeignConfig, given: ForeignValue) -> bool:
             return bool(config[key]) and config[key] != off
 
-        yield KeyRow(
-            key, anything, lambda config, _: unsupported(why) if is_on(config) else built_in("off, as in Corral")
-        )
+        yield KeyRow(key, anything, lambda *given: unsupported(why) if is_on(*given) else built_in("off, as in Corral"))
         yield KeyRow(place, anything, FATES["built in"]("off, as in Corral"))
         yield provided(KeyRow(f"{place}.**", anything, FATES["unsupported"](f"see `{key}`")), is_on, f"`{key}` is off")
 
+    def _named(self, call: str) -> Convert:
+        name, arguments = call_of(call)
+        if name not in self.conversions:
+            return self._function(call)
+        return self._rules(filled(self.conversions[name], {str(place): one for place, one in enumerate(arguments)}))
+
+    def _rules(self, items: Sequence[Mapping[str, Any]]) -> Convert:
+        rules = [(self._test(rule.get("if", "")), self._decision(rule)) for rule in items]
+        return lambda *given: next(rule for test, rule in rules if test(*given))(*given)
+
+    def _decision(self, case: Mapping[str, Any]) -> Convert:
+        """What a case or a rule says."""
+        if "convert" in case:
+            return self._named(case["convert"])
+
+        def decide(config: ForeignConfig, given: ForeignValue) -> Outcome:
+            parts = {name: part for name, part in case.items() if name != "if"}
+            said = filled_in(parts, _Names(self.functions, config, given.value))
+            if "refuse" in said:
+                raise ValueError(said["refuse"])
+            if "to" in said:
+                return mapped(said["to"], said.get("value", given.value), said.get("note", ""))
+            if "set" in said:
+                found = converted(said["set"], said.get("note") or said.get("unsupported", ""))
+                return replace(
+                    found, status="unsupported" if "unsupported" in said else "converted" if found.note else "mapped"
+                )
+            [(fate, reason)] = said.items()
+            return FATES[fate](reason)(config, given)
+
+        return decide
+
     def _conditional(self, row: KeyRow, when: str) -> KeyRow:
         name, arguments = call_of(when)
-        return provided(row, self._function(when), self.conditions[name].format(*arguments))
+        return provided(row, self._test(when), self.conditions[name].format(*arguments))
+
+    def _test(self, text: str) -> Callable[["ForeignConfig", ForeignValue], bool]:
+        """`a and not b or c`; nothing is true."""
+        if " or " in text or " and " in text:
+            some = [[self._test(one) for one in part.split(" and ")] for part in text.split(" or ")]
+            return lambda *given: any(all(test(*given) for test in tests) for tests in some)
+        if text.startswith("not "):
+            test = self._test(text.removeprefix("not "))
+            return lambda *given: not test(*given)
+        if not text or text in self.tests:
+            return self._test(self.tests[text]) if text else lambda *_: True
+        name, arguments = call_of(text)
+        if name in TESTS:
+            return lambda *given: TESTS[name](*given, *arguments)
+        condition = self._function(text)
+        return lambda config, _: bool(condition(config))
 
     def _function(self, call: str) -> Callable[..., Any]:
         name, arguments = call_of(call)
         function = self.functions[name]
         return (lambda *values: function(*values, *arguments)) if arguments else function
-
-
-def by_case(config: "ForeignConfig", given: ForeignValue, cases: Mapping[str, Mapping[str, Any]]) -> Outcome:
-    case = cases.get(format_value(given.value), cases["else"])
-    if "refuse" in case:
-        raise ValueError(case["refuse"])
-    if "set" in case:
-        found = converted(case["set"], case.get("note", ""))
-        return found if found.note else replace(found, status="mapped")
-    [(fate, reason)] = case.items()
-    return FATES[fate](reason)(config, given)
 
 
 def call_of(text: str) -> tuple[str, list[Any]]:
@@ -331,7 +422,7 @@ class ForeignConfig:
     """A configuration on its way through a table: what conversions ask for the values of other keys."""
 
     def __init__(self, table: KeyTable, given: Mapping[str, ForeignValue]) -> None:
-        self.table = table
+        self.table, self.constants = table, table.constants
         self.problems: list[str] = []
         self.given: dict[str, ForeignValue] = {}
         self.strange: list[KeyReport] = []
