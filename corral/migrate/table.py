@@ -11,12 +11,13 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
       loss_is: the loss is not {0}    # {0} is the argument, as of `when: loss_is(sapo)`
     constants:                        # what functions look up: config.constants["losses"]
       losses: {vanilla: ppo, geo_mean: gmpo}
+    own defaults: {save_steps: 50}    # of configurations that is_whole(config), other than those of the rows
     blocks:                           # rows that occur several times, with <names> to be filled in
       optimizer:
       - <role>.optim.lr: {to: <ours>.learning_rate, kind: number, default: <lr>}
     rows:
     - trainer.nnodes: {to: cluster.nodes, kind: integer, default: 1}                  # the same under another name
-      data.seed: {to: seed, kind: integer, null: left to Corral}                      # null is built in
+      data.seed: {to: seed, kind: integer, null: left to Corral}                      # null is built in, of any row
       trainer.logger: {convert: trackers, kind: texts, default: [console, wandb]}     # trackers(config, given)
       actor.clip_low: {convert: "clip(low)", kind: number, when: loss_is(ppo)}        # clip(config, given, "low")
       trainer.device: {only: [cuda, cpu], kind: text, built in: what is there, otherwise: Corral has no others}
@@ -50,11 +51,12 @@ a function of `outcome.py` or of the system's modules that reads a value, and ra
 Arguments in brackets behind a function's name follow those that it gets anyway: `kind: choice(a, b)` is
 choice(value, "a", "b").
 
-A case or a rule has `to` (mapped, as `value` where that is given), `set` (several keys; with a `note` converted, with
-`unsupported` what takes its place), `convert`, a fate, or `refuse`. In `if` and `when` stand tests, joined by `not`,
-`and`, `or`: those of TESTS on the value or on another key, conditions, and the file's own `tests`. In braces stand
-`{value}`, `{config[a.b]}` for the value of another key, and functions of the configuration. Rules that several keys
-have are in `conversions`, with `<0>` for the first argument, and are named as functions are.
+A case or a rule has `to` (mapped, as `value` where that is given, or as what the constant `as` has for it), `set`
+(several keys; with a `note` converted, with `unsupported` what takes its place), `convert`, a fate, `refuse`. In `if`
+and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, and the
+file's own `tests`. In braces stand `{value}`, `{config[a.b]}` for the value of another key, `{meant[a.b]}` for that or
+its default where it is null, and functions of the configuration. Rules that several keys have are in `conversions`,
+with `<0>` for the first argument, and are named as functions are.
 """
 
 import re
@@ -63,6 +65,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from string import Formatter
 from types import ModuleType
@@ -91,10 +94,11 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"<(\w+)>")
 FIELD = re.compile(r"\{([^{}]+)\}")
 FORMS = {"to", "convert", "cases", "rules", "only", "switch"}
-SPEC = {*FORMS, "note", "null", "otherwise", "off", "kind", "default", "when"}
+SPEC = {*FORMS, "value", "as", "note", "null", "otherwise", "off", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides its fate."""
 
 Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
+Test = Callable[["ForeignConfig", ForeignValue], bool]
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,9 @@ class KeyTable:
     """Other spellings; `a.**` stands for all that is below."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """What the system's functions look up: names over there and here."""
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of a whole configuration, where those of the rows are of the example that a guide's piece is from."""
+    is_whole: Callable[["ForeignConfig"], bool] = lambda config: False
 
     def canonical(self, key: str) -> str:
         if key in self.aliases:
@@ -165,11 +172,14 @@ TESTS: dict[str, Callable[..., bool]] = {
     "nonpositive": lambda _, given: given.value is None or given.value <= 0,
     "negative": lambda _, given: given.value is None or given.value < 0,
     "is": lambda _, given, *values: given.value in values,
+    "starts": lambda _, given, start: str(given.value or "").startswith(start),
+    "among": lambda config, given, names: given.value in config.constants[names],
     "default": lambda _, given: not given.where,
     "same": lambda config, given, key: given.value is None or given.value == config[key],
     "written": lambda config, _, key: key in config,
     "on": lambda config, _, key: bool(config[key]),
     "says": lambda config, _, key, *values: config[key] in values,
+    "means": lambda config, _, key, *values: config.value(key) in values,
     "positive": lambda config, _, key: (config[key] or 0) > 0,
 }
 """Tests on a value, and on those of other keys. Null is nonpositive, negative, and the same as anything."""
@@ -185,7 +195,8 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     node = compose(text, source)
     assert node is not None, source
     document = plain(node)
-    rows = list(_TableReader(document, functions_of((outcomes, *modules)), base).rows(document["rows"]))
+    functions = functions_of((outcomes, *modules))
+    rows = list(_TableReader(document, functions, base).rows(document["rows"]))
     aliases: dict[str, str] = {}
     for old, new in document.get("aliases", {}).items():
         spellings, keys = list(expand_keys(old)), list(expand_keys(new))
@@ -194,7 +205,10 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
         own = {row.key for row in rows}
         rows += [row for row in base.rows if row.key not in own]
         aliases = {**base.aliases, **aliases}
-    return KeyTable(document["title"], tuple(rows), aliases, document.get("constants", base.constants if base else {}))
+    constants = document.get("constants", base.constants if base else {})
+    own_defaults = document.get("own defaults", {})
+    is_whole = functions["is_whole"] if own_defaults else KeyTable.is_whole
+    return KeyTable(document["title"], tuple(rows), aliases, constants, own_defaults, is_whole)
 
 
 def functions_of(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:
@@ -240,7 +254,7 @@ def filled_in(item: Any, names: Mapping[str, Any]) -> Any:
     return _Texts().get_field(whole[1], (), names)[0] if whole else _Texts().vformat(item, (), names)
 
 
-def provided(row: KeyRow, applies: Callable[["ForeignConfig", ForeignValue], bool], reason: str) -> KeyRow:
+def provided(row: KeyRow, applies: Test, reason: str) -> KeyRow:
     """A row that counts under a condition only, and else has no effect for the given reason."""
 
     def convert(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -251,6 +265,8 @@ def provided(row: KeyRow, applies: Callable[["ForeignConfig", ForeignValue], boo
 
 class _Texts(Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "names":
+            return ", ".join(value)
         return format(value, format_spec) if format_spec else format_value(value)
 
 
@@ -258,11 +274,19 @@ class _Names(dict[str, Any]):
     """What may stand in braces; functions of the configuration are called as they are needed."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], config: "ForeignConfig", value: Any) -> None:
-        super().__init__(config=config, value=value)
+        super().__init__(config=config, value=value, meant=_Meant(config))
         self.functions, self.config = functions, config
 
     def __missing__(self, name: str) -> Any:
         return self.functions[name](self.config)
+
+
+class _Meant:
+    def __init__(self, config: "ForeignConfig") -> None:
+        self.config = config
+
+    def __getitem__(self, key: str) -> Any:
+        return self.config.value(key)
 
 
 class _TableReader:
@@ -302,14 +326,17 @@ class _TableReader:
 
     def _row(self, key: str, spec: Mapping[str, Any]) -> KeyRow:
         kind = self._function(spec.get("kind", "anything"))
-        return KeyRow(key, kind, self._convert(spec), spec.get("default", ABSENT))
+        convert, null = self._convert(spec), spec.get("null")
+        if null is None:
+            return KeyRow(key, kind, convert, spec.get("default", ABSENT))
+        rules = [(lambda _, given: given.value is None, FATES["built in"](null)), (lambda *_: True, convert)]
+        return KeyRow(key, kind, first_of(rules), spec.get("default", ABSENT))
 
     def _convert(self, spec: Mapping[str, Any]) -> Convert:
         if "convert" in spec:
             return self._named(spec["convert"])
         if "to" in spec:
-            ours, note, null = spec["to"], spec.get("note", ""), spec.get("null")
-            return lambda _, given: built_in(null) if null and given.value is None else mapped(ours, given.value, note)
+            return self._decision({name: spec[name] for name in ("to", "value", "as", "note") if name in spec})
         if "cases" in spec:
             made = [(values.split(), self._decision(case)) for values, case in spec["cases"].items()]
             cases = {value: decide for values, decide in made for value in values}
@@ -340,8 +367,7 @@ class _TableReader:
         return self._rules(filled(self.conversions[name], {str(place): one for place, one in enumerate(arguments)}))
 
     def _rules(self, items: Sequence[Mapping[str, Any]]) -> Convert:
-        rules = [(self._test(rule.get("if", "")), self._decision(rule)) for rule in items]
-        return lambda *given: next(rule for test, rule in rules if test(*given))(*given)
+        return first_of([(self._test(rule.get("if", "")), self._decision(rule)) for rule in items])
 
     def _decision(self, case: Mapping[str, Any]) -> Convert:
         """What a case or a rule says."""
@@ -354,7 +380,8 @@ class _TableReader:
             if "refuse" in said:
                 raise ValueError(said["refuse"])
             if "to" in said:
-                return mapped(said["to"], said.get("value", given.value), said.get("note", ""))
+                value = config.constants[said["as"]][given.value] if "as" in said else said.get("value", given.value)
+                return mapped(said["to"], value, said.get("note", ""))
             if "set" in said:
                 found = converted(said["set"], said.get("note") or said.get("unsupported", ""))
                 return replace(
@@ -369,7 +396,7 @@ class _TableReader:
         name, arguments = call_of(when)
         return provided(row, self._test(when), self.conditions[name].format(*arguments))
 
-    def _test(self, text: str) -> Callable[["ForeignConfig", ForeignValue], bool]:
+    def _test(self, text: str) -> Test:
         """`a and not b or c`; nothing is true."""
         if " or " in text or " and " in text:
             some = [[self._test(one) for one in part.split(" and ")] for part in text.split(" or ")]
@@ -383,12 +410,18 @@ class _TableReader:
         if name in TESTS:
             return lambda *given: TESTS[name](*given, *arguments)
         condition = self._function(text)
+        if "given" in signature(self.functions[name]).parameters:
+            return lambda *given: bool(condition(*given))
         return lambda config, _: bool(condition(config))
 
     def _function(self, call: str) -> Callable[..., Any]:
         name, arguments = call_of(call)
         function = self.functions[name]
         return (lambda *values: function(*values, *arguments)) if arguments else function
+
+
+def first_of(rules: Sequence[tuple[Test, Convert]]) -> Convert:
+    return lambda *given: next(rule for test, rule in rules if test(*given))(*given)
 
 
 def call_of(text: str) -> tuple[str, list[Any]]:
@@ -456,8 +489,17 @@ class ForeignConfig:
 
     def __getitem__(self, key: str) -> Any:
         """The value as written, else what the other system takes; None where it takes nothing."""
-        if key in self.given:
+        return self.given[key].value if key in self.given else self._default(key)
+
+    def value(self, key: str) -> Any:
+        """The same, with the default also where null is written, and with a whole configuration's own defaults."""
+        if key in self:
             return self.given[key].value
+        if key in self.table.own_defaults and self.table.is_whole(self):
+            return self.table.own_defaults[key]
+        return self._default(key)
+
+    def _default(self, key: str) -> Any:
         row = self.table.row(key)
         assert row is not None, key
         return None if row.default is ABSENT else row.default
