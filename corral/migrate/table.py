@@ -92,7 +92,7 @@ from corral.recipe.keys import KeyPath, did_you_mean
 CALL = re.compile(r"(\w+)(?:\((.*)\))?", re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"<(\w+)>")
-FIELD = re.compile(r"\{([^{}]+)\}")
+FIELD = re.compile(r"\{([^{}:]+)\}")
 FORMS = {"to", "convert", "cases", "rules", "only", "switch"}
 SPEC = {*FORMS, "value", "as", "note", "null", "otherwise", "off", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides its fate."""

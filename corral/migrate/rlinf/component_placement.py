@@ -55,7 +55,7 @@ class ComponentDevices:
 
 
 def devices_of(config: ForeignConfig) -> ComponentDevices:
-    nodes = min(max(value_of(config, "cluster.num_nodes"), 1), MOST_NODES)
+    nodes = min(max(config.value("cluster.num_nodes"), 1), MOST_NODES)
     spans: dict[str, tuple[int, ...]] = {}
     for line, written in config.below("cluster.component_placement").items():
         if "." not in line:
@@ -168,7 +168,7 @@ def roles_of(config: ForeignConfig, names: list[str], devices: ComponentDevices)
 
 def overlap(config: ForeignConfig) -> str:
     """What the trainer does while the rollout goes on."""
-    updates = value_of(config, "algorithm.n_minibatches")
+    updates = config.value("algorithm.n_minibatches")
     if updates <= 1:
         return "updates start while the rest is still generated"
     return f"log-probs are computed meanwhile, and updates start when the step is complete (n_minibatches {updates})"

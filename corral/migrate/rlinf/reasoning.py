@@ -60,7 +60,7 @@ def default_of(config: ForeignConfig, key: str) -> Any:
 
 
 def advantage_of(config: ForeignConfig) -> str:
-    name = ADVANTAGES.get(value_of(config, "algorithm.adv_type"), "grpo")
+    name = ADVANTAGES.get(config.value("algorithm.adv_type"), "grpo")
     if name == "reinforce_plus_plus" and config["algorithm.use_reinpp_baseline"]:
         return "reinforce_plus_plus_baseline"
     return name
@@ -75,11 +75,11 @@ def has_critic(config: ForeignConfig) -> bool:
 
 
 def loss_of(config: ForeignConfig) -> str:
-    return LOSSES.get(value_of(config, "algorithm.loss_type"), "ppo")
+    return LOSSES.get(config.value("algorithm.loss_type"), "ppo")
 
 
 def kl_in_loss(config: ForeignConfig) -> bool:
-    return bool(value_of(config, "algorithm.kl_beta") > 0)
+    return bool(config.value("algorithm.kl_beta") > 0)
 
 
 def kl_in_reward(config: ForeignConfig) -> bool:
@@ -158,13 +158,13 @@ def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def response_tokens(config: ForeignConfig) -> int:
     """Number of tokens of everything behind the prompt."""
-    left: int = max(value_of(config, "runner.seq_length") - value_of(config, "data.max_prompt_length"), 1)
+    left: int = max(config.value("runner.seq_length") - config.value("data.max_prompt_length"), 1)
     most = config["algorithm.sampling_params.max_new_tokens"]
     return left if most is None else min(left, most)
 
 
 def sequence_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    length, prompt = value_of(config, "runner.seq_length"), value_of(config, "data.max_prompt_length")
+    length, prompt = config.value("runner.seq_length"), config.value("data.max_prompt_length")
     tokens = response_tokens(config)
     if length <= prompt:
         raise ValueError(f"should be above `data.max_prompt_length`, which is {prompt}")
@@ -182,8 +182,8 @@ def new_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def minibatches(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    prompts, samples = value_of(config, "data.rollout_batch_size"), value_of(config, "algorithm.group_size")
-    updates = value_of(config, "algorithm.n_minibatches")
+    prompts, samples = config.value("data.rollout_batch_size"), config.value("algorithm.group_size")
+    updates = config.value("algorithm.n_minibatches")
     if updates < 1:
         raise ValueError("should be at least 1")
     each = f"{prompts * samples // updates:,}"
@@ -192,18 +192,18 @@ def minibatches(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    length = value_of(config, "runner.seq_length")
-    sequences = value_of(config, "algorithm.training_batch_size_per_gpu")
+    length = config.value("runner.seq_length")
+    sequences = config.value("algorithm.training_batch_size_per_gpu")
     return micro_batch_tokens(config, sequences * length, f"{sequences} x runner.seq_length {length}")
 
 
 def micro_batch_budget(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    budget = value_of(config, "runner.max_tokens_per_mbs")
+    budget = config.value("runner.max_tokens_per_mbs")
     return micro_batch_tokens(config, budget, f"{budget} tokens")
 
 
 def micro_batch_tokens(config: ForeignConfig, tokens: int, source: str) -> Outcome:
-    trajectory = value_of(config, "data.max_prompt_length") + response_tokens(config)
+    trajectory = config.value("data.max_prompt_length") + response_tokens(config)
     if tokens < trajectory:
         source += f", and {trajectory} for one whole trajectory"
     most = max(tokens, trajectory)
@@ -254,7 +254,7 @@ def critic_model(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if bool(given.value) is has_critic(config):
         return built_in("adv_type gae has a critic, the others have none")
     if given.value:
-        return no_effect(f"adv_type {value_of(config, 'algorithm.adv_type')} does not use it")
+        return no_effect(f"adv_type {config.value('algorithm.adv_type')} does not use it")
     return unsupported("gae needs a critic; without one it is RLinf's reinpp")
 
 
@@ -325,7 +325,7 @@ def reinpp_kl_beta(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def kl_estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    name = value_of(config, "algorithm.kl_penalty_type")
+    name = config.value("algorithm.kl_penalty_type")
     if name not in ESTIMATORS:
         return unsupported(f"there is no such estimator; RLinf's {', '.join(ESTIMATORS)} are known")
     return mapped("algorithm.kl.estimator.name", ESTIMATORS[name])
@@ -357,7 +357,7 @@ def reward_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def reward_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if config["reward.reward_type"] in ("math", "searchr1", None):
-        return no_effect(f"reward_type {value_of(config, 'reward.reward_type')} has no parts")
+        return no_effect(f"reward_type {config.value('reward.reward_type')} has no parts")
     return unsupported("parts of a reward are weighted in its function") if given.value else built_in("off")
 
 
@@ -366,7 +366,7 @@ def reward_scale(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return no_effect("searchr1 does not scale")
     if config["reward.reward_type"] not in ("math", None):
         return unsupported("it belongs to a reward that is not read")
-    scale, high, low = (value_of(config, f"reward.reward_{name}") for name in ("scale", "max_val", "min_val"))
+    scale, high, low = (config.value(f"reward.reward_{name}") for name in ("scale", "max_val", "min_val"))
     reward: KeyPath = ("environment", "reward")
     ours = {(*reward, "options", "right"): high * scale, (*reward, "options", "wrong"): low * scale}
     return converted(

@@ -73,7 +73,7 @@ def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def dtype_of(config: ForeignConfig) -> str:
     """The type that is computed in."""
-    written = value_of(config, "actor.model.precision")
+    written = config.value("actor.model.precision")
     if is_fsdp(config):
         autocast = "actor.fsdp_config.amp_autocast"
         by_autocast = config[f"{autocast}.precision"] if config[f"{autocast}.enabled"] else None
@@ -170,7 +170,7 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """The parts of the model that are offloaded, which several keys choose together."""
     if not is_fsdp(config):
         keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimizer": "offload_optimizer"}
-        parts = [part for part, key in keys.items() if value_of(config, f"actor.{key}")]
+        parts = [part for part, key in keys.items() if config.value(f"actor.{key}")]
     elif given.key.endswith(("enable_offload", "cpu_offload")):
         everything = config["actor.enable_offload"] and not devices_of(config).disaggregated
         weights = everything or config["actor.fsdp_config.cpu_offload"]
@@ -198,7 +198,7 @@ def old_logprobs(config: ForeignConfig) -> str | None:
     """Where old log-probs come from. None: from the engine, as in Corral by default."""
     if config["algorithm.importance_sampling_fix"]:
         return "recompute"
-    if not value_of(config, "algorithm.recompute_logprobs"):
+    if not config.value("algorithm.recompute_logprobs"):
         return "engine"
     return None if devices_of(config).disaggregated else "recompute"
 
@@ -219,7 +219,7 @@ def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("off, as in Corral")
     if is_fsdp(config):
         return no_effect("only Megatron's trainer reads it")
-    if value_of(config, "algorithm.n_minibatches") == 1 and old_logprobs(config) == "recompute":
+    if config.value("algorithm.n_minibatches") == 1 and old_logprobs(config) == "recompute":
         return no_effect("a step has one update, whose ratios are all 1")
     note = f"{given.value:g}: an update is left out above it; in RLinf a micro-batch"
     return converted({"algorithm.max_mean_ratio": given.value}, note)
@@ -229,19 +229,19 @@ def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    both = [value_of(config, f"{role}.optim.adam_beta{which}") for which in (1, 2)]
+    both = [config.value(f"{role}.optim.adam_beta{which}") for which in (1, 2)]
     return converted({f"{ours}.betas": both}, f"both betas: {both[0]:g} and {both[1]:g}")
 
 
 def decays(config: ForeignConfig, role: str) -> bool:
     if is_fsdp(config, role):
-        return value_of(config, f"{role}.optim.lr_scheduler") in ("cosine", "torch_cosine")
-    return value_of(config, f"{role}.lr_sched.lr_decay_style") in ("linear", "cosine")
+        return config.value(f"{role}.optim.lr_scheduler") in ("cosine", "torch_cosine")
+    return config.value(f"{role}.lr_sched.lr_decay_style") in ("linear", "cosine")
 
 
 def final_rate(config: ForeignConfig, role: str, ours: str) -> dict[str, float]:
     """Where the decay ends, as a fraction of the learning rate."""
-    key, rate = f"{ours}.min_learning_rate_ratio", value_of(config, f"{role}.optim.lr")
+    key, rate = f"{ours}.min_learning_rate_ratio", config.value(f"{role}.optim.lr")
     if not is_fsdp(config, role):
         least = config[f"{role}.lr_sched.min_lr"] or 0.0
     elif config[f"{role}.optim.lr_scheduler"] == "torch_cosine":
@@ -293,7 +293,7 @@ def warmup_iterations(config: ForeignConfig, given: ForeignValue, role: str, our
 
 def updates_per_change(config: ForeignConfig) -> int:
     """Number of updates between two changes of FSDP's learning rate, which are once a step."""
-    updates: int = value_of(config, "algorithm.n_minibatches")
+    updates: int = config.value("algorithm.n_minibatches")
     return 1 if config["actor.lr_sched_sync_with_optim"] else updates
 
 
@@ -320,5 +320,5 @@ def warmup(ours: str, fraction: float, length: int, key: str, each: int) -> Outc
 
 
 def constant_weight_decay(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
-    is_same = given.value in (None, value_of(config, f"{role}.optim.weight_decay"))
+    is_same = given.value in (None, config.value(f"{role}.optim.weight_decay"))
     return (built_in if is_same else unsupported)("weight decay is constant")

@@ -21,14 +21,12 @@ from corral.migrate.roll.pipelines_and_devices import (
     group_size,
     is_agentic,
     is_rlvr,
-    kl_where,
     lengths,
     num_prompts,
     num_steps,
     on_cluster,
     replaced,
     validates,
-    value_of,
 )
 from corral.migrate.table import ForeignConfig
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
@@ -36,17 +34,11 @@ from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
 SEES = re.compile(r"(?i)(?:^|[-_/.\d])(?:vl|omni|vision)(?:[-_/.\d]|$)")
-TRACKERS = {name: ["console", name] for name in ("tensorboard", "wandb", "swanlab", "trackio", "mlflow")}
-TRACKERS["stdout"] = ["console"]
 NOT_FOR_WORKERS = re.compile(
     r"(?i)(?:use_modelscope|modelscope|model_download|vllm|sglang|nvte|megatron|hccl|ascend|npu|roll|ray|task_queue|"
     r"multi_stream|cpu_affinity|combined_enable)(?:_.*)?|.*visible_devices"
 )
 """Environment variables that only ROLL, its libraries, or Ray read."""
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-REWARDS = {"MathRuleRewardWorker": "math"}
-"""ROLL's reward workers, and functions of Corral."""
-ONLY_ZERO_VARIANCE = "`algorithm.dynamic_sampling` leaves out groups whose rewards are all equal, and nothing else"
 
 
 # --- length, checkpoints, trackers
@@ -63,12 +55,12 @@ def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def every(config: ForeignConfig, key: str) -> int:
     """Number of steps between two checkpoints or validations; 0 where the run ends before the first."""
-    period, steps = int(value_of(config, key)), num_steps(config)
+    period, steps = int(config.value(key)), num_steps(config)
     return 0 if period <= 0 or (steps is not None and period > steps) else period
 
 
 def save_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    period = value_of(config, "save_steps")
+    period = config.value("save_steps")
     if every(config, "save_steps") == period:
         return mapped("checkpoint.every", period)
     return converted({"checkpoint.every": 0}, f"every {period} steps of {num_steps(config)}: at the end only")
@@ -100,20 +92,8 @@ def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("checkpoint.resume", "auto" if given.value is True else text(given.value))
 
 
-def output_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "checkpoint_config.output_dir" in config:
-        return built_in("all of a run is in one folder, that of `checkpoint_config.output_dir`")
-    return mapped("logging.runs", given.value)
-
-
-def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value not in TRACKERS:
-        return unsupported(f"Corral has {', '.join(TRACKERS)}")
-    return mapped("logging.trackers", TRACKERS[given.value])
-
-
 def has_projects(config: ForeignConfig) -> bool:
-    return value_of(config, "track_with") in TRACKERS_WITH_PROJECTS
+    return config.value("track_with") in TRACKERS_WITH_PROJECTS
 
 
 def hidden(value: Any) -> str:
@@ -133,12 +113,6 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"cluster.environment": passed}, f"set {name} where you start `corral train`: workers get it")
 
 
-def call_timeout(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if on_cluster(config):
-        return mapped("cluster.call_timeout_s", given.value)
-    return built_in("there is one process, and no call to wait for")
-
-
 def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
         return built_in("see the other keys")
@@ -148,47 +122,28 @@ def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- model
 
 
-def has_three_paths(config: ForeignConfig) -> bool:
-    """Whether three roles name a model, without which ROLL's roles have no models of their own."""
-    roles = ("actor_train", "actor_infer", "reference")
-    return all(f"{role}.model_args.model_name_or_path" in config for role in roles)
-
-
 def model(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    path = value_of(config, "pretrain")
-    if has_three_paths(config):
-        return no_effect("every role names its model itself")
+    path = config.value("pretrain")
     if SEES.search(path):
         return replaced({"model.path": path}, "Corral trains on text; it has no vision models")
     return mapped("model.path", path)
 
 
-def actor_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value != config["actor_train.model_args.model_name_or_path"]:
-        return unsupported("the engine has the weights that are trained")
-    return mapped("model.path", given.value)
-
-
-def reference_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if kl_where(config) is None or given.value == config["actor_train.model_args.model_name_or_path"]:
-        return built_in("the model as it was before training, where there is KL")
-    return mapped("reference.path", given.value)
-
-
 def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
     own = config["critic.model_args.model_name_or_path"] or config["reward_pretrain"]
-    if own == value_of(config, "pretrain"):
+    if own == config.value("pretrain"):
         return built_in("the critic starts as a copy of the model")
     return mapped("critic.path", own)
 
 
 def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
     main, value = config["actor_train.model_args.dtype"] or "bf16", given.value or "bf16"
-    if value not in DTYPES:
-        raise ValueError(f"should be one of {', '.join(DTYPES)}")
-    if main in DTYPES and value != main:
+    names = config.constants["dtypes"]
+    if value not in names:
+        raise ValueError(f"should be one of {', '.join(names)}")
+    if main in names and value != main:
         return unsupported(f"all roles compute alike in Corral: {main}, as actor_train")
-    return mapped("model.dtype", DTYPES[value])
+    return mapped("model.dtype", names[value])
 
 
 def has_lora(config: ForeignConfig, role: str) -> bool:
@@ -199,7 +154,7 @@ def has_lora(config: ForeignConfig, role: str) -> bool:
 
 
 def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    size, samples = value_of(config, "rollout_batch_size"), group_size(config)
+    size, samples = config.value("rollout_batch_size"), group_size(config)
     ours = {"batch.prompts_per_step": num_prompts(config), "batch.samples_per_prompt": samples}
     if is_rlvr(config):
         return converted(ours, f"{size} prompts, {plural(samples, 'answer')} each: {size * samples} trajectories")
@@ -210,19 +165,9 @@ def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
 
 
-def samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return mapped("batch.samples_per_prompt", group_size(config))
-
-
-def answers(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if is_agentic(config):
-        return no_effect("the agentic pipeline has `train_env_manager.group_size`")
-    return samples(config, given)
-
-
 def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    each, times = (value_of(config, f"{TRAINING}.{name}") for name in names)
+    each, times = (config.value(f"{TRAINING}.{name}") for name in names)
     copies, trajectories = data_parallel(config), num_prompts(config) * group_size(config)
     size = each * times * copies
     made = math.ceil(trajectories / size)
@@ -235,7 +180,7 @@ def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     found, tokens = updates(config, given), sum(lengths(config))
     if is_dynamic(config):
         return found
-    each = value_of(config, f"{TRAINING}.per_device_train_batch_size")
+    each = config.value(f"{TRAINING}.per_device_train_batch_size")
     ours = {**found.ours, ("batch", "max_tokens_per_micro_batch"): each * tokens}
     return converted(ours, f"{found.note}; {each} x {tokens} tokens at once")
 
@@ -246,8 +191,6 @@ def is_dynamic(config: ForeignConfig) -> bool:
 
 
 def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not is_dynamic(config):
-        return built_in("micro-batches are packed by their tokens anyway")
     wanted, least = config["actor_train.max_tokens_per_microbatch_in_train"], sum(lengths(config))
     note = f"{wanted} tokens at once" + (f": at least one trajectory, {least}" if wanted < least else "")
     return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
@@ -257,29 +200,13 @@ def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def sequence(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    (prompt, response), total = lengths(config), value_of(config, "sequence_length")
+    (prompt, response), total = lengths(config), config.value("sequence_length")
     if "response_length" in config and "sequence_length" not in config:
         return built_in("see `prompt_length` and `response_length`")
     if total < 2 or (is_rlvr(config) and total <= prompt):
         raise ValueError(f"should be above the prompt's length, {max(prompt, 1)}")
     ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
     return converted(ours, f"{total} tokens: {prompt} for the prompt and {response} for what follows")
-
-
-def prompt_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    prompt, response = lengths(config)
-    ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
-    if is_rlvr(config):
-        return converted(
-            {**ours, "data.overlong": "filter"}, f"{prompt} tokens; longer prompts are left out, as in ROLL"
-        )
-    return converted(ours, f"{prompt} tokens for the first prompt, {response} for all turns after it")
-
-
-def response_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "sequence_length" in config:
-        return no_effect("`sequence_length` takes precedence")
-    return mapped("rollout.max_response_tokens", lengths(config)[1])
 
 
 def validation_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -301,25 +228,8 @@ def has_own_validation(config: ForeignConfig) -> bool:
     return bool(config.below("val_env_manager.generating_args")) and not of_actor
 
 
-def temperature(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    value = value_of(config, f"{SAMPLING}.temperature")
-    if value == 0:
-        raise ValueError("should be above 0: with 0 all samples of a prompt would be the same")
-    if not samples_validation_alike(config):
-        return mapped("rollout.temperature", value)
-    ours = {"rollout.temperature": value, "validation.temperature": value}
-    return converted(ours, f"{value:g}; in validation too, as in ROLL")
-
-
-def top_p(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    value = value_of(config, f"{SAMPLING}.top_p")
-    if not samples_validation_alike(config):
-        return mapped("rollout.top_p", value)
-    return converted({"rollout.top_p": value, "validation.top_p": value}, f"{value:g}")
-
-
 def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    value = max(value_of(config, f"{SAMPLING}.top_k"), 0)
+    value = max(config.value(f"{SAMPLING}.top_k"), 0)
     return mapped("rollout.top_k", value, "0: all tokens" if not value else "in training; validation has none")
 
 
@@ -360,7 +270,9 @@ def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def reward_of(config: ForeignConfig, domain: str) -> str | None:
-    return REWARDS.get((config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2])
+    worker = (config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2]
+    name: str | None = config.constants["rewards"].get(worker)
+    return name
 
 
 def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -373,16 +285,7 @@ def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if domain != main:
         return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
     if name is None:
-        why = f"Corral has {', '.join(REWARDS.values())} of ROLL's; write it as a function and name it here"
+        known = ", ".join(config.constants["rewards"].values())
+        why = f"Corral has {known} of ROLL's; write it as a function and name it here"
         return replaced({"environment.reward.name": f"my_rewards:{domain}"}, why)
     return converted({"environment.reward.name": name}, "without ROLL's penalty for repetition")
-
-
-def query_filter(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, "no_filter"):
-        return built_in("none, as in Corral")
-    if is_agentic(config) or group_size(config) == 1:
-        return no_effect("there are no answers to compare")
-    if given.value == "std_filter":
-        return mapped("algorithm.dynamic_sampling.enabled", True, "groups whose rewards are all equal are left out")
-    return unsupported(ONLY_ZERO_VARIANCE)
