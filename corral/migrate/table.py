@@ -489,7 +489,7 @@ class ForeignConfig:
 
     def __getitem__(self, key: str) -> Any:
         """The value as written, else what the other system takes; None where it takes nothing."""
-        return self.given[key].value if key in self.given else self._default(key)
+        return self.given[key].value if key in self.given else self.default(key)
 
     def value(self, key: str) -> Any:
         """The same, with the default also where null is written, and with a whole configuration's own defaults."""
@@ -497,9 +497,9 @@ class ForeignConfig:
             return self.given[key].value
         if key in self.table.own_defaults and self.table.is_whole(self):
             return self.table.own_defaults[key]
-        return self._default(key)
+        return self.default(key)
 
-    def _default(self, key: str) -> Any:
+    def default(self, key: str) -> Any:
         row = self.table.row(key)
         assert row is not None, key
         return None if row.default is ABSENT else row.default

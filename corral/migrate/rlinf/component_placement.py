@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, format_value, mapped, unsupported
-from corral.migrate.rlinf.reasoning import has_critic, has_kl, value_of
+from corral.migrate.rlinf.reasoning import has_critic, has_kl
 from corral.migrate.table import ForeignConfig
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath

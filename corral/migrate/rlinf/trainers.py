@@ -16,15 +16,9 @@ from corral.migrate.outcome import (
     unsupported,
 )
 from corral.migrate.rlinf.component_placement import devices_of, num_actor_devices
-from corral.migrate.rlinf.reasoning import default_of, is_fsdp, value_of
+from corral.migrate.rlinf.reasoning import is_fsdp
 from corral.migrate.table import ForeignConfig
 
-PRECISIONS: dict[str | None, str] = {
-    **dict.fromkeys(("fp16", "16", "16-mixed"), "float16"),
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
-    **dict.fromkeys(("fp32", "32", "32-true"), "float32"),
-    None: "auto",
-}
 NOT_OF_TEXT = re.compile(r"vl|openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model")
 """Model types of RLinf's that see, or move robots."""
 TRAIN_ITERATIONS = 100_000
@@ -37,32 +31,21 @@ TORCH_COSINE_END = 1e-6
 
 
 def model_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None and given.key.startswith("actor"):
-        return built_in("as rollout.model.model_path")
-    return mapped("model.path", without_slash(given.value or default_of(config, "rollout.model.model_path")))
+    return mapped("model.path", without_slash(given.value or config.default("rollout.model.model_path")))
 
 
 def without_slash(path: str) -> str:
     return path.rstrip("/") or path
 
 
-def is_the_model(config: ForeignConfig, path: str | None) -> bool:
+def is_the_model(config: ForeignConfig, given: ForeignValue) -> bool:
     """Whether a path is the model's, or cannot be distinguished from it: a folder of the same name."""
 
     def folder(one: str) -> str:
         return without_slash(one).rpartition("/")[2]
 
     paths = [config[key] for key in ("rollout.model.model_path", "actor.model.model_path") if key in config]
-    return path is None or not paths or folder(path) in map(folder, paths)
-
-
-def tokenizer(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    is_own = is_the_model(config, given.value)
-    return built_in("the model's own") if is_own else unsupported("a model has its own tokenizer")
-
-
-def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return built_in("the model's") if is_the_model(config, given.value) else mapped("critic.path", given.value)
+    return given.value is None or not paths or folder(given.value) in map(folder, paths)
 
 
 def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -78,37 +61,28 @@ def dtype_of(config: ForeignConfig) -> str:
         autocast = "actor.fsdp_config.amp_autocast"
         by_autocast = config[f"{autocast}.precision"] if config[f"{autocast}.enabled"] else None
         written = config["actor.fsdp_config.mixed_precision.param_dtype"] or by_autocast or written
-    return PRECISIONS.get(written, "auto")
+    name: str = config.constants["precisions"].get(written, "auto")
+    return name
 
 
-def checked_precision(given: ForeignValue) -> str:
-    if given.value not in PRECISIONS:
-        raise ValueError(f"should be one of {', '.join(name for name in PRECISIONS if name)}")
-    return PRECISIONS[given.value]
+def checked_precision(config: ForeignConfig, given: ForeignValue) -> str:
+    names = config.constants["precisions"]
+    if given.value is not None and given.value not in names:
+        raise ValueError(f"should be one of {', '.join(names)}")
+    name: str = names.get(given.value, "auto")
+    return name
 
 
 def precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    own, ours = checked_precision(given), dtype_of(config)
+    own, ours = checked_precision(config, given), dtype_of(config)
     differs = f"but computed in {ours}; the optimizer has float32 copies"
     return converted(
         {"model.dtype": ours}, f"{format_value(given.value)}, {f'here {ours}' if own == ours else differs}"
     )
 
 
-def mixed_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in("actor.model.precision counts")
-    return precision(config, given) if is_fsdp(config) else no_effect("only FSDP's trainer reads it")
-
-
-def autocast_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not config["actor.fsdp_config.amp_autocast.enabled"]:
-        return no_effect("amp_autocast is off")
-    return mixed_precision(config, given)
-
-
 def rollout_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    checked_precision(given)
+    checked_precision(config, given)
     return built_in(f"the engine computes as the trainer does, in {dtype_of(config)}")
 
 
@@ -185,12 +159,6 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     )
 
 
-def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value == "full":
-        return mapped("train.gradient_checkpointing", True, "in all layers")
-    return built_in("off" if given.value is None else "attention's scores are never kept")
-
-
 # --- log-probs that updates start from
 
 
@@ -203,26 +171,8 @@ def old_logprobs(config: ForeignConfig) -> str | None:
     return None if devices_of(config).disaggregated else "recompute"
 
 
-def recompute_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = old_logprobs(config)
-    if ours is None:
-        return built_in("Corral's engine gives the log-probs of the tokens that it samples")
-    return mapped("algorithm.old_logprobs", ours)
-
-
-def corrects_engine(config: ForeignConfig) -> bool:
-    return bool(config["algorithm.importance_sampling_fix"])
-
-
-def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in("off, as in Corral")
-    if is_fsdp(config):
-        return no_effect("only Megatron's trainer reads it")
-    if config.value("algorithm.n_minibatches") == 1 and old_logprobs(config) == "recompute":
-        return no_effect("a step has one update, whose ratios are all 1")
-    note = f"{given.value:g}: an update is left out above it; in RLinf a micro-batch"
-    return converted({"algorithm.max_mean_ratio": given.value}, note)
+def recomputes(config: ForeignConfig) -> bool:
+    return old_logprobs(config) == "recompute"
 
 
 # --- optimizers of `actor` and `critic`: Megatron and FSDP have keys of their own for the learning rate
@@ -274,21 +224,9 @@ def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: st
     return converted(ratio, f"{format_value(given.value)}: a fraction of {fraction:g} of the learning rate")
 
 
-def decay_length(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
-    if decays(config, role):
-        return built_in("the whole run, which it should be as long as")
-    return built_in("what the fraction for warming up is a fraction of")
-
-
 def warmup_fraction(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
     iterations = config[f"{role}.lr_sched.lr_decay_iters"] or TRAIN_ITERATIONS
     return warmup(ours, given.value or 0.0, iterations, "lr_decay_iters", 1)
-
-
-def warmup_iterations(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    if not given.value or f"{role}.lr_sched.lr_warmup_fraction" in config:
-        return built_in("lr_warmup_fraction counts" if given.value else "none")
-    return mapped(f"{ours}.warmup_steps", given.value, "both count updates")
 
 
 def updates_per_change(config: ForeignConfig) -> int:
