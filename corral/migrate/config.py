@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from corral.migrate.outcome import ABSENT, ForeignValue, format_value, is_secret
+from corral.migrate.outcome import ABSENT, ForeignValue
+from corral.migrate.value_kinds import format_value, is_secret
 from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath

@@ -53,12 +53,14 @@ choice(value, "a", "b").
 
 A case or a rule has `to` (mapped, as `value` where that is given, or as what the constant `as` has for it), `set`
 (several keys; with a `note` converted, with `unsupported` what takes its place), `convert`, a fate, `refuse`. In `if`
-and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, and the
-file's own `tests`. In braces stand `{value}`, `{config[a.b]}` for the value of another key, `{meant[a.b]}` for that or
-its default where it is null, and functions of the configuration. Rules that several keys have are in `conversions`,
-with `<0>` for the first argument, and are named as functions are.
+and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
+file's own `tests`, and comparisons (`loss_of == ppo`, `value > num_devices`). In braces and before a comparison stand
+`value`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null, `title`,
+`constants[losses]`, and functions of the configuration. Rules that several keys have are in `conversions`, with `<0>`
+for the first argument, and are named as functions are.
 """
 
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,24 +69,13 @@ from difflib import get_close_matches
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from string import Formatter
 from types import ModuleType
 from typing import Any
 
 from corral.migrate import outcome as outcomes
-from corral.migrate.outcome import (
-    ABSENT,
-    ForeignValue,
-    Kind,
-    Outcome,
-    anything,
-    built_in,
-    converted,
-    format_value,
-    mapped,
-    no_effect,
-    unsupported,
-)
+from corral.migrate import value_kinds
+from corral.migrate.outcome import ABSENT, ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.value_kinds import Kind, anything, format_value, plural
 from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, did_you_mean
@@ -92,7 +83,9 @@ from corral.recipe.keys import KeyPath, did_you_mean
 CALL = re.compile(r"(\w+)(?:\((.*)\))?", re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"<(\w+)>")
-FIELD = re.compile(r"\{([^{}:]+)\}")
+FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
+LOOK_UP = re.compile(r"(config|meant|constants)\[([^\[\]]+)\]")
+COMPARISON = re.compile(r"(.+) (==|<|>) (.+)")
 FORMS = {"to", "convert", "cases", "rules", "only", "switch"}
 SPEC = {*FORMS, "value", "as", "note", "null", "otherwise", "off", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides its fate."""
@@ -185,6 +178,9 @@ TESTS: dict[str, Callable[..., bool]] = {
 """Tests on a value, and on those of other keys. Null is nonpositive, negative, and the same as anything."""
 
 
+COMPARE: dict[str, Callable[[Any, Any], bool]] = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
+
+
 def load_table(system: str, *modules: ModuleType, base: KeyTable | None = None) -> KeyTable:
     """`modules` define the functions that the file names. Rows and aliases of `base` follow where the file has none."""
     path = Path(__file__).parent / "tables" / f"{system}.yaml"
@@ -195,7 +191,7 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     node = compose(text, source)
     assert node is not None, source
     document = plain(node)
-    functions = functions_of((outcomes, *modules))
+    functions = functions_of((outcomes, value_kinds, *modules))
     rows = list(_TableReader(document, functions, base).rows(document["rows"]))
     aliases: dict[str, str] = {}
     for old, new in document.get("aliases", {}).items():
@@ -244,14 +240,25 @@ def filled(item: Any, values: Mapping[str, Any]) -> Any:
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), item)
 
 
-def filled_in(item: Any, names: Mapping[str, Any]) -> Any:
+def filled_in(item: Any, look_up: Callable[[str], Any]) -> Any:
     """A case or rule with values for what is in braces: all of a text as it is, a part of it as text."""
     if isinstance(item, dict):
-        return {key: filled_in(value, names) for key, value in item.items()}
-    if not isinstance(item, str) or "{" not in item:
+        return {key: filled_in(value, look_up) for key, value in item.items()}
+    if not isinstance(item, str):
         return item
     whole = FIELD.fullmatch(item)
-    return _Texts().get_field(whole[1], (), names)[0] if whole else _Texts().vformat(item, (), names)
+    if whole and not whole[2]:
+        return look_up(whole[1])
+    return FIELD.sub(lambda match: in_style(look_up(match[1]), match[2] or ""), item)
+
+
+def in_style(value: Any, style: str) -> str:
+    """`{names:names}` lists what a mapping has, `{count:update(s)}` counts, and else a style is that of Python."""
+    if style == "names":
+        return ", ".join(value)
+    if style.endswith("(s)"):
+        return plural(value, style.removesuffix("(s)"))
+    return format(value, style) if style else format_value(value)
 
 
 def provided(row: KeyRow, applies: Test, reason: str) -> KeyRow:
@@ -261,32 +268,6 @@ def provided(row: KeyRow, applies: Test, reason: str) -> KeyRow:
         return row.convert(config, given) if applies(config, given) else no_effect(reason)
 
     return replace(row, convert=convert)
-
-
-class _Texts(Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec == "names":
-            return ", ".join(value)
-        return format(value, format_spec) if format_spec else format_value(value)
-
-
-class _Names(dict[str, Any]):
-    """What may stand in braces; functions of the configuration are called as they are needed."""
-
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], config: "ForeignConfig", value: Any) -> None:
-        super().__init__(config=config, value=value, meant=_Meant(config))
-        self.functions, self.config = functions, config
-
-    def __missing__(self, name: str) -> Any:
-        return self.functions[name](self.config)
-
-
-class _Meant:
-    def __init__(self, config: "ForeignConfig") -> None:
-        self.config = config
-
-    def __getitem__(self, key: str) -> Any:
-        return self.config.value(key)
 
 
 class _TableReader:
@@ -376,7 +357,7 @@ class _TableReader:
 
         def decide(config: ForeignConfig, given: ForeignValue) -> Outcome:
             parts = {name: part for name, part in case.items() if name != "if"}
-            said = filled_in(parts, _Names(self.functions, config, given.value))
+            said = filled_in(parts, lambda name: self._value(name, config, given))
             if "refuse" in said:
                 raise ValueError(said["refuse"])
             if "to" in said:
@@ -406,6 +387,12 @@ class _TableReader:
             return lambda *given: not test(*given)
         if not text or text in self.tests:
             return self._test(self.tests[text]) if text else lambda *_: True
+        if comparison := COMPARISON.fullmatch(text):
+            left, sign, right = comparison.groups()
+            is_literal = right != "value" and (sign == "==" or right not in self.functions)
+            return lambda *given: COMPARE[sign](
+                self._value(left, *given), plain_scalar(right) if is_literal else self._value(right, *given)
+            )
         name, arguments = call_of(text)
         if name in TESTS:
             return lambda *given: TESTS[name](*given, *arguments)
@@ -413,6 +400,13 @@ class _TableReader:
         if "given" in signature(self.functions[name]).parameters:
             return lambda *given: bool(condition(*given))
         return lambda config, _: bool(condition(config))
+
+    def _value(self, name: str, config: "ForeignConfig", given: ForeignValue) -> Any:
+        if match := LOOK_UP.fullmatch(name):
+            look_up = {"config": config.__getitem__, "meant": config.value, "constants": config.constants.get}
+            return look_up[match[1]](match[2])
+        known = {"value": given.value, "title": config.table.title}
+        return known[name] if name in known else self._function(name)(config)
 
     def _function(self, call: str) -> Callable[..., Any]:
         name, arguments = call_of(call)

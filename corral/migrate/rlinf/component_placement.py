@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, format_value, mapped, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
 from corral.migrate.rlinf.reasoning import has_critic, has_kl
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
 from corral.recipe.placement import format_devices, parse_devices

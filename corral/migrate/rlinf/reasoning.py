@@ -2,18 +2,9 @@
 
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    built_in,
-    converted,
-    format_value,
-    mapped,
-    no_effect,
-    one_or_all,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value, one_or_all
 from corral.recipe.keys import KeyPath
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
@@ -43,10 +34,6 @@ def has_critic(config: ForeignConfig) -> bool:
 def loss_of(config: ForeignConfig) -> str:
     name: str = config.constants["losses"].get(config.value("algorithm.loss_type"), "ppo")
     return name
-
-
-def loss_is(config: ForeignConfig, name: str) -> bool:
-    return loss_of(config) == name
 
 
 def kl_in_loss(config: ForeignConfig) -> bool:

@@ -4,20 +4,11 @@ import math
 import re
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    built_in,
-    converted,
-    format_value,
-    mapped,
-    no_effect,
-    text,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.rlinf.component_placement import devices_of, num_actor_devices
 from corral.migrate.rlinf.reasoning import is_fsdp
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value, text
 
 NOT_OF_TEXT = re.compile(r"vl|openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model")
 """Model types of RLinf's that see, or move robots."""
@@ -169,10 +160,6 @@ def old_logprobs(config: ForeignConfig) -> str | None:
     if not config.value("algorithm.recompute_logprobs"):
         return "engine"
     return None if devices_of(config).disaggregated else "recompute"
-
-
-def recomputes(config: ForeignConfig) -> bool:
-    return old_logprobs(config) == "recompute"
 
 
 # --- optimizers of `actor` and `critic`: Megatron and FSDP have keys of their own for the learning rate

@@ -10,16 +10,7 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    built_in,
-    converted,
-    format_value,
-    mapped,
-    no_effect,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     group_size,
     is_agentic,
@@ -29,6 +20,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     uses_critic,
 )
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value
 
 ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce")
 
@@ -118,10 +110,6 @@ def advantage_name(config: ForeignConfig) -> str:
     return advantage(config).name
 
 
-def advantage_is(config: ForeignConfig, *names: str) -> bool:
-    return advantage(config).name in names
-
-
 def whitening(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = advantage(config).name
     whitens = ADVANTAGES[name].whitened
@@ -176,10 +164,6 @@ def loss(config: ForeignConfig) -> str:
     if is_rlvr(config) and config["use_policy_loss_type"] == "PG":
         return "gpg"
     return "gspo" if is_rlvr(config) and config["importance_sampling"] == "seq" else "ppo"
-
-
-def loss_is(config: ForeignConfig, name: str) -> bool:
-    return loss(config) == name
 
 
 def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:

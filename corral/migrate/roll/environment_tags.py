@@ -8,18 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    built_in,
-    converted,
-    mapped,
-    no_effect,
-    plural,
-    text,
-    texts,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     at_least,
     is_old,
@@ -31,6 +20,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     validates,
 )
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import plural, text, texts
 from corral.recipe.keys import KeyPath
 
 ANSWER = "<answer>(.*?)</answer>"

@@ -9,20 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    as_path,
-    built_in,
-    converted,
-    integer,
-    mapped,
-    number,
-    plural,
-    text,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, unsupported
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import integer, number, plural, text
 from corral.recipe.errors import RecipeError
 from corral.recipe.placement import format_devices, parse_devices
 
@@ -199,10 +188,6 @@ def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
     if config.value("use_kl_loss") and config.value("kl_loss_coef") > 0:
         return "loss"
     return "reward" if kl_in_reward(config) else None
-
-
-def kl_is_in(config: ForeignConfig, where: str) -> bool:
-    return kl_where(config) == where
 
 
 def kl_in_reward(config: ForeignConfig) -> bool:

@@ -4,18 +4,7 @@ import math
 import re
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    built_in,
-    converted,
-    mapped,
-    no_effect,
-    one_or_all,
-    plural,
-    text,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
     group_size,
@@ -29,6 +18,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     validates,
 )
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import one_or_all, plural, text
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRAINING = "actor_train.training_args"

@@ -158,10 +158,6 @@ def kl_where(config: ForeignConfig) -> str | None:
     return "reward" if in_reward and config["algorithm.kl_ctrl.kl_coef"] else None
 
 
-def kl_is_in(config: ForeignConfig, where: str) -> bool:
-    return kl_where(config) == where
-
-
 def unless_usual(given: ForeignValue, ours: str, value: object, usual: object) -> Outcome:
     """A value that was written, or that is not what Corral takes as well."""
     return mapped(ours, value) if given.where or value != usual else built_in("as in Corral")

@@ -11,21 +11,9 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    as_path,
-    built_in,
-    converted,
-    format_value,
-    mapped,
-    no_effect,
-    number,
-    one_or_all,
-    plural,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value, number, one_or_all, plural
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 from corral.recipe.schema import BatchSizes, Checkpoint
 
