@@ -54,10 +54,10 @@ choice(value, "a", "b").
 A case or a rule has `to` (mapped, as `value` where that is given, or as what the constant `as` has for it), `set`
 (several keys; with a `note` converted, with `unsupported` what takes its place), `convert`, a fate, `refuse`. In `if`
 and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
-file's own `tests`, and comparisons (`loss_of == ppo`, `value > num_devices`). In braces and before a comparison stand
+file's own `tests`, and comparisons (`loss_of == ppo`, `value > {num_devices}`). In braces and before a comparison stand
 `value`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null, `title`,
-`constants[losses]`, and functions of the configuration. Rules that several keys have are in `conversions`, with `<0>`
-for the first argument, and are named as functions are.
+`constants[losses]`, and functions of the configuration. Rules that several keys have are in `conversions`, and are
+named as functions are. In these and in `tests`, `<0>` is the first argument.
 """
 
 import operator
@@ -89,6 +89,7 @@ COMPARISON = re.compile(r"(.+) (==|<|>) (.+)")
 FORMS = {"to", "convert", "cases", "rules", "only", "switch"}
 SPEC = {*FORMS, "value", "as", "note", "null", "otherwise", "off", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides its fate."""
+INHERITED = ("aliases", "conditions", "tests", "constants", "own defaults", "blocks", "conversions")
 
 Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
 Test = Callable[["ForeignConfig", ForeignValue], bool]
@@ -119,11 +120,11 @@ class KeyTable:
     """Rows in the order in which they are read. The row of a key is the one with its name, else the first that fits."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings; `a.**` stands for all that is below."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """What the system's functions look up: names over there and here."""
-    own_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of a whole configuration, where those of the rows are of the example that a guide's piece is from."""
+    document: Mapping[str, Any] = field(default_factory=dict)
+    """The file, with what it has of the table that it is based on."""
     is_whole: Callable[["ForeignConfig"], bool] = lambda config: False
+    """Whether a configuration has the file's own defaults, and not those of the rows, which are of an example that the
+    pieces in a guide are from."""
 
     def canonical(self, key: str) -> str:
         if key in self.aliases:
@@ -191,20 +192,19 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     node = compose(text, source)
     assert node is not None, source
     document = plain(node)
+    for name in INHERITED:
+        document[name] = {**(base.document[name] if base else {}), **document.get(name, {})}
     functions = functions_of((outcomes, value_kinds, *modules))
     rows = list(_TableReader(document, functions, base).rows(document["rows"]))
     aliases: dict[str, str] = {}
-    for old, new in document.get("aliases", {}).items():
+    for old, new in document["aliases"].items():
         spellings, keys = list(expand_keys(old)), list(expand_keys(new))
         aliases |= zip(spellings, keys if len(keys) > 1 else keys * len(spellings), strict=True)
     if base is not None:
         own = {row.key for row in rows}
         rows += [row for row in base.rows if row.key not in own]
-        aliases = {**base.aliases, **aliases}
-    constants = document.get("constants", base.constants if base else {})
-    own_defaults = document.get("own defaults", {})
-    is_whole = functions["is_whole"] if own_defaults else KeyTable.is_whole
-    return KeyTable(document["title"], tuple(rows), aliases, constants, own_defaults, is_whole)
+    is_whole = functions["is_whole"] if document["own defaults"] else KeyTable.is_whole
+    return KeyTable(document["title"], tuple(rows), aliases, document, is_whole)
 
 
 def functions_of(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:
@@ -244,6 +244,8 @@ def filled_in(item: Any, look_up: Callable[[str], Any]) -> Any:
     """A case or rule with values for what is in braces: all of a text as it is, a part of it as text."""
     if isinstance(item, dict):
         return {key: filled_in(value, look_up) for key, value in item.items()}
+    if isinstance(item, list):
+        return [filled_in(value, look_up) for value in item]
     if not isinstance(item, str):
         return item
     whole = FIELD.fullmatch(item)
@@ -275,10 +277,8 @@ class _TableReader:
         self, document: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], base: KeyTable | None
     ) -> None:
         self.functions, self.base = functions, base
-        self.blocks: Mapping[str, Any] = document.get("blocks", {})
-        self.conditions: Mapping[str, str] = document.get("conditions", {})
-        self.tests: Mapping[str, str] = document.get("tests", {})
-        self.conversions: Mapping[str, Any] = document.get("conversions", {})
+        self.blocks, self.conversions = document["blocks"], document["conversions"]
+        self.conditions, self.tests = document["conditions"], document["tests"]
 
     def rows(self, items: Sequence[Mapping[str, Any]]) -> Iterator[KeyRow]:
         for item in items:
@@ -345,7 +345,7 @@ class _TableReader:
         name, arguments = call_of(call)
         if name not in self.conversions:
             return self._function(call)
-        return self._rules(filled(self.conversions[name], {str(place): one for place, one in enumerate(arguments)}))
+        return self._rules(filled(self.conversions[name], numbered(arguments)))
 
     def _rules(self, items: Sequence[Mapping[str, Any]]) -> Convert:
         return first_of([(self._test(rule.get("if", "")), self._decision(rule)) for rule in items])
@@ -374,7 +374,7 @@ class _TableReader:
         return decide
 
     def _conditional(self, row: KeyRow, when: str) -> KeyRow:
-        name, arguments = call_of(when)
+        name, arguments = (when, []) if when in self.conditions else call_of(when)
         return provided(row, self._test(when), self.conditions[name].format(*arguments))
 
     def _test(self, text: str) -> Test:
@@ -385,21 +385,24 @@ class _TableReader:
         if text.startswith("not "):
             test = self._test(text.removeprefix("not "))
             return lambda *given: not test(*given)
-        if not text or text in self.tests:
-            return self._test(self.tests[text]) if text else lambda *_: True
+        if not text:
+            return lambda *_: True
         if comparison := COMPARISON.fullmatch(text):
             left, sign, right = comparison.groups()
-            is_literal = right != "value" and (sign == "==" or right not in self.functions)
-            return lambda *given: COMPARE[sign](
-                self._value(left, *given), plain_scalar(right) if is_literal else self._value(right, *given)
-            )
+            return lambda *given: COMPARE[sign](self._value(left, *given), self._literal(right, *given))
         name, arguments = call_of(text)
+        if name in self.tests:
+            return self._test(filled(self.tests[name], numbered(arguments)))
         if name in TESTS:
             return lambda *given: TESTS[name](*given, *arguments)
         condition = self._function(text)
         if "given" in signature(self.functions[name]).parameters:
             return lambda *given: bool(condition(*given))
         return lambda config, _: bool(condition(config))
+
+    def _literal(self, text: str, *given: Any) -> Any:
+        """A value as in YAML, or what is in braces."""
+        return self._value(text[1:-1], *given) if FIELD.fullmatch(text) else plain_scalar(text)
 
     def _value(self, name: str, config: "ForeignConfig", given: ForeignValue) -> Any:
         if match := LOOK_UP.fullmatch(name):
@@ -412,6 +415,10 @@ class _TableReader:
         name, arguments = call_of(call)
         function = self.functions[name]
         return (lambda *values: function(*values, *arguments)) if arguments else function
+
+
+def numbered(arguments: Sequence[Any]) -> dict[str, Any]:
+    return {str(place): argument for place, argument in enumerate(arguments)}
 
 
 def first_of(rules: Sequence[tuple[Test, Convert]]) -> Convert:
@@ -449,7 +456,7 @@ class ForeignConfig:
     """A configuration on its way through a table: what conversions ask for the values of other keys."""
 
     def __init__(self, table: KeyTable, given: Mapping[str, ForeignValue]) -> None:
-        self.table, self.constants = table, table.constants
+        self.table, self.constants = table, table.document["constants"]
         self.problems: list[str] = []
         self.given: dict[str, ForeignValue] = {}
         self.strange: list[KeyReport] = []
@@ -489,8 +496,9 @@ class ForeignConfig:
         """The same, with the default also where null is written, and with a whole configuration's own defaults."""
         if key in self:
             return self.given[key].value
-        if key in self.table.own_defaults and self.table.is_whole(self):
-            return self.table.own_defaults[key]
+        own_defaults = self.table.document["own defaults"]
+        if key in own_defaults and self.table.is_whole(self):
+            return own_defaults[key]
         return self.default(key)
 
     def default(self, key: str) -> Any:

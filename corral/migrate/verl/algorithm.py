@@ -6,11 +6,10 @@ from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
-from corral.migrate.verl.run import ACTOR, response_tokens, samples_per_prompt
+from corral.migrate.verl.run import ACTOR, samples_per_prompt
 from corral.recipe.parts import PRESETS
 from corral.recipe.schema import AlgorithmName
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -27,10 +26,6 @@ def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return mapped("algorithm.name", name)
 
 
-def estimator_is(config: ForeignConfig, name: str) -> bool:
-    return bool(config["algorithm.adv_estimator"] == name)
-
-
 def usual_loss(config: ForeignConfig) -> str:
     """The loss that the recipe has unless another one is written."""
     name: AlgorithmName = config.constants["presets"].get(config["algorithm.adv_estimator"], "grpo")
@@ -40,18 +35,6 @@ def usual_loss(config: ForeignConfig) -> str:
 def loss_of(config: ForeignConfig) -> str:
     name: str = config.constants["losses"].get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config))
     return name
-
-
-def loss_is(config: ForeignConfig, name: str) -> bool:
-    return loss_of(config) == name
-
-
-def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    losses, usual = config.constants["losses"], usual_loss(config)
-    if given.value not in losses:
-        return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(losses)}")
-    ours = losses[given.value]
-    return built_in("as in Corral") if ours == usual else mapped("algorithm.loss.name", ours)
 
 
 def clip_of(config: ForeignConfig, side: str) -> float:
@@ -87,26 +70,12 @@ def clip(config: ForeignConfig, given: ForeignValue, *sides: str) -> Outcome:
     return Outcome("mapped", {("algorithm", "loss", option): value for option, value in kept.items()})
 
 
-def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = loss_of(config)
-    if "threshold" in LOSSES[ours].option_names and given.where and given.value is not None:
-        note = f"the ratio in {ours} is capped at 20"
-        return built_in(note) if given.value >= 20 else unsupported(note)
-    if ours != "ppo":
-        return no_effect(f"the loss {ours} has no dual clip")
-    return mapped("algorithm.loss.dual_clip", given.value)
+def has_threshold(config: ForeignConfig) -> bool:
+    return "threshold" in LOSSES[loss_of(config)].option_names
 
 
 def aggregation_is_free(config: ForeignConfig) -> bool:
     return LOSSES[loss_of(config)].aggregation is None
-
-
-def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not aggregation_is_free(config):
-        return no_effect(f"the loss {loss_of(config)} is always a mean over sequences")
-    if given.value not in (*AGGREGATIONS, None):
-        raise ValueError(f"should be one of {', '.join(AGGREGATIONS)}")
-    return mapped("algorithm.aggregation.name", given.value and given.value.replace("-", "_"))
 
 
 # --- dynamic sampling and long answers
@@ -125,26 +94,6 @@ def why_not_overlong(config: ForeignConfig, place: str) -> str | None:
     return f"`{off[0]}` is {'off' if off[0] == 'enable' else 0}" if off else None
 
 
-def overlong_buffer(config: ForeignConfig, given: ForeignValue, place: str) -> Outcome:
-    if reason := why_not_overlong(config, place):
-        return no_effect(reason)
-    tokens = config[f"{place}.len"]
-    if tokens > response_tokens(config):
-        raise ValueError(f"is more than the {response_tokens(config)} tokens of a response")
-    return mapped("algorithm.overlong.buffer_tokens", tokens)
-
-
-def overlong_penalty(config: ForeignConfig, given: ForeignValue, place: str) -> Outcome:
-    reason = why_not_overlong(config, place)
-    return no_effect(reason) if reason else mapped("algorithm.overlong.penalty", given.value)
-
-
-def longest_response(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, response_tokens(config)):
-        return built_in("the limit of a response")
-    return unsupported(f"the length penalty ends at the limit of a response, {response_tokens(config)} tokens")
-
-
 # --- KL, and with it the reference model: in the reward, in the loss, or nowhere
 
 
@@ -156,11 +105,6 @@ def kl_where(config: ForeignConfig) -> str | None:
         return "loss"
     in_reward = config["algorithm.use_kl_in_reward"] and not (in_loss and config.table.row("do_search"))
     return "reward" if in_reward and config["algorithm.kl_ctrl.kl_coef"] else None
-
-
-def unless_usual(given: ForeignValue, ours: str, value: object, usual: object) -> Outcome:
-    """A value that was written, or that is not what Corral takes as well."""
-    return mapped(ours, value) if given.where or value != usual else built_in("as in Corral")
 
 
 def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> Outcome:
@@ -178,17 +122,8 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: 
         if ours == "abs":
             return unsupported("Corral has abs without the + only")
         ours += "+"
-    return unless_usual(given, "algorithm.kl.estimator.name", ours, usual)
-
-
-def kl_coefficient(config: ForeignConfig, given: ForeignValue, where: str) -> Outcome:
-    """verl before 0.3 had KL in the reward, where it was not in the loss, and no key for that."""
-    if kl_where(config) == where:
-        return unless_usual(given, "algorithm.kl.coefficient", given.value, 0.001)
-    unsaid = "algorithm.use_kl_in_reward" not in config and not config[f"{ACTOR}.use_kl_loss"]
-    if where == "reward" and unsaid and config["algorithm.kl_ctrl.kl_coef"] and not config.table.row("do_search"):
-        return no_effect("there is no KL in the reward unless `use_kl_in_reward` is true, since verl 0.3")
-    return no_effect(f"there is no KL in the {where}")
+    is_usual = not given.where and ours == usual
+    return built_in("as in Corral") if is_usual else mapped("algorithm.kl.estimator.name", ours)
 
 
 # --- corrections for tokens that another policy sampled than the one that is trained

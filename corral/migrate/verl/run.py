@@ -69,18 +69,8 @@ def num_devices(config: ForeignConfig) -> int:
 
 
 def updates_per_step(config: ForeignConfig) -> int:
-    trajectories = samples_per_prompt(config) if searches(config) else 1
-    size = positive(config, f"{ACTOR}.ppo_mini_batch_size")
-    return math.ceil(positive(config, "data.train_batch_size") * trajectories / size)
-
-
-def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
     prompts, size = positive(config, "data.train_batch_size"), positive(config, f"{ACTOR}.ppo_mini_batch_size")
-    number = updates_per_step(config)
-    note = f"{size} prompts per update, of {prompts}"
-    if searches(config):
-        note = f"{size} trajectories per update, of {prompts} prompts x {samples_per_prompt(config)}"
-    return converted({"batch.updates_per_step": number}, f"{note}: {plural(number, 'update')} per step")
+    return math.ceil(prompts * (samples_per_prompt(config) if searches(config) else 1) / size)
 
 
 # --- micro-batches
@@ -251,12 +241,9 @@ def max_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- models
 
 
-def model_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+def looks_at_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
     """A vision model is known by its name only: its rows need no key that says so."""
-    if VISION_MODEL.search(PurePosixPath(given.value or "").name):
-        note = "by its name a model of pictures, and Corral trains on text only"
-        return Outcome("unsupported", {as_path("model.path"): given.value}, note)
-    return mapped("model.path", given.value)
+    return VISION_MODEL.search(PurePosixPath(given.value or "").name) is not None
 
 
 def critic_warmup(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -266,10 +253,6 @@ def critic_warmup(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("the actor is trained from the first step on")
     note = f"the actor is trained from step {given.value} on: {plural(alone, 'step')} of the critic alone"
     return converted({"critic.warmup_steps": alone}, note)
-
-
-def has_adapters(config: ForeignConfig, model: str) -> bool:
-    return bool(config[f"{model}.lora_rank"] or config[f"{model}.lora.rank"])
 
 
 # --- names and folders
@@ -321,25 +304,11 @@ def schedule_of(config: ForeignConfig, optim: str) -> str:
     return next((config[f"{optim}.{key}"] for key in SCHEDULE_KEYS if f"{optim}.{key}" in config), "constant")
 
 
-def schedule(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    found = schedule_of(config, optim)
-    if given.value is None or given.value != found:
-        return no_effect(f"the learning rate is {found}, as another key says")
-    if found not in config.constants["schedules"]:
-        return unsupported("learning rates are constant, linear or cosine")
-    return mapped(f"{ours}.schedule", config.constants["schedules"][found])
+def knows_schedule(config: ForeignConfig, optim: str) -> bool:
+    return schedule_of(config, optim) in config.constants["schedules"]
 
 
-def min_ratio(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    if config.constants["schedules"].get(schedule_of(config, optim), "constant") == "constant":
-        return no_effect("the learning rate is constant")
-    return built_in("it ends at 0") if given.value is None else mapped(f"{ours}.min_learning_rate_ratio", given.value)
-
-
-def min_rate(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    found = min_ratio(config, given, optim, ours)
-    if found.status != "mapped":
-        return found
+def ratio_of_rates(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
     highest = config[f"{optim}.lr"]
     if not highest:
         raise ValueError(f"needs `{optim}.lr`")
