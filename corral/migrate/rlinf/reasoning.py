@@ -4,13 +4,11 @@ from typing import Any
 
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
-from corral.migrate.value_kinds import format_value, one_or_all
+from corral.migrate.value_kinds import one_or_all
 from corral.recipe.keys import KeyPath
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRACKERS = ("tensorboard", "wandb", "swanlab")
-ALL_TOKENS = 1_000_000
-"""`top_k` of RLinf's examples: more than any vocabulary."""
 
 
 # --- conditions, and what several keys mean together
@@ -57,10 +55,6 @@ def is_fsdp(config: ForeignConfig, role: str = "actor") -> bool:
     return bool(config[key] == "fsdp")
 
 
-def is_megatron(config: ForeignConfig, role: str = "actor") -> bool:
-    return not is_fsdp(config, role)
-
-
 def ends_by_epochs(config: ForeignConfig) -> bool:
     steps = config["runner.max_steps"]
     return steps is None or steps < 0
@@ -95,22 +89,6 @@ def response_tokens(config: ForeignConfig) -> int:
     left: int = max(config.value("runner.seq_length") - config.value("data.max_prompt_length"), 1)
     most = config["algorithm.sampling_params.max_new_tokens"]
     return left if most is None else min(left, most)
-
-
-def sequence_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    length, prompt = config.value("runner.seq_length"), config.value("data.max_prompt_length")
-    tokens = response_tokens(config)
-    if length <= prompt:
-        raise ValueError(f"should be above `data.max_prompt_length`, which is {prompt}")
-    return converted({"rollout.max_response_tokens": tokens}, f"{length} less {prompt} of the prompt: {tokens} at most")
-
-
-def new_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    tokens = response_tokens(config)
-    if tokens == given.value:
-        return mapped("rollout.max_response_tokens", tokens)
-    ours = {"rollout.max_response_tokens": tokens}
-    return converted(ours, f"{given.value}, of which runner.seq_length leaves {tokens}")
 
 
 def minibatches(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -149,20 +127,7 @@ def generation_batches(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"{given.value} batches of prompts for a step at most: {given.value - 1} to refill it")
 
 
-def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None or given.value <= 0 or given.value >= ALL_TOKENS:
-        return converted({"rollout.top_k": 0}, f"{format_value(given.value)}: all tokens, 0 here")
-    return mapped("rollout.top_k", given.value)
-
-
 # --- algorithm
-
-
-def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = advantage_of(config)
-    if ours == given.value:
-        return mapped("algorithm.name", ours)
-    return converted({"algorithm.name": ours}, f"{given.value}, here {ours}")
 
 
 def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:

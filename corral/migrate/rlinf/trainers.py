@@ -105,13 +105,7 @@ def parallel(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
 
 
 def sharding(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    count = num_actor_devices(config)
-    if given.value == "no_shard" and count > 1:
-        ours = {"train.parallel.replicate": count, "train.parallel.shard": 1}
-        return converted(ours, f"no_shard: {count} whole copies")
-    if given.value == "hybrid_shard":
-        return converted(hybrid_shards(config), "groups of devices with a copy each")
-    return built_in("parameters, gradients and optimizer are sharded over all devices")
+    return converted(hybrid_shards(config), "groups of devices with a copy each")
 
 
 def hybrid_shards(config: ForeignConfig) -> dict[str, int]:
@@ -163,11 +157,6 @@ def old_logprobs(config: ForeignConfig) -> str | None:
 
 
 # --- optimizers of `actor` and `critic`: Megatron and FSDP have keys of their own for the learning rate
-
-
-def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    both = [config.value(f"{role}.optim.adam_beta{which}") for which in (1, 2)]
-    return converted({f"{ours}.betas": both}, f"both betas: {both[0]:g} and {both[1]:g}")
 
 
 def decays(config: ForeignConfig, role: str) -> bool:
@@ -242,8 +231,3 @@ def warmup(ours: str, fraction: float, length: int, key: str, each: int) -> Outc
     updates = math.floor(fraction * length + 1e-9) * each  # 0.29 x 100 is 29
     note = f"{fraction:g} of {key} {length}: {updates} update{'s' * (updates != 1)}"
     return converted({f"{ours}.warmup_steps": updates}, note)
-
-
-def constant_weight_decay(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
-    is_same = given.value in (None, config.value(f"{role}.optim.weight_decay"))
-    return (built_in if is_same else unsupported)("weight decay is constant")

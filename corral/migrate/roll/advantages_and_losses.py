@@ -96,28 +96,16 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, note)
 
 
-def normalization(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    found = advantage(config)
-    if given.value == "asym_clip":
-        return unsupported("advantages are clipped alike on both sides: `algorithm.advantage_clip`")
-    if found.difference:
-        is_named = found.name == config.value("adv_estimator")
-        return unsupported(found.difference if is_named else f"{found.difference}; {found.name} takes its place")
-    return built_in(f"part of the advantage {found.name}")
-
-
 def advantage_name(config: ForeignConfig) -> str:
     return advantage(config).name
 
 
-def whitening(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    name = advantage(config).name
-    whitens = ADVANTAGES[name].whitened
-    if bool(given.value) == whitens:
-        return built_in(f"part of the advantage {name}" if whitens else f"{name} does not")
-    if given.value:
-        return mapped("algorithm.whiten", True)
-    return unsupported("gae is whitened in any case") if name == "gae" else normalization(config, given)
+def advantage_difference(config: ForeignConfig) -> str:
+    return advantage(config).difference
+
+
+def whitens(config: ForeignConfig) -> bool:
+    return ADVANTAGES[advantage(config).name].whitened
 
 
 def turn_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -167,15 +155,8 @@ def loss(config: ForeignConfig) -> str:
 
 
 def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    found, ranged = loss(config), bool(config["use_pg_clip_range"])
-    if found not in ("ppo", "gspo"):
-        return no_effect(f"the loss {found} has other bounds, or none")
-    if given.key == "pg_clip" and ranged:
-        return no_effect("`pg_clip_low` and `pg_clip_high` take precedence")
-    if given.key in ("pg_clip_low", "pg_clip_high") and not ranged:
-        return no_effect("`use_pg_clip_range` is off")
+    ranged, usual = bool(config["use_pg_clip_range"]), LOSSES[loss(config)].options()
     low, high = (config.value(f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
-    usual = LOSSES[found].options()
     if not given.where and (usual.clip_low, usual.clip_high) == (low, high):
         return built_in("as in Corral")
     return clipped(low, high)
@@ -209,9 +190,6 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"divided by the length of a sequence, {length}")
 
 
-# --- KL
-
-
 # --- tokens sampled with other weights, or by another engine
 
 
@@ -235,11 +213,6 @@ def rejection_filters(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- optimizers: `training_args` of `actor_train` and of `critic`
 
 
-def never_warms_up(config: ForeignConfig, role: str) -> bool:
-    is_megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
-    return config.value(f"{role}.training_args.lr_scheduler_type") == "constant" and not is_megatron
-
-
 def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
     if config[f"{role}.training_args.lr_scheduler_type"] != "cosine_with_min_lr":
         return no_effect("it belongs to `lr_scheduler_type: cosine_with_min_lr`")
@@ -248,11 +221,6 @@ def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: st
     if not 0 <= ratio <= 1:
         raise ValueError(f"should be from 0 to the learning rate, {rate:g}")
     return converted({f"{ours}.min_learning_rate_ratio": ratio}, f"{ratio:g} of the learning rate {rate:g}")
-
-
-def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    pair = [config.value(f"{role}.training_args.adam_beta{place}") for place in (1, 2)]
-    return converted({f"{ours}.betas": pair}, f"betas {pair[0]:g} and {pair[1]:g}")
 
 
 def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -20,7 +20,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     validates,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.value_kinds import plural, text, texts
+from corral.migrate.value_kinds import text, texts
 from corral.recipe.keys import KeyPath
 
 ANSWER = "<answer>(.*?)</answer>"
@@ -145,14 +145,6 @@ def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
     name = "weight" if part == "train" else "validation_weight"
     ours = {path: value for path, value in settings(config, part).items() if path[-1] == name}
     return converted(ours, groups_note(config, part))
-
-
-def env_groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.key.startswith("val"):
-        written = plural(given.value or 1, "group")
-        return built_in(f"all trajectories of a validation are generated at once, not in {written} by turns")
-    note = f"all {plural(num_prompts(config), 'group')} of a step are generated at once"
-    return built_in(note if given.value == num_prompts(config) else f"{note}, not {given.value} by turns")
 
 
 def validation_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -412,17 +404,3 @@ def num_turn_tokens(config: ForeignConfig) -> int:
     if new and is_old(config):
         limit = new  # older versions have no other limit
     return min(limit, new or limit, lengths(config)[1])
-
-
-def turn_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if is_rlvr(config):
-        return no_effect("an answer has `response_length`")
-    found = num_turn_tokens(config)
-    note = "" if given.value == found else f"the least of this, `max_new_tokens` and what fits: {found}"
-    return mapped("rollout.max_turn_tokens", found, note)
-
-
-def tag_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value != most_turn_tokens(config):
-        return unsupported(f"all environments have the same limit: {num_turn_tokens(config)}")
-    return turn_tokens(config, given)

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
     group_size,
@@ -34,26 +34,10 @@ NOT_FOR_WORKERS = re.compile(
 # --- length, checkpoints, trackers
 
 
-def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if (steps := num_steps(config)) is not None:
-        return mapped("schedule.steps", steps)
-    epochs = config[f"{TRAINING}.num_train_epochs"]
-    if is_rlvr(config) and epochs is not None:
-        return converted({"schedule.epochs": epochs}, f"-1: {epochs:g} passes over the data")
-    raise ValueError("should be above 0: the number of steps to train")
-
-
 def every(config: ForeignConfig, key: str) -> int:
     """Number of steps between two checkpoints or validations; 0 where the run ends before the first."""
     period, steps = int(config.value(key)), num_steps(config)
     return 0 if period <= 0 or (steps is not None and period > steps) else period
-
-
-def save_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    period = config.value("save_steps")
-    if every(config, "save_steps") == period:
-        return mapped("checkpoint.every", period)
-    return converted({"checkpoint.every": 0}, f"every {period} steps of {num_steps(config)}: at the end only")
 
 
 def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -67,13 +51,6 @@ def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("there is one, at the end")
     made = steps // period + 1
     return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
-
-
-def eval_steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not validates(config):
-        return built_in("off, as in Corral without validation data")
-    period = every(config, "eval_steps")
-    return mapped("validation.every", period, "" if period else "the run ends before: first and last only")
 
 
 def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -112,11 +89,8 @@ def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- model
 
 
-def model(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    path = config.value("pretrain")
-    if SEES.search(path):
-        return replaced({"model.path": path}, "Corral trains on text; it has no vision models")
-    return mapped("model.path", path)
+def sees(config: ForeignConfig) -> bool:
+    return SEES.search(config.value("pretrain")) is not None
 
 
 def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -134,10 +108,6 @@ def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if main in names and value != main:
         return unsupported(f"all roles compute alike in Corral: {main}, as actor_train")
     return mapped("model.dtype", names[value])
-
-
-def has_lora(config: ForeignConfig, role: str) -> bool:
-    return bool(config[f"{role}.model_args.lora_target"])
 
 
 # --- batch
@@ -216,27 +186,6 @@ def samples_validation_alike(config: ForeignConfig) -> bool:
 def has_own_validation(config: ForeignConfig) -> bool:
     of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in config.given.values())
     return bool(config.below("val_env_manager.generating_args")) and not of_actor
-
-
-def top_k(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    value = max(config.value(f"{SAMPLING}.top_k"), 0)
-    return mapped("rollout.top_k", value, "0: all tokens" if not value else "in training; validation has none")
-
-
-def validation_sampling(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Sampling of `validation` (RLVR) and of `val_env_manager` (agentic)."""
-    section, _, name = given.key.rpartition(".")
-    of_agentic = section.startswith("val_env_manager")
-    if of_agentic and not has_own_validation(config):
-        return no_effect("those of `actor_infer` take precedence")
-    if of_agentic == is_rlvr(config):
-        return no_effect("it belongs to the " + ("agentic pipeline" if of_agentic else "RLVR pipeline"))
-    if not validates(config):
-        return built_in("there is no validation")
-    if name == "top_p" and not config[f"{section}.temperature"]:
-        return no_effect("without a temperature the most likely token is taken")
-    ours = "samples_per_prompt" if name == "num_return_sequences" else name
-    return mapped(f"validation.{ours}", given.value)
 
 
 # --- data and rewards of the RLVR pipeline
