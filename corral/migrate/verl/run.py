@@ -339,3 +339,27 @@ def optimizer_argument(config: ForeignConfig, given: ForeignValue, ours: str) ->
     if "offload" in name or name.startswith(("overlap", "use_precision_aware", "fused", "foreach")):
         return built_in("memory and speed; `train.offload` moves the optimizer out")
     return unsupported("AdamW has no other arguments in Corral") if given.value else built_in("off")
+
+
+# --- what Search-R1 has beside
+
+
+def retriever(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not str(given.value).startswith(("http://", "https://")):
+        raise ValueError("should begin with http://")
+    return mapped("environment.options.retriever", given.value)
+
+
+def reply_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not searches(config):
+        return mapped("rollout.max_response_tokens", given.value)
+    most, of_all = positive(config, "data.max_response_length"), positive(config, "data.max_prompt_length")
+    if most > of_all:
+        return converted({"rollout.max_turn_tokens": of_all}, f"{most}, of which all replies together have {of_all}")
+    return mapped("rollout.max_turn_tokens", most)
+
+
+def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value is None:
+        return built_in("`total_epochs` decides")
+    return mapped("schedule.steps", given.value, f"Search-R1 stops one step earlier, after {given.value - 1}")
