@@ -56,8 +56,8 @@ A case or a rule has `to` (mapped, as `value` where that is given, or as what th
 and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
 file's own `tests`, and comparisons (`loss_of == ppo`, `value > {num_devices}`). In braces and before a comparison stand
 `value`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null, `title`,
-`constants[losses]`, and functions of the configuration. Rules that several keys have are in `conversions`, and are
-named as functions are. In these and in `tests`, `<0>` is the first argument.
+`constants[losses]`, and functions of the configuration (`lengths.0` is a part of what one gives). Rules that several
+keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first argument.
 """
 
 import operator
@@ -66,7 +66,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +80,7 @@ from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, did_you_mean
 
-CALL = re.compile(r"(\w+)(?:\((.*)\))?", re.DOTALL)
+CALL = re.compile(r"([\w.]+)(?:\((.*)\))?", re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"<(\w+)>")
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
@@ -166,6 +166,7 @@ TESTS: dict[str, Callable[..., bool]] = {
     "nonpositive": lambda _, given: given.value is None or given.value <= 0,
     "negative": lambda _, given: given.value is None or given.value < 0,
     "is": lambda _, given, *values: given.value in values,
+    "outside": lambda _, given, least, most: given.value is not None and not least <= given.value <= most,
     "starts": lambda _, given, start: str(given.value or "").startswith(start),
     "among": lambda config, given, names: given.value in config.constants[names],
     "default": lambda _, given: not given.where,
@@ -395,10 +396,8 @@ class _TableReader:
             return self._test(filled(self.tests[name], numbered(arguments)))
         if name in TESTS:
             return lambda *given: TESTS[name](*given, *arguments)
-        condition = self._function(text)
-        if "given" in signature(self.functions[name]).parameters:
-            return lambda *given: bool(condition(*given))
-        return lambda config, _: bool(condition(config))
+        assert name.partition(".")[0] in self.functions, text
+        return lambda *given: bool(self._value(text, *given))
 
     def _literal(self, text: str, *given: Any) -> Any:
         """A value as in YAML, or what is in braces."""
@@ -408,13 +407,23 @@ class _TableReader:
         if match := LOOK_UP.fullmatch(name):
             look_up = {"config": config.__getitem__, "meant": config.value, "constants": config.constants.get}
             return look_up[match[1]](match[2])
-        known = {"value": given.value, "title": config.table.title}
-        return known[name] if name in known else self._function(name)(config)
+        if name in ("value", "title"):
+            return given.value if name == "value" else config.table.title
+        call, arguments = call_of(name)
+        call, _, part = call.partition(".")
+        function = self.functions[call]
+        found = function(config, given, *arguments) if takes_given(function) else function(config, *arguments)
+        return (found[int(part)] if part.isdigit() else getattr(found, part)) if part else found
 
     def _function(self, call: str) -> Callable[..., Any]:
         name, arguments = call_of(call)
         function = self.functions[name]
         return (lambda *values: function(*values, *arguments)) if arguments else function
+
+
+@cache
+def takes_given(function: Callable[..., Any]) -> bool:
+    return "given" in signature(function).parameters
 
 
 def numbered(arguments: Sequence[Any]) -> dict[str, Any]:

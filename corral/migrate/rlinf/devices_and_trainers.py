@@ -22,7 +22,6 @@ GPUS_PER_NODE = 8
 """RLinf's default in its first version; today it counts them."""
 MOST_NODES, MOST_DEVICES_PER_NODE = 10_000, 100
 """More are a slip of the pen, and would have to be counted through."""
-ONE_DEVICE = "one device: everything runs on it, in one process"
 ROLES = {
     "actor": "actor",
     "rollout": "rollout",
@@ -60,6 +59,10 @@ class ComponentDevices:
 
     def of(self, component: str) -> tuple[int, ...]:
         return self.by_component.get(component, self.everything)
+
+    @property
+    def is_one(self) -> bool:
+        return self.nodes * self.per_node == 1
 
     @property
     def disaggregated(self) -> bool:
@@ -116,28 +119,6 @@ def has_one_process_each(written: Any) -> bool:
 # --- conversions of devices
 
 
-def nodes(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is not None and not 1 <= given.value <= MOST_NODES:
-        raise ValueError("should be the number of nodes; 0, all that are connected, is not known here")
-    devices = devices_of(config)
-    if len(devices.everything) == 1:
-        return built_in(ONE_DEVICE)
-    if "cluster.num_gpus_per_node" in config:
-        return mapped("cluster.nodes", devices.nodes)
-    source = "as many as the placement needs" if devices.is_counted else "set `cluster.devices_per_node` to yours"
-    ours = {"cluster.nodes": devices.nodes, "cluster.devices_per_node": devices.per_node}
-    return converted(ours, f"of {devices.per_node} GPUs, which RLinf counts by itself: {source}")
-
-
-def gpus_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in("counted by RLinf: see cluster.num_nodes")
-    if not 1 <= given.value <= MOST_DEVICES_PER_NODE:
-        raise ValueError("should be the number of GPUs of each node")
-    is_one = len(devices_of(config).everything) == 1
-    return built_in(ONE_DEVICE) if is_one else mapped("cluster.devices_per_node", given.value)
-
-
 def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     names, devices = components(given.key.rpartition(".")[2]), devices_of(config)
     if strange := [name for name in names if name not in ROLES]:
@@ -146,8 +127,8 @@ def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if own[-1] >= len(everything):
         there = f"cluster.num_nodes {devices.nodes} x {devices.per_node} GPUs have 0-{len(everything) - 1}"
         raise ValueError(f"names device {own[-1]}, and {there}")
-    if len(everything) == 1:
-        return built_in(ONE_DEVICE)
+    if devices.is_one:
+        return built_in("one device: everything runs on it, in one process")
     roles = roles_of(config, names, devices)
     if not roles and ("inference" in names or "actor_inference" in names):
         return built_in(
@@ -220,29 +201,15 @@ def dtype_of(config: ForeignConfig) -> str:
         autocast = "actor.fsdp_config.amp_autocast"
         by_autocast = config[f"{autocast}.precision"] if config[f"{autocast}.enabled"] else None
         written = config["actor.fsdp_config.mixed_precision.param_dtype"] or by_autocast or written
-    name: str = config.constants["precisions"].get(written, "auto")
-    return name
-
-
-def checked_precision(config: ForeignConfig, given: ForeignValue) -> str:
-    names = config.constants["precisions"]
-    if given.value is not None and given.value not in names:
-        raise ValueError(f"should be one of {', '.join(names)}")
-    name: str = names.get(given.value, "auto")
-    return name
+    return str(config.constants["precisions"].get(written, "auto"))
 
 
 def precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    own, ours = checked_precision(config, given), dtype_of(config)
+    own, ours = config.constants["precisions"].get(given.value, "auto"), dtype_of(config)
     differs = f"but computed in {ours}; the optimizer has float32 copies"
     return converted(
         {"model.dtype": ours}, f"{format_value(given.value)}, {f'here {ours}' if own == ours else differs}"
     )
-
-
-def rollout_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    checked_precision(config, given)
-    return built_in(f"the engine computes as the trainer does, in {dtype_of(config)}")
 
 
 # --- trainers
@@ -350,11 +317,7 @@ def final_rate(config: ForeignConfig, role: str, ours: str) -> dict[str, float]:
 
 
 def decay(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    kind = {"torch_constant": "constant", "torch_cosine": "cosine"}.get(given.value, given.value or "constant")
-    if kind not in ("constant", "linear", "cosine"):
-        return unsupported("there are constant, linear and cosine")
-    if kind == "constant":
-        return mapped(f"{ours}.schedule", kind)
+    kind = given.value.removeprefix("torch_")
     length = "total_training_steps" if is_fsdp(config, role) else "lr_decay_iters"
     note = f"{kind}, over the whole run; in RLinf over {length}, which should be as long"
     return converted({f"{ours}.schedule": kind, **final_rate(config, role, ours)}, note)

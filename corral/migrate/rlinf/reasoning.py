@@ -30,8 +30,7 @@ def has_critic(config: ForeignConfig) -> bool:
 
 
 def loss_of(config: ForeignConfig) -> str:
-    name: str = config.constants["losses"].get(config.value("algorithm.loss_type"), "ppo")
-    return name
+    return str(config.constants["losses"].get(config.value("algorithm.loss_type"), "ppo"))
 
 
 def kl_in_loss(config: ForeignConfig) -> bool:

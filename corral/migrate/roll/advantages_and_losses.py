@@ -96,14 +96,6 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, note)
 
 
-def advantage_name(config: ForeignConfig) -> str:
-    return advantage(config).name
-
-
-def advantage_difference(config: ForeignConfig) -> str:
-    return advantage(config).difference
-
-
 def whitens(config: ForeignConfig) -> bool:
     return ADVANTAGES[advantage(config).name].whitened
 
@@ -147,8 +139,7 @@ def uses_variants(config: ForeignConfig) -> bool:
 
 def loss(config: ForeignConfig) -> str:
     if uses_variants(config):
-        found: str = config.constants["variants"].get(config["actor_train.pg_variant"] or "vanilla", "ppo")
-        return found
+        return str(config.constants["variants"].get(config["actor_train.pg_variant"] or "vanilla", "ppo"))
     if is_rlvr(config) and config["use_policy_loss_type"] == "PG":
         return "gpg"
     return "gspo" if is_rlvr(config) and config["importance_sampling"] == "seq" else "ppo"

@@ -163,14 +163,6 @@ def lengths(config: ForeignConfig) -> tuple[int, int]:
     return prompt, sequence - prompt
 
 
-def prompt_tokens(config: ForeignConfig) -> int:
-    return lengths(config)[0]
-
-
-def response_tokens(config: ForeignConfig) -> int:
-    return lengths(config)[1]
-
-
 def num_steps(config: ForeignConfig) -> int | None:
     """Number of steps of the run. None: it ends with its last epoch."""
     steps = int(config.value("max_steps"))
@@ -207,10 +199,6 @@ def parallel(config: ForeignConfig) -> tuple[int, int, int]:
     tensor, pipeline = (config.value(f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     contexts = (f"{STRATEGY}.context_parallel_size", "actor_train.model_args.ulysses_size")
     return tensor, pipeline, max(config.value(key) for key in contexts)
-
-
-def context_size(config: ForeignConfig) -> int:
-    return parallel(config)[2]
 
 
 def data_parallel(config: ForeignConfig) -> int:

@@ -33,8 +33,7 @@ def usual_loss(config: ForeignConfig) -> str:
 
 
 def loss_of(config: ForeignConfig) -> str:
-    name: str = config.constants["losses"].get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config))
-    return name
+    return str(config.constants["losses"].get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config)))
 
 
 def clip_of(config: ForeignConfig, side: str) -> float:
