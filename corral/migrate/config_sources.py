@@ -10,7 +10,8 @@ from pkgutil import iter_modules
 
 from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.shell import ShellCommand, ShellValue, read_script
+from corral.migrate.shell import ShellCommand, read_script
+from corral.migrate.shell_expansion import ShellValue
 from corral.migrate.table import KeyTable, load_table
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError

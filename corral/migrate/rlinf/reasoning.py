@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import one_or_all
 from corral.recipe.keys import KeyPath
@@ -52,17 +52,6 @@ def is_fsdp(config: ForeignConfig, role: str = "actor") -> bool:
     if key not in config and config.below(f"{role}.fsdp_config"):
         return True
     return bool(config[key] == "fsdp")
-
-
-def ends_by_epochs(config: ForeignConfig) -> bool:
-    steps = config["runner.max_steps"]
-    return steps is None or steps < 0
-
-
-def ends_before(config: ForeignConfig, given: ForeignValue) -> bool:
-    """Whether the run ends before the step that is given."""
-    steps = config["runner.max_steps"]
-    return steps is not None and 0 <= steps < given.value
 
 
 def has_projects(config: ForeignConfig) -> bool:
@@ -124,20 +113,6 @@ def generation_batches(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("one batch of prompts a step")
     ours = {"algorithm.dynamic_sampling.enabled": True, "algorithm.dynamic_sampling.max_rounds": given.value - 1}
     return converted(ours, f"{given.value} batches of prompts for a step at most: {given.value - 1} to refill it")
-
-
-# --- algorithm
-
-
-def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    left = [side for side in ("low", "high") if f"algorithm.clip_ratio_{side}" not in config]
-    if not left:
-        return no_effect("clip_ratio_low and clip_ratio_high count")
-    if given.value is None or (not given.where and loss_of(config) == "ppo"):
-        return built_in("0.2, as in Corral")
-    return converted(
-        {f"algorithm.loss.clip_{side}": given.value for side in left}, f"{given.value:g} {' and '.join(left)}"
-    )
 
 
 # --- data and rewards

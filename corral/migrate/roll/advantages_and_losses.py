@@ -10,7 +10,7 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     group_size,
     is_agentic,
@@ -205,8 +205,6 @@ def rejection_filters(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    if config[f"{role}.training_args.lr_scheduler_type"] != "cosine_with_min_lr":
-        return no_effect("it belongs to `lr_scheduler_type: cosine_with_min_lr`")
     rate = config.value(f"{role}.training_args.learning_rate")
     ratio = given.value / rate if given.key.endswith(".min_lr") else given.value
     if not 0 <= ratio <= 1:

@@ -135,10 +135,6 @@ def validates(config: ForeignConfig) -> bool:
     return bool(config.value("eval_steps") > 0 and has_data)
 
 
-def compares_answers(config: ForeignConfig) -> bool:
-    return is_rlvr(config) and group_size(config) > 1
-
-
 # --- batch and lengths
 
 
@@ -342,11 +338,7 @@ def placed(config: ForeignConfig, role: str) -> Outcome:
 
 
 def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    steps, roles = math.ceil(given.value or 0), layout(config).roles
-    if (given.value or 0) < 0:
-        raise ValueError("should be at least 0")
-    if steps == 0:
-        return built_in("every step has the newest weights, as in Corral")
+    steps, roles = math.ceil(given.value), layout(config).roles
     if roles["actor"] == roles["rollout"]:
         return unsupported("only an engine with devices of its own can generate ahead of the training")
     note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighted (`algorithm.correction`)"

@@ -40,16 +40,9 @@ def every(config: ForeignConfig, key: str) -> int:
     return 0 if period <= 0 or (steps is not None and period > steps) else period
 
 
-def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Number of checkpoints that are kept; 0 is all of them."""
-    period, steps = every(config, "save_steps"), num_steps(config)
-    if given.value:
-        return mapped("checkpoint.keep", given.value)
-    if steps is None:
-        return unsupported("Corral keeps a number of them")
-    if not period:
-        return built_in("there is one, at the end")
-    made = steps // period + 1
+def all_checkpoints(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    steps = int(config.value("max_steps"))
+    made = steps // every(config, "save_steps") + 1
     return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
 
 
@@ -138,16 +131,9 @@ def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """The number of updates, and how many tokens are computed at once."""
     found, tokens = updates(config, given), sum(lengths(config))
-    if is_dynamic(config):
-        return found
     each = config.value(f"{TRAINING}.per_device_train_batch_size")
     ours = {**found.ours, ("batch", "max_tokens_per_micro_batch"): each * tokens}
     return converted(ours, f"{found.note}; {each} x {tokens} tokens at once")
-
-
-def is_dynamic(config: ForeignConfig) -> bool:
-    keys = ("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train")
-    return all(config[f"actor_train.{key}"] for key in keys)
 
 
 def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -178,12 +164,8 @@ def validation_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- sampling
 
 
-def samples_validation_alike(config: ForeignConfig) -> bool:
-    """Environments are validated with the sampling of the training, unless that is not `actor_infer`'s."""
-    return validates(config) and is_agentic(config) and not has_own_validation(config)
-
-
 def has_own_validation(config: ForeignConfig) -> bool:
+    """Environments are validated with the sampling of the training, unless that is not `actor_infer`'s."""
     of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in config.given.values())
     return bool(config.below("val_env_manager.generating_args")) and not of_actor
 

@@ -80,10 +80,6 @@ def aggregation_is_free(config: ForeignConfig) -> bool:
 # --- dynamic sampling and long answers
 
 
-def dynamic_sampling(config: ForeignConfig) -> bool:
-    return bool(config["algorithm.filter_groups.enable"]) and samples_per_prompt(config) > 1
-
-
 def why_not_overlong(config: ForeignConfig, place: str) -> str | None:
     """The reason why length costs nothing, or None where it does."""
     managers = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")

@@ -344,12 +344,6 @@ def optimizer_argument(config: ForeignConfig, given: ForeignValue, ours: str) ->
 # --- what Search-R1 has beside
 
 
-def retriever(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not str(given.value).startswith(("http://", "https://")):
-        raise ValueError("should begin with http://")
-    return mapped("environment.options.retriever", given.value)
-
-
 def reply_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not searches(config):
         return mapped("rollout.max_response_tokens", given.value)
