@@ -193,12 +193,10 @@ def add_node(config: RawConfig, path: KeyPath, node: yaml.MappingNode, file: str
             config.origins[below] = where
             add_node(config, below, value_node, file)
         else:
-            config.set(below, with_booleans(plain(value_node), value_node), where)
-
-
-def with_booleans(value: Any, node: yaml.Node) -> Any:
-    is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and isinstance(value, str)
-    return YAML_BOOLEANS.get(value.lower(), value) if is_plain else value
+            value = plain(value_node)
+            if isinstance(value_node, yaml.ScalarNode) and value_node.style is None and isinstance(value, str):
+                value = YAML_BOOLEANS.get(value.lower(), value)
+            config.set(below, value, where)
 
 
 # --- changes on a command line

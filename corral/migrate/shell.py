@@ -22,16 +22,8 @@ OF_SLURM = {
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }
 """Variables that Slurm sets, by the line of the script that says to what."""
-CLOSERS = {
-    "if": "fi",
-    "for": "done",
-    "while": "done",
-    "until": "done",
-    "select": "done",
-    "case": "esac",
-    "{": "}",
-    "(": ")",
-}
+LOOPS = ("for", "while", "until", "select")
+CLOSERS = {"if": "fi", "case": "esac", "{": "}", "(": ")", **dict.fromkeys(LOOPS, "done")}
 KEYWORDS = CLOSERS.keys() | CLOSERS.values() | {"then", "else", "elif", "do", "in", "!", "time", "function"}
 DECLARERS = ("export", "declare", "local", "readonly", "typeset")
 CHANGING = "inAlu"

@@ -55,9 +55,10 @@ A case or a rule has `to` (mapped, as `value` where that is given, or as what th
 (several keys; with a `note` converted, with `unsupported` what takes its place), `convert`, a fate, `refuse`. In `if`
 and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
 file's own `tests`, and comparisons (`loss_of == ppo`, `value > {num_devices}`). In braces and before a comparison stand
-`value`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null, `title`,
-`constants[losses]`, and functions of the configuration (`lengths.0` is a part of what one gives). Rules that several
-keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first argument.
+`value`, `value - 1`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null,
+`title`, `constants[losses]`, and functions of the configuration (`lengths.0` is a part of what one gives). Rules that
+several keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first
+argument.
 """
 
 import operator
@@ -82,13 +83,14 @@ from corral.recipe.keys import KeyPath, did_you_mean
 
 CALL = re.compile(r"([\w.]+)(?:\((.*)\))?", re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
-PLACEHOLDER = re.compile(r"<(\w+)>")
+PLACEHOLDER = re.compile(r"<(\w+)>()")
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
 LOOK_UP = re.compile(r"(config|meant|constants)\[([^\[\]]+)\]")
 COMPARISON = re.compile(r"(.+) (==|<|>) (.+)")
-FORMS = {"to", "convert", "cases", "rules", "only", "switch"}
-SPEC = {*FORMS, "value", "as", "note", "null", "otherwise", "off", "kind", "default", "when"}
-"""Properties that a key may have in a table's file, besides its fate."""
+SPEC = {"convert", "cases", "rules", "only", "otherwise", "switch", "off", "null", "kind", "default", "when"}
+"""Properties that a key may have in a table's file, besides what it has in common with a rule."""
+DECISION = {"to", "value", "as", "note", "set", "refuse"}
+"""What a rule may say, besides a fate."""
 INHERITED = ("aliases", "conditions", "tests", "constants", "own defaults", "blocks", "conversions")
 
 Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
@@ -178,8 +180,6 @@ TESTS: dict[str, Callable[..., bool]] = {
     "positive": lambda config, _, key: (config[key] or 0) > 0,
 }
 """Tests on a value, and on those of other keys. Null is nonpositive, negative, and the same as anything."""
-
-
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
 
 
@@ -228,31 +228,18 @@ def expand_keys(text: str) -> Iterator[str]:
             yield word
 
 
-def filled(item: Any, values: Mapping[str, Any]) -> Any:
-    """An item of a block with values for its `<names>`."""
+def filled(item: Any, pattern: "re.Pattern[str]", look_up: Callable[[str], Any]) -> Any:
+    """An item with values for what the pattern finds in it: all of a text as it is, a part of it as text."""
     if isinstance(item, dict):
-        return {filled(key, values): filled(value, values) for key, value in item.items()}
+        return {filled(key, pattern, look_up): filled(value, pattern, look_up) for key, value in item.items()}
     if isinstance(item, list):
-        return [filled(value, values) for value in item]
+        return [filled(value, pattern, look_up) for value in item]
     if not isinstance(item, str):
         return item
-    if whole := PLACEHOLDER.fullmatch(item):
-        return values[whole[1]]
-    return PLACEHOLDER.sub(lambda match: str(values[match[1]]), item)
-
-
-def filled_in(item: Any, look_up: Callable[[str], Any]) -> Any:
-    """A case or rule with values for what is in braces: all of a text as it is, a part of it as text."""
-    if isinstance(item, dict):
-        return {key: filled_in(value, look_up) for key, value in item.items()}
-    if isinstance(item, list):
-        return [filled_in(value, look_up) for value in item]
-    if not isinstance(item, str):
-        return item
-    whole = FIELD.fullmatch(item)
+    whole = pattern.fullmatch(item)
     if whole and not whole[2]:
         return look_up(whole[1])
-    return FIELD.sub(lambda match: in_style(look_up(match[1]), match[2] or ""), item)
+    return pattern.sub(lambda match: in_style(look_up(match[1]), match[2] or ""), item)
 
 
 def in_style(value: Any, style: str) -> str:
@@ -284,7 +271,7 @@ class _TableReader:
     def rows(self, items: Sequence[Mapping[str, Any]]) -> Iterator[KeyRow]:
         for item in items:
             if "block" in item:
-                yield from self.rows(filled(self.blocks[item["block"]], item))
+                yield from self.rows(filled(self.blocks[item["block"]], PLACEHOLDER, item.__getitem__))
             elif "defaults" in item:
                 assert self.base is not None
                 known = {row.key: row for row in self.base.rows}
@@ -301,24 +288,21 @@ class _TableReader:
                 yield KeyRow(key, anything, FATES[fate](reason))
 
     def _keys(self, keys: str, spec: Mapping[str, Any]) -> Iterator[KeyRow]:
-        assert spec.keys() <= SPEC | FATES.keys(), (keys, spec)
+        assert spec.keys() <= SPEC | DECISION | FATES.keys(), (keys, spec)
         for key in expand_keys(keys):
             rows = self._switch(key, spec) if "switch" in spec else [self._row(key, spec)]
             yield from (self._conditional(row, spec["when"]) for row in rows) if "when" in spec else rows
 
     def _row(self, key: str, spec: Mapping[str, Any]) -> KeyRow:
         kind = self._function(spec.get("kind", "anything"))
-        convert, null = self._convert(spec), spec.get("null")
-        if null is None:
-            return KeyRow(key, kind, convert, spec.get("default", ABSENT))
-        rules = [(lambda _, given: given.value is None, FATES["built in"](null)), (lambda *_: True, convert)]
-        return KeyRow(key, kind, first_of(rules), spec.get("default", ABSENT))
+        convert = self._convert(spec)
+        if "null" in spec:
+            convert = first_of([(TESTS["unset"], FATES["built in"](spec["null"])), (self._test(""), convert)])
+        return KeyRow(key, kind, convert, spec.get("default", ABSENT))
 
     def _convert(self, spec: Mapping[str, Any]) -> Convert:
         if "convert" in spec:
             return self._named(spec["convert"])
-        if "to" in spec:
-            return self._decision({name: spec[name] for name in ("to", "value", "as", "note") if name in spec})
         if "cases" in spec:
             made = [(values.split(), self._decision(case)) for values, case in spec["cases"].items()]
             cases = {value: decide for values, decide in made for value in values}
@@ -328,8 +312,7 @@ class _TableReader:
         if "only" in spec:
             allowed, note, otherwise = (*spec["only"], None), spec["built in"], spec["otherwise"]
             return lambda _, given: built_in(note) if given.value in allowed else unsupported(otherwise)
-        [fate] = spec.keys() & FATES.keys()
-        return FATES[fate](spec[fate])
+        return self._decision(spec)
 
     def _switch(self, key: str, spec: Mapping[str, Any]) -> Iterator[KeyRow]:
         """A part of the other system that Corral lacks, with the key that turns it on."""
@@ -346,7 +329,7 @@ class _TableReader:
         name, arguments = call_of(call)
         if name not in self.conversions:
             return self._function(call)
-        return self._rules(filled(self.conversions[name], numbered(arguments)))
+        return self._rules(with_arguments(self.conversions[name], arguments))
 
     def _rules(self, items: Sequence[Mapping[str, Any]]) -> Convert:
         return first_of([(self._test(rule.get("if", "")), self._decision(rule)) for rule in items])
@@ -355,10 +338,10 @@ class _TableReader:
         """What a case or a rule says."""
         if "convert" in case:
             return self._named(case["convert"])
+        parts = {name: part for name, part in case.items() if name in DECISION or name in FATES}
 
         def decide(config: ForeignConfig, given: ForeignValue) -> Outcome:
-            parts = {name: part for name, part in case.items() if name != "if"}
-            said = filled_in(parts, lambda name: self._value(name, config, given))
+            said = filled(parts, FIELD, lambda name: self._value(name, config, given))
             if "refuse" in said:
                 raise ValueError(said["refuse"])
             if "to" in said:
@@ -393,7 +376,7 @@ class _TableReader:
             return lambda *given: COMPARE[sign](self._value(left, *given), self._literal(right, *given))
         name, arguments = call_of(text)
         if name in self.tests:
-            return self._test(filled(self.tests[name], numbered(arguments)))
+            return self._test(with_arguments(self.tests[name], arguments))
         if name in TESTS:
             return lambda *given: TESTS[name](*given, *arguments)
         assert name.partition(".")[0] in self.functions, text
@@ -407,8 +390,8 @@ class _TableReader:
         if match := LOOK_UP.fullmatch(name):
             look_up = {"config": config.__getitem__, "meant": config.value, "constants": config.constants.get}
             return look_up[match[1]](match[2])
-        if name in ("value", "title"):
-            return given.value if name == "value" else config.table.title
+        if name in ("value", "value - 1", "title"):
+            return config.table.title if name == "title" else given.value - 1 if "-" in name else given.value
         call, arguments = call_of(name)
         call, _, part = call.partition(".")
         function = self.functions[call]
@@ -426,8 +409,8 @@ def takes_given(function: Callable[..., Any]) -> bool:
     return "given" in signature(function).parameters
 
 
-def numbered(arguments: Sequence[Any]) -> dict[str, Any]:
-    return {str(place): argument for place, argument in enumerate(arguments)}
+def with_arguments(item: Any, arguments: Sequence[Any]) -> Any:
+    return filled(item, PLACEHOLDER, lambda place: arguments[int(place)])
 
 
 def first_of(rules: Sequence[tuple[Test, Convert]]) -> Convert:

@@ -22,16 +22,6 @@ GPUS_PER_NODE = 8
 """RLinf's default in its first version; today it counts them."""
 MOST_NODES, MOST_DEVICES_PER_NODE = 10_000, 100
 """More are a slip of the pen, and would have to be counted through."""
-ROLES = {
-    "actor": "actor",
-    "rollout": "rollout",
-    "inference": "reference",
-    "actor_inference": "reference",
-    "critic": "critic",
-    "critic_inference": None,
-    "reward": None,
-}
-"""Components and their roles in a recipe; None: built in, and in need of no device."""
 NOT_OF_TEXT = re.compile(r"vl|openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model")
 """Model types of RLinf's that see, or move robots."""
 TRAIN_ITERATIONS = 100_000
@@ -76,7 +66,7 @@ def devices_of(config: ForeignConfig) -> ComponentDevices:
         if "." not in line:
             with suppress(ValueError):
                 spans |= dict.fromkeys(components(line), devices_in(written))
-    needed = [span for name, span in spans.items() if ROLES.get(name)]
+    needed = [span for name, span in spans.items() if config.constants["roles"].get(name)]
     counted = math.ceil(max((span[-1] + 1 for span in needed if span), default=0) / nodes)
     is_counted = bool(needed) and all(needed)
     per_node = config["cluster.num_gpus_per_node"]
@@ -121,7 +111,7 @@ def has_one_process_each(written: Any) -> bool:
 
 def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     names, devices = components(given.key.rpartition(".")[2]), devices_of(config)
-    if strange := [name for name in names if name not in ROLES]:
+    if strange := [name for name in names if name not in config.constants["roles"]]:
         return unsupported(f"there is no component {' or '.join(strange)} in Corral")
     own, everything = devices_in(given.value) or devices.everything, devices.everything
     if own[-1] >= len(everything):
@@ -144,16 +134,17 @@ def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if "rollout" in roles and devices.disaggregated:
         ours["schedule", "pipelined"] = True
         return converted(ours, f"{format_value(given.value)}, apart from actor: {overlap(config)}")
-    if extra := [role for role in roles if role not in map(ROLES.get, names)]:
+    if extra := [role for role in roles if role not in map(config.constants["roles"].get, names)]:
         return converted(ours, f"{format_value(given.value)}, and {' and '.join(extra)} with the actor, as in RLinf")
     return Outcome("mapped", ours)
 
 
 def roles_of(config: ForeignConfig, names: list[str], devices: ComponentDevices) -> list[str]:
     """The roles of a line. In RLinf, reference and critic belong to the actor where they have no line."""
-    placed = {ROLES[name] for name in devices.by_component if name in ROLES}
+    known = config.constants["roles"]
+    placed = {known[name] for name in devices.by_component if name in known}
     wanted = {"actor": True, "rollout": True, "reference": has_kl(config), "critic": has_critic(config)}
-    roles = [role for name in names if (role := ROLES[name]) and wanted[role]]
+    roles = [role for name in names if (role := known[name]) and wanted[role]]
     if "actor" in roles:
         roles += [role for role in ("reference", "critic") if wanted[role] and role not in placed]
     return list(dict.fromkeys(roles))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, converted, mapped
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import one_or_all
 from corral.recipe.keys import KeyPath
@@ -108,13 +108,6 @@ def micro_batch_tokens(config: ForeignConfig, tokens: int, source: str) -> Outco
     return converted({"batch.max_tokens_per_micro_batch": most}, f"{source}: {most} tokens at most")
 
 
-def generation_batches(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None or given.value <= 1:
-        return built_in("one batch of prompts a step")
-    ours = {"algorithm.dynamic_sampling.enabled": True, "algorithm.dynamic_sampling.max_rounds": given.value - 1}
-    return converted(ours, f"{given.value} batches of prompts for a step at most: {given.value - 1} to refill it")
-
-
 # --- data and rewards
 
 
@@ -135,13 +128,6 @@ def reward_scale(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 # --- the agent that searches
-
-
-def search_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value < 2:
-        return unsupported("with one turn nothing that is found is read; use `environment.options.do_search: false`")
-    note = f"{given.value} replies: {given.value - 1} that may search, and one more"
-    return converted({"rollout.max_turns": given.value - 1}, note)
 
 
 def retriever(config: ForeignConfig, given: ForeignValue) -> Outcome:

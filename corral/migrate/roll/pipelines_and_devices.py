@@ -197,21 +197,25 @@ def parallel(config: ForeignConfig) -> tuple[int, int, int]:
     return tensor, pipeline, max(config.value(key) for key in contexts)
 
 
+def num_actor_devices(config: ForeignConfig) -> int:
+    return len(role_devices(config, "actor"))
+
+
 def data_parallel(config: ForeignConfig) -> int:
-    return max(len(role_devices(config, "actor")) // math.prod(parallel(config)), 1)
+    return max(num_actor_devices(config) // math.prod(parallel(config)), 1)
 
 
 def experts(config: ForeignConfig) -> int:
     """Size of expert parallelism; 1 where experts cannot be split beside tensor and context parallelism."""
     tensor, _, context = parallel(config)
     wanted = int(config.value(f"{STRATEGY}.expert_model_parallel_size"))
-    return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
+    return wanted if num_actor_devices(config) % (tensor * context * wanted) == 0 else 1
 
 
 def num_for_sharding(config: ForeignConfig) -> int:
     """Number of the actor's devices that tensor, context and expert parallelism leave."""
     tensor, _, context = parallel(config)
-    return len(role_devices(config, "actor")) // (tensor * context * experts(config))
+    return num_actor_devices(config) // (tensor * context * experts(config))
 
 
 def shard(config: ForeignConfig) -> int | None:
@@ -295,7 +299,7 @@ def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    num_devices, (tensor, pipeline, context) = len(role_devices(config, "actor")), parallel(config)
+    num_devices, (tensor, pipeline, context) = num_actor_devices(config), parallel(config)
     least = tensor * pipeline * context
     if num_devices % least:
         split = f"tensor {tensor} x pipeline {pipeline} x context {context}"
@@ -348,17 +352,6 @@ def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- conversions of how a model is spread
 
 
-def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    wanted = given.value or 1
-    if experts(config) == wanted:
-        return mapped("train.parallel.expert", wanted)
-    by_tensor, _, by_context = parallel(config)
-    return unsupported(
-        f"experts are split beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
-        f"{plural(len(role_devices(config, 'actor')), 'device')}"
-    )
-
-
 def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
     size = shard(config)
     if size is None:
@@ -370,7 +363,7 @@ def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Only a model of which each device holds a part can have it all in the host's memory."""
-    is_sharded = len(role_devices(config, "actor")) > 1 and config.value(f"{STRATEGY}.fsdp_size") != 1
+    is_sharded = num_actor_devices(config) > 1 and config.value(f"{STRATEGY}.fsdp_size") != 1
     zero = f"{STRATEGY}.zero_optimization"
     all_of_it = bool(config[f"{STRATEGY}.offload_policy"])
     parameters = all_of_it or config[f"{zero}.offload_param.device"] in ("cpu", "nvme")

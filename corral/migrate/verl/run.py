@@ -246,15 +246,6 @@ def looks_at_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
     return VISION_MODEL.search(PurePosixPath(given.value or "").name) is not None
 
 
-def critic_warmup(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Steps count from 1 in verl, and the actor is trained from step `critic_warmup` on."""
-    alone = max(0, (given.value or 0) - 1)
-    if not alone:
-        return built_in("the actor is trained from the first step on")
-    note = f"the actor is trained from step {given.value} on: {plural(alone, 'step')} of the critic alone"
-    return converted({"critic.warmup_steps": alone}, note)
-
-
 # --- names and folders
 
 
@@ -351,9 +342,3 @@ def reply_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if most > of_all:
         return converted({"rollout.max_turn_tokens": of_all}, f"{most}, of which all replies together have {of_all}")
     return mapped("rollout.max_turn_tokens", most)
-
-
-def steps(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in("`total_epochs` decides")
-    return mapped("schedule.steps", given.value, f"Search-R1 stops one step earlier, after {given.value - 1}")
