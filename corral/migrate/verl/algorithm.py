@@ -77,7 +77,7 @@ def aggregation_is_free(config: ForeignConfig) -> bool:
     return LOSSES[loss_of(config)].aggregation is None
 
 
-# --- dynamic sampling and long answers
+# --- long answers
 
 
 def why_not_overlong(config: ForeignConfig, place: str) -> str | None:
