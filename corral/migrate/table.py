@@ -6,7 +6,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
     title: verl                       # the system's name in reports
     aliases:                          # other spellings of keys; `a.**` stands for all that is below
       data.shuffle_train_dataloader: data.shuffle
-    conditions:                       # functions of the configuration, each with the reason why a key has no effect
+    conditions:                       # tests, each with the reason why a key has no effect where it fails
       has_critic: there is no critic
       loss_is: the loss is not {0}    # {0} is the argument, as of `when: loss_is(sapo)`
     constants:                        # what functions look up: config.constants["losses"]
@@ -47,7 +47,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
 Keys are `a.b`; `*` stands for any one name, and `.**` at the end for all that is below. Braces expand as in a shell,
 and spaces separate keys. Rows are read in the order of the file. A key's row is the one with its very name, else the
 first that fits it. `default` is what the other system takes where nothing is written; null is a default, too. `kind` is
-a function of `outcome.py` or of the system's modules that reads a value, and raises a ValueError for another kind.
+a function of `value_kinds.py` or of the system's modules that reads a value, and raises a ValueError for another kind.
 Arguments in brackets behind a function's name follow those that it gets anyway: `kind: choice(a, b)` is
 choice(value, "a", "b").
 
