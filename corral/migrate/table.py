@@ -341,18 +341,18 @@ class _TableReader:
         parts = {name: part for name, part in case.items() if name in DECISION or name in FATES}
 
         def decide(config: ForeignConfig, given: ForeignValue) -> Outcome:
-            said = filled(parts, FIELD, lambda name: self._value(name, config, given))
-            if "refuse" in said:
-                raise ValueError(said["refuse"])
-            if "to" in said:
-                value = config.constants[said["as"]][given.value] if "as" in said else said.get("value", given.value)
-                return mapped(said["to"], value, said.get("note", ""))
-            if "set" in said:
-                found = converted(said["set"], said.get("note") or said.get("unsupported", ""))
+            rule = filled(parts, FIELD, lambda name: self._value(name, config, given))
+            if "refuse" in rule:
+                raise ValueError(rule["refuse"])
+            if "to" in rule:
+                value = config.constants[rule["as"]][given.value] if "as" in rule else rule.get("value", given.value)
+                return mapped(rule["to"], value, rule.get("note", ""))
+            if "set" in rule:
+                found = converted(rule["set"], rule.get("note") or rule.get("unsupported", ""))
                 return replace(
-                    found, status="unsupported" if "unsupported" in said else "converted" if found.note else "mapped"
+                    found, status="unsupported" if "unsupported" in rule else "converted" if found.note else "mapped"
                 )
-            [(fate, reason)] = said.items()
+            [(fate, reason)] = rule.items()
             return FATES[fate](reason)(config, given)
 
         return decide
