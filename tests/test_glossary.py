@@ -49,10 +49,10 @@ ALLOWED = {
     "corral/algorithms/corrections.py": {"floor"},  # lower bound of a band: the recipe's key
     "corral/recipe/renamed_keys.py": {"optimiser", "lam"},  # the old names themselves
     "corral/migrate/": {"lam"},  # keys of other systems
-    "corral/migrate/roll/environment_tags.py": {"player", "opening"},  # a board's figure; the key of a game's prompts
-    "corral/migrate/roll/advantages_and_losses.py": {"floor"},  # the correction's key
+    "corral/migrate/roll/environment_tags.py": {"opening"},  # the key of a game's prompts
+    "corral/migrate/roll/runs_and_algorithms.py": {"floor"},  # the correction's key
     "corral/migrate/verl/algorithm.py": {"floor"},  # the correction's key
-    "corral/migrate/rlinf/trainers.py": {"floor"},  # math.floor
+    "corral/migrate/rlinf/devices_and_trainers.py": {"floor"},  # math.floor
     "corral/migrate/shell_lexer.py": {"opening"},  # brackets
     "docs/algorithms.md": {"floor"},  # the correction's key
     "docs/recipe.md": {"floor"},  # the correction's key

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from corral.migrate.outcome import ABSENT, ForeignValue, format_value, is_secret
+from corral.migrate.outcome import ABSENT, ForeignValue
+from corral.migrate.value_kinds import format_value, is_secret
 from corral.recipe.document import compose, plain, plain_scalar, read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath
@@ -24,7 +25,8 @@ YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
 MAX_FILES = 100
 MAX_DEPTH = 30
-ESCAPED = "\\,[]{}:='\" \t"
+ESCAPED = re.compile(r"""\\([\\,\[\]{}:='" \t])""")
+QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)
 MAX_VALUE_DEPTH = 40
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 MAX_REFERENCE_DEPTH = 60
@@ -118,15 +120,14 @@ def add_file(config: RawConfig, path: Path, package: KeyPath = (), around: tuple
         raise RecipeError(f"{path}:{node.start_mark.line + 1}: should be a mapping of keys to values")
     if around and (declared := PACKAGE.search(text)):
         package = package_of(declared[1], package, package)
-    items = defaults_of(node, path)
-    for item in items:
+    for item in defaults_of(node):
         if item == "_self_":
             add_node(config, package, node, str(path))
         else:
             add_default(config, path, item, package, (*around, path))
 
 
-def defaults_of(node: yaml.MappingNode, path: Path) -> list[Any]:
+def defaults_of(node: yaml.MappingNode) -> list[Any]:
     """The `defaults` list with overrides of choices made, and `_self_` at the end unless it has another place."""
     found: Any = next((plain(value) for key, value in node.value if key.value == "defaults"), None) or []
     items: list[Any] = []
@@ -192,12 +193,10 @@ def add_node(config: RawConfig, path: KeyPath, node: yaml.MappingNode, file: str
             config.origins[below] = where
             add_node(config, below, value_node, file)
         else:
-            config.set(below, with_booleans(plain(value_node), value_node), where)
-
-
-def with_booleans(value: Any, node: yaml.Node) -> Any:
-    is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and isinstance(value, str)
-    return YAML_BOOLEANS.get(value.lower(), value) if is_plain else value
+            value = plain(value_node)
+            if isinstance(value_node, yaml.ScalarNode) and value_node.style is None and isinstance(value, str):
+                value = YAML_BOOLEANS.get(value.lower(), value)
+            config.set(below, value, where)
 
 
 # --- changes on a command line
@@ -250,14 +249,7 @@ def read_value(written: str) -> Any:
 
 
 def unescaped(text: str) -> str:
-    if "\\" not in text:
-        return text
-    found, at = "", 0
-    while at < len(text):
-        at += text[at] == "\\" and text[at + 1 : at + 2] in ESCAPED and at + 1 < len(text)
-        found += text[at]
-        at += 1
-    return found
+    return ESCAPED.sub(r"\1", text)
 
 
 class _ValueReader:
@@ -267,53 +259,40 @@ class _ValueReader:
     def value(self, depth: int) -> Any:
         if depth > MAX_VALUE_DEPTH:
             raise RecipeError("is nested too deeply")
-        self._spaces()
         match self._next():
             case "[":
                 return [item for _, item in self._items("]", depth)]
             case "{":
                 return dict(self._items("}", depth))
-            case "'" | '"' as quote:
-                return self._quoted(quote)
-        text = self._until(",]}")
-        return plain_scalar(unescaped(text.strip()))
+            case "'" | '"':
+                return self._quoted()
+        return plain_scalar(unescaped(self._until(",]}").strip()))
 
     def _items(self, closing: str, depth: int) -> list[tuple[str, Any]]:
         self.at += 1
         items: list[tuple[str, Any]] = []
-        self._spaces()
         while self._next() != closing:
-            key = ""
-            if closing == "}":
-                key = str(self._key())
-            items.append((key, self.value(depth + 1)))
-            self._spaces()
+            items.append((self._key() if closing == "}" else "", self.value(depth + 1)))
             if self._next() == ",":
                 self.at += 1
-                self._spaces()
             elif self._next() != closing:
                 raise RecipeError(f"a {closing} is missing")
         self.at += 1
         return items
 
     def _key(self) -> str:
-        self._spaces()
-        key = self._quoted(quote) if (quote := self._next()) in ("'", '"') else self._until(":,]}").strip()
-        self._spaces()
+        key = self._quoted() if self._next() in ("'", '"') else self._until(":,]}").strip()
         if self._next() != ":":
             raise RecipeError("a : is missing")
         self.at += 1
         return key
 
-    def _quoted(self, quote: str) -> str:
-        start = self.at + 1
-        end = start
-        while end < len(self.text) and self.text[end] != quote:
-            end += 2 if self.text[end] == "\\" else 1
-        if end >= len(self.text):
-            raise RecipeError(f"a {quote} is not closed")
-        self.at = end + 1
-        return self.text[start:end].replace(f"\\{quote}", quote).replace("\\\\", "\\")
+    def _quoted(self) -> str:
+        match = QUOTED.match(self.text, self.at)
+        if match is None:
+            raise RecipeError(f"a {self.text[self.at]} is not closed")
+        self.at = match.end()
+        return match[2].replace(f"\\{match[1]}", match[1]).replace("\\\\", "\\")
 
     def _until(self, ends: str) -> str:
         """The text up to one of `ends` that is not inside `${...}`."""
@@ -330,11 +309,10 @@ class _ValueReader:
         return self.text[start : self.at]
 
     def _next(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def _spaces(self) -> None:
-        while self._next().isspace():
+        """The next character that is not a space."""
+        while self.text[self.at : self.at + 1].isspace():
             self.at += 1
+        return self.text[self.at : self.at + 1]
 
 
 # --- references
@@ -419,7 +397,9 @@ class ReferenceResolver:
         first = absolute(path, arguments[0])
         if resolver == "oc.select":
             found = self._look_up(first)
-            return self._value(path, first, found) if found is not ABSENT else self._default(arguments)
+            if found is ABSENT:
+                return read_value(arguments[1]) if len(arguments) > 1 else None
+            return self._value(path, first, found)
         if resolver == "oc.env":
             return self._variable(path, *arguments)
         if resolver == "not":
@@ -438,9 +418,6 @@ class ReferenceResolver:
             )
             return ""
         raise self.problem(path, f"`${{{resolver}:...}}` would run code of the other system; write its value")
-
-    def _default(self, arguments: list[str]) -> Any:
-        return read_value(arguments[1]) if len(arguments) > 1 else None
 
     def _variable(self, path: KeyPath, name: str, *default: str) -> Any:
         if name in self.config.variables:
@@ -465,8 +442,6 @@ def absolute(path: KeyPath, name: str) -> KeyPath:
 
 
 def size_of(value: Any) -> int:
-    if isinstance(value, dict):
-        return 1 + sum(map(size_of, value.values()))
-    if isinstance(value, list):
-        return 1 + sum(map(size_of, value))
+    if isinstance(value, dict | list):
+        return 1 + sum(map(size_of, value.values() if isinstance(value, dict) else value))
     return 1 + len(value) // 10 if isinstance(value, str) else 1

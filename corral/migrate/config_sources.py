@@ -3,20 +3,23 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from corral.migrate.config import RawConfig, add_file, add_override
 from corral.migrate.migration import Migration, migrate
-from corral.migrate.shell import ShellCommand, ShellValue, read_script
-from corral.migrate.table import KeyTable
+from corral.migrate.shell import ShellCommand, read_script
+from corral.migrate.shell_expansion import ShellValue
+from corral.migrate.table import KeyTable, load_table
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Recipe
 
-TABLES = ("verl", "search_r1", "roll", "rlinf")
-"""Modules with a table, which are also the names of systems. Of several tables the one that knows most of the keys is
-taken: for verl also that of Search-R1, which is a verl with keys of its own."""
+TABLES = {"verl": "verl", "search_r1": "verl", "roll": "roll", "rlinf": "rlinf"}
+"""Systems, and the packages with the functions that their tables name. Of several tables the one that knows most of the
+keys is taken: for verl also that of Search-R1, which is a verl with keys of its own."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_format|dapo)(?:\.py)?"),
@@ -238,7 +241,7 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
 
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
     given = config.flat()
-    candidates = TABLES if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+    candidates = tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
     tables = [table_of(name) for name in candidates]
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
@@ -251,6 +254,8 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
     return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])
 
 
+@cache
 def table_of(name: str) -> KeyTable:
-    table: KeyTable = import_module(f"corral.migrate.{name}").TABLE
-    return table
+    package = import_module(f"corral.migrate.{TABLES[name]}")
+    modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__)]
+    return load_table(name, *modules, base=table_of("verl") if name == "search_r1" else None)

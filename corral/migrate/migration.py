@@ -10,8 +10,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from corral.migrate.outcome import ABSENT, ForeignValue, Status, format_value, is_secret, mapped, one_line
+from corral.migrate.outcome import ABSENT, ForeignValue, Status, mapped
 from corral.migrate.table import ForeignConfig, KeyReport, KeyTable, RecipeValue
+from corral.migrate.value_kinds import format_value, is_secret, one_line
 from corral.recipe.document import OVERRIDE, Document, apply_override, compose, is_part
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, all_keys, dotted, find_key, pattern_of

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from corral.migrate.shell_expansion import NAME, ShellScope, ShellValue, assigned_names
-from corral.migrate.shell_lexer import ArithmeticCommand, ArrayPart, LiteralPart, ShellLexer, ShellOperator, ShellWord
-
-__all__ = ["ShellCommand", "ShellScript", "ShellValue", "read_script"]
+from corral.migrate.shell_lexer import ArithmeticCommand, ArrayPart, LiteralPart, ShellLexer, ShellWord
 
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 ELEMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[")
@@ -24,16 +22,8 @@ OF_SLURM = {
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }
 """Variables that Slurm sets, by the line of the script that says to what."""
-CLOSERS = {
-    "if": "fi",
-    "for": "done",
-    "while": "done",
-    "until": "done",
-    "select": "done",
-    "case": "esac",
-    "{": "}",
-    "(": ")",
-}
+LOOPS = ("for", "while", "until", "select")
+CLOSERS = {"if": "fi", "case": "esac", "{": "}", "(": ")", **dict.fromkeys(LOOPS, "done")}
 KEYWORDS = CLOSERS.keys() | CLOSERS.values() | {"then", "else", "elif", "do", "in", "!", "time", "function"}
 DECLARERS = ("export", "declare", "local", "readonly", "typeset")
 CHANGING = "inAlu"
@@ -104,42 +94,42 @@ class _ScriptReader:
                 self._open_blocks(words)
                 words = []
                 self._calculate(token.text, f"(({token.text}))")
-            elif not in_test or token.text == "\n":
+            elif not in_test or token == "\n":
                 in_test = False
                 self._end_command(words, piped, token)
-                if words or token.text != "\n":
-                    piped = token.text in ("|", "|&")
+                if words or token != "\n":
+                    piped = token in ("|", "|&")
                 words = []
         return self.script
 
     # --- what is open
 
-    def _end_command(self, words: list[ShellWord], piped: bool, end: ShellOperator) -> None:
+    def _end_command(self, words: list[ShellWord], piped: bool, end: str) -> None:
         case = self.blocks[-1] if self.blocks and self.blocks[-1].in_pattern else None
         if case and not (words and words[0].plain == "esac"):
-            case.in_pattern = end.text != ")"
+            case.in_pattern = end != ")"
             return
         rest = self._open_blocks(words)
-        if end.text == "(" and (self.function == "name" or (len(rest) == 1 and self.function != "body")):
+        if end == "(" and (self.function == "name" or (len(rest) == 1 and self.function != "body")):
             self.function = "brackets"
             return
-        if end.text == ")" and self.function == "brackets":
+        if end == ")" and self.function == "brackets":
             self.function = "body"
             return
         if rest:
             self.function = ""
             self.scope.in_branch = self.is_behind or self._in_branch()
             self._command(rest, piped)
-        if end.text == "(":
+        if end == "(":
             self._open("(")
-        elif end.text == ")" and self.blocks and self.blocks[-1].in_pattern:
+        elif end == ")" and self.blocks and self.blocks[-1].in_pattern:
             self.blocks[-1].in_pattern = False
-        elif end.text == ")":
+        elif end == ")":
             self._close(")")
-        elif end.text == ";;" and self.blocks and self.blocks[-1].closer == "esac":
+        elif end == ";;" and self.blocks and self.blocks[-1].closer == "esac":
             self.blocks[-1].in_pattern = True
-        goes_on = end.text in ("|", "|&", "(") or (end.text == "\n" and not words)
-        self.is_behind = end.text in ("&&", "||") or (self.is_behind and goes_on)
+        goes_on = end in ("|", "|&", "(") or (end == "\n" and not words)
+        self.is_behind = end in ("&&", "||") or (self.is_behind and goes_on)
 
     def _open_blocks(self, words: Sequence[ShellWord]) -> list[ShellWord]:
         """What is left without the keywords in front."""

@@ -1,12 +1,9 @@
 """The variables of a shell script, and what words become when their values are put in; arithmetic as in `$((...))`."""
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add
-from operator import mul as multiply
-from operator import pow as power
-from operator import sub as subtract
 from typing import NamedTuple
 
 from corral.migrate.shell_lexer import (
@@ -405,9 +402,9 @@ class _ArithmeticReader:
         """The next number with the operators behind it that bind stronger than `weakest`."""
         left = self._number()
         while self.next in STRENGTH and (strength := STRENGTH[self.next]) > weakest:
-            operator = self.next
+            sign = self.next
             self._move()
-            left = apply_operator(left, operator, self.value(strength - (operator == "**")))  # powers from the right
+            left = apply_operator(left, sign, self.value(strength - (sign == "**")))  # powers from the right
         return left
 
     def _number(self) -> int:
@@ -435,15 +432,15 @@ def parse_number(text: str | None) -> int:
     return int(match[1] + digits, base)
 
 
-def apply_operator(left: int, operator: str, right: int) -> int:
+def apply_operator(left: int, sign: str, right: int) -> int:
     """Division goes towards 0, and the remainder with it; not as in Python."""
-    if operator == "**" and not 0 <= right <= LARGEST_POWER:
+    if sign == "**" and not 0 <= right <= LARGEST_POWER:
         raise ValueError("too large a power")
-    if operator in "/%":
+    if sign in "/%":
         quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        result = quotient if operator == "/" else left - quotient * right
+        result = quotient if sign == "/" else left - quotient * right
     else:
-        result = {"+": add, "-": subtract, "*": multiply, "**": power}[operator](left, right)
+        result = {"+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow}[sign](left, right)
     if abs(result) >= LARGEST:
         raise ValueError("too large")
     return result

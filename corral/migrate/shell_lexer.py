@@ -94,17 +94,10 @@ class ShellWord:
 
 
 @dataclass(frozen=True)
-class ShellOperator:
-    text: str
-    line: int
-
-
-@dataclass(frozen=True)
 class ArithmeticCommand:
     """`((...))` as a command, or behind `for`"""
 
     text: str
-    line: int
 
 
 class ShellLexer:
@@ -118,13 +111,13 @@ class ShellLexer:
         if depth > MAX_DEPTH:
             raise self.problem("is nested too deeply")
 
-    def tokens(self) -> Iterator[ShellWord | ShellOperator | ArithmeticCommand]:
+    def tokens(self) -> Iterator[ShellWord | ArithmeticCommand | str]:
+        """Words and commands; a text is an operator."""
         while self.at < len(self.text):
             if self._skipped():
                 continue
-            line = self.line
             if self._takes("\n"):
-                yield ShellOperator("\n", line)
+                yield "\n"
                 self._skip_here_documents()
             elif self._at_process():
                 yield self._word()
@@ -132,10 +125,10 @@ class ShellLexer:
                 self.at = match.end()
                 self._redirect(match[1])
             elif (expression := self._arithmetic()) is not None:
-                yield ArithmeticCommand(expression, line)
+                yield ArithmeticCommand(expression)
             elif found := next((one for one in OPERATORS if self.text.startswith(one, self.at)), None):
                 self.at += len(found)
-                yield ShellOperator(found, line)
+                yield found
             else:
                 yield self._word()
 

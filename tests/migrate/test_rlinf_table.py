@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.migrate.config import RawConfig, add_file
-from corral.migrate.outcome import format_value
-from corral.migrate.rlinf import TABLE
+from corral.migrate.config_sources import table_of
+from corral.migrate.value_kinds import format_value
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
 
+TABLE = table_of("rlinf")
 FIRST_VERSION = GOLDEN / "rlinf_megatron_first_version" / "input.yaml"
 
 

@@ -7,10 +7,12 @@ from foreign import read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.migrate.config_sources import table_of
 from corral.migrate.migration import Migration, recipe_text, report_text
-from corral.migrate.roll import TABLE
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
+
+TABLE = table_of("roll")
 
 
 def roll(*overrides: str) -> Migration:

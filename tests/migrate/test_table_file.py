@@ -6,6 +6,7 @@ import pytest
 
 from corral.migrate.outcome import ForeignValue, Outcome, mapped
 from corral.migrate.table import ForeignConfig, KeyTable, read_table
+from corral.recipe.errors import RecipeError
 
 TABLE = """
 title: Test
@@ -15,6 +16,16 @@ aliases:
 conditions:
   has_critic: there is no critic
   loss_is: the loss is not {0}
+  loss_of == ppo: the loss is not PPO
+tests:
+  is_large: on(algorithm) and value > 10 or value == {limit_of(3)}
+constants:
+  precisions: {bf16: bfloat16, fp16: float16}
+own defaults: {nodes: 4}
+conversions:
+  precision:
+  - {if: not among(precisions), refuse: "should be one of {constants[precisions]:names}"}
+  - {to: <0>.dtype, as: precisions}
 blocks:
   optimizer:
   - <role>.lr: {to: <ours>.learning_rate, kind: number, default: <lr>}
@@ -26,6 +37,15 @@ rows:
   loss: {built in: chosen, kind: "choice(ppo, gspo)", default: null}
   device: {only: [cuda, cpu], kind: text, built in: what is there, otherwise: no others}
   sampler.path: {switch: no samplers, off: none}
+  precision: {convert: precision(model), kind: text}
+  batch:
+    rules:
+    - {if: is_large, unsupported: "{value:sample(s)} on {meant[nodes]} nodes", set: {batch.size: "{value - 1}"}}
+    - {if: unset or default, no effect: "nobody asked, of {title}"}
+    - {set: {batch.size: "{value}", batch.nodes: "{config[nodes]}"}, note: "{value:.1f} of {loss_of}"}
+    default: 2
+    kind: number
+  ratio: {to: algorithm.ratio, value: "{bounds.1}", when: loss_of == ppo}
 - built in:
     speed: new.{a, b} new.c{,.**}
 - no effect:
@@ -54,6 +74,10 @@ def make() -> KeyTable:
         "choice": choice,
         "has_critic": lambda config: config["algorithm"] == "gae",
         "loss_is": lambda config, name: config["loss"] == name,
+        "loss_of": lambda config: config["loss"],
+        "limit_of": lambda config, given, factor: factor if given.where else 0,
+        "bounds": lambda config: (0, 1),
+        "is_whole": lambda config: "loss" in config,
     }
     module = ModuleType("made_for_a_test")
     for name, function in functions.items():
@@ -75,6 +99,13 @@ def make() -> KeyTable:
         ({"sampler.path": "x"}, "sampler.path", "unsupported {} no samplers"),
         ({"sampler.path": "none"}, "sampler.path", "built in {} off, as in Corral"),
         ({"sampler.seed": 1}, "sampler.seed", "no effect {} `sampler.path` is off"),
+        ({"precision": "bf16"}, "precision", "mapped {'model.dtype': 'bfloat16'} "),
+        ({"batch": 11}, "batch", "unsupported {'batch.size': 10} 11 samples on 1 nodes"),
+        ({"batch": 11, "loss": "ppo"}, "batch", "unsupported {'batch.size': 10} 11 samples on 4 nodes"),
+        ({"batch": 3}, "batch", "unsupported {'batch.size': 2} 3 samples on 1 nodes"),
+        ({"batch": 2.5, "loss": "ppo"}, "batch", "converted {'batch.size': 2.5, 'batch.nodes': 1} 2.5 of ppo"),
+        ({"ratio": 7, "loss": "ppo"}, "ratio", "mapped {'algorithm.ratio': 1} "),
+        ({"ratio": 7, "loss": "gspo"}, "ratio", "no effect {} the loss is not PPO"),
         ({"older.b": 1}, "older.b", "built in {} speed"),
         ({"new.c.d.e": 1}, "new.c.d.e", "built in {} speed"),
         ({"images": 1}, "images", "no effect {} for pictures only"),
@@ -91,6 +122,11 @@ def test_every_form_of_a_row_says_what_becomes_of_its_key(given: dict[str, objec
     [outcome] = [report.outcome for report in reports if report.given.key == key]
     ours = {".".join(path): value for path, value in outcome.ours.items()}
     assert f"{outcome.status} {ours} {outcome.note}" == fate
+
+
+def test_a_rule_refuses_with_the_names_that_it_knows() -> None:
+    with pytest.raises(RecipeError, match="`precision=int8` should be one of bf16, fp16"):
+        ForeignConfig(make(), {"precision": ForeignValue("precision", "int8", "test")}).read()
 
 
 def test_defaults_are_read_where_nothing_is_written() -> None:

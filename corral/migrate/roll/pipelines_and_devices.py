@@ -9,45 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from corral.migrate.outcome import (
-    ABSENT,
-    ForeignValue,
-    Outcome,
-    as_path,
-    built_in,
-    converted,
-    integer,
-    mapped,
-    no_effect,
-    number,
-    plural,
-    text,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, unsupported
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import integer, number, plural, text
 from corral.recipe.errors import RecipeError
 from corral.recipe.placement import format_devices, parse_devices
 
-OWN_DEFAULTS: Mapping[str, Any] = {
-    "adv_estimator": "gae",
-    "whiten_advantages": False,
-    "advantage_clip": None,
-    "reward_clip": None,
-    "reward_normalization.grouping": "batch",
-    "init_kl_coef": 0.2,
-    "save_steps": 50,
-    "max_tokens_per_step": 128,
-    "actor_train.training_args.learning_rate": 5e-5,
-    "actor_train.training_args.warmup_steps": 0,
-    "actor_train.training_args.per_device_train_batch_size": 8,
-    "actor_train.training_args.gradient_accumulation_steps": 1,
-    "actor_infer.generating_args.temperature": 1.0,
-    "actor_infer.generating_args.top_p": 1.0,
-    "actor_infer.generating_args.top_k": 0,
-}
-"""ROLL's own defaults where those of its demo, which the table has, are others."""
-MEANINGFUL_NULLS = ("advantage_clip", "reward_clip")
-"""Keys for which null, a bound that is never reached, is not the same as no value."""
 STRATEGY = "actor_train.strategy_args.strategy_config"
 DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
 EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
@@ -57,20 +24,9 @@ ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "referen
 ONE_DEVICE = "one device in all: the run is one process"
 
 
-def value_of(config: ForeignConfig, key: str) -> Any:
-    """The value as written, else the default of ROLL or of its demo."""
-    if key in config or (key in MEANINGFUL_NULLS and key in config.given):
-        return config[key]
-    if key in OWN_DEFAULTS and is_whole(config):
-        return OWN_DEFAULTS[key]
-    row = config.table.row(key)
-    assert row is not None, key
-    return None if row.default is ABSENT else row.default
-
-
 def value_as(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
     """The same under another name, with a default that depends on whether the configuration is whole."""
-    return mapped(ours, value_of(config, config.table.canonical(given.key)))
+    return mapped(ours, config.value(config.table.canonical(given.key)))
 
 
 def replaced(ours: Mapping[Any, Any], why: str) -> Outcome:
@@ -95,10 +51,6 @@ def at_least(value: Any, least: int) -> int:
     if integer(value) < least:
         raise ValueError(f"a whole number, at least {least}")
     return int(value)
-
-
-def nonnegative_integer(value: Any) -> int:
-    return at_least(value, 0)
 
 
 def nonnegative(value: Any) -> float:
@@ -180,7 +132,7 @@ def is_old(config: ForeignConfig) -> bool:
 
 def validates(config: ForeignConfig) -> bool:
     has_data = is_agentic(config) or "validation.data_args.file_name" in config
-    return bool(value_of(config, "eval_steps") > 0 and has_data)
+    return bool(config.value("eval_steps") > 0 and has_data)
 
 
 # --- batch and lengths
@@ -188,17 +140,17 @@ def validates(config: ForeignConfig) -> bool:
 
 def group_size(config: ForeignConfig) -> int:
     key = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
-    return int(value_of(config, key))
+    return int(config.value(key))
 
 
 def num_prompts(config: ForeignConfig) -> int:
-    size = int(value_of(config, "rollout_batch_size"))
+    size = int(config.value("rollout_batch_size"))
     return size if is_rlvr(config) else max(size // group_size(config), 1)
 
 
 def lengths(config: ForeignConfig) -> tuple[int, int]:
     """Number of tokens of a prompt, and of all that follows it."""
-    prompt, sequence = int(value_of(config, "prompt_length")), int(value_of(config, "sequence_length"))
+    prompt, sequence = int(config.value("prompt_length")), int(config.value("sequence_length"))
     if "response_length" in config and "sequence_length" not in config:
         sequence = prompt + int(config["response_length"])
     if is_rlvr(config) or ("prompt_length" in config and prompt < sequence):
@@ -209,23 +161,19 @@ def lengths(config: ForeignConfig) -> tuple[int, int]:
 
 def num_steps(config: ForeignConfig) -> int | None:
     """Number of steps of the run. None: it ends with its last epoch."""
-    steps = int(value_of(config, "max_steps"))
+    steps = int(config.value("max_steps"))
     return steps if steps > 0 else None
-
-
-def runs_by_epochs(config: ForeignConfig) -> bool:
-    return is_rlvr(config) and num_steps(config) is None
 
 
 # --- critic and KL
 
 
 def uses_critic(config: ForeignConfig) -> bool:
-    return str(value_of(config, "adv_estimator")) in ("gae", "skip_obs_gae")
+    return str(config.value("adv_estimator")) in ("gae", "skip_obs_gae")
 
 
 def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
-    if value_of(config, "use_kl_loss") and value_of(config, "kl_loss_coef") > 0:
+    if config.value("use_kl_loss") and config.value("kl_loss_coef") > 0:
         return "loss"
     return "reward" if kl_in_reward(config) else None
 
@@ -236,7 +184,7 @@ def kl_in_reward(config: ForeignConfig) -> bool:
         is_on = bool(config["add_token_level_kl"])
     else:
         is_on = is_old(config) and is_agentic(config)
-    return bool(is_on and value_of(config, "init_kl_coef") > 0)
+    return bool(is_on and config.value("init_kl_coef") > 0)
 
 
 # --- parallelism
@@ -244,31 +192,35 @@ def kl_in_reward(config: ForeignConfig) -> bool:
 
 def parallel(config: ForeignConfig) -> tuple[int, int, int]:
     """Sizes of tensor, pipeline and context parallelism."""
-    tensor, pipeline = (value_of(config, f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    tensor, pipeline = (config.value(f"{STRATEGY}.{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     contexts = (f"{STRATEGY}.context_parallel_size", "actor_train.model_args.ulysses_size")
-    return tensor, pipeline, max(value_of(config, key) for key in contexts)
+    return tensor, pipeline, max(config.value(key) for key in contexts)
+
+
+def num_actor_devices(config: ForeignConfig) -> int:
+    return len(role_devices(config, "actor"))
 
 
 def data_parallel(config: ForeignConfig) -> int:
-    return max(len(role_devices(config, "actor")) // math.prod(parallel(config)), 1)
+    return max(num_actor_devices(config) // math.prod(parallel(config)), 1)
 
 
 def experts(config: ForeignConfig) -> int:
     """Size of expert parallelism; 1 where experts cannot be split beside tensor and context parallelism."""
     tensor, _, context = parallel(config)
-    wanted = int(value_of(config, f"{STRATEGY}.expert_model_parallel_size"))
-    return wanted if len(role_devices(config, "actor")) % (tensor * context * wanted) == 0 else 1
+    wanted = int(config.value(f"{STRATEGY}.expert_model_parallel_size"))
+    return wanted if num_actor_devices(config) % (tensor * context * wanted) == 0 else 1
 
 
 def num_for_sharding(config: ForeignConfig) -> int:
     """Number of the actor's devices that tensor, context and expert parallelism leave."""
     tensor, _, context = parallel(config)
-    return len(role_devices(config, "actor")) // (tensor * context * experts(config))
+    return num_actor_devices(config) // (tensor * context * experts(config))
 
 
 def shard(config: ForeignConfig) -> int | None:
     """Over how many devices a copy of the model is sharded, where that is written and not all."""
-    left, size = num_for_sharding(config), value_of(config, f"{STRATEGY}.fsdp_size")
+    left, size = num_for_sharding(config), config.value(f"{STRATEGY}.fsdp_size")
     return int(size) if 0 < size < left and left % size == 0 else None
 
 
@@ -278,7 +230,7 @@ def shard(config: ForeignConfig) -> int | None:
 def role_devices(config: ForeignConfig, role: str) -> tuple[int, ...]:
     """Devices of a role as ROLL has them; those of the training where none are written."""
     key = f"{ROLES[role]}.device_mapping"
-    return device_list(config[key] if key in config else value_of(config, "actor_train.device_mapping"))
+    return device_list(config[key] if key in config else config.value("actor_train.device_mapping"))
 
 
 @dataclass(frozen=True)
@@ -314,7 +266,7 @@ def layout(config: ForeignConfig) -> RoleLayout:
             wanted = role_devices(config, role)
             roles[role] = wanted if fits(config, wanted, roles) else actor
     highest = max(device for devices in roles.values() for device in devices) + 1
-    per_node = int(value_of(config, "num_gpus_per_node"))
+    per_node = int(config.value("num_gpus_per_node"))
     nodes = math.ceil(highest / per_node)
     return RoleLayout(nodes, per_node if nodes > 1 else highest, roles)
 
@@ -336,7 +288,7 @@ def on_cluster(config: ForeignConfig) -> bool:
 
 
 def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    found, written = layout(config), value_of(config, "num_gpus_per_node")
+    found, written = layout(config), config.value("num_gpus_per_node")
     if found.is_one:
         return built_in(ONE_DEVICE)
     nodes, each = found.nodes, found.devices_per_node
@@ -347,7 +299,7 @@ def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    num_devices, (tensor, pipeline, context) = len(role_devices(config, "actor")), parallel(config)
+    num_devices, (tensor, pipeline, context) = num_actor_devices(config), parallel(config)
     least = tensor * pipeline * context
     if num_devices % least:
         split = f"tensor {tensor} x pipeline {pipeline} x context {context}"
@@ -390,11 +342,7 @@ def placed(config: ForeignConfig, role: str) -> Outcome:
 
 
 def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    steps, roles = math.ceil(given.value or 0), layout(config).roles
-    if (given.value or 0) < 0:
-        raise ValueError("should be at least 0")
-    if steps == 0:
-        return built_in("every step has the newest weights, as in Corral")
+    steps, roles = math.ceil(given.value), layout(config).roles
     if roles["actor"] == roles["rollout"]:
         return unsupported("only an engine with devices of its own can generate ahead of the training")
     note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighted (`algorithm.correction`)"
@@ -402,21 +350,6 @@ def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 # --- conversions of how a model is spread
-
-
-def context(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return mapped("train.parallel.context", parallel(config)[2])
-
-
-def expert(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    wanted = given.value or 1
-    if experts(config) == wanted:
-        return mapped("train.parallel.expert", wanted)
-    by_tensor, _, by_context = parallel(config)
-    return unsupported(
-        f"experts are split beside the rest: {wanted} x tensor {by_tensor} x context {by_context} does not divide "
-        f"{plural(len(role_devices(config, 'actor')), 'device')}"
-    )
 
 
 def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -428,16 +361,9 @@ def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
 
 
-def checkpointing(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if config["actor_train.strategy_args.strategy_name"] == "megatron_train":
-        return no_effect("with megatron_train see `recompute_granularity`")
-    is_off = value_of(config, "actor_train.model_args.disable_gradient_checkpointing")
-    return mapped("train.gradient_checkpointing", not is_off)
-
-
 def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Only a model of which each device holds a part can have it all in the host's memory."""
-    is_sharded = len(role_devices(config, "actor")) > 1 and value_of(config, f"{STRATEGY}.fsdp_size") != 1
+    is_sharded = num_actor_devices(config) > 1 and config.value(f"{STRATEGY}.fsdp_size") != 1
     zero = f"{STRATEGY}.zero_optimization"
     all_of_it = bool(config[f"{STRATEGY}.offload_policy"])
     parameters = all_of_it or config[f"{zero}.offload_param.device"] in ("cpu", "nvme")

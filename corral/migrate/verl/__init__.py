@@ -1,6 +1,1 @@
-"""verl, from 0.3 on. Its keys are in `tables/verl.yaml`; conversions of those that need code are here."""
-
-from corral.migrate.table import load_table
-from corral.migrate.verl import algorithm, data, run, sizes
-
-TABLE = load_table("verl", algorithm, data, run, sizes)
+"""verl, from 0.3 on, and Search-R1, an early verl in which the model searches."""

@@ -6,94 +6,34 @@ from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
-from corral.migrate.verl.sizes import ACTOR, has_critic, response_tokens, samples_per_prompt
+from corral.migrate.verl.run import ACTOR, samples_per_prompt
 from corral.recipe.parts import PRESETS
 from corral.recipe.schema import AlgorithmName
 
-ESTIMATORS: dict[str, AlgorithmName] = {
-    "gae": "ppo",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "grpo_passk": "grpo_passk",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "remax": "remax",
-    "opo": "opo",
-    "gpg": "gpg",
-}
-"""Corral's presets with these advantages; a loss of another kind is written beside."""
-LOSS_MODES = {
-    "vanilla": "ppo",
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
-    "dro": "dro",
-}
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 CORRECTION = "algorithm.rollout_correction"
-REJECTIONS = {"token_k1": "token", "seq_sum_k1": "sequence", "token": "token", "sequence": "sequence"}
-"""What the ratio is of that rejects, in the words of verl today and before."""
 
 
 # --- advantage and loss
 
 
 def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    name = ESTIMATORS.get(given.value)
-    if name is None:
-        return unsupported(f"the recipe has grpo instead; Corral has {', '.join(ESTIMATORS)}")
+    presets = config.constants["presets"]
+    if given.value not in presets:
+        return unsupported(f"the recipe has grpo instead; Corral has {', '.join(presets)}")
+    name: AlgorithmName = presets[given.value]
     if ADVANTAGES[PRESETS[name].advantage].needs.groups and samples_per_prompt(config) == 1:
         raise ValueError("compares the samples of a prompt, and there is one: give `rollout.n` (`n_agent`) at least 2")
     return mapped("algorithm.name", name)
 
 
-def estimator_is(config: ForeignConfig, name: str) -> bool:
-    return bool(config["algorithm.adv_estimator"] == name)
-
-
-def without_deviation(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    estimator = config["algorithm.adv_estimator"]
-    if estimator not in ("grpo", "grpo_vectorized", "grpo_passk"):
-        return no_effect(f"the estimator {estimator} does not read it")
-    if given.value in (True, None):
-        return built_in("as in Corral")
-    if estimator == "grpo_passk":
-        return unsupported("grpo_passk always divides by the deviation")
-    return converted({"algorithm.advantage.name": "dr_grpo"}, "rewards are not divided by their deviation: dr_grpo")
-
-
-def of_estimators(config: ForeignConfig, given: ForeignValue, ours: str, *estimators: str) -> Outcome:
-    estimator = config["algorithm.adv_estimator"]
-    if estimator not in estimators:
-        return no_effect(f"the estimator {estimator} does not read it")
-    return mapped(ours, given.value)
-
-
 def usual_loss(config: ForeignConfig) -> str:
     """The loss that the recipe has unless another one is written."""
-    return PRESETS[ESTIMATORS.get(config["algorithm.adv_estimator"], "grpo")].loss
+    name: AlgorithmName = config.constants["presets"].get(config["algorithm.adv_estimator"], "grpo")
+    return PRESETS[name].loss
 
 
 def loss_of(config: ForeignConfig) -> str:
-    return LOSS_MODES.get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config))
-
-
-def loss_is(config: ForeignConfig, name: str) -> bool:
-    return loss_of(config) == name
-
-
-def loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours, usual = LOSS_MODES.get(given.value), usual_loss(config)
-    if ours is None:
-        return unsupported(f"the recipe has {usual} instead; Corral has {', '.join(LOSS_MODES)}")
-    return built_in("as in Corral") if ours == usual else mapped("algorithm.loss.name", ours)
+    return str(config.constants["losses"].get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config)))
 
 
 def clip_of(config: ForeignConfig, side: str) -> float:
@@ -129,53 +69,15 @@ def clip(config: ForeignConfig, given: ForeignValue, *sides: str) -> Outcome:
     return Outcome("mapped", {("algorithm", "loss", option): value for option, value in kept.items()})
 
 
-def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = loss_of(config)
-    if "threshold" in LOSSES[ours].option_names and given.where and given.value is not None:
-        note = f"the ratio in {ours} is capped at 20"
-        return built_in(note) if given.value >= 20 else unsupported(note)
-    if ours != "ppo":
-        return no_effect(f"the loss {ours} has no dual clip")
-    return mapped("algorithm.loss.dual_clip", given.value)
+def has_threshold(config: ForeignConfig) -> bool:
+    return "threshold" in LOSSES[loss_of(config)].option_names
 
 
 def aggregation_is_free(config: ForeignConfig) -> bool:
     return LOSSES[loss_of(config)].aggregation is None
 
 
-def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not aggregation_is_free(config):
-        return no_effect(f"the loss {loss_of(config)} is always a mean over sequences")
-    if given.value not in (*AGGREGATIONS, None):
-        raise ValueError(f"should be one of {', '.join(AGGREGATIONS)}")
-    return mapped("algorithm.aggregation.name", given.value and given.value.replace("-", "_"))
-
-
-def aggregation_norm(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not aggregation_is_free(config) or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
-        return no_effect("it belongs to `loss_agg_mode=seq-mean-token-sum-norm`")
-    return mapped("algorithm.aggregation.norm", given.value)
-
-
-# --- dynamic sampling and long answers
-
-
-def dynamic_sampling(config: ForeignConfig) -> bool:
-    return bool(config["algorithm.filter_groups.enable"]) and samples_per_prompt(config) > 1
-
-
-def filter_groups(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off, as in Corral")
-    if samples_per_prompt(config) == 1:
-        return no_effect("verl keeps groups of one sample")
-    return mapped("algorithm.dynamic_sampling.enabled", True)
-
-
-def filter_rounds(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None or given.value <= 0:
-        return built_in("no limit there; 10 rounds here")
-    return mapped("algorithm.dynamic_sampling.max_rounds", given.value)
+# --- long answers
 
 
 def why_not_overlong(config: ForeignConfig, place: str) -> str | None:
@@ -185,26 +87,6 @@ def why_not_overlong(config: ForeignConfig, place: str) -> str | None:
         return "the reward manager is not dapo"
     off = [key for key in ("enable", "len", "penalty_factor") if not config[f"{place}.{key}"]]
     return f"`{off[0]}` is {'off' if off[0] == 'enable' else 0}" if off else None
-
-
-def overlong_buffer(config: ForeignConfig, given: ForeignValue, place: str) -> Outcome:
-    if reason := why_not_overlong(config, place):
-        return no_effect(reason)
-    tokens = config[f"{place}.len"]
-    if tokens > response_tokens(config):
-        raise ValueError(f"is more than the {response_tokens(config)} tokens of a response")
-    return mapped("algorithm.overlong.buffer_tokens", tokens)
-
-
-def overlong_penalty(config: ForeignConfig, given: ForeignValue, place: str) -> Outcome:
-    reason = why_not_overlong(config, place)
-    return no_effect(reason) if reason else mapped("algorithm.overlong.penalty", given.value)
-
-
-def longest_response(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, response_tokens(config)):
-        return built_in("the limit of a response")
-    return unsupported(f"the length penalty ends at the limit of a response, {response_tokens(config)} tokens")
 
 
 # --- KL, and with it the reference model: in the reward, in the loss, or nowhere
@@ -220,32 +102,6 @@ def kl_where(config: ForeignConfig) -> str | None:
     return "reward" if in_reward and config["algorithm.kl_ctrl.kl_coef"] else None
 
 
-def has_reference(config: ForeignConfig) -> bool:
-    return kl_where(config) is not None
-
-
-def kl_in_reward(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    where = kl_where(config)
-    if where == "reward":
-        return mapped("algorithm.kl.where", "reward", "" if given.where else "in the reward, unless it is in the loss")
-    if where == "loss":
-        return unsupported("KL is in one place in Corral, here the loss") if given.value else built_in("in the loss")
-    if has_critic(config):
-        return converted({"algorithm.kl.where": None}, "no KL, which Corral's ppo would have in the reward")
-    return built_in("no KL, as in Corral")
-
-
-def kl_in_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if kl_where(config) == "loss":
-        return mapped("algorithm.kl.where", "loss")
-    return no_effect("`kl_loss_coef` is 0") if given.value else built_in("off")
-
-
-def unless_usual(given: ForeignValue, ours: str, value: object, usual: object) -> Outcome:
-    """A value that was written, or that is not what Corral takes as well."""
-    return mapped(ours, value) if given.where or value != usual else built_in("as in Corral")
-
-
 def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> Outcome:
     """`+` is about gradients, which a reward has none of. `usual` is Corral's."""
     if kl_where(config) != where:
@@ -254,36 +110,15 @@ def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: 
     plain = value.removesuffix("+")
     if plain == "full":
         return unsupported("the KL over the whole vocabulary; verl has not implemented it either")
-    if plain not in KL_ESTIMATORS:
-        raise ValueError(f"should be one of {', '.join(KL_ESTIMATORS)}, or one of these with a +")
-    ours = KL_ESTIMATORS[plain]
+    if plain not in config.constants["kl_estimators"]:
+        raise ValueError(f"should be one of {', '.join(config.constants['kl_estimators'])}, or one of these with a +")
+    ours = config.constants["kl_estimators"][plain]
     if value.endswith("+") and where == "loss" and ours != "k2":
         if ours == "abs":
             return unsupported("Corral has abs without the + only")
         ours += "+"
-    return unless_usual(given, "algorithm.kl.estimator.name", ours, usual)
-
-
-def kl_coefficient(config: ForeignConfig, given: ForeignValue, where: str) -> Outcome:
-    """verl before 0.3 had KL in the reward, where it was not in the loss, and no key for that."""
-    if kl_where(config) == where:
-        return unless_usual(given, "algorithm.kl.coefficient", given.value, 0.001)
-    unsaid = "algorithm.use_kl_in_reward" not in config and not config[f"{ACTOR}.use_kl_loss"]
-    if where == "reward" and unsaid and config["algorithm.kl_ctrl.kl_coef"] and not config.table.row("do_search"):
-        return no_effect("there is no KL in the reward unless `use_kl_in_reward` is true, since verl 0.3")
-    return no_effect(f"there is no KL in the {where}")
-
-
-def kl_controller(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if kl_where(config) != "reward":
-        return no_effect("there is no KL in the reward")
-    if given.value not in ("fixed", "adaptive"):
-        raise ValueError("should be fixed or adaptive")
-    return unless_usual(given, "algorithm.kl.controller.name", given.value, "fixed")
-
-
-def kl_is_adaptive(config: ForeignConfig) -> bool:
-    return kl_where(config) == "reward" and bool(config["algorithm.kl_ctrl.type"] == "adaptive")
+    is_usual = not given.where and ours == usual
+    return built_in("as in Corral") if is_usual else mapped("algorithm.kl.estimator.name", ours)
 
 
 # --- corrections for tokens that another policy sampled than the one that is trained
@@ -300,7 +135,15 @@ def bounds(threshold: Any) -> tuple[float | None, float]:
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def importance_weights(level: str, floor: float | None, cap: float) -> Outcome:
+def importance_weights(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return weighted(config[f"{CORRECTION}.rollout_is"], *bounds(config[f"{CORRECTION}.rollout_is_threshold"]))
+
+
+def capped_weights(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return weighted("token", None, given.value)
+
+
+def weighted(level: str, floor: float | None, cap: float) -> Outcome:
     """Importance weights: truncated at the cap, or without what is out of bounds where there is a floor."""
     if level not in ("token", "sequence"):
         return unsupported(f"Corral weighs tokens or sequences, not by {level}")
@@ -316,33 +159,14 @@ def corrected(name: str, note: str, **values: Any) -> Outcome:
     return converted({**ours, "algorithm.old_logprobs": "recompute"}, note)
 
 
-def correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    level = config[f"{CORRECTION}.rollout_is"]
-    if level is None:
-        return built_in("off") if given.value is None else no_effect("`rollout_is` is null")
-    if config[f"{CORRECTION}.bypass_mode"]:
-        return no_effect("with `bypass_mode` the loss's own ratio corrects")
-    return importance_weights(level, *bounds(config[f"{CORRECTION}.rollout_is_threshold"]))
-
-
-def rejection(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    kind = config[f"{CORRECTION}.rollout_rs"]
-    if kind is None:
-        return built_in("off") if given.value is None else no_effect("`rollout_rs` is null")
-    if config[f"{CORRECTION}.rollout_is"] is not None or config[f"{CORRECTION}.bypass_mode"]:
-        return unsupported("Corral corrects in one way, and there is another here")
-    if kind not in REJECTIONS:
-        return unsupported(f"Corral rejects by {' or '.join(REJECTIONS)}")
+def rejected(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    kind, levels = config[f"{CORRECTION}.rollout_rs"], config.constants["rejections"]
+    if kind not in levels:
+        return unsupported(f"Corral rejects by {' or '.join(levels)}")
     floor, cap = bounds(config[f"{CORRECTION}.rollout_rs_threshold"])
     floor = floor or config[f"{CORRECTION}.rollout_rs_threshold_lower"] or 1 / cap
-    note = f"{REJECTIONS[kind]}s with a ratio outside {floor:g} to {cap:g} are dropped"
-    return corrected("rejection", note, level=REJECTIONS[kind], floor=floor, cap=cap)
-
-
-def bypass_loss(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not config[f"{CORRECTION}.bypass_mode"]:
-        return no_effect("`bypass_mode` is off")
-    return built_in("the loss that is chosen") if given.value == "ppo_clip" else unsupported("ppo_clip only")
+    note = f"{levels[kind]}s with a ratio outside {floor:g} to {cap:g} are dropped"
+    return corrected("rejection", note, level=levels[kind], floor=floor, cap=cap)
 
 
 def flat_correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -354,10 +178,4 @@ def flat_correction(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not config["algorithm.rollout_is"]:
         return unsupported("a mask without weights") if masks else no_effect("`rollout_is` is off: metrics only")
     floor = (config["algorithm.rollout_is_threshold_lower"] or 1 / threshold) if masks else None
-    return importance_weights(config["algorithm.rollout_is_level"] or "token", floor, threshold)
-
-
-def capped_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None or given.value <= 0:
-        return built_in("off")
-    return importance_weights("token", None, given.value)
+    return weighted(config["algorithm.rollout_is_level"] or "token", floor, threshold)

@@ -1,83 +1,249 @@
-"""verl's models, optimizers, and what is around a training: names, folders, trackers, validation, checkpoints.
+"""verl's sizes (how many trajectories and tokens go through how many devices), rows and rewards, models, optimizers,
+and what is around a training: names, folders, trackers.
 
-Learning rates change once a step in verl, and once an update in Corral.
+`data.train_batch_size` and `ppo_mini_batch_size` count prompts, micro-batches count sequences. Search-R1 has keys of
+its own for some of it, and its mini-batches count trajectories. Learning rates change once a step in verl, and once an
+update in Corral.
 """
 
+import math
 import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    as_path,
-    built_in,
-    converted,
-    mapped,
-    no_effect,
-    number,
-    plural,
-    unsupported,
-)
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
-from corral.migrate.verl.sizes import ACTOR, MODEL, has_critic, positive, updates_per_step
+from corral.migrate.value_kinds import format_value, number, one_or_all, plural
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
-from corral.recipe.schema import Checkpoint
+from corral.recipe.schema import BatchSizes, Checkpoint
 
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MICRO_PER_DEVICE = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+MICRO_OF_ALL = f"{ACTOR}.ppo_micro_batch_size"
+MICRO_TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+ENGINES = ("fsdp_config", "megatron", "veomni", "torchtitan", "automodel", "deepspeed", "mindspeed")
+FSDP_SIZES = (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.veomni.fsdp_size")
+GROUND_TRUTH = "reward_model.ground_truth"
+"""The column that verl's reward functions compare with, whatever other columns there are."""
+REWARD_PLACES = ("reward.custom_reward_function", "custom_reward_function")
+VALIDATION = f"{ROLLOUT}.val_kwargs"
+TURNS = f"{ROLLOUT}.multi_turn"
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 VISION_MODEL = re.compile(r"(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNORECASE)
 """Qwen2.5-VL-7B-Instruct, InternVL3-2B, GLM-4.1V-9B"""
-SCHEDULES = {
-    "constant": "constant",
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant_with_warmup": "constant",
-    "cosine_with_warmup": "cosine",
-}
 SCHEDULE_KEYS = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
 """Spellings of verl's engines, of which the first that was written counts."""
+
+
+def positive(config: ForeignConfig, key: str) -> int:
+    value = config[key]
+    if value is None or value < 1:
+        raise ValueError(f"needs `{key}` to be at least 1, and it is {format_value(value)}")
+    return int(value)
+
+
+# --- batches
+
+
+def searches(config: ForeignConfig) -> bool:
+    """Whether it is Search-R1 with its search on."""
+    return config.table.row("do_search") is not None and bool(config["do_search"])
+
+
+def samples_per_prompt(config: ForeignConfig) -> int:
+    return positive(config, f"{ROLLOUT}.n_agent" if searches(config) else f"{ROLLOUT}.n")
+
+
+def response_tokens(config: ForeignConfig) -> int:
+    return positive(config, "data.max_prompt_length" if searches(config) else "data.max_response_length")
+
+
+def trajectory_tokens(config: ForeignConfig) -> int:
+    prompt = positive(config, "data.max_start_length" if searches(config) else "data.max_prompt_length")
+    return prompt + response_tokens(config)
+
+
+def num_devices(config: ForeignConfig) -> int:
+    return positive(config, "trainer.nnodes") * positive(config, "trainer.n_gpus_per_node")
+
+
+def updates_per_step(config: ForeignConfig) -> int:
+    prompts, size = positive(config, "data.train_batch_size"), positive(config, f"{ACTOR}.ppo_mini_batch_size")
+    return math.ceil(prompts * (samples_per_prompt(config) if searches(config) else 1) / size)
+
+
+# --- micro-batches
+
+
+def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """The size of micro-batches, for which one of three keys decides."""
+    decides = None
+    if config[f"{ACTOR}.use_dynamic_bsz"]:
+        decides = MICRO_TOKENS
+    elif MICRO_PER_DEVICE in config:
+        decides = MICRO_PER_DEVICE
+    elif config[MICRO_OF_ALL] is not None:
+        decides = MICRO_OF_ALL
+    if given.key == MICRO_OF_ALL and given.key in config and decides == MICRO_PER_DEVICE:
+        raise ValueError(f"and `{MICRO_PER_DEVICE}` are both set; keep one of them")
+    if given.key != (decides or MICRO_PER_DEVICE):
+        return no_effect(f"`{decides}` decides" if decides else "null")
+    tokens, note = micro_batch_tokens(config, decides)
+    if decides == MICRO_TOKENS and tokens == config[decides]:
+        return mapped("batch.max_tokens_per_micro_batch", tokens)
+    return converted({"batch.max_tokens_per_micro_batch": tokens}, f"{note}: {tokens} tokens")
+
+
+def micro_batch_tokens(config: ForeignConfig, decides: str | None) -> tuple[int, str]:
+    longest = trajectory_tokens(config)
+    if decides is None:
+        return max(longest, BatchSizes().max_tokens_per_micro_batch), f"not given; a trajectory has up to {longest}"
+    if decides == MICRO_TOKENS:
+        context = axis_size(config, "context")
+        tokens = positive(config, MICRO_TOKENS) * context
+        note = f"{tokens // context} tokens per device" + f", {context} of which share a sequence" * (context > 1)
+        if tokens < longest:
+            note += f", which a trajectory of {longest} would not fit into"
+    else:
+        sequences, note = positive(config, decides), ""
+        if decides == MICRO_OF_ALL:
+            groups = max(1, num_devices(config) // (axis_size(config, "context") * axis_size(config, "tensor")))
+            note = f"{sequences} on {groups} devices: "
+            sequences = max(1, sequences // groups)
+        tokens = sequences * longest
+        note += f"{plural(sequences, 'sequence')} of up to {longest} tokens"
+    return max(tokens, longest), note
+
+
+# --- how the model is spread over the devices
+
+
+def axis_size(config: ForeignConfig, name: str) -> int:
+    return max(1, *(config[key] or 1 for key in config.constants["axes"][name]))
+
+
+def parallel(config: ForeignConfig, given: ForeignValue, name: str) -> Outcome:
+    size, devices = axis_size(config, name), num_devices(config)
+    if given.value is None or given.value <= 1:
+        return built_in("not split this way")
+    if given.value != size:
+        return no_effect(f"another key says {size}")
+    sizes = {other: axis_size(config, other) for other in config.constants["axes"]}
+    if name == "expert" and devices % math.prod(sizes.values()):
+        return built_in("experts are sharded with the other parameters")
+    if devices % (sizes["context"] * sizes["tensor"]):
+        raise ValueError(f"does not divide the {devices} devices (nodes x GPUs per node)")
+    return mapped(f"train.parallel.{name}", size)
+
+
+def num_shards(config: ForeignConfig) -> int:
+    """Number of devices that one copy of the model is spread over."""
+    size = max(config[key] or 0 for key in FSDP_SIZES)
+    return size if 0 < size < num_devices(config) else num_devices(config)
+
+
+def copies(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    devices, size, context = num_devices(config), num_shards(config), axis_size(config, "context")
+    if size == devices:
+        return built_in("sharded over all devices")
+    if devices % size:
+        raise ValueError(f"does not divide the {devices} devices (nodes x GPUs per node)")
+    if size % context:
+        return unsupported(f"{size} devices of a copy are not a multiple of the {context} that share a sequence")
+    ours = {"train.parallel.replicate": devices // size, "train.parallel.shard": size // context}
+    return converted(ours, f"{devices // size} copies, each sharded over {size} devices")
+
+
+def has_critic(config: ForeignConfig) -> bool:
+    return bool(config["algorithm.adv_estimator"] == "gae")
+
+
+def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not given.value:
+        return built_in("off, as in Corral")
+    moved = offloaded_parts(config)
+    if not set(config.constants["offloaded"][given.key.rpartition(".")[2]]) & set(moved):
+        return unsupported("every device holds a whole model, of which only the optimizer can be moved out")
+    return converted({"train.offload": moved}, f"{', '.join(moved)} in the host's memory between their uses")
+
+
+def offloaded_parts(config: ForeignConfig) -> list[str]:
+    """What actor and critic move out together: Corral has one list for all models."""
+    places = [f"{ACTOR}.{engine}" for engine in ENGINES]
+    places += [f"critic.{engine}" for engine in ("fsdp", *ENGINES[1:])] * has_critic(config)
+    offloaded = config.constants["offloaded"].items()
+    wanted = {part for place in places for key, parts in offloaded if config[f"{place}.{key}"] for part in parts}
+    possible = ("parameters", "gradients", "optimizer") if num_shards(config) > 1 else ("optimizer",)
+    return [part for part in possible if part in wanted]
+
+
+# --- files
+
+
+def paths(written: list[str]) -> str | list[str]:
+    for path in written:
+        if path.startswith(("hdfs:", "s3:", "gs:")):
+            raise ValueError(f"should be on a disk, not {path}; copy it to where all nodes see it")
+    return one_or_all(written)
+
+
+def train_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not given.value:
+        raise ValueError("should name the rows to train on")
+    return converted({"data.train.path": paths(given.value), "data.answer_key": GROUND_TRUTH}, "rows in verl's layout")
+
+
+def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return mapped("data.validation.path", paths(given.value)) if given.value else built_in("no validation")
+
+
+# --- sampling, rewards, tools
+
+
+def validation_temperature(config: ForeignConfig) -> float:
+    """Only the engines of `mode=sync`, which verl has no more, read `do_sample`."""
+    if config[f"{ROLLOUT}.mode"] == "sync" and not config[f"{VALIDATION}.do_sample"]:
+        return 0.0
+    return config[f"{VALIDATION}.temperature"] or 0.0
+
+
+def reward_function(config: ForeignConfig) -> str | None:
+    """`file.py:function`; None where verl has its own, by the row's `data_source`."""
+    for place in REWARD_PLACES:
+        if f"{place}.path" in config:
+            path = config[f"{place}.path"].removeprefix("file://")
+            if path.startswith("pkg://"):
+                path = path.removeprefix("pkg://").replace("/", ".")
+            if ":" in path:
+                raise ValueError("should be a Python file on disk, or `pkg://module`")
+            return f"{path}:{config[f'{place}.name'] or 'compute_score'}"
+    return None
+
+
+def reward_argument(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if reward_function(config) is None:
+        return no_effect("`custom_reward_function.path` is null")
+    names = given.key.partition("reward_kwargs.")[2].split(".")
+    return mapped(("environment", "reward", "options", *names), given.value)
+
+
+def max_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """A limit of the tools' turns lets the model say one thing more."""
+    extra = {f"{TURNS}.max_assistant_turns": 0, f"{TURNS}.max_user_turns": 1}
+    limits = [config[key] + more for key, more in extra.items() if key in config]
+    if limits:
+        return converted({"rollout.max_turns": min(limits)}, f"{min(limits)} replies")
+    most = max(1, response_tokens(config) // 3)
+    return converted({"rollout.max_turns": most}, f"no limit there; {most} replies are a third of a response's tokens")
 
 
 # --- models
 
 
-def model_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+def looks_at_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
     """A vision model is known by its name only: its rows need no key that says so."""
-    if VISION_MODEL.search(PurePosixPath(given.value or "").name):
-        note = "by its name a model of pictures, and Corral trains on text only"
-        return Outcome("unsupported", {as_path("model.path"): given.value}, note)
-    return mapped("model.path", given.value)
-
-
-def tokenizer(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, config[f"{MODEL}.path"]):
-        return built_in("the model's own")
-    return unsupported("the tokenizer is the model's")
-
-
-def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, config[f"{MODEL}.path"]):
-        return built_in("a critic starts as a copy of the model")
-    return mapped("critic.path", given.value)
-
-
-def critic_enabled(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, has_critic(config)):
-        return built_in("a critic is there for gae only")
-    return unsupported("a critic is there for gae, and only for it")
-
-
-def critic_warmup(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Steps count from 1 in verl, and the actor is trained from step `critic_warmup` on."""
-    alone = max(0, (given.value or 0) - 1)
-    if not alone:
-        return built_in("the actor is trained from the first step on")
-    note = f"the actor is trained from step {given.value} on: {plural(alone, 'step')} of the critic alone"
-    return converted({"critic.warmup_steps": alone}, note)
-
-
-def has_adapters(config: ForeignConfig, model: str) -> bool:
-    return bool(config[f"{model}.lora_rank"] or config[f"{model}.lora.rank"])
+    return VISION_MODEL.search(PurePosixPath(given.value or "").name) is not None
 
 
 # --- names and folders
@@ -95,12 +261,6 @@ def trackers(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return Outcome("mapped", ours, "metrics.jsonl is always written" * ("file" in (given.value or [])))
 
 
-def project(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not TRACKERS_WITH_PROJECTS.intersection(trackers_of(config)):
-        return built_in("no tracker here has projects")
-    return mapped("logging.project", given.value)
-
-
 def runs_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if not given.value:
         return built_in("`runs`")
@@ -114,36 +274,12 @@ def runs_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"logging.runs": str(folder.parent)}, f"a run's folder is {folder.parent}/{name} here, too")
 
 
-# --- length, validation, checkpoints
+def has_projects(config: ForeignConfig) -> bool:
+    return not TRACKERS_WITH_PROJECTS.isdisjoint(trackers_of(config))
 
 
-def epochs(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "trainer.total_training_steps" in config:
-        return no_effect("`total_training_steps` decides")
-    return mapped("schedule.epochs", given.value)
-
-
-def validation_every(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if (given.value or 0) > 0:
-        return mapped("validation.every", given.value)
-    return converted({"validation.every": 0, "validation.after_training": False}, "none in between, none at the end")
-
-
-def checkpoint_every(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if (given.value or 0) <= 0:
-        return converted({"checkpoint.every": 0}, "at the end only")
-    keep = "" if "trainer.max_actor_ckpt_to_keep" in config else f"; the newest {Checkpoint().keep} are kept"
-    return mapped("checkpoint.every", given.value, f"and at the end{keep}")
-
-
-def checkpoints_to_keep(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in(f"all there, the newest {Checkpoint().keep} here: `checkpoint.keep`")
-    return mapped("checkpoint.keep", given.value)
-
-
-def resumes_from_path(config: ForeignConfig) -> bool:
-    return bool(config["trainer.resume_mode"] == "resume_path")
+def usual_keep(config: ForeignConfig) -> int:
+    return Checkpoint().keep
 
 
 # --- optimizers: `optim` is the section of verl, `ours` that of the recipe
@@ -159,25 +295,11 @@ def schedule_of(config: ForeignConfig, optim: str) -> str:
     return next((config[f"{optim}.{key}"] for key in SCHEDULE_KEYS if f"{optim}.{key}" in config), "constant")
 
 
-def schedule(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    found = schedule_of(config, optim)
-    if given.value is None or given.value != found:
-        return no_effect(f"the learning rate is {found}, as another key says")
-    if found not in SCHEDULES:
-        return unsupported("learning rates are constant, linear or cosine")
-    return mapped(f"{ours}.schedule", SCHEDULES[found])
+def knows_schedule(config: ForeignConfig, optim: str) -> bool:
+    return schedule_of(config, optim) in config.constants["schedules"]
 
 
-def min_ratio(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    if SCHEDULES.get(schedule_of(config, optim), "constant") == "constant":
-        return no_effect("the learning rate is constant")
-    return built_in("it ends at 0") if given.value is None else mapped(f"{ours}.min_learning_rate_ratio", given.value)
-
-
-def min_rate(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    found = min_ratio(config, given, optim, ours)
-    if found.status != "mapped":
-        return found
+def ratio_of_rates(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
     highest = config[f"{optim}.lr"]
     if not highest:
         raise ValueError(f"needs `{optim}.lr`")
@@ -195,12 +317,6 @@ def warmup_steps(config: ForeignConfig, given: ForeignValue, ours: str) -> Outco
     )
 
 
-def warmup_ratio(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    if (config[f"{optim}.lr_warmup_steps"] or 0) > 0:
-        return no_effect("`lr_warmup_steps` decides")
-    return mapped(f"{ours}.warmup_ratio", given.value) if given.value else built_in("no warm-up")
-
-
 def gradient_norm(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
     """Two keys for one thing, of different engines: the one that is not left at 1 counts."""
     written = [config[key] for key in (f"{role}.grad_clip", f"{role}.optim.clip_grad") if key in config]
@@ -214,3 +330,15 @@ def optimizer_argument(config: ForeignConfig, given: ForeignValue, ours: str) ->
     if "offload" in name or name.startswith(("overlap", "use_precision_aware", "fused", "foreach")):
         return built_in("memory and speed; `train.offload` moves the optimizer out")
     return unsupported("AdamW has no other arguments in Corral") if given.value else built_in("off")
+
+
+# --- what Search-R1 has beside
+
+
+def reply_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not searches(config):
+        return mapped("rollout.max_response_tokens", given.value)
+    most, of_all = positive(config, "data.max_response_length"), positive(config, "data.max_prompt_length")
+    if most > of_all:
+        return converted({"rollout.max_turn_tokens": of_all}, f"{most}, of which all replies together have {of_all}")
+    return mapped("rollout.max_turn_tokens", most)

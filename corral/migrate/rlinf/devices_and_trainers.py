@@ -1,30 +1,27 @@
-"""RLinf's model and its trainers (Megatron, FSDP): precision, sharding, offloading, log-probs, optimizers."""
+"""RLinf's devices (`cluster.component_placement`), its model, and its trainers (Megatron, FSDP): precision, sharding,
+offloading, log-probs, optimizers.
+
+What is wrong with a value is reported by its own row; other rows that need it go on with something near.
+"""
 
 import math
 import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from corral.migrate.outcome import (
-    ForeignValue,
-    Outcome,
-    built_in,
-    converted,
-    format_value,
-    mapped,
-    no_effect,
-    text,
-    unsupported,
-)
-from corral.migrate.rlinf.component_placement import devices_of, num_actor_devices
-from corral.migrate.rlinf.reasoning import default_of, is_fsdp, value_of
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.rlinf.reasoning import has_critic, has_kl, is_fsdp
 from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value, text
+from corral.recipe.errors import RecipeError
+from corral.recipe.keys import KeyPath
+from corral.recipe.placement import format_devices, parse_devices
 
-PRECISIONS: dict[str | None, str] = {
-    **dict.fromkeys(("fp16", "16", "16-mixed"), "float16"),
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
-    **dict.fromkeys(("fp32", "32", "32-true"), "float32"),
-    None: "auto",
-}
+GPUS_PER_NODE = 8
+"""RLinf's default in its first version; today it counts them."""
+MOST_NODES, MOST_DEVICES_PER_NODE = 10_000, 100
+"""More are a slip of the pen, and would have to be counted through."""
 NOT_OF_TEXT = re.compile(r"vl|openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model")
 """Model types of RLinf's that see, or move robots."""
 TRAIN_ITERATIONS = 100_000
@@ -33,36 +30,153 @@ TORCH_COSINE_END = 1e-6
 """Learning rate at which `lr_scheduler: torch_cosine` ends, whatever else is written."""
 
 
+# --- which devices components have
+
+
+@dataclass(frozen=True)
+class ComponentDevices:
+    """Devices of the whole configuration."""
+
+    nodes: int
+    per_node: int
+    is_counted: bool
+    """Whether the number of GPUs of a node follows from the placement."""
+    by_component: dict[str, tuple[int, ...]]
+
+    @property
+    def everything(self) -> tuple[int, ...]:
+        return tuple(range(self.nodes * self.per_node))
+
+    def of(self, component: str) -> tuple[int, ...]:
+        return self.by_component.get(component, self.everything)
+
+    @property
+    def is_one(self) -> bool:
+        return self.nodes * self.per_node == 1
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.of("actor") != self.of("rollout")
+
+
+def devices_of(config: ForeignConfig) -> ComponentDevices:
+    nodes = min(max(config.value("cluster.num_nodes"), 1), MOST_NODES)
+    spans: dict[str, tuple[int, ...]] = {}
+    for line, written in config.below("cluster.component_placement").items():
+        if "." not in line:
+            with suppress(ValueError):
+                spans |= dict.fromkeys(components(line), devices_in(written))
+    needed = [span for name, span in spans.items() if config.constants["roles"].get(name)]
+    counted = math.ceil(max((span[-1] + 1 for span in needed if span), default=0) / nodes)
+    is_counted = bool(needed) and all(needed)
+    per_node = config["cluster.num_gpus_per_node"]
+    if per_node is None:
+        per_node = counted if is_counted else max(counted, GPUS_PER_NODE)
+    devices = ComponentDevices(nodes, min(max(per_node, 1), MOST_DEVICES_PER_NODE), is_counted, spans)
+    return replace(devices, by_component={name: span or devices.everything for name, span in spans.items()})
+
+
+def num_actor_devices(config: ForeignConfig) -> int:
+    return len(devices_of(config).of("actor"))
+
+
+def components(line: str) -> list[str]:
+    return [name.strip() for name in line.split(",") if name.strip()]
+
+
+def devices_in(written: Any) -> tuple[int, ...]:
+    """Numbers of `0-3,8`, or of `0-3:0-1` (devices:processes). Empty: all."""
+    parts = [part.partition(":")[0].strip() for part in rank_parts(written)]
+    if parts == ["all"]:
+        return ()
+    try:
+        return parse_devices(",".join(parts), MOST_NODES * MOST_DEVICES_PER_NODE)
+    except RecipeError as error:
+        raise ValueError(f"cannot be read: {'; '.join(error.problems)}") from None
+
+
+def rank_parts(written: Any) -> list[str]:
+    if isinstance(written, list):
+        return [str(item) for item in written]
+    return [part for part in format_value(written).split(",") if part.strip()]
+
+
+def has_one_process_each(written: Any) -> bool:
+    pairs = [part.partition(":") for part in rank_parts(written)]
+    return all(not colon or len(devices_in(ranks)) == len(devices_in(processes)) for ranks, colon, processes in pairs)
+
+
+# --- conversions of devices
+
+
+def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    names, devices = components(given.key.rpartition(".")[2]), devices_of(config)
+    if strange := [name for name in names if name not in config.constants["roles"]]:
+        return unsupported(f"there is no component {' or '.join(strange)} in Corral")
+    own, everything = devices_in(given.value) or devices.everything, devices.everything
+    if own[-1] >= len(everything):
+        there = f"cluster.num_nodes {devices.nodes} x {devices.per_node} GPUs have 0-{len(everything) - 1}"
+        raise ValueError(f"names device {own[-1]}, and {there}")
+    if devices.is_one:
+        return built_in("one device: everything runs on it, in one process")
+    roles = roles_of(config, names, devices)
+    if not roles and ("inference" in names or "actor_inference" in names):
+        return built_in(
+            "Corral's engine gives the log-probs of the tokens that it samples, so that nothing is left to compute on "
+            f"{format_devices(own)}: they are idle; give them to rollout or actor"
+        )
+    if not roles:
+        return built_in("it needs no device of its own")
+    path: KeyPath = ("cluster", "placement", ",".join(roles))
+    ours: dict[KeyPath, Any] = {path: "all" if own == everything else format_devices(own)}
+    if not has_one_process_each(given.value):
+        return Outcome("unsupported", ours, "each device has one process; write the devices alone")
+    if "rollout" in roles and devices.disaggregated:
+        ours["schedule", "pipelined"] = True
+        return converted(ours, f"{format_value(given.value)}, apart from actor: {overlap(config)}")
+    if extra := [role for role in roles if role not in map(config.constants["roles"].get, names)]:
+        return converted(ours, f"{format_value(given.value)}, and {' and '.join(extra)} with the actor, as in RLinf")
+    return Outcome("mapped", ours)
+
+
+def roles_of(config: ForeignConfig, names: list[str], devices: ComponentDevices) -> list[str]:
+    """The roles of a line. In RLinf, reference and critic belong to the actor where they have no line."""
+    known = config.constants["roles"]
+    placed = {known[name] for name in devices.by_component if name in known}
+    wanted = {"actor": True, "rollout": True, "reference": has_kl(config), "critic": has_critic(config)}
+    roles = [role for name in names if (role := known[name]) and wanted[role]]
+    if "actor" in roles:
+        roles += [role for role in ("reference", "critic") if wanted[role] and role not in placed]
+    return list(dict.fromkeys(roles))
+
+
+def overlap(config: ForeignConfig) -> str:
+    """What the trainer does while the rollout goes on."""
+    updates = config.value("algorithm.n_minibatches")
+    if updates <= 1:
+        return "updates start while the rest is still generated"
+    return f"log-probs are computed meanwhile, and updates start when the step is complete (n_minibatches {updates})"
+
+
 # --- model and precision
 
 
 def model_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None and given.key.startswith("actor"):
-        return built_in("as rollout.model.model_path")
-    return mapped("model.path", without_slash(given.value or default_of(config, "rollout.model.model_path")))
+    return mapped("model.path", without_slash(given.value or config.default("rollout.model.model_path")))
 
 
 def without_slash(path: str) -> str:
     return path.rstrip("/") or path
 
 
-def is_the_model(config: ForeignConfig, path: str | None) -> bool:
+def is_the_model(config: ForeignConfig, given: ForeignValue) -> bool:
     """Whether a path is the model's, or cannot be distinguished from it: a folder of the same name."""
 
     def folder(one: str) -> str:
         return without_slash(one).rpartition("/")[2]
 
     paths = [config[key] for key in ("rollout.model.model_path", "actor.model.model_path") if key in config]
-    return path is None or not paths or folder(path) in map(folder, paths)
-
-
-def tokenizer(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    is_own = is_the_model(config, given.value)
-    return built_in("the model's own") if is_own else unsupported("a model has its own tokenizer")
-
-
-def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return built_in("the model's") if is_the_model(config, given.value) else mapped("critic.path", given.value)
+    return given.value is None or not paths or folder(given.value) in map(folder, paths)
 
 
 def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -73,43 +187,20 @@ def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def dtype_of(config: ForeignConfig) -> str:
     """The type that is computed in."""
-    written = value_of(config, "actor.model.precision")
+    written = config.value("actor.model.precision")
     if is_fsdp(config):
         autocast = "actor.fsdp_config.amp_autocast"
         by_autocast = config[f"{autocast}.precision"] if config[f"{autocast}.enabled"] else None
         written = config["actor.fsdp_config.mixed_precision.param_dtype"] or by_autocast or written
-    return PRECISIONS.get(written, "auto")
-
-
-def checked_precision(given: ForeignValue) -> str:
-    if given.value not in PRECISIONS:
-        raise ValueError(f"should be one of {', '.join(name for name in PRECISIONS if name)}")
-    return PRECISIONS[given.value]
+    return str(config.constants["precisions"].get(written, "auto"))
 
 
 def precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    own, ours = checked_precision(given), dtype_of(config)
+    own, ours = config.constants["precisions"].get(given.value, "auto"), dtype_of(config)
     differs = f"but computed in {ours}; the optimizer has float32 copies"
     return converted(
         {"model.dtype": ours}, f"{format_value(given.value)}, {f'here {ours}' if own == ours else differs}"
     )
-
-
-def mixed_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in("actor.model.precision counts")
-    return precision(config, given) if is_fsdp(config) else no_effect("only FSDP's trainer reads it")
-
-
-def autocast_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not config["actor.fsdp_config.amp_autocast.enabled"]:
-        return no_effect("amp_autocast is off")
-    return mixed_precision(config, given)
-
-
-def rollout_precision(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    checked_precision(given)
-    return built_in(f"the engine computes as the trainer does, in {dtype_of(config)}")
 
 
 # --- trainers
@@ -140,13 +231,7 @@ def parallel(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
 
 
 def sharding(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    count = num_actor_devices(config)
-    if given.value == "no_shard" and count > 1:
-        ours = {"train.parallel.replicate": count, "train.parallel.shard": 1}
-        return converted(ours, f"no_shard: {count} whole copies")
-    if given.value == "hybrid_shard":
-        return converted(hybrid_shards(config), "groups of devices with a copy each")
-    return built_in("parameters, gradients and optimizer are sharded over all devices")
+    return converted(hybrid_shards(config), "groups of devices with a copy each")
 
 
 def hybrid_shards(config: ForeignConfig) -> dict[str, int]:
@@ -170,7 +255,7 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """The parts of the model that are offloaded, which several keys choose together."""
     if not is_fsdp(config):
         keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimizer": "offload_optimizer"}
-        parts = [part for part, key in keys.items() if value_of(config, f"actor.{key}")]
+        parts = [part for part, key in keys.items() if config.value(f"actor.{key}")]
     elif given.key.endswith(("enable_offload", "cpu_offload")):
         everything = config["actor.enable_offload"] and not devices_of(config).disaggregated
         weights = everything or config["actor.fsdp_config.cpu_offload"]
@@ -185,12 +270,6 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     )
 
 
-def recompute(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value == "full":
-        return mapped("train.gradient_checkpointing", True, "in all layers")
-    return built_in("off" if given.value is None else "attention's scores are never kept")
-
-
 # --- log-probs that updates start from
 
 
@@ -198,50 +277,23 @@ def old_logprobs(config: ForeignConfig) -> str | None:
     """Where old log-probs come from. None: from the engine, as in Corral by default."""
     if config["algorithm.importance_sampling_fix"]:
         return "recompute"
-    if not value_of(config, "algorithm.recompute_logprobs"):
+    if not config.value("algorithm.recompute_logprobs"):
         return "engine"
     return None if devices_of(config).disaggregated else "recompute"
-
-
-def recompute_logprobs(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = old_logprobs(config)
-    if ours is None:
-        return built_in("Corral's engine gives the log-probs of the tokens that it samples")
-    return mapped("algorithm.old_logprobs", ours)
-
-
-def corrects_engine(config: ForeignConfig) -> bool:
-    return bool(config["algorithm.importance_sampling_fix"])
-
-
-def mean_ratio(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is None:
-        return built_in("off, as in Corral")
-    if is_fsdp(config):
-        return no_effect("only Megatron's trainer reads it")
-    if value_of(config, "algorithm.n_minibatches") == 1 and old_logprobs(config) == "recompute":
-        return no_effect("a step has one update, whose ratios are all 1")
-    note = f"{given.value:g}: an update is left out above it; in RLinf a micro-batch"
-    return converted({"algorithm.max_mean_ratio": given.value}, note)
 
 
 # --- optimizers of `actor` and `critic`: Megatron and FSDP have keys of their own for the learning rate
 
 
-def betas(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    both = [value_of(config, f"{role}.optim.adam_beta{which}") for which in (1, 2)]
-    return converted({f"{ours}.betas": both}, f"both betas: {both[0]:g} and {both[1]:g}")
-
-
 def decays(config: ForeignConfig, role: str) -> bool:
     if is_fsdp(config, role):
-        return value_of(config, f"{role}.optim.lr_scheduler") in ("cosine", "torch_cosine")
-    return value_of(config, f"{role}.lr_sched.lr_decay_style") in ("linear", "cosine")
+        return config.value(f"{role}.optim.lr_scheduler") in ("cosine", "torch_cosine")
+    return config.value(f"{role}.lr_sched.lr_decay_style") in ("linear", "cosine")
 
 
 def final_rate(config: ForeignConfig, role: str, ours: str) -> dict[str, float]:
     """Where the decay ends, as a fraction of the learning rate."""
-    key, rate = f"{ours}.min_learning_rate_ratio", value_of(config, f"{role}.optim.lr")
+    key, rate = f"{ours}.min_learning_rate_ratio", config.value(f"{role}.optim.lr")
     if not is_fsdp(config, role):
         least = config[f"{role}.lr_sched.min_lr"] or 0.0
     elif config[f"{role}.optim.lr_scheduler"] == "torch_cosine":
@@ -256,11 +308,7 @@ def final_rate(config: ForeignConfig, role: str, ours: str) -> dict[str, float]:
 
 
 def decay(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    kind = {"torch_constant": "constant", "torch_cosine": "cosine"}.get(given.value, given.value or "constant")
-    if kind not in ("constant", "linear", "cosine"):
-        return unsupported("there are constant, linear and cosine")
-    if kind == "constant":
-        return mapped(f"{ours}.schedule", kind)
+    kind = given.value.removeprefix("torch_")
     length = "total_training_steps" if is_fsdp(config, role) else "lr_decay_iters"
     note = f"{kind}, over the whole run; in RLinf over {length}, which should be as long"
     return converted({f"{ours}.schedule": kind, **final_rate(config, role, ours)}, note)
@@ -274,26 +322,14 @@ def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: st
     return converted(ratio, f"{format_value(given.value)}: a fraction of {fraction:g} of the learning rate")
 
 
-def decay_length(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
-    if decays(config, role):
-        return built_in("the whole run, which it should be as long as")
-    return built_in("what the fraction for warming up is a fraction of")
-
-
 def warmup_fraction(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
     iterations = config[f"{role}.lr_sched.lr_decay_iters"] or TRAIN_ITERATIONS
     return warmup(ours, given.value or 0.0, iterations, "lr_decay_iters", 1)
 
 
-def warmup_iterations(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    if not given.value or f"{role}.lr_sched.lr_warmup_fraction" in config:
-        return built_in("lr_warmup_fraction counts" if given.value else "none")
-    return mapped(f"{ours}.warmup_steps", given.value, "both count updates")
-
-
 def updates_per_change(config: ForeignConfig) -> int:
     """Number of updates between two changes of FSDP's learning rate, which are once a step."""
-    updates: int = value_of(config, "algorithm.n_minibatches")
+    updates: int = config.value("algorithm.n_minibatches")
     return 1 if config["actor.lr_sched_sync_with_optim"] else updates
 
 
@@ -317,8 +353,3 @@ def warmup(ours: str, fraction: float, length: int, key: str, each: int) -> Outc
     updates = math.floor(fraction * length + 1e-9) * each  # 0.29 x 100 is 29
     note = f"{fraction:g} of {key} {length}: {updates} update{'s' * (updates != 1)}"
     return converted({f"{ours}.warmup_steps": updates}, note)
-
-
-def constant_weight_decay(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
-    is_same = given.value in (None, value_of(config, f"{role}.optim.weight_decay"))
-    return (built_in if is_same else unsupported)("weight decay is constant")

@@ -1,0 +1,418 @@
+"""ROLL's keys for a run and its steps (checkpoints, model, batch, lengths, data, rewards), and for its algorithm:
+advantages, the loss, corrections of off-policy tokens, optimizers.
+
+In ROLL an advantage has three parts: how rewards are normalized (by the group, by the batch, not at all), the
+estimator, and whether the result is whitened. Corral has a name for each of the sensible combinations.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from corral.algorithms.advantages import ADVANTAGES
+from corral.algorithms.losses import LOSSES
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
+from corral.migrate.roll.pipelines_and_devices import (
+    data_parallel,
+    group_size,
+    is_agentic,
+    is_rlvr,
+    kl_where,
+    lengths,
+    num_prompts,
+    num_steps,
+    on_cluster,
+    replaced,
+    uses_critic,
+    validates,
+)
+from corral.migrate.table import ForeignConfig
+from corral.migrate.value_kinds import format_value, one_or_all, plural, text
+from corral.recipe.rules import TRACKERS_WITH_PROJECTS
+
+TRAINING = "actor_train.training_args"
+SAMPLING = "actor_infer.generating_args"
+SEES = re.compile(r"(?i)(?:^|[-_/.\d])(?:vl|omni|vision)(?:[-_/.\d]|$)")
+NOT_FOR_WORKERS = re.compile(
+    r"(?i)(?:use_modelscope|modelscope|model_download|vllm|sglang|nvte|megatron|hccl|ascend|npu|roll|ray|task_queue|"
+    r"multi_stream|cpu_affinity|combined_enable)(?:_.*)?|.*visible_devices"
+)
+"""Environment variables that only ROLL, its libraries, or Ray read."""
+ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce")
+
+
+# --- length, checkpoints, trackers
+
+
+def every(config: ForeignConfig, key: str) -> int:
+    """Number of steps between two checkpoints or validations; 0 where the run ends before the first."""
+    period, steps = int(config.value(key)), num_steps(config)
+    return 0 if period <= 0 or (steps is not None and period > steps) else period
+
+
+def all_checkpoints(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    steps = int(config.value("max_steps"))
+    made = steps // every(config, "save_steps") + 1
+    return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
+
+
+def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, False):
+        return converted({"checkpoint.resume": "never"}, "false: start anew")
+    return mapped("checkpoint.resume", "auto" if given.value is True else text(given.value))
+
+
+def has_projects(config: ForeignConfig) -> bool:
+    return config.value("track_with") in TRACKERS_WITH_PROJECTS
+
+
+def hidden(value: Any) -> str:
+    """A key of a tracker's account, which must not be in a report."""
+    return "(not shown)"
+
+
+def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """A recipe has names of variables, and never their values."""
+    name = given.key.rpartition("system_envs.")[2]
+    if NOT_FOR_WORKERS.fullmatch(name):
+        return built_in("Corral does not read it; models are loaded from a folder or from the Hugging Face hub")
+    if not on_cluster(config):
+        return built_in(f"set {name} where you start `corral train`")
+    names = sorted({key.rpartition("system_envs.")[2] for key in config.given if "system_envs." in key})
+    passed = [one for one in names if not NOT_FOR_WORKERS.fullmatch(one)]
+    return converted({"cluster.environment": passed}, f"set {name} where you start `corral train`: workers get it")
+
+
+def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
+        return built_in("see the other keys")
+    return unsupported("Corral has the agentic and the RLVR pipeline")
+
+
+# --- model
+
+
+def sees(config: ForeignConfig) -> bool:
+    return SEES.search(config.value("pretrain")) is not None
+
+
+def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    own = config["critic.model_args.model_name_or_path"] or config["reward_pretrain"]
+    if own == config.value("pretrain"):
+        return built_in("the critic starts as a copy of the model")
+    return mapped("critic.path", own)
+
+
+def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    main, value = config["actor_train.model_args.dtype"] or "bf16", given.value or "bf16"
+    names = config.constants["dtypes"]
+    if value not in names:
+        raise ValueError(f"should be one of {', '.join(names)}")
+    if main in names and value != main:
+        return unsupported(f"all roles compute alike in Corral: {main}, as actor_train")
+    return mapped("model.dtype", names[value])
+
+
+# --- batch
+
+
+def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    size, samples = config.value("rollout_batch_size"), group_size(config)
+    ours = {"batch.prompts_per_step": num_prompts(config), "batch.samples_per_prompt": samples}
+    if is_rlvr(config):
+        return converted(ours, f"{size} prompts, {plural(samples, 'answer')} each: {size * samples} trajectories")
+    if size % samples:
+        raise ValueError(
+            f"should be a multiple of `train_env_manager.group_size`, {samples}: groups are generated whole"
+        )
+    return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
+
+
+def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    each, times = (config.value(f"{TRAINING}.{name}") for name in names)
+    copies, trajectories = data_parallel(config), num_prompts(config) * group_size(config)
+    size = each * times * copies
+    made = math.ceil(trajectories / size)
+    note = f"{each} x {times} x {copies} = {size} trajectories per update, of {trajectories}: "
+    return converted({"batch.updates_per_step": made}, f"{note}{plural(made, 'update')} per step")
+
+
+def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """The number of updates, and how many tokens are computed at once."""
+    found, tokens = updates(config, given), sum(lengths(config))
+    each = config.value(f"{TRAINING}.per_device_train_batch_size")
+    ours = {**found.ours, ("batch", "max_tokens_per_micro_batch"): each * tokens}
+    return converted(ours, f"{found.note}; {each} x {tokens} tokens at once")
+
+
+def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    wanted, least = config["actor_train.max_tokens_per_microbatch_in_train"], sum(lengths(config))
+    note = f"{wanted} tokens at once" + (f": at least one trajectory, {least}" if wanted < least else "")
+    return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
+
+
+# --- lengths
+
+
+def sequence(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    (prompt, response), total = lengths(config), config.value("sequence_length")
+    if "response_length" in config and "sequence_length" not in config:
+        return built_in("see `prompt_length` and `response_length`")
+    if total < 2 or (is_rlvr(config) and total <= prompt):
+        raise ValueError(f"should be above the prompt's length, {max(prompt, 1)}")
+    ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
+    return converted(ours, f"{total} tokens: {prompt} for the prompt and {response} for what follows")
+
+
+def validation_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value in (None, sum(lengths(config)), lengths(config)[0]):
+        return built_in("as in training")
+    return unsupported("validation has the lengths of the training")
+
+
+# --- sampling
+
+
+def has_own_validation(config: ForeignConfig) -> bool:
+    """Environments are validated with the sampling of the training, unless that is not `actor_infer`'s."""
+    of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in config.given.values())
+    return bool(config.below("val_env_manager.generating_args")) and not of_actor
+
+
+# --- data and rewards of the RLVR pipeline
+
+
+def train_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = {"data.train.path": one_or_all(given.value or []), "data.answer_key": "ground_truth"}
+    return converted(ours, "ROLL's rows have their answers in the column `ground_truth`")
+
+
+def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not validates(config):
+        return built_in("`eval_steps` is 0: there is no validation")
+    return mapped("data.validation.path", one_or_all(given.value))
+
+
+def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
+        return built_in("one domain, all of the data")
+    return unsupported("rows are taken as the files have them; mix them there")
+
+
+def reward_of(config: ForeignConfig, domain: str) -> str | None:
+    worker = (config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2]
+    name: str | None = config.constants["rewards"].get(worker)
+    return name
+
+
+def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """All rows have the reward of one domain: the first that Corral has one for."""
+    if is_agentic(config):
+        return unsupported("environments have rewards of their own")
+    domain = given.key.split(".")[1]
+    domains = list(dict.fromkeys(key.partition(".")[0] for key in config.below("rewards")))
+    name, main = reward_of(config, domain), next((one for one in domains if reward_of(config, one)), domains[0])
+    if domain != main:
+        return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
+    if name is None:
+        known = ", ".join(config.constants["rewards"].values())
+        why = f"Corral has {known} of ROLL's; write it as a function and name it here"
+        return replaced({"environment.reward.name": f"my_rewards:{domain}"}, why)
+    return converted({"environment.reward.name": name}, "without ROLL's penalty for repetition")
+
+
+# --- advantages
+
+
+def normalized_by(config: ForeignConfig) -> tuple[str | None, str | None]:
+    """Whose mean is subtracted from rewards, and whose deviation divides them: group, batch, running, other or none."""
+    if is_rlvr(config):
+        if config.value("adv_estimator") == "grpo":
+            return "group", None if config["reward_shift"] else "group"
+        if old := config["reward_norm"]:
+            return (None if config["reward_scale"] else old), (None if config["reward_shift"] else old)
+        return config["norm_mean_type"], config["norm_std_type"]
+    method, grouping = (config.value(f"reward_normalization.{name}") for name in ("method", "grouping"))
+    scope = {"traj_group_id": "group", "batch": "batch"}.get(grouping, "other")
+    if grouping == "tags" and len(config.value("train_env_manager.tags")) == 1:
+        scope = "batch"
+    mean, std = {"mean": ("group", None), "identity": (None, None)}.get(method, ("group", "group"))
+    if grouping == "batch":
+        mean, std = mean and "batch", std and "batch"
+    mean = config["reward_normalization.norm_mean_type"] or mean
+    std = config["reward_normalization.norm_std_type"] or std
+    return (scope if mean == "group" else mean), (scope if std == "group" else std)
+
+
+@dataclass(frozen=True)
+class RollAdvantage:
+    name: str
+    description: str
+    """The advantage as ROLL has it, for the report."""
+    difference: str = ""
+    """How Corral differs from it. Empty: not at all."""
+
+
+def advantage(config: ForeignConfig) -> RollAdvantage:
+    estimator, white = config.value("adv_estimator"), bool(config.value("whiten_advantages"))
+    mean, std = normalized_by(config)
+    parts = [f"less the mean of the {mean}"] * bool(mean) + [f"over the deviation of the {std}"] * bool(std)
+    rewards = " ".join(parts) or "as they are"
+    description = f"{estimator}, rewards {rewards}, {'whitened' if white else 'not whitened'}"
+    if uses_critic(config):
+        return RollAdvantage("gae", description, "gae takes rewards as they are" if parts else "")
+    if estimator == "gigpo":
+        is_same = (mean, std) == ("group", "group")
+        return RollAdvantage("gigpo", description, "" if is_same else "gigpo divides by the group's deviation")
+    if estimator == "step_reinforce" and "group" in (mean, std):
+        difference = "turns are compared with the same turn of the group's other trajectories"
+        return RollAdvantage("turn_grpo", description, difference)
+    other = {"name": "reinforce_plus_plus", "difference": "rewards are not normalized that way"}
+    found = config.constants["advantages"].get(" ".join(map(format_value, (mean, std, white))), other)
+    return RollAdvantage(found["name"], description, found.get("difference", ""))
+
+
+def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found, written = advantage(config), config.value("adv_estimator")
+    if ADVANTAGES[found.name].needs.groups and group_size(config) == 1:
+        size = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
+        raise ValueError(
+            f"with these rewards compares the samples of a group, and `{size}` is 1: all advantages would be 0"
+        )
+    ours: dict[Any, Any] = {"algorithm.name": "ppo" if found.name == "gae" else found.name}
+    if found.name == "gae":
+        ours["algorithm.kl.where"] = kl_where(config)
+    discounted = written == "step_reinforce" and config.value("step_reward_gamma") != 1
+    if written not in ESTIMATORS or (discounted and "gamma" in ADVANTAGES[found.name].option_names):
+        why = "rewards of later turns are not discounted" if discounted else f"Corral has {', '.join(ESTIMATORS)}"
+        return replaced(ours, f"{why}; {found.name} takes its place")
+    note = f"{found.description}: {found.name}"
+    if found.name in ("reinforce", "reinforce_plus_plus") and is_agentic(config) and written != "step_reinforce":
+        note += "; a token has the return from there on, in ROLL that of the whole trajectory"
+    return converted(ours, note)
+
+
+def whitens(config: ForeignConfig) -> bool:
+    return ADVANTAGES[advantage(config).name].whitened
+
+
+def turn_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    step, episode = config.value("step_reward_weight"), config.value("episode_reward_weight")
+    if step <= 0 or episode <= 0:
+        raise ValueError("should be above 0, `step_reward_weight` and `episode_reward_weight` alike")
+    if episode == 1:
+        return mapped("algorithm.advantage.turn_weight", step)
+    return replaced(
+        {"algorithm.advantage.turn_weight": step / episode}, f"episodes weigh 1, and turns {step / episode:g}"
+    )
+
+
+def discounts(config: ForeignConfig) -> bool:
+    has_gamma = "gamma" in ADVANTAGES[advantage(config).name].option_names
+    return has_gamma and config.value("adv_estimator") != "agentic_reinforce"
+
+
+def reward_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    bound, normalized = config.value("reward_clip"), normalized_by(config)
+    if not bound:
+        return built_in("never, as in Corral")
+    if normalized == (None, None):
+        return mapped("algorithm.reward_clip", bound)
+    size = group_size(config)
+    most = (size - 1) / math.sqrt(size)
+    if normalized == ("group", "group") and most <= bound:
+        return built_in(f"never reached: rewards of a group of {size} are within {most:.3g} deviations of their mean")
+    return unsupported("rewards are clipped before they are normalized in Corral")
+
+
+# --- loss
+
+
+def uses_variants(config: ForeignConfig) -> bool:
+    """Whether the worker is that of ROLL's two kinds that reads `pg_variant`."""
+    return "pgworker" in (config["actor_train.worker_cls"] or "").lower().replace("_", "")
+
+
+def loss(config: ForeignConfig) -> str:
+    if uses_variants(config):
+        return str(config.constants["variants"].get(config["actor_train.pg_variant"] or "vanilla", "ppo"))
+    if is_rlvr(config) and config["use_policy_loss_type"] == "PG":
+        return "gpg"
+    return "gspo" if is_rlvr(config) and config["importance_sampling"] == "seq" else "ppo"
+
+
+def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ranged, usual = bool(config["use_pg_clip_range"]), LOSSES[loss(config)].options()
+    low, high = (config.value(f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
+    if not given.where and (usual.clip_low, usual.clip_high) == (low, high):
+        return built_in("as in Corral")
+    return clipped(low, high)
+
+
+def cispo_clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return clipped(*(config.value(f"actor_train.cispo_epsilon_{side}") for side in ("low", "high")))
+
+
+def clipped(low: float, high: float) -> Outcome:
+    ours = {"algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high}
+    return converted(ours, f"ratios from {1 - low:g} to {1 + high:g}")
+
+
+def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    clip = config.value("pg_clip")
+    if clip <= 0:
+        raise ValueError("needs a `pg_clip` above 0")
+    return converted({"algorithm.loss.dual_clip": 1 + 2 * clip}, f"1 + 2 x {clip:g}")
+
+
+def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    written = config.value("loss_agg_mode").replace("-", "_")
+    forced = LOSSES[loss(config)].aggregation
+    if forced is not None:
+        return (built_in if written == forced else unsupported)(f"the loss {loss(config)} is always {forced}")
+    if written != "seq_mean_token_sum_norm":
+        return mapped("algorithm.aggregation.name", written)
+    length = config.value("sequence_length")
+    ours = {"algorithm.aggregation.name": written, "algorithm.aggregation.norm": length}
+    return converted(ours, f"divided by the length of a sequence, {length}")
+
+
+# --- tokens sampled with other weights, or by another engine
+
+
+def rejection_filters(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    rules = [rule for rule in given.value or [] if not isinstance(rule, dict) or rule.get("enabled")]
+    if not rules:
+        return built_in("off, as in Corral")
+    rule = rules[0] if isinstance(rules[0], dict) else {}
+    level, low, high = rule.get("agg_type", "token"), rule.get("ratio_low", 0.8), rule.get("ratio_high", 1.2)
+    by_ratio = rule.get("ratio_enabled", True) and not rule.get("diff_enabled")
+    alone = len(rules) == 1 and not config["train_infer_correction.is_weight.enabled"]
+    if not (alone and by_ratio and level in ("token", "sequence")):
+        return unsupported("one filter, by the ratio of tokens or trajectories, or weights instead")
+    if not all(isinstance(bound, int | float) for bound in (low, high)):
+        raise ValueError("should have numbers as ratio_low and ratio_high")
+    ours = {"algorithm.correction.name": "rejection", "algorithm.old_logprobs": "recompute"}
+    options = {"level": level, "floor": low, "cap": high}
+    return converted(ours | {f"algorithm.correction.{key}": value for key, value in options.items()}, "rejection")
+
+
+# --- optimizers: `training_args` of `actor_train` and of `critic`
+
+
+def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
+    rate = config.value(f"{role}.training_args.learning_rate")
+    ratio = given.value / rate if given.key.endswith(".min_lr") else given.value
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"should be from 0 to the learning rate, {rate:g}")
+    return converted({f"{ours}.min_learning_rate_ratio": ratio}, f"{ratio:g} of the learning rate {rate:g}")
+
+
+def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    own = math.prod(config.value(f"actor_train.training_args.{name}") for name in names)
+    if math.prod(config[f"critic.training_args.{name}"] or 1 for name in names) == own:
+        return built_in("the critic has the same updates as the model")
+    return unsupported(f"the critic has the same updates as the model, of {own} for each device")
