@@ -57,8 +57,7 @@ def up(
 ) -> None:
     """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
     from corral.cluster.identity import IdentityOptions, check_port, find_identity
-    from corral.cluster.ray_node import stop_ray
-    from corral.cluster.up import EndedBySignal, Foreground, UpOptions, wait_for_all
+    from corral.cluster.up import EndedBySignal, Foreground, UpOptions, stop_ray, wait_for_all
     from corral.cluster.up import up as bring_up
     from corral.observe.status_line import Countdown, StatusLine
 
@@ -164,8 +163,7 @@ def status(
     """List the nodes of the cluster and the jobs that run on it; or describe one job."""
     from corral.cluster.cluster_status import ClusterStatus
     from corral.cluster.gcs import Gcs, find_head
-    from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs
-    from corral.cluster.jobs.job_api import open_jobs
+    from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs, open_jobs
 
     if job is not None:
         found, text = describe_job(open_jobs(address), job)

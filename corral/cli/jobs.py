@@ -12,7 +12,7 @@ from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from corral.cluster.jobs.job_api import JobApi
+    from corral.cluster.jobs.job import JobApi
 
 DashboardAddress = Annotated[
     str | None,
@@ -41,9 +41,8 @@ def submit(
     address: DashboardAddress = None,
 ) -> None:
     """Train on a cluster as the recipe says, whether or not this terminal stays open. Sends the recipe and its code."""
-    from corral.cluster.jobs.job_api import open_jobs
-    from corral.cluster.jobs.job_environment import chosen_variables, read_runtime_env
-    from corral.cluster.jobs.submit import JobRequest, prepare
+    from corral.cluster.jobs.job import open_jobs
+    from corral.cluster.jobs.submit import JobRequest, chosen_variables, prepare, read_runtime_env
     from corral.cluster.jobs.submit import submit as submit_package
 
     loaded, plan = planned(recipe, overrides)
@@ -83,8 +82,7 @@ def submit(
 
 def jobs(address: DashboardAddress = None, as_json: AsJson = False) -> None:
     """List the jobs of the cluster, the newest first."""
-    from corral.cluster.jobs.job import format_jobs, list_jobs, with_true_folder
-    from corral.cluster.jobs.job_api import open_jobs
+    from corral.cluster.jobs.job import format_jobs, list_jobs, open_jobs, with_true_folder
 
     api = open_jobs(address)
     found = [with_true_folder(api, job) for job in list_jobs(api)]
@@ -101,9 +99,8 @@ def logs(
     address: DashboardAddress = None,
 ) -> None:
     """Print the output of a job."""
-    from corral.cluster.jobs.job import find_job, logs_of
+    from corral.cluster.jobs.job import find_job, logs_of, open_jobs
     from corral.cluster.jobs.job import follow as follow_job
-    from corral.cluster.jobs.job_api import open_jobs
 
     api = open_jobs(address)
     found = find_job(api, job)
@@ -123,8 +120,8 @@ def stop(
     address: DashboardAddress = None,
 ) -> None:
     """Stop a job. Its run saves a checkpoint first."""
+    from corral.cluster.jobs.job import open_jobs
     from corral.cluster.jobs.job import stop as stop_job
-    from corral.cluster.jobs.job_api import open_jobs
 
     print(stop_job(open_jobs(address), job, write, timeout))
 

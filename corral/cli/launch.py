@@ -352,7 +352,7 @@ def host_setup(
     """Print a script that installs docker and what containers need for GPUs."""
     from shutil import which
 
-    from corral.cluster.launchers.host_setup import host_setup as make_script
+    from corral.cluster.launchers.containers import host_setup as make_script
 
     found = family or ("yum" if which("dnf") or which("yum") else "apt")
     if found not in ("apt", "yum"):

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 from corral.cluster.doctor import file_checks, network_checks, recipe_checks
 from corral.cluster.doctor.all_reduce_checks import PairTests, check_pairs
 from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef, at_node
-from corral.cluster.doctor.gpu_checks import check_num_gpus
-from corral.cluster.doctor.network_checks import ConnectionTarget
+from corral.cluster.doctor.machine_checks import check_num_gpus
+from corral.cluster.doctor.network_checks import ConnectionTarget, check_open_ports
 from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector, NodeState
 from corral.cluster.doctor.node_set import NONE_GIVEN, ClusterNodes, LocalNode, NodeArguments, NodeSet, same_for_all
-from corral.cluster.doctor.ray_checks import check_open_ports
-from corral.cluster.smi import device_vendor
+from corral.cluster.node_report import device_vendor
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan

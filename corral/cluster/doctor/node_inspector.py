@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.cluster.addresses import own_addresses, resolve
 from corral.cluster.doctor import file_checks, machine_checks, network_checks, recipe_checks
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.gpu_checks import TorchFacts, check_gpus, check_torch, describe_models
-from corral.cluster.doctor.ray_checks import OpenPort, check_processes, check_token_files, open_ports, token_files
+from corral.cluster.doctor.machine_checks import TorchFacts, check_gpus, check_torch, describe_models
+from corral.cluster.doctor.network_checks import OpenPort, check_processes, check_token_files, open_ports, token_files
 from corral.cluster.doctor.torch_probe import ProbeFailed, TorchProbe
+from corral.cluster.identity import own_addresses, resolve
 from corral.cluster.node_processes import NodeProcess, ProcessTable, all_processes, raylet_of
-from corral.cluster.smi import Gpu, device_vendor, query_gpus
+from corral.cluster.node_report import Gpu, device_vendor, query_gpus
 from corral.data.plugins import error_line
 from corral.runtime.membership import find_membership, own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards, split_address
