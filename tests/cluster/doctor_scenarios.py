@@ -7,8 +7,7 @@ import ray
 
 from corral.cluster.doctor.diagnose import DoctorOptions, request_for
 from corral.cluster.doctor.findings import NodeRef
-from corral.cluster.doctor.node_inspector import NodeInspector
-from corral.cluster.doctor.node_set import ClusterNodes
+from corral.cluster.doctor.node_inspector import ClusterNodes, NodeInspector
 from corral.cluster.gcs import find_head
 from corral.runtime.connection import join
 

@@ -8,10 +8,12 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from corral.cluster.doctor.findings import Finding, NodeRef, format_hosts, format_some
+from corral.cluster.doctor.findings import Finding, NodeRef, PairSpeed, format_hosts, format_some, format_speed
 from corral.cluster.node_processes import SERVERS, NodeProcess, ProcessTable, raylet_of, socket_inodes, tcp_sockets
 from corral.runtime.membership import own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, is_loopback, split_address
@@ -24,6 +26,8 @@ COMPARED = ("NCCL_", "GLOO_", "UCX_", "RCCL_", "HSA_", "FI_")
 """Prefixes of variables that change how nodes communicate: a node that alone has them does not match the others."""
 FIREWALL = "open the ports between the nodes to each other (all of them: workers use any), on the firewall of {host}"
 CLOCK_WARNING_S, CLOCK_ERROR_S = 1.0, 30.0
+FAR_SLOWER = 1 / 3  # of the median
+SILENT = "no answer"
 SET_CLOCK = "let chrony or systemd-timesyncd set the clock there (timedatectl set-ntp true)"
 OTHERS_MODE = 0o077
 MAX_PROCESSES = 6
@@ -226,6 +230,66 @@ def check_clocks(offsets: Mapping[NodeRef, ClockOffset]) -> Iterator[Finding]:
     if is_fine:
         most = max(abs(offset.seconds - usual.seconds) + offset.error_s for offset in offsets.values())
         yield Finding("ok", "clocks", f"within {max(most, 0.001):.1g} s of each other", nodes=tuple(offsets))
+
+
+# --- how fast pairs of nodes sum a tensor together: what training and weight transfer wait for
+
+
+def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """All pairs in as few rounds as possible: one node stays, the others move on by one place (the circle method)."""
+    nodes: list[int | None] = list(range(num_nodes))
+    if num_nodes % 2:
+        nodes.append(None)
+    half, found = len(nodes) // 2, []
+    for _ in range(len(nodes) - 1):
+        facing = zip(nodes[:half], reversed(nodes[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        nodes = [nodes[0], nodes[-1], *nodes[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def pair_result(pair: PairSpeed, port: int | str | None, answers: Mapping[NodeRef, Any]) -> PairSpeed:
+    """The pair with what its nodes have measured. A text instead of numbers is an error, and so is None."""
+    results = [SILENT if port is None else port, *(answers.get(node, SILENT) for node in (pair.one, pair.other))]
+    errors = list(dict.fromkeys(error for error in results if isinstance(error, str)))
+    if errors:
+        known = [error for error in errors if error != SILENT] or errors
+        return replace(pair, error="; ".join(known))
+    latency_s, bytes_per_s = answers[pair.one]
+    return replace(pair, latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
+def check_pairs(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
+    for backend in dict.fromkeys(pair.backend for pair in pairs):
+        own = [pair for pair in pairs if pair.backend == backend]
+        for pair in own:
+            if pair.error:
+                what = f"{pair} cannot sum a tensor together with {backend}: {pair.error}"
+                fix = "a firewall, or the wrong network: GLOO_SOCKET_IFNAME chooses another"
+                if backend == "nccl":
+                    fix = (
+                        "run it again with NCCL_DEBUG=INFO; often /dev/shm, NCCL_SOCKET_IFNAME, or InfiniBand that "
+                        "one node lacks"
+                    )
+                yield Finding("error", "all-reduce", what, fix, tuple(dict.fromkeys((pair.one, pair.other))))
+        for is_inside in (False, True):
+            yield from compare_speeds([pair for pair in own if not pair.error and pair.is_inside == is_inside])
+
+
+def compare_speeds(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
+    if not pairs:
+        return
+    usual = median(pair.bytes_per_s for pair in pairs)
+    slow = [pair for pair in pairs if pair.bytes_per_s < FAR_SLOWER * usual]
+    for pair in slow:
+        speeds = f"{format_speed(pair.bytes_per_s)} with {pair.backend}, and the median is {format_speed(usual)}"
+        fix = "look at cable, switch port and interface speed (ethtool) of the node that all slow pairs share"
+        yield Finding("warning", "all-reduce", f"{pair}: {speeds}", fix, tuple(dict.fromkeys((pair.one, pair.other))))
+    if not slow:
+        kind = "inside nodes" if pairs[0].is_inside else f"between {len(pairs)} pair{'s' * (len(pairs) > 1)}"
+        latency = max(pair.latency_s for pair in pairs)
+        what = f"{pairs[0].backend} {kind}: {format_speed(usual)} (median), {latency * 1e6:.0f} µs at most"
+        yield Finding("ok", "all-reduce", what)
 
 
 # --- Ray's processes: what earlier clusters have left behind, and who may use those that run
