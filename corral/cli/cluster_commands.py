@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.cli.planning import AsJson, Overrides
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from corral.runtime.membership import Membership
@@ -19,11 +19,6 @@ HeadFilePath = Annotated[
     Path | None,
     typer.Option("--head-file", help="File with the head's address, on a file system that all nodes share."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    for command in (up, down, check, status, stacks, doctor):
-        app.command()(command)
 
 
 def up(
@@ -56,8 +51,8 @@ def up(
     ] = None,
 ) -> None:
     """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
-    from corral.cluster.identity import IdentityOptions, check_port, find_identity
-    from corral.cluster.up import EndedBySignal, Foreground, UpOptions, stop_ray, wait_for_all
+    from corral.cluster.identity import check_port, find_identity
+    from corral.cluster.up import EndedBySignal, UpOptions, end_on_signals, stay, stop_ray, wait_for_all
     from corral.cluster.up import up as bring_up
     from corral.observe.status_line import Countdown, StatusLine
 
@@ -71,7 +66,16 @@ def up(
     if port is not None:
         check_port(port, "--port")
     options = UpOptions(
-        identity=find_identity(IdentityOptions(head, join, rank, nodes, port, id, head_file is not None), os.environ),
+        identity=find_identity(
+            os.environ,
+            head=head,
+            join=join,
+            rank=rank,
+            nodes=nodes,
+            port=port,
+            id=id,
+            has_head_file=head_file is not None,
+        ),
         devices=devices,
         head_file=head_file,
         timeout_s=timeout,
@@ -84,7 +88,9 @@ def up(
         temp_dir=temp_dir,
         ray_options=tuple(ray_options or ()),
     )
-    line, foreground, member = StatusLine(), Foreground() if block else None, None
+    line, member = StatusLine(), None
+    if block:
+        end_on_signals()
     try:
         member = bring_up(options, line)
         print_membership(member)
@@ -93,8 +99,8 @@ def up(
             print(f"all {member.num_nodes} nodes are there", flush=True)
         if member.is_head:
             print(f"dashboard {member.dashboard}", flush=True)
-        if foreground is not None:
-            foreground.stay(member)
+        if block:
+            stay(member)
     except EndedBySignal:
         pass
     finally:
@@ -137,20 +143,15 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Wait until the cluster has so many devices, and list them. Exits with 1 and what is missing."""
-    from corral.cluster.cluster_status import TooFewDevices, wait_for_devices
+    from corral.cluster.cluster_status import wait_for_devices
     from corral.cluster.gcs import wait_for_cluster
     from corral.observe.status_line import Countdown, StatusLine
 
     countdown = Countdown(timeout, StatusLine())
-    gcs = wait_for_cluster(address, head_file, countdown)
-    error = None
-    try:
-        found = wait_for_devices(gcs, devices, nodes, countdown)
-    except TooFewDevices as too_few:
-        found, error = too_few.status, too_few
+    found, lack = wait_for_devices(wait_for_cluster(address, head_file, countdown), devices, nodes, countdown)
     print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
-    if error is not None:
-        raise error
+    if lack:
+        raise RunError(lack)
     if found.mixtures:
         raise typer.Exit(1)
 

@@ -21,11 +21,6 @@ DashboardAddress = Annotated[
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or the beginning of it.")]
 
 
-def register(app: typer.Typer) -> None:
-    for command in (submit, jobs, logs, stop):
-        app.command()(command)
-
-
 def submit(
     recipe: RecipeFile,
     overrides: Overrides = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.cli.run_recipe import Debug, Insecure, PostMortem, Shrink, print_plan, train_recipe
+from corral.cli.planning import Debug, Insecure, PostMortem, Shrink, print_plan, train_recipe
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ class System(StrEnum):
     SEARCH_R1 = "search_r1"
     ROLL = "roll"
     RLINF = "rlinf"
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(migrate)
 
 
 def migrate(

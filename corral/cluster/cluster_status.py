@@ -6,7 +6,6 @@ from typing import Any, Self
 from corral.cluster.gcs import Gcs, NodeEntry
 from corral.cluster.node_report import SAME_EVERYWHERE, NodeReport
 from corral.observe.status_line import Countdown
-from corral.recipe.errors import RunError
 
 GIB = 2**30
 VERSIONS = ("corral", "ray", "torch", "python", "driver")
@@ -118,14 +117,15 @@ def format_table(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def wait_for_devices(gcs: Gcs, num_devices: int, num_nodes: int, countdown: Countdown) -> ClusterStatus:
-    """Waits until the cluster has at least so many devices and nodes. Raises with what is missing after the timeout."""
+def wait_for_devices(gcs: Gcs, num_devices: int, num_nodes: int, countdown: Countdown) -> tuple[ClusterStatus, str]:
+    """Waits until the cluster has at least so many devices and nodes, or the timeout is over. Returns what it has, and
+    an error with what is missing then."""
     while True:
         status = ClusterStatus.query(gcs)
         devices, nodes = status.num_devices, len(status.nodes)
         if devices >= num_devices and nodes >= num_nodes:
             countdown.line.clear()
-            return status
+            return status, ""
         lack = f"{num_devices} devices: {devices} on {nodes} node{'s' * (nodes != 1)}"
         if num_nodes > nodes:
             lack = f"{num_nodes} nodes: {nodes} with {devices} devices"
@@ -138,13 +138,5 @@ def wait_for_devices(gcs: Gcs, num_devices: int, num_nodes: int, countdown: Coun
             countdown.line.clear()
             each = ", ".join(f"{node.entry} has {node.entry.devices}" for node in status.nodes)
             when = "with all its nodes" if is_complete else f"after {countdown.timeout_s:g} s"
-            raise TooFewDevices(f"{when} the cluster does not have {lack} ({each})", status)
+            return status, f"{when} the cluster does not have {lack} ({each})"
         countdown.more(lack)
-
-
-class TooFewDevices(RunError):
-    """The cluster did not get the devices in time. `status`: what it has."""
-
-    def __init__(self, message: str, status: ClusterStatus) -> None:
-        super().__init__(message)
-        self.status = status

@@ -149,17 +149,20 @@ class HeadFile:
         write_atomically(path, json.dumps(asdict(self), indent=1))
 
     @classmethod
-    def read(cls, path: Path) -> Self | None:
-        """None where there is no file yet."""
+    def read(cls, path: Path) -> Self:
         try:
             return cls(**json.loads(path.read_text()))
         except FileNotFoundError:
-            return None
+            raise NoAnswer(f"{path} is not there yet") from None
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is not a head file of Corral; remove it") from error
 
-    def why_stale(self, id: str | None) -> str | None:
-        """Why the file must not be trusted, or None. `id`: of the launcher's job, where that is known."""
+    def check(self, path: Path, id: str | None = None) -> None:
+        """Raises if the file must not be trusted. `id`: of the launcher's job, where that is known."""
+        if (reason := self._why_stale(id)) is not None:
+            raise NoAnswer(f"{path}: {reason}")
+
+    def _why_stale(self, id: str | None) -> str | None:
         age = f"written {format_age(time.time() - self.time)} ago by {self.hostname}"
         if id is not None and self.id != id:
             return f"it is of another start ({self.id}, {age}), not of {id}"
@@ -230,10 +233,7 @@ def wait_for_cluster(address: str | None, head_file: Path | None, countdown: Cou
 def read_head_file(path: Path) -> str:
     """The head's address. The token beside the file is used from here on."""
     found = HeadFile.read(path)
-    if found is None:
-        raise NoAnswer(f"{path} is not there yet")
     if token_beside(path).is_file():
         use_token(token_beside(path))
-    if (reason := found.why_stale(None)) is not None:
-        raise NoAnswer(f"{path}: {reason}")
+    found.check(path)
     return found.address

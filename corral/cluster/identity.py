@@ -38,40 +38,38 @@ class NodeIdentity:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class IdentityOptions:
-    """Options of the command line; None where they were not given."""
-
-    head: bool = False
-    join: str | None = None
-    rank: int | None = None
-    nodes: int | None = None
-    port: int | None = None
-    id: str | None = None
-    has_head_file: bool = False
-
-
-def find_identity(options: IdentityOptions, environment: Mapping[str, str]) -> NodeIdentity:
-    if options.head and options.join is not None:
+def find_identity(
+    environment: Mapping[str, str],
+    *,
+    head: bool = False,
+    join: str | None = None,
+    rank: int | None = None,
+    nodes: int | None = None,
+    port: int | None = None,
+    id: str | None = None,
+    has_head_file: bool = False,
+) -> NodeIdentity:
+    """`environment`: whose variables count where an option of the command line was not given."""
+    if head and join is not None:
         raise UserError("--head starts a cluster and --join joins one: give one of them")
     found = identity_in(environment)
-    join_host, join_port = split_join_address(options.join) if options.join else (None, None)
-    rank = options.rank if options.rank is not None else found.rank
-    is_numbered = found.num_nodes is not None or options.nodes is not None
-    if options.head:
+    join_host, join_port = split_join_address(join) if join else (None, None)
+    rank = rank if rank is not None else found.rank
+    is_numbered = found.num_nodes is not None or nodes is not None
+    if head:
         if rank not in (None, 0):
             raise UserError(f"--head is rank 0, but the rank is {rank} ({found.source})")
         rank = 0
-    elif rank is None and not is_numbered and options.join is None and not options.has_head_file:
+    elif rank is None and not is_numbered and join is None and not has_head_file:
         rank = 0  # a cluster of this machine
-    elif options.join is not None and rank == 0:
+    elif join is not None and rank == 0:
         raise UserError(f"rank 0 is the head and joins nobody ({found.source}); give this node another --rank")
-    if rank is None and (options.join is None or options.nodes is not None):
+    if rank is None and (join is None or nodes is not None):
         raise UserError(
             "which node is this? Set RANK (0 is the head) or use --rank; or --head, or --join ADDRESS alone"
         )
     # A node without a rank waits for nobody.
-    num_nodes = None if rank is None else options.nodes or found.num_nodes
+    num_nodes = None if rank is None else nodes or found.num_nodes
     if rank is not None and num_nodes is not None and not 0 <= rank < num_nodes:
         raise UserError(
             f"rank {rank} is not below the number of nodes, {num_nodes} ({found.source}); both count nodes from 0, not "
@@ -82,8 +80,8 @@ def find_identity(options: IdentityOptions, environment: Mapping[str, str]) -> N
         rank=rank,
         num_nodes=num_nodes,
         head=join_host or found.head,
-        port=options.port or join_port or found.port,
-        id=options.id or found.id,
+        port=port or join_port or found.port,
+        id=id or found.id,
     )
 
 

@@ -152,15 +152,8 @@ def start_head(options: UpOptions) -> Membership:
     with started(member, options, dashboard):
         gcs = Gcs(member.address)
         store_report(gcs, member)
-        gcs.put(
-            "cluster",
-            {
-                "id": member.id,
-                "num_nodes": member.num_nodes,
-                "dashboard": member.dashboard,
-                "has_token": member.token_file is not None,
-            },
-        )
+        about = {"id": member.id, "num_nodes": member.num_nodes, "dashboard": member.dashboard}
+        gcs.put("cluster", {**about, "has_token": member.token_file is not None})
         if options.head_file is not None:
             file = HeadFile(member.id, gcs.cluster_id, member.address, time.time(), socket.gethostname())
             file.write(options.head_file)
@@ -203,36 +196,38 @@ def wait_for_head(options: UpOptions, countdown: Countdown) -> str:
         )
     while True:
         token = None if options.is_insecure else find_token(options.token_file, beside, environment)
-        address, missing = look_for_head(options, token)
-        if address is not None and token is None and not options.is_insecure:
+        try:
+            address = look_for_head(options, token)
+        except NoAnswer as missing:
+            if countdown.is_over:
+                raise RunError(f"the head was not there within {countdown.timeout_s:g} s: {missing}") from None
+            countdown.more(f"the head: {missing}")
+            continue
+        if token is None and not options.is_insecure:
             raise UserError(
                 f"the head at {address} needs a token and this node has none: copy the head's ~/.corral/token here, or "
                 "set RAY_AUTH_TOKEN (or --insecure, if the head was started so)"
             )
-        if address is not None:
-            return address
-        if countdown.is_over:
-            raise RunError(f"the head was not there within {countdown.timeout_s:g} s: {missing}")
-        countdown.more(f"the head: {missing}")
+        return address
 
 
-def look_for_head(options: UpOptions, token: str | None) -> tuple[str | None, str]:
-    """Address of the head, or what is missing. The token is used from here on."""
+def look_for_head(options: UpOptions, token: str | None) -> str:
+    """Address of the head. The token is used from here on."""
     identity = options.identity
     if options.head_file is not None:
         found = HeadFile.read(options.head_file)
-        if found is None:
-            return None, f"{options.head_file} is not there yet"
         use_token(keep_token(split_address(found.address)[1], token))
-        reason = found.why_stale(identity.id)
-        return (found.address, "") if reason is None else (None, f"{options.head_file}: {reason}")
+        found.check(options.head_file, identity.id)
+        return found.address
     assert identity.head is not None
     addresses = resolve(identity.head)
     if not addresses:
-        return None, f"the name {identity.head} is unknown on this node"
+        raise NoAnswer(f"the name {identity.head} is unknown on this node")
     address = f"{addresses[0]}:{identity.port}"
     use_token(keep_token(identity.port, token))
-    return (address, "") if answers(address) else (None, f"nothing answers at {address} ({identity.head})")
+    if not answers(address):
+        raise NoAnswer(f"nothing answers at {address} ({identity.head})")
+    return address
 
 
 def wait_for_cluster_entry(gcs: Gcs, countdown: Countdown) -> dict[str, Any]:
@@ -331,35 +326,33 @@ def wait_for_all(member: Membership, num_nodes: int, countdown: Countdown) -> No
         countdown.more(lack)
 
 
-class Foreground:
+class EndedBySignal(BaseException):
+    """Ends the command without an error."""
+
+
+def end_on_signals() -> None:
     """`--block`: this node stays in the cluster as long as the command runs. A signal ends it, at any time."""
 
-    def __init__(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._end)
-
-    def _end(self, number: int, _: FrameType | None) -> None:
+    def end(number: int, _: FrameType | None) -> None:
         for other in SIGNALS:  # a second one must not disturb the cleanup
             signal.signal(other, signal.SIG_IGN)
         raise EndedBySignal
 
-    def stay(self, member: Membership) -> None:
-        """Blocks until a signal comes. Raises if Ray ends by itself, or its head."""
-        answered = time.monotonic()
-        while True:
-            if not member.is_alive:
-                raise RunError(f"Ray has ended on this node, {member.node_address}; its logs are in {member.temp_dir}")
-            if answers(member.address):
-                answered = time.monotonic()
-            elif time.monotonic() - answered > HEAD_GONE_S:
-                raise RunError(
-                    f"the head, {member.address}, has not answered for {HEAD_GONE_S:g} s; this node ends too"
-                )
-            time.sleep(POLL_S)
+    for number in SIGNALS:
+        signal.signal(number, end)
 
 
-class EndedBySignal(BaseException):
-    """Ends the command without an error."""
+def stay(member: Membership) -> None:
+    """Blocks until a signal comes. Raises if Ray ends by itself, or its head."""
+    answered = time.monotonic()
+    while True:
+        if not member.is_alive:
+            raise RunError(f"Ray has ended on this node, {member.node_address}; its logs are in {member.temp_dir}")
+        if answers(member.address):
+            answered = time.monotonic()
+        elif time.monotonic() - answered > HEAD_GONE_S:
+            raise RunError(f"the head, {member.address}, has not answered for {HEAD_GONE_S:g} s; this node ends too")
+        time.sleep(POLL_S)
 
 
 # --- leaving
@@ -369,19 +362,16 @@ def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:
     """Ends this node's part of one cluster, or of all. Returns the memberships with how many processes were ended."""
     records = [Membership.read(record) for record in sorted(state_folder().glob(f"ray-*/{RECORD}"))]
     found = [member for member in records if member is not None and port in (None, member.port)]
-    for member in found:
-        if not is_forced and (runs := runs_of(member)):
+    for member in () if is_forced else found:
+        own = {pid for pid, _ in marked_processes(member.mark)}
+        # Runs with workers here, or whose controller is here and uses this cluster, whoever started it.
+        runs = sorted({one.run for one in present() if one.pid in own or is_connected_to(one.pid, member.port)})
+        if runs:
             raise UserError(
                 f"{' and '.join(runs)} trains on this node: stop it first, which saves it (`corral stop JOB`, or "
                 "Ctrl-C where it runs), or lose what was not saved with --force"
             )
     return [(member, stop_ray(member)) for member in found]
-
-
-def runs_of(member: Membership) -> list[str]:
-    """Runs with workers here, or whose controller is here and uses this cluster, whoever started it."""
-    own = {pid for pid, _ in marked_processes(member.mark)}
-    return sorted({one.run for one in present() if one.pid in own or is_connected_to(one.pid, member.port)})
 
 
 # --- Ray on this node, with everything set that Corral relies on
@@ -401,19 +391,14 @@ def start_ray(member: Membership, *, dashboard: tuple[str, int], debugger: str |
                 stderr=subprocess.STDOUT,
                 timeout=START_S,
             )
-            failed = "" if result.returncode == 0 else find_reason(log.read_text(errors="replace"))
+            lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            errors = [line for line in lines if "Error" in line or "error" in line]
+            failed = "" if result.returncode == 0 else (errors or lines or ["it printed nothing"])[-1]
         except subprocess.TimeoutExpired:
             failed = f"nothing within {START_S:g} s"
     if failed:
         stop_ray(member)
         raise RunError(f"Ray did not start on {member.node_address}: {failed} (all of it: {log})")
-
-
-def find_reason(log: str) -> str:
-    """The last line that speaks of an error; without one, the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "error" in line]
-    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def start_options(member: Membership, dashboard: tuple[str, int], debugger: str | None) -> list[str]:

@@ -19,8 +19,8 @@ async def start_inspectors() -> list[float]:
     head = find_head()
     join(head)
     entries = {NodeRef(entry["NodeManagerHostname"], entry["NodeManagerAddress"]): entry for entry in ray.nodes()}
-    STARTED.append(ClusterNodes(entries, lambda node: request_for(node, DoctorOptions(), None, head)))
-    return sorted(STARTED[0].call(NodeInspector.clock, limit_s=60).values())
+    STARTED.append(ClusterNodes(entries, lambda node: request_for(node, DoctorOptions(), None, head), limit_s=60))
+    return sorted(STARTED[0].call(NodeInspector.clock).values())
 
 
 async def call_inspectors() -> dict[str, Any]:
