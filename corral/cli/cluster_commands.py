@@ -143,8 +143,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Wait until the cluster has so many devices, and list them. Exits with 1 and what is missing."""
-    from corral.cluster.cluster_status import wait_for_devices
-    from corral.cluster.gcs import wait_for_cluster
+    from corral.cluster.gcs import wait_for_cluster, wait_for_devices
     from corral.observe.status_line import Countdown, StatusLine
 
     countdown = Countdown(timeout, StatusLine())
@@ -162,8 +161,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """List the nodes of the cluster and the jobs that run on it; or describe one job."""
-    from corral.cluster.cluster_status import ClusterStatus
-    from corral.cluster.gcs import Gcs, find_head
+    from corral.cluster.gcs import ClusterStatus, Gcs, find_head
     from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs, open_jobs
 
     if job is not None:

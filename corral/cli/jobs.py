@@ -65,14 +65,14 @@ def submit(
     )
     package = prepare(request)
     api = open_jobs(address)
-    sent = submit_package(api, package)
-    for note in sent.notes:
+    job, notes = submit_package(api, package)
+    for note in notes:
         print(note)
-    print(f"submitted {sent.id} to {api.url}; run folder {sent.folder}", flush=True)
+    print(f"submitted {job} to {api.url}; run folder {package.run_folder}", flush=True)
     if no_wait:
-        print("\n".join(f"  corral {verb}" for verb in (f"logs {sent.id} -f", f"status {sent.id}", f"stop {sent.id}")))
+        print("\n".join(f"  corral {verb}" for verb in (f"logs {job} -f", f"status {job}", f"stop {job}")))
         return
-    watch(api, sent.id)
+    watch(api, job)
 
 
 def jobs(address: DashboardAddress = None, as_json: AsJson = False) -> None:

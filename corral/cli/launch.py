@@ -1,6 +1,7 @@
 """`corral launch`: writes or prints what a launcher needs to run a recipe, and with --go starts it."""
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -67,8 +68,7 @@ def absolute(path: Path) -> Path:
 
 
 def end_cleanly() -> None:
-    """Lets signals that would end this process at once end it like Ctrl-C does: what it has started is stopped
-    first."""
+    """Lets signals end this process like Ctrl-C does: what it has started is stopped first."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
 
@@ -374,7 +374,7 @@ def ssh(
     keep: Keep = False,
 ) -> None:
     """Start a cluster over ssh, train on its head, and take it down."""
-    from corral.cluster.launchers.ssh import SshCluster, new_id, read_hosts, run_over_ssh
+    from corral.cluster.launchers.ssh import SshCluster, read_hosts, run_over_ssh
 
     spec = make_spec(recipe, overrides, accelerator)
     named = read_hosts(hosts)
@@ -383,7 +383,7 @@ def ssh(
     cluster = SshCluster(
         spec=spec,
         hosts=named[: spec.num_nodes],
-        id=new_id(spec.name),
+        id=f"{spec.name}-{secrets.token_hex(4)}",
         head=head or named[0].name,
         folder=directory or Path.cwd(),
         port=port,

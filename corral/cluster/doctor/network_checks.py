@@ -157,10 +157,6 @@ def is_named(written: str, interface: str, is_prefix: bool) -> bool:
     return interface.startswith(written) if is_prefix else interface == written
 
 
-def own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(COMPARED)}
-
-
 def check_variables(variables: Mapping[NodeRef, Mapping[str, str]]) -> Iterator[Finding]:
     """Variables must be the same everywhere; only an interface's name may differ with the machine."""
     for name in dict.fromkeys(name for own in variables.values() for name in own):
@@ -340,8 +336,7 @@ class OpenPort:
 
 
 def open_ports(table: ProcessTable) -> list[OpenPort]:
-    """Open ports of this user's Ray processes, without the doctor itself; of others' one cannot know which port is
-    whose."""
+    """Open ports of this user's Ray processes, without the doctor itself; whose another user's are cannot be known."""
     ports = {one.inode: one.port for one in tcp_sockets() if one.is_listening and not is_loopback(one.host)}
     found = []
     for process in table.values():

@@ -4,6 +4,7 @@ whatever runs there.
 It imports no torch: what needs torch is done by a probe process, which can be killed.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from corral.cluster.doctor.machine_checks import TorchFacts, check_gpus, check_t
 from corral.cluster.doctor.network_checks import OpenPort, check_processes, check_token_files, open_ports, token_files
 from corral.cluster.doctor.torch_probe import ProbeFailed, TorchProbe
 from corral.cluster.identity import own_addresses, resolve
-from corral.cluster.node_processes import NodeProcess, ProcessTable, all_processes, raylet_of
+from corral.cluster.node_processes import all_processes, raylet_of
 from corral.cluster.node_report import Gpu, device_vendor, query_gpus
 from corral.data.plugins import error_line
 from corral.recipe.errors import first_line
@@ -92,12 +93,18 @@ class NodeInspector:
 
     def examine(self) -> NodeState:
         request, table, inventory, machine = self.request, all_processes(), query_gpus(), machine_checks
-        torch, host = self._torch(), socket.gethostname()
+        host = socket.gethostname()
+        try:
+            torch = TorchFacts(**self._probe(0).call("torch", request.limit_s))
+        except ProbeFailed as failure:
+            torch = TorchFacts(error=f"`import torch` and a look at its devices: {failure}")
         gpus = inventory.gpus if inventory is not None else ()
         raylet = next((one for one in table.values() if one.name == "raylet" and one.head == request.cluster), None)
         member = None if request.cluster is None else find_membership(request.cluster)
         ray_folder = None if member is None else Path(member.temp_dir)
         own_heads = [member.address for member in own_memberships()]
+        # While a worker is called, the name of the method follows its own.
+        workers = [one for one in table.values() if one.name.partition(".")[0] == WORKER]
         checks: dict[str, Callable[[], Iterable[Finding]]] = {
             "torch": lambda: check_torch(torch, inventory, device_vendor()),
             "GPU memory": lambda: check_gpus(inventory, table, None if raylet is None else raylet.pid),
@@ -113,15 +120,15 @@ class NodeInspector:
         return NodeState(
             findings=tuple(finding for name, check in checks.items() for finding in guarded(name, check)),
             versions=file_checks.own_versions(inventory.driver if inventory is not None else "", describe_models(gpus)),
-            variables=network_checks.own_variables(),
+            variables={name: value for name, value in os.environ.items() if name.startswith(network_checks.COMPARED)},
             interface=self.interface,
             ports=tuple(open_ports(table)),
             gpus=gpus,
             torch=torch,
             memory=machine.memory().total,
-            offline=file_checks.is_offline(),
+            offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
             port=self.listener.port if self.listener else 0,
-            is_busy=raylet is not None and any(is_worker_of(raylet, one, table) for one in table.values()),
+            is_busy=raylet is not None and any(raylet_of(one, table) == raylet for one in workers),
         )
 
     def digests(self, required: Sequence[file_checks.RequiredFile]) -> list[str]:
@@ -179,12 +186,6 @@ class NodeInspector:
 
     # --- the probe
 
-    def _torch(self) -> TorchFacts:
-        try:
-            return TorchFacts(**self._probe(0).call("torch", self.request.limit_s))
-        except ProbeFailed as failure:
-            return TorchFacts(error=f"`import torch` and a look at its devices: {failure}")
-
     def _probe(self, number: int) -> TorchProbe:
         if number not in self.probes:
             self.probes[number] = TorchProbe(self._environment())
@@ -196,11 +197,12 @@ class NodeInspector:
         interfaces = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
         environment = {**interfaces, **self.request.environment, **os.environ}
         if raylet := os.environ.get("RAY_RAYLET_PID"):
-            seen = variables_of(raylet)
-            for name in VISIBLE:
-                environment.pop(name, None)
-                if name in seen:
-                    environment[name] = seen[name]
+            entries: list[str] = []
+            with contextlib.suppress(OSError):
+                entries = Path("/proc", raylet, "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = {name: value for name, value in environment.items() if name not in VISIBLE}
+            seen = [entry.partition("=") for entry in entries]
+            environment |= {name: value for name, _, value in seen if name in VISIBLE}
         return environment
 
 
@@ -210,19 +212,6 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return list(check())
     except Exception as error:
         return [Finding("warning", name, f"could not be checked: {error_line(error)}")]
-
-
-def is_worker_of(raylet: NodeProcess, process: NodeProcess, table: ProcessTable) -> bool:
-    """While a worker is called, the name of the method follows its own."""
-    return process.name.partition(".")[0] == WORKER and raylet_of(process, table) == raylet
-
-
-def variables_of(pid: str) -> dict[str, str]:
-    try:
-        entries = Path("/proc", pid, "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 # --- the nodes that are checked

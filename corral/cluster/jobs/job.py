@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from corral.cluster.cluster_status import format_table
+from corral.cluster.gcs import format_table
 from corral.cluster.identity import own_addresses
 from corral.observe.console_lines import duration
 from corral.recipe.errors import RunError, UserError, first_line

@@ -1,5 +1,4 @@
-"""From a recipe to a job: all that it needs is put into one folder, which Ray copies to every node that works for
-it."""
+"""From a recipe to a job: all that it needs is put into one folder, which Ray copies to the nodes that work for it."""
 
 import importlib.machinery
 import json
@@ -67,13 +66,6 @@ class JobRequest:
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False  # only go on with a run that has a checkpoint
-
-
-@dataclass(frozen=True)
-class SubmittedJob:
-    id: str
-    folder: Path  # of its run
-    notes: list[str]
 
 
 @dataclass
@@ -149,7 +141,8 @@ def prepare(request: JobRequest) -> JobPackage:
     return JobPackage(request, recipe, code, notes)
 
 
-def submit(api: JobApi, package: JobPackage) -> SubmittedJob:
+def submit(api: JobApi, package: JobPackage) -> tuple[str, list[str]]:
+    """Returns the job's id, and notes for the user."""
     request, jobs = package.request, list_jobs(api)
     refuse_second(package, jobs)
     notes = notes_on_earlier_run(package) if api.is_on_head else []
@@ -171,7 +164,7 @@ def submit(api: JobApi, package: JobPackage) -> SubmittedJob:
         except RuntimeError as error:  # Ray answers with a traceback
             lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
             raise RunError(f"the cluster does not take the job: {lines[-1].rstrip('.')}") from error
-    return SubmittedJob(job, package.run_folder, [*package.notes, *notes])
+    return job, [*package.notes, *notes]
 
 
 def refuse_second(package: JobPackage, jobs: Sequence[Job]) -> None:

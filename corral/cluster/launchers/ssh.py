@@ -102,7 +102,7 @@ class SshCluster:
 
     spec: LaunchSpec
     hosts: Sequence[SshHost]
-    id: str
+    id: str  # that no other cluster has, so that none is mistaken for this one
     head: str
     folder: Path
     port: int = 6379
@@ -171,11 +171,6 @@ class SshCluster:
 
 def or_else(line: str, complaint: str) -> str:
     return f"{{ {line} || {{ echo {shlex.quote(complaint)} >&2; exit 1; }}; }}"
-
-
-def new_id(name: str) -> str:
-    """An id that no other cluster has, so that none is mistaken for this one."""
-    return f"{name}-{secrets.token_hex(4)}"
 
 
 def run_over_ssh(cluster: SshCluster, report: Callable[[str], None], *, is_kept: bool = False) -> None:
