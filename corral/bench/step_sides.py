@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from corral.bench.bench_report import StepTimes
 from corral.bench.benchmark_models import endless_copy, prompt_texts
+from corral.bench.comparison import StepTimes
 from corral.bench.device_peaks import memory_usage
 from corral.bench.side_process import SideReporter
 from corral.bench.workloads import BenchSettings, hash_reward
@@ -189,9 +189,6 @@ def report_row(settings: BenchSettings, reporter: SideReporter, measured: StepTi
         start_up_s=reporter.elapsed_s - sum(step["seconds"] for step in measured),
         **memory_usage(torch.device(settings.device)),
     )
-
-
-# --- clocks
 
 
 class StepClock(Console):

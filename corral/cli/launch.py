@@ -73,9 +73,6 @@ def end_cleanly() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-# --- slurm
-
-
 @app.command()
 def slurm(
     recipe: RecipeFile,
@@ -139,9 +136,6 @@ def slurm(
     launch = slurm_launch(spec, options, absolute(out))
     options.log_folder.mkdir(parents=True, exist_ok=True)
     write_files(launch, out, go)
-
-
-# --- docker and podman
 
 
 CONTAINER_HELP = "Print how to start each node as a {} container, check them, and train."
@@ -257,9 +251,6 @@ def run_containers(cluster: "ContainerCluster", is_kept: bool) -> None:
                 subprocess.run(command, stdout=subprocess.DEVNULL)
 
 
-# --- dstack, KubeRay, and the set-up of a machine
-
-
 @app.command()
 def dstack(
     recipe: RecipeFile,
@@ -353,9 +344,6 @@ def host_setup(
     if found not in ("apt", "yum"):
         raise UserError(f"--family {found} is not apt or yum")
     print(make_script(found, amd), end="")  # type: ignore[arg-type]
-
-
-# --- ssh
 
 
 @app.command()

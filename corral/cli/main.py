@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster_commands, envs, jobs, launch, migrate, planning, retriever
+from corral.cli import bench, cluster_commands, envs, launch, migrate, planning, retriever
 from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 
@@ -130,10 +130,7 @@ def version() -> None:
         print(f"{package} is not installed as a package" if found == "none" else f"{package} {found}")
 
 
-for verb in (
-    *(cluster_commands.up, cluster_commands.down, cluster_commands.check, cluster_commands.status),
-    *(cluster_commands.stacks, cluster_commands.doctor, jobs.submit, jobs.jobs, jobs.logs, jobs.stop, migrate.migrate),
-):
+for verb in (*cluster_commands.VERBS, migrate.migrate):
     app.command()(verb)
 for name, group in {"bench": bench.app, "env": envs.app, "launch": launch.app, "retriever": retriever.app}.items():
     app.add_typer(group, name=name)

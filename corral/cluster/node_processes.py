@@ -127,9 +127,6 @@ def ray_servers() -> list[NodeProcess]:
     return [process for process in servers if network_of(Path("/proc", str(process.pid))) in (own, "")]
 
 
-# --- sockets
-
-
 @dataclass(frozen=True)
 class TcpSocket:
     host: str

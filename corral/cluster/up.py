@@ -124,9 +124,6 @@ def is_registered(member: Membership) -> bool:
         return False
 
 
-# --- the head
-
-
 def start_head(options: UpOptions) -> Membership:
     identity = options.identity
     is_alone = identity.num_nodes in (None, 1) and identity.head is None and options.head_file is None
@@ -158,9 +155,6 @@ def start_head(options: UpOptions) -> Membership:
             file = HeadFile(member.id, gcs.cluster_id, member.address, time.time(), socket.gethostname())
             file.write(options.head_file)
     return member
-
-
-# --- the other nodes
 
 
 def join_head(options: UpOptions, countdown: Countdown) -> Membership:
@@ -247,9 +241,6 @@ def check_versions(gcs: Gcs, others: list[NodeEntry]) -> None:
     report = None if head is None else NodeReport.read(gcs.get(f"node/{head.id}"))
     if head is not None and report is not None and (found := NodeReport.own().differences(report)):
         raise UserError(f"this node does not fit the head, {head.hostname} ({head.address}): {'; '.join(found)}")
-
-
-# --- both
 
 
 def new_membership(
@@ -353,9 +344,6 @@ def stay(member: Membership) -> None:
         elif time.monotonic() - answered > HEAD_GONE_S:
             raise RunError(f"the head, {member.address}, has not answered for {HEAD_GONE_S:g} s; this node ends too")
         time.sleep(POLL_S)
-
-
-# --- leaving
 
 
 def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:

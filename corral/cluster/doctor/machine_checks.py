@@ -40,9 +40,6 @@ FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # NVIDIA drivers, by the major versi
 INSTALL = "install a torch that was built for it (https://pytorch.org/get-started/locally)"
 
 
-# --- shared memory
-
-
 @dataclass(frozen=True)
 class SharedMemory:
     total: int
@@ -104,9 +101,6 @@ def container_kind() -> ContainerKind:
     return "container" if re.search(r"docker|libpod|containerd|lxc", groups) else ""
 
 
-# --- memory
-
-
 @dataclass(frozen=True)
 class NodeMemory:
     total: int  # that this node's processes may use: the machine's, or the limit of the container or job
@@ -160,9 +154,6 @@ def check_memory(found: NodeMemory) -> Iterator[Finding]:
         yield Finding("ok", "memory", what)
 
 
-# --- limits of the process
-
-
 @dataclass(frozen=True)
 class ProcessLimits:
     files: int  # soft limit
@@ -211,9 +202,6 @@ def check_limits(found: ProcessLimits) -> Iterator[Finding]:
     if found.has_infiniband and found.locked < UNLIMITED:
         what = f"only {human_bytes(found.locked)} may be locked in memory, so NCCL cannot use InfiniBand"
         yield Finding("warning", "locked memory", what, fix("--ulimit memlock=-1", "memlock unlimited"))
-
-
-# --- disks
 
 
 @dataclass(frozen=True)

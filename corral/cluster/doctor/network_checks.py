@@ -117,9 +117,6 @@ def check_head(address: str, tried: Mapping[NodeRef, str]) -> Iterator[Finding]:
         yield Finding("error", "ports", what, f"open port {split_address(address)[1]} of the head to the nodes", nodes)
 
 
-# --- names and interfaces
-
-
 def check_own_name(name: str, addresses: Sequence[str]) -> Iterator[Finding]:
     """`addresses`: what the node's own name resolves to."""
     if not addresses:

@@ -57,9 +57,6 @@ def checkpoint_bytes(plan: Plan) -> int:
     return plan.shape.num_parameters * (plan.weight_bytes + state) * models * (plan.recipe.checkpoint.keep + 1)
 
 
-# --- devices and memory
-
-
 @dataclass(frozen=True)
 class NodeCapacity:
     devices: int  # that Ray hands out: GPUs, or worker slots
@@ -111,9 +108,6 @@ def compare_memory(needs: int, present: int, user: str, node: NodeRef, device: s
         level: Literal["error", "warning"] = "error" if needs > present else "warning"
         what = f"{user} will need {human_bytes(needs)}, estimated, of {human_bytes(present)}"
         yield Finding(level, "memory fit", what, SMALLER, (node,), device)
-
-
-# --- chat template and prompts
 
 
 def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:

@@ -57,9 +57,6 @@ PORT = 8265
 VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
-# --- the client
-
-
 class JobApi(JobSubmissionClient):  # type: ignore[misc]
     """Ray's own client, with a timeout for every request and errors in one line."""
 
@@ -188,9 +185,6 @@ def bypass_proxies(host: str) -> None:
         return
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
-
-
-# --- jobs
 
 
 @dataclass(frozen=True)

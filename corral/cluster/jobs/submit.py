@@ -314,9 +314,6 @@ def matching_files(root: Path, pattern: str) -> dict[str, Path]:
     return {file.relative_to(root).as_posix(): file for file in found}
 
 
-# --- paths
-
-
 def with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe with its relative paths as they are seen from `folder`, so that it means the same in another one. What
     begins with `~` stays: the home directory is the one where the run will be. Paths need not exist here."""

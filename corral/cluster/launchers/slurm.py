@@ -130,9 +130,6 @@ def sbatch_options(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
     return [*(f"--{name}={value}" for name, value in found.items()), *flags]
 
 
-# --- the commands
-
-
 def settings(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
     cpus = options.sbatch.get("cpus-per-task")
     port = options.port or "$((20000 + SLURM_JOB_ID % 10000))"
@@ -209,9 +206,6 @@ def mounts(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
 def device_variable(spec: LaunchSpec) -> str:
     """Variable that selects devices, and that Ray understands."""
     return "HIP_VISIBLE_DEVICES" if spec.accelerator == "amd" else "CUDA_VISIBLE_DEVICES"
-
-
-# --- syntax of the script
 
 
 class ScriptVariable(str):
