@@ -207,8 +207,7 @@ class StepClock(Console):
 def timed_steps(
     recipe: Recipe, open_workers: OpenWorkers = open_runtime, on_step: Callable[[int], None] = lambda step: None
 ) -> StepTimes:
-    """Runs the loop of a recipe. -> a dict for each step but the first: `seconds`, `cpu_s` of this process, and the
-    step's metrics."""
+    """Runs a recipe. Returns for each step but the first `seconds`, `cpu_s` of this process, and the step's metrics."""
     clock = StepClock(on_step)
 
     async def run_all(folder: RunFolder, interrupt: Interrupt) -> None:

@@ -137,8 +137,7 @@ for name, group in {"bench": bench.app, "env": envs.app, "launch": launch.app, "
 
 
 def main() -> None:
-    """Errors that a user can fix, and failures that a run can explain, are one line each; others are bugs and show
-    where."""
+    """Errors that a user can fix or that a run can explain are one line each; others are bugs and show where."""
     logging.basicConfig(level=logging.ERROR)
     # Threads that wait for each other sleep instead of spinning: as fast on a quiet machine, and up to twice as fast
     # when anything else runs. Read when torch is loaded, which is later.

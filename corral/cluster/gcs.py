@@ -163,22 +163,18 @@ class HeadFile:
 
     def check(self, path: Path, id: str | None = None) -> None:
         """Raises if the file must not be trusted. `id`: of the launcher's job, where that is known."""
-        if (reason := self._why_stale(id)) is not None:
-            raise NoAnswer(f"{path}: {reason}")
-
-    def _why_stale(self, id: str | None) -> str | None:
         age = f"written {format_age(time.time() - self.time)} ago by {self.hostname}"
         if id is not None and self.id != id:
-            return f"it is of another start ({self.id}, {age}), not of {id}"
+            raise NoAnswer(f"{path}: it is of another start ({self.id}, {age}), not of {id}")
         try:
             answering = Gcs(self.address).cluster_id
         except NoAnswer:
-            return f"it is stale: {age}, and no cluster answers at {self.address}"
+            raise NoAnswer(f"{path}: it is stale: {age}, and no cluster answers at {self.address}") from None
         except TokenRefused:
-            return f"it is not of the token that this node has: {age}, and {self.address} refuses it"
+            why = f"it is not of the token that this node has: {age}, and {self.address} refuses it"
+            raise NoAnswer(f"{path}: {why}") from None
         if answering != self.cluster_id:
-            return f"it is stale: {age}, and another cluster answers at {self.address} now"
-        return None
+            raise NoAnswer(f"{path}: it is stale: {age}, and another cluster answers at {self.address} now")
 
 
 def token_beside(head_file: Path) -> Path:
@@ -352,8 +348,7 @@ def format_table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def wait_for_devices(gcs: Gcs, num_devices: int, num_nodes: int, countdown: Countdown) -> tuple[ClusterStatus, str]:
-    """Waits until the cluster has at least so many devices and nodes, or the timeout is over. Returns what it has, and
-    an error with what is missing then."""
+    """Waits for at least so many devices and nodes. Returns what there is, and what is missing after the timeout."""
     while True:
         status = ClusterStatus.query(gcs)
         devices, nodes = status.num_devices, len(status.nodes)

@@ -221,8 +221,7 @@ def worker_address(head: str, chosen: str | None) -> str:
 
 
 def head_address(given: str | None, chosen: str | None, is_alone: bool, own_name: str | None = None) -> str:
-    """Address of this node as the head. `given`: where the other nodes will look for it. `own_name`: the name by which
-    a launcher knows this node."""
+    """`given`: where the other nodes will look for the head. `own_name`: by which a launcher knows this node."""
     own = own_addresses()
     if chosen is not None:
         return check_own_address(chosen)

@@ -71,8 +71,7 @@ def installed_version(package: str) -> str:
 
 
 def torch_version() -> str:
-    """The version with its build (`+cpu`, `+cu130`), which the package's metadata leaves out; without the seconds that
-    an import takes."""
+    """The version with its build (`+cpu`, `+cu130`), which metadata leaves out; without the seconds of an import."""
     for folder in sys.path:
         file = Path(folder, "torch", "version.py")
         if file.is_file():

@@ -136,9 +136,7 @@ def start_head(options: UpOptions) -> Membership:
         )
     host, port = options.dashboard
     dashboard = (host, free_port(host, port))
-    token = None
-    if not options.is_insecure:
-        token = find_token(options.token_file, None, os.environ) or make_token()
+    token = None if options.is_insecure else find_token(options.token_file, None, os.environ) or make_token()
     use_token(keep_token(identity.port, token))
     if options.head_file is not None:
         options.head_file.unlink(missing_ok=True)  # of an earlier cluster

@@ -31,8 +31,7 @@ GOOD_PROCESSES = 2048
 LEAST_DISK, GOOD_DISK = 256 * MIB, 10 * GIB
 RAYS = "Ray's logs and objects"
 RAY_STOPS_AT = 0.95
-"""Used part of the memory, above which Ray kills workers; and of the disk with its temporary folder, above which it
-writes no more objects there."""
+"""Used part of the memory above which Ray kills workers, and of its disk above which it writes no more objects."""
 LEAST_MEMORY = 2 * GIB
 UNLIMITED = 2**60  # version 1 of cgroups has a number of that size for `no limit`
 IN_USE = 2**30  # bytes; a driver alone takes a few hundred MiB

@@ -246,8 +246,7 @@ def pair_result(pair: PairSpeed, port: int | str | None, answers: Mapping[NodeRe
     results = [SILENT if port is None else port, *(answers.get(node, SILENT) for node in (pair.one, pair.other))]
     errors = list(dict.fromkeys(error for error in results if isinstance(error, str)))
     if errors:
-        known = [error for error in errors if error != SILENT] or errors
-        return replace(pair, error="; ".join(known))
+        return replace(pair, error="; ".join([error for error in errors if error != SILENT] or errors))
     latency_s, bytes_per_s = answers[pair.one]
     return replace(pair, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
@@ -294,8 +293,7 @@ def compare_speeds(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
 def check_processes(
     table: ProcessTable, cluster: str | None, answers: Callable[[str], bool], own: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """`cluster`: host:port of the head of the cluster that is checked. `answers`: whether a head does. `own`: heads of
-    clusters of which `corral up` made this node a part."""
+    """`cluster`: host:port of the head that is checked. `answers`: whether a head does. `own`: heads of `corral up`."""
     rays = [process for process in table.values() if process.is_rays and not process.is_elsewhere]
     lost = [process for process in rays if process.name.startswith("ray::") and raylet_of(process, table) is None]
     heads = {head for process in rays if (head := process.head) is not None}
@@ -372,8 +370,7 @@ class TokenFile:
     def at(cls, path: Path, is_used: bool) -> "TokenFile":
         mode = open_to = path.stat().st_mode & 0o777
         for folder in path.resolve().parents:
-            passes = folder.stat().st_mode & 0o011
-            open_to &= 0o700 | passes * 0o7
+            open_to &= 0o700 | (folder.stat().st_mode & 0o011) * 0o7
         return cls(str(path), mode, bool(open_to & OTHERS_MODE), is_used)
 
 

@@ -1,5 +1,4 @@
-"""Checks of what a recipe needs: devices, memory and disk of the nodes, its chat template and prompts, its reward
-function."""
+"""Checks of what a recipe needs: devices, memory and disk, its chat template and prompts, its reward function."""
 
 import asyncio
 import statistics
@@ -48,8 +47,7 @@ def read_recipe(path: Path, overrides: Sequence[str], has_gpus: bool) -> tuple[P
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Bytes of as many checkpoints as are kept, and one more while it is written: weights, and the optimizer's float32
-    state."""
+    """Bytes of the checkpoints that are kept and of one being written: weights, and the optimizer's float32 state."""
     if plan.shape is None:
         return 0
     models = 2 if plan.algorithm.needs_critic else 1

@@ -97,8 +97,7 @@ class JobApi(JobSubmissionClient):  # type: ignore[misc]
 
 
 def open_jobs(address: str | None = None) -> JobApi:
-    """Connects to the cluster whose dashboard, or head process, is at `address`; else to that of Ray's own variables;
-    else to the one that this node is part of."""
+    """Connects to the cluster with this dashboard or head; else to that of Ray's variables; else to this node's own."""
     url = find_dashboard(address)
     parts = urlsplit(url)
     bypass_proxies(parts.hostname or "")

@@ -108,8 +108,7 @@ def mount_flag(mount: str) -> str:
 
 @dataclass(frozen=True)
 class ContainerStep:
-    """A command, and where it must run. `undo`: the command that removes what this one makes. `made`: one that succeeds
-    if that exists."""
+    """A command, and where it must run. `undo` removes what it makes; `made` succeeds if that exists."""
 
     where: str
     command: Sequence[str]
@@ -119,9 +118,8 @@ class ContainerStep:
 
 @dataclass(frozen=True)
 class ContainerCluster:
-    """A cluster of containers. `head`: the first node's name for the others, if there are any. `is_local`: all nodes
-    are containers of this machine, on a network of their own. `folder`: seen by every container under the same path;
-    commands run in it."""
+    """`head`: the first node's name for the others. `is_local`: all nodes are containers of this machine, on a network
+    of their own. `folder`: seen by every container under the same path; commands run in it."""
 
     engine: ContainerEngine
     spec: LaunchSpec

@@ -38,9 +38,8 @@ def kuberay_launch(
     token_secret: str | None = None,
     start_timeout_s: int = 1800,
 ) -> LaunchFiles:
-    """`folder`: where the file will be. `claims`: persistent volume claims as `name:/path`. `secrets`: Secrets whose
-    keys become environment variables. `token_secret`: one with the key auth_token, instead of one that the operator
-    makes."""
+    """`folder`: for the file. `claims`: persistent volume claims as `name:/path`. `secrets`: Secrets whose keys become
+    variables. `token_secret`: one with the key auth_token, instead of the operator's."""
     name = spec.short_name(LONGEST_NAME)
     named = {"name": name, **({"namespace": namespace} if namespace else {})}
     requests = {name: value for name, value in (("cpu", cpus), ("memory", memory)) if value is not None}
@@ -91,8 +90,7 @@ def kuberay_launch(
         "ttlSecondsAfterFinished": KEEP_FINISHED_S,
         "rayClusterSpec": cluster,
     }
-    kinds = {"job": ("RayJob", job), "cluster": ("RayCluster", cluster)}
-    called, content = kinds[kind]
+    called, content = {"job": ("RayJob", job), "cluster": ("RayCluster", cluster)}[kind]
     file = f"{name}.{called.lower()}.yaml"
     manifest = {"apiVersion": "ray.io/v1", "kind": called, "metadata": named, "spec": content}
     where = ["--namespace", namespace] if namespace else []
@@ -114,7 +112,7 @@ def pod_volumes(recipe: str, shm: str, claims: Sequence[tuple[str, str]]) -> tup
         "recipe": {"configMap": {"name": recipe}},
         **{f"claim-{n}": {"persistentVolumeClaim": {"claimName": claim}} for n, (claim, _) in enumerate(claims)},
     }
-    mounts = {
+    mounts: dict[str, dict[str, Any]] = {
         "shm": {"mountPath": "/dev/shm"},
         "recipe": {"mountPath": FOLDER, "readOnly": True},
         **{f"claim-{n}": {"mountPath": path} for n, (_, path) in enumerate(claims)},

@@ -242,5 +242,4 @@ devices=${{SLURM_STEP_GPUS:-${{SLURM_JOB_GPUS:-}}}}
 [ ! -e /dev/infiniband ] || set -- "$1" "$2" {infiniband} "${{@:3}}"
 exec "$@"
 """
-"""A container sees all devices of the node, whatever Slurm shows to its own processes; so those of the job, as the node
-numbers them."""
+"""A container sees all devices of the node, whatever Slurm shows; so it gets the job's, as the node numbers them."""

@@ -96,9 +96,8 @@ class RemoteCommand:
 
 @dataclass(frozen=True)
 class SshCluster:
-    """Commands that start, use and stop a cluster on hosts. `folder`: on the hosts, where the recipe's relative paths
-    begin. `head`: the first host's name for the others. `program`: name of `corral` on the hosts. `config`: for ssh,
-    instead of the user's."""
+    """Commands that start, use and stop a cluster. `folder`: on the hosts, where relative paths begin. `head`: the
+    first host's name for the others. `program`: `corral` on the hosts. `config`: for ssh, instead of the user's."""
 
     spec: LaunchSpec
     hosts: Sequence[SshHost]
