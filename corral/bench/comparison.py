@@ -38,13 +38,6 @@ TITLES = {
     "train": "Training: forward, backward and AdamW",
     "step": "A GRPO step",
 }
-COLUMNS = {
-    "rollout": "workload | side | new tokens/s | against Corral | of the bandwidth | seconds | mean log-prob"
-    " | start-up s | peak GB | device GB",
-    "train": "side | recompute | masters | ms a step | tokens/s | of the matrix peak | against Corral | peak GB",
-    "step": "side | s a step: median (min-max) | generation s | rest s | new tokens/s | time against Corral"
-    " | start-up s | peak GB | device GB",
-}
 
 
 @dataclass(frozen=True)
@@ -275,86 +268,86 @@ class ComparisonReport(BenchmarkReport):
         return [self.table, *(f"```text\n{remark}\n```" for remark in self.remarks)]
 
 
-def table_cells(verb: str, rows: Sequence[Row], facts: Row) -> list[list[str]]:
-    """The table as rows of text; the first has the names of the columns."""
-    cells = {"rollout": rollout_cells, "train": train_cells, "step": step_cells}[verb]
-    ordered = sorted(rows, key=lambda row: row["workload"]) if verb == "rollout" else rows
-    return [COLUMNS[verb].split(" | "), *(cells(row, find_corral_row(row, rows), facts) for row in ordered)]
+Cell = Callable[[Row, Row | None, Row], str]
+"""(row, Corral's row for the same work, facts about the device) -> text."""
 
 
-def find_corral_row(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Corral's row for the same work in the same round."""
-    same = ("workload", "recompute", "round")
-    for other in rows:
-        if other["side"] == "corral" and all(other.get(key) == row.get(key) for key in same):
-            return other
-    return None
+def value(key: str, spec: str = "") -> Cell:
+    """A cell with a value of the row, empty where there is none."""
+    return lambda row, corral, facts: "" if row.get(key) is None else format(row[key], spec)
 
 
-def rollout_cells(row: Row, corral: Row | None, facts: Row) -> list[str]:
+def ratio(key: str) -> Cell:
+    return lambda row, corral, facts: "" if corral is None else f"{row[key] / corral[key]:.2f} x"
+
+
+def bandwidth(row: Row, corral: Row | None, facts: Row) -> str:
     seconds = row["tokens"] / row["tokens_per_s"]
-    bandwidth = None if row["decode_bytes"] is None else row["decode_bytes"] / seconds / 1e12
-    return [
-        f"{row['workload']} ({row['num_requests']} requests)",
-        side_name(row),
-        f"{row['tokens_per_s']:,.0f}",
-        format_ratio("tokens_per_s", row, corral),
-        format_fraction(bandwidth, facts.get("copy_tbs")),
-        ", ".join(f"{seconds:.2f}" for seconds in row["seconds"]),
-        "" if row["mean_logprob"] is None else f"{row['mean_logprob']:.3f}",
-        f"{row['start_up_s']:.0f}",
-        format_gb(row.get("peak_gb")) if row["side"] != "vllm" else "",  # its engine is another process
-        format_gb(row.get("device_gb")),
-    ]
+    used = None if row["decode_bytes"] is None else row["decode_bytes"] / seconds / 1e12
+    return format_fraction(used, facts.get("copy_tbs"))
 
 
-def train_cells(row: Row, corral: Row | None, facts: Row) -> list[str]:
-    return [
-        side_name(row),
-        row["recompute"],
-        row["masters"],
-        f"{1000 * row['step_s']:.1f}",
-        f"{row['tokens_per_s']:,.0f}",
-        format_fraction(row["tflops"], facts.get("matrix_tflops")),
-        format_ratio("tokens_per_s", row, corral),
-        format_gb(row.get("peak_gb")),
-    ]
+def format_fraction(used: float | None, peak: float | None) -> str:
+    return "" if used is None or not peak else f"{used / peak:.1%}"
 
 
-def step_cells(row: Row, corral: Row | None, facts: Row) -> list[str]:
-    return [
-        side_name(row),
-        format_spread(row["seconds"]),
-        f"{row['generation_s']:.2f}",
-        f"{row['rest_s']:.2f}",
-        f"{row['tokens_per_s']:,.0f}",
-        format_ratio("step_s", row, corral),
-        f"{row['start_up_s']:.0f}",
-        format_gb(row.get("peak_gb")),
-        format_gb(row.get("device_gb")),
-    ]
-
-
-def side_name(row: Row) -> str:
-    variant = row.get("variant")
-    return NAMES[row["side"]] + (f" ({variant})" if variant else "")
-
-
-def format_fraction(value: float | None, peak: float | None) -> str:
-    return "" if value is None or not peak else f"{value / peak:.1%}"
-
-
-def format_ratio(key: str, row: Row, corral: Row | None) -> str:
-    return "" if corral is None else f"{row[key] / corral[key]:.2f} x"
-
-
-def format_gb(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def side_name(row: Row, corral: Row | None, facts: Row) -> str:
+    return NAMES[row["side"]] + (f" ({row['variant']})" if row.get("variant") else "")
 
 
 def format_spread(seconds: Sequence[float]) -> str:
     """`12.34 (12.10-12.90)`: median, fastest, slowest."""
     return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
+
+
+COLUMNS: dict[str, dict[str, Cell]] = {
+    "rollout": {
+        "workload": lambda row, corral, facts: f"{row['workload']} ({row['num_requests']} requests)",
+        "side": side_name,
+        "new tokens/s": value("tokens_per_s", ",.0f"),
+        "against Corral": ratio("tokens_per_s"),
+        "of the bandwidth": bandwidth,
+        "seconds": lambda row, corral, facts: ", ".join(f"{seconds:.2f}" for seconds in row["seconds"]),
+        "mean log-prob": value("mean_logprob", ".3f"),
+        "start-up s": value("start_up_s", ".0f"),
+        # vLLM's engine is another process.
+        "peak GB": lambda row, *others: "" if row["side"] == "vllm" else value("peak_gb", ".1f")(row, *others),
+        "device GB": value("device_gb", ".1f"),
+    },
+    "train": {
+        "side": side_name,
+        "recompute": value("recompute"),
+        "masters": value("masters"),
+        "ms a step": lambda row, corral, facts: f"{1000 * row['step_s']:.1f}",
+        "tokens/s": value("tokens_per_s", ",.0f"),
+        "of the matrix peak": lambda row, corral, facts: format_fraction(row["tflops"], facts.get("matrix_tflops")),
+        "against Corral": ratio("tokens_per_s"),
+        "peak GB": value("peak_gb", ".1f"),
+    },
+    "step": {
+        "side": side_name,
+        "s a step: median (min-max)": lambda row, corral, facts: format_spread(row["seconds"]),
+        "generation s": value("generation_s", ".2f"),
+        "rest s": value("rest_s", ".2f"),
+        "new tokens/s": value("tokens_per_s", ",.0f"),
+        "time against Corral": ratio("step_s"),
+        "start-up s": value("start_up_s", ".0f"),
+        "peak GB": value("peak_gb", ".1f"),
+        "device GB": value("device_gb", ".1f"),
+    },
+}
+
+
+def table_cells(verb: str, rows: Sequence[Row], facts: Row) -> list[list[str]]:
+    """The table as rows of text; the first has the names of the columns."""
+    columns, same = COLUMNS[verb], ("workload", "recompute", "round")
+
+    def corral_row(row: Row) -> Row | None:
+        mine = (other for other in rows if other["side"] == "corral")
+        return next((other for other in mine if all(other.get(key) == row.get(key) for key in same)), None)
+
+    ordered = sorted(rows, key=lambda row: row["workload"]) if verb == "rollout" else rows
+    return [list(columns), *([cell(row, corral_row(row), facts) for cell in columns.values()] for row in ordered)]
 
 
 def format_peaks(facts: Row) -> str:
