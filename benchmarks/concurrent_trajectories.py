@@ -17,7 +17,7 @@ from typing import Any
 
 from common import RESULTS
 
-from corral.bench.bench_report import BenchmarkReport
+from corral.bench.comparison import BenchmarkReport
 from corral.data.batch import Trajectory
 from corral.data.rows import Row
 from corral.envs.base import EnvSet, StepResult

@@ -28,7 +28,7 @@ from simulated import Profile, SimulatedRolloutWorker, SimulatedTrainer, profile
 from tiny import save_tiny_model
 
 from corral.algorithms.losses import GlobalCounts
-from corral.bench.bench_report import BenchmarkReport, StepTimes
+from corral.bench.comparison import BenchmarkReport, StepTimes
 from corral.bench.step_sides import timed_steps
 from corral.data.batch import Batch, Trajectory
 from corral.observe.console import Console

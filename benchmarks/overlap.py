@@ -22,7 +22,7 @@ from common import HERE, RESULTS, temporary_folder
 from simulated import BUILDER, Profile
 from tiny import save_tiny_model
 
-from corral.bench.bench_report import BenchmarkReport, StepTimes
+from corral.bench.comparison import BenchmarkReport, StepTimes
 from corral.bench.step_sides import timed_steps
 from corral.loop.rollout_step import PIECES_PER_STEP
 from corral.observe.console import Console

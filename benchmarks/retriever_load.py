@@ -29,7 +29,7 @@ from urllib.request import urlopen
 import numpy as np
 from common import RESULTS, temporary_folder
 
-from corral.bench.bench_report import BenchmarkReport
+from corral.bench.comparison import BenchmarkReport
 
 CORRAL = [sys.executable, "-m", "corral.cli.main", "retriever"]
 CLIENTS = (1, 8, 64)

@@ -20,7 +20,7 @@ from overlap import ray_cluster
 from tiny import SHAPE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from corral.bench.bench_report import BenchmarkReport, StepTimes, format_spread
+from corral.bench.comparison import BenchmarkReport, StepTimes, format_spread
 from corral.bench.step_sides import timed_steps
 from corral.recipe.schema import Recipe
 

@@ -82,18 +82,12 @@ def save_random_model(shape: str, folder: Path, device: str, dtype: str) -> None
         with torch.device(device):
             model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
         model.save_pretrained(work)
-        random_model_tokenizer(config.vocab_size).save_pretrained(work)
+        # A token for every byte, and numbers for the rest: different tokens are different text.
+        words = tuple(f"Ġ{number}" for number in range(config.vocab_size - len(SPECIAL_TOKENS) - 256))
+        special = {"pad_token": SPECIAL_TOKENS[0], "bos_token": SPECIAL_TOKENS[1], "eos_token": NEVER_SAMPLED}
+        byte_tokenizer(SPECIAL_TOKENS, words, use_regex=False, **special).save_pretrained(work)
 
     write_whole_folder(folder, write)
-
-
-def random_model_tokenizer(vocab_size: int) -> Any:
-    """A tokenizer with a token for every byte and numbers for the rest: different tokens are different text."""
-    words = tuple(f"Ġ{number}" for number in range(vocab_size - len(SPECIAL_TOKENS) - 256))
-    pad, start = SPECIAL_TOKENS
-    return byte_tokenizer(
-        SPECIAL_TOKENS, words, use_regex=False, pad_token=pad, bos_token=start, eos_token=NEVER_SAMPLED
-    )
 
 
 def endless_copy(source: Path, folder: Path) -> None:

@@ -16,8 +16,7 @@ WARM_UP, MEASURED = 3, 10
 
 def measure_peaks(settings: BenchSettings, reporter: SideReporter) -> None:
     """Reports TFLOP/s of a square product of random matrices, and TB/s of a copy, bytes read and written."""
-    on_gpu = settings.device == "cuda"
-    size, num_bytes = (8192, 2**32) if on_gpu else (512, 2**25)
+    size, num_bytes = (8192, 2**32) if settings.device == "cuda" else (512, 2**25)
     device = torch.device(settings.device)
     # Random numbers: with zeros a GPU draws less power and computes faster than it ever would.
     left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, settings.dtype)) for _ in range(2))

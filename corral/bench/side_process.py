@@ -7,18 +7,17 @@ its last lines if the side fails.
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from corral.bench.workloads import BenchSettings
+from corral.child_process import die_with_stdin, signal_group
 
 MARK = "@corral-bench "
 TAIL_LINES = 15
@@ -69,11 +68,12 @@ def run_side(
             elif line.strip():
                 tail.append(line.rstrip())
     finally:
-        kill_group(process)
+        signal_group(process.pid)
         waiter.join()
     if expired.is_set() or process.returncode:
-        took_long = f"took more than {settings.timeout_s:g} s"
-        how = took_long if expired.is_set() else f"ended with code {process.returncode}"
+        how = f"ended with code {process.returncode}"
+        if expired.is_set():
+            how = f"took more than {settings.timeout_s:g} s"
         raise SideFailed("\n".join([f"{side} {how}", *(f"    {line}" for line in tail)]))
 
 
@@ -86,13 +86,8 @@ def wait_and_kill_group(process: "subprocess.Popen[str]", timeout_s: float, expi
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         expired.set()
-    kill_group(process)
+    signal_group(process.pid)
     process.wait()
-
-
-def kill_group(process: "subprocess.Popen[str]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 # --- inside: the side's process
@@ -100,19 +95,12 @@ def kill_group(process: "subprocess.Popen[str]") -> None:
 
 def main(side: str, function: str, settings: str) -> None:
     """Calls `function` (`module:name`) with the settings and a reporter."""
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    die_with_stdin()
     reporter = SideReporter(side)
     module, _, name = function.partition(":")
     getattr(importlib.import_module(module), name)(BenchSettings.from_json(settings), reporter)
     sys.stderr.flush()
     os._exit(0)  # everything is reported: how long libraries take to shut down, or fail to, does not matter
-
-
-def exit_with_parent() -> None:
-    """Kills the process group when the standard input ends, which is when the parent is gone."""
-    while os.read(0, 1):
-        pass
-    os.killpg(0, signal.SIGKILL)
 
 
 class SideReporter:

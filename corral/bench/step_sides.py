@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from corral.bench.bench_report import StepTimes
 from corral.bench.benchmark_models import endless_copy, prompt_texts
+from corral.bench.comparison import StepTimes
 from corral.bench.device_peaks import memory_usage
 from corral.bench.side_process import SideReporter
 from corral.bench.workloads import BenchSettings, hash_reward
@@ -189,9 +189,6 @@ def report_row(settings: BenchSettings, reporter: SideReporter, measured: StepTi
     )
 
 
-# --- clocks
-
-
 class StepClock(Console):
     """Records when each step was logged: from one to the next is a step, with all that is between two steps."""
 
@@ -208,8 +205,7 @@ class StepClock(Console):
 def timed_steps(
     recipe: Recipe, open_workers: OpenWorkers = open_runtime, on_step: Callable[[int], None] = lambda step: None
 ) -> StepTimes:
-    """Runs the loop of a recipe. -> a dict for each step but the first: `seconds`, `cpu_s` of this process, and the
-    step's metrics."""
+    """Runs a recipe. Returns for each step but the first `seconds`, `cpu_s` of this process, and the step's metrics."""
     clock = StepClock(on_step)
 
     async def run_all(folder: RunFolder, interrupt: Interrupt) -> None:

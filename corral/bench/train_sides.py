@@ -1,5 +1,4 @@
-"""The sides of `corral bench train`: forward, backward and AdamW on the same tokens, with and without gradient
-checkpointing."""
+"""The sides of `corral bench train`: forward, backward and AdamW, with and without gradient checkpointing."""
 
 import statistics
 import time

@@ -27,10 +27,8 @@ class RolloutWork:
     prompt_tokens: int
     min_new_tokens: int
     max_new_tokens: int
-    num_samples: int = 1
-    """Samples of each prompt."""
-    repeats: int | None = None
-    """How often it is measured; None leaves it to the settings."""
+    num_samples: int = 1  # samples of each prompt
+    repeats: int | None = None  # how often it is measured; None leaves it to the settings
 
     @property
     def num_requests(self) -> int:
@@ -79,10 +77,8 @@ class StepWork:
     num_samples: int = 8
     prompt_tokens: int = 128
     new_tokens: int = 256
-    shared_tokens: int = 0
-    """Tokens at the beginning of all prompts, such as those of a chat template."""
-    steps: int = 3
-    """Measured steps, besides the first, which is warm-up."""
+    shared_tokens: int = 0  # tokens at the beginning of all prompts, such as those of a chat template
+    steps: int = 3  # measured steps, besides the first, which is warm-up
 
     @property
     def num_trajectories(self) -> int:
@@ -119,50 +115,38 @@ SMALL_STEP = StepWork(num_prompts=2, num_samples=4, prompt_tokens=8, new_tokens=
 class PeerOptions:
     """How the other libraries are run, where there is a choice."""
 
-    trl_micro_batch: int = 16
-    """Samples of a backward pass of TRL."""
+    trl_micro_batch: int = 16  # samples of a backward pass of TRL
     trl_dtype: str = "float32"
     """Dtype of TRL's weights; on a GPU it computes in bfloat16 either way. Corral's master weights are float32."""
-    trl_checkpointing: bool = False
-    """Whether TRL uses gradient checkpointing."""
+    trl_checkpointing: bool = False  # whether TRL uses gradient checkpointing
     trl_correction: bool = False
     """Whether TRL corrects for the difference between the engine's log-probs and the trainer's: its default, and
     another forward pass. (Corral's ratios are against the engine's log-probs.)"""
-    trl_vllm_memory: float = 0.3
-    """Fraction of the device's memory that TRL gives to vLLM."""
-    vllm_memory: float = 0.9
-    """Fraction of the device's memory that vLLM gets where it is alone."""
+    trl_vllm_memory: float = 0.3  # fraction of the device's memory that TRL gives to vLLM
+    vllm_memory: float = 0.9  # fraction of the device's memory that vLLM gets where it is alone
     vllm_block_size: int | None = None
     """Tokens of a block of vLLM's KV cache; None leaves it to vLLM. A shared prefix is shared in whole blocks."""
-    vllm_python: str | None = None
-    """A Python that has vLLM, where it is not this one."""
+    vllm_python: str | None = None  # a Python that has vLLM, where it is not this one
     transformers_new_tokens: int = 64
     """New tokens for transformers' `generate` in the fixed workloads: it is slow, and its tokens/s are compared."""
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    verb: str
-    """`rollout`, `train` or `step`."""
-    model: str
-    """A shape by its name, a built-in model, or a folder."""
-    folder: str
-    """Folder of the model."""
-    device: str
-    """`cuda` or `cpu`."""
+    verb: str  # `rollout`, `train` or `step`
+    model: str  # a shape by its name, a built-in model, or a folder
+    folder: str  # folder of the model
+    device: str  # `cuda` or `cpu`
     dtype: "DtypeName"
     smoke: bool = False
-    rounds: int = 1
-    """How often each side has its turn: A B A B, so that what else the machine does hits all of them."""
+    rounds: int = 1  # how often each side has its turn: A B A B, so that what else the machine does hits all of them
     repeats: int = 2
     workloads: tuple[str, ...] = GPU_WORKLOADS
     max_sequences: int = 1024
     max_prefill_tokens: int = 8192
-    micro_batch_tokens: int = 8192
-    """Tokens of a backward pass of Corral in `step`."""
+    micro_batch_tokens: int = 8192  # tokens of a backward pass of Corral in `step`
     step: StepWork = field(default_factory=StepWork)
-    timeout_s: float = 600.0
-    """Limit for one turn of one side."""
+    timeout_s: float = 600.0  # limit for one turn of one side
     peers: PeerOptions = field(default_factory=PeerOptions)
 
     def to_json(self) -> str:

@@ -14,10 +14,6 @@ app = typer.Typer(
 )
 
 
-def register(main: typer.Typer) -> None:
-    main.add_typer(app, name="bench")
-
-
 ModelOption = Annotated[
     str | None,
     typer.Option(

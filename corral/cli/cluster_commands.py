@@ -1,17 +1,18 @@
-"""The verbs of a cluster: up, down, check, status, doctor, stacks."""
+"""The verbs of a cluster: up, down, check, status, stacks, doctor; and of its jobs: submit, jobs, logs, stop."""
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from corral.cli.planning import AsJson, Overrides
-from corral.recipe.errors import UserError
+from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
+from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
+    from corral.cluster.jobs.job import JobApi
     from corral.runtime.membership import Membership
 
 HeadAddress = Annotated[str | None, typer.Option(help="HOST:PORT of the head; default: the cluster of this node.")]
@@ -19,11 +20,11 @@ HeadFilePath = Annotated[
     Path | None,
     typer.Option("--head-file", help="File with the head's address, on a file system that all nodes share."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    for command in (up, down, check, status, stacks, doctor):
-        app.command()(command)
+DashboardAddress = Annotated[
+    str | None,
+    typer.Option("--address", help="URL of the cluster's dashboard, http://HEAD:8265, if not this node's own."),
+]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or the beginning of it.")]
 
 
 def up(
@@ -56,9 +57,8 @@ def up(
     ] = None,
 ) -> None:
     """Make this node part of a cluster: the same command on every node. RANK=0 is the head."""
-    from corral.cluster.identity import IdentityOptions, check_port, find_identity
-    from corral.cluster.ray_node import stop_ray
-    from corral.cluster.up import EndedBySignal, Foreground, UpOptions, wait_for_all
+    from corral.cluster.identity import check_port, find_identity
+    from corral.cluster.up import EndedBySignal, UpOptions, end_on_signals, stay, stop_ray, wait_for_all
     from corral.cluster.up import up as bring_up
     from corral.observe.status_line import Countdown, StatusLine
 
@@ -72,7 +72,16 @@ def up(
     if port is not None:
         check_port(port, "--port")
     options = UpOptions(
-        identity=find_identity(IdentityOptions(head, join, rank, nodes, port, id, head_file is not None), os.environ),
+        identity=find_identity(
+            os.environ,
+            head=head,
+            join=join,
+            rank=rank,
+            nodes=nodes,
+            port=port,
+            id=id,
+            has_head_file=head_file is not None,
+        ),
         devices=devices,
         head_file=head_file,
         timeout_s=timeout,
@@ -85,7 +94,9 @@ def up(
         temp_dir=temp_dir,
         ray_options=tuple(ray_options or ()),
     )
-    line, foreground, member = StatusLine(), Foreground() if block else None, None
+    line, member = StatusLine(), None
+    if block:
+        end_on_signals()
     try:
         member = bring_up(options, line)
         print_membership(member)
@@ -94,8 +105,8 @@ def up(
             print(f"all {member.num_nodes} nodes are there", flush=True)
         if member.is_head:
             print(f"dashboard {member.dashboard}", flush=True)
-        if foreground is not None:
-            foreground.stay(member)
+        if block:
+            stay(member)
     except EndedBySignal:
         pass
     finally:
@@ -138,20 +149,14 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Wait until the cluster has so many devices, and list them. Exits with 1 and what is missing."""
-    from corral.cluster.cluster_status import TooFewDevices, wait_for_devices
-    from corral.cluster.gcs import wait_for_cluster
+    from corral.cluster.gcs import wait_for_cluster, wait_for_devices
     from corral.observe.status_line import Countdown, StatusLine
 
     countdown = Countdown(timeout, StatusLine())
-    gcs = wait_for_cluster(address, head_file, countdown)
-    error = None
-    try:
-        found = wait_for_devices(gcs, devices, nodes, countdown)
-    except TooFewDevices as too_few:
-        found, error = too_few.status, too_few
+    found, lack = wait_for_devices(wait_for_cluster(address, head_file, countdown), devices, nodes, countdown)
     print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
-    if error is not None:
-        raise error
+    if lack:
+        raise RunError(lack)
     if found.mixtures:
         raise typer.Exit(1)
 
@@ -162,10 +167,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """List the nodes of the cluster and the jobs that run on it; or describe one job."""
-    from corral.cluster.cluster_status import ClusterStatus
-    from corral.cluster.gcs import Gcs, find_head
-    from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs
-    from corral.cluster.jobs.job_api import open_jobs
+    from corral.cluster.gcs import ClusterStatus, Gcs, find_head
+    from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs, open_jobs
 
     if job is not None:
         found, text = describe_job(open_jobs(address), job)
@@ -236,3 +239,134 @@ def doctor(
 def show_progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
+
+
+# --- jobs: runs that the cluster does by itself
+
+
+def submit(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the job's output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that has a checkpoint.")] = False,
+    env: Annotated[list[str] | None, typer.Option(help="Variable for the job and workers: NAME or NAME=VALUE.")] = None,
+    runtime_env: Annotated[Path | None, typer.Option(help="A YAML file with a runtime_env for Ray (pip, ...).")] = None,
+    code: Annotated[Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Other files to send, such as 'prompts/*.json'.")] = None,
+    no_code: Annotated[
+        bool, typer.Option("--no-code", help="Send none; run in this folder, which nodes must see.")
+    ] = False,
+    address: DashboardAddress = None,
+) -> None:
+    """Train on a cluster as the recipe says, whether or not this terminal stays open. Sends the recipe and its code."""
+    from corral.cluster.jobs.job import open_jobs
+    from corral.cluster.jobs.submit import JobRequest, chosen_variables, prepare, read_runtime_env
+    from corral.cluster.jobs.submit import submit as submit_package
+
+    loaded, plan = planned(recipe, overrides)
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+    for_ray, its_variables, its_code = ({}, {}, None) if runtime_env is None else read_runtime_env(runtime_env)
+    if (code is not None) + (its_code is not None) + no_code > 1:
+        raise UserError("say once which code is sent: --code, --no-code, or `working_dir` of --runtime-env")
+    if no_code and include:
+        raise UserError("--include has no effect with --no-code, which sends nothing")
+    given = code or its_code
+    if given is not None and not given.is_dir():
+        raise UserError(f"{given} is not a folder")
+    variables, unset = chosen_variables(loaded.cluster.environment, env or [], os.environ)
+    for name in unset:
+        print(f"note: `cluster.environment`: {name} is not set here; the nodes keep their own")
+    request = JobRequest(
+        recipe=loaded,
+        folder=Path.cwd(),
+        code=None if no_code else (given or Path.cwd()).resolve(),
+        include=include or (),
+        variables={**its_variables, **variables},
+        runtime_env=for_ray,
+        resume=resume,
+    )
+    package = prepare(request)
+    api = open_jobs(address)
+    job, notes = submit_package(api, package)
+    for note in notes:
+        print(note)
+    print(f"submitted {job} to {api.url}; run folder {package.run_folder}", flush=True)
+    if no_wait:
+        print("\n".join(f"  corral {verb}" for verb in (f"logs {job} -f", f"status {job}", f"stop {job}")))
+        return
+    watch(api, job)
+
+
+def jobs(address: DashboardAddress = None, as_json: AsJson = False) -> None:
+    """List the jobs of the cluster, the newest first."""
+    from corral.cluster.jobs.job import format_jobs, list_jobs, open_jobs, with_true_folder
+
+    api = open_jobs(address)
+    found = [with_true_folder(api, job) for job in list_jobs(api)]
+    if as_json:
+        print(json.dumps([job.as_dict() for job in found], indent=2))
+    else:
+        print(format_jobs(found) if found else "no jobs yet; `corral submit RECIPE` makes one")
+
+
+def logs(
+    job: JobName,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Number of last lines to print.")] = None,
+    address: DashboardAddress = None,
+) -> None:
+    """Print the output of a job."""
+    from corral.cluster.jobs.job import find_job, logs_of, open_jobs
+    from corral.cluster.jobs.job import follow as follow_job
+
+    api = open_jobs(address)
+    found = find_job(api, job)
+    output = logs_of(api, found.id)
+    lines = output.splitlines(keepends=True)
+    write("".join(lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]))
+    if follow and found.is_open:
+        try:
+            follow_job(api, found.id, write, skip=len(output))
+        except KeyboardInterrupt:
+            leave(found.id)
+
+
+def stop(
+    job: JobName,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the job to save and end.")] = 300.0,
+    address: DashboardAddress = None,
+) -> None:
+    """Stop a job. Its run saves a checkpoint first."""
+    from corral.cluster.jobs.job import open_jobs
+    from corral.cluster.jobs.job import stop as stop_job
+
+    print(stop_job(open_jobs(address), job, write, timeout))
+
+
+def watch(api: "JobApi", job: str) -> None:
+    """Follows a job to its end. Raises if it fails."""
+    from corral.cluster.jobs.job import follow
+
+    try:
+        ended = follow(api, job, write)
+    except KeyboardInterrupt:
+        leave(job)
+    if ended.state != "succeeded":
+        if not ended.exit_code and ended.state == "failed":
+            print(ended.message, file=sys.stderr)  # it has no output of its own
+        raise RunError(ended.outcome)
+    print(ended.outcome)
+
+
+def leave(job: str) -> NoReturn:
+    print(f"\njob {job} goes on: `corral logs {job} -f` follows it again, `corral stop {job}` stops it")
+    raise typer.Exit(1)
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+VERBS = (up, down, check, status, stacks, doctor, submit, jobs, logs, stop)

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Try environments out.", no_args_is_help=True)
 
 
-def register(main: typer.Typer) -> None:
-    main.add_typer(app, name="env")
-
-
 @app.callback()
 def env() -> None:
     """Try environments out."""

@@ -1,11 +1,12 @@
 """`corral launch`: writes or prints what a launcher needs to run a recipe, and with --go starts it."""
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +16,10 @@ from corral.cli.planning import Overrides, RecipeFile
 from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from corral.cluster.launchers.containers import ContainerCluster, ContainerEngine
+    from corral.cluster.launchers.containers import ContainerCluster
     from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
 
+app = typer.Typer(no_args_is_help=True, help="Write what a launcher needs to run a recipe, and start it.")
 LONGEST_CONTAINER_NAME = 60
 OutputFolder = Annotated[Path, typer.Option(help="Folder for the files that are written.")]
 Go = Annotated[bool, typer.Option("--go", help="Run the commands as well.")]
@@ -27,19 +29,6 @@ VariableNames = Annotated[list[str] | None, typer.Option(help="Name of a variabl
 HeadName = Annotated[str | None, typer.Option(help="The first node's name or address, as the others know it.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Leave the cluster up at the end.")]
 HeadPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of the head.")]
-
-
-def register(app: typer.Typer) -> None:
-    launch = typer.Typer(no_args_is_help=True, help="Write what a launcher needs to run a recipe, and start it.")
-    launch.command()(slurm)
-    for engine in ("docker", "podman"):
-        help = f"Print how to start each node as a {engine} container, check them, and train."
-        launch.command(name=engine, help=help)(container_command(engine))
-    launch.command()(dstack)
-    launch.command()(kuberay)
-    launch.command(name="host-setup")(host_setup)
-    launch.command()(ssh)
-    app.add_typer(launch, name="launch")
 
 
 def make_spec(recipe: Path, overrides: Sequence[str] | None, accelerator: str = "nvidia") -> "LaunchSpec":
@@ -79,15 +68,12 @@ def absolute(path: Path) -> Path:
 
 
 def end_cleanly() -> None:
-    """Lets signals that would end this process at once end it like Ctrl-C does: what it has started is stopped
-    first."""
+    """Lets signals end this process like Ctrl-C does: what it has started is stopped first."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
 
 
-# --- slurm
-
-
+@app.command()
 def slurm(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -152,71 +138,71 @@ def slurm(
     write_files(launch, out, go)
 
 
-# --- docker and podman
+CONTAINER_HELP = "Print how to start each node as a {} container, check them, and train."
 
 
-def container_command(engine: "ContainerEngine") -> Callable[..., None]:
-    def command(
-        recipe: RecipeFile,
-        overrides: Overrides = None,
-        go: Go = False,
-        image: Annotated[str, typer.Option(help="Image with Corral in it; docker/Dockerfile makes one.")] = "corral",
-        head: HeadName = None,
-        name: Annotated[str | None, typer.Option(help="Name of the containers; default: the run's.")] = None,
-        accelerator: AcceleratorName = "nvidia",
-        shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
-        mount: Annotated[list[str] | None, typer.Option(help="Other folder to mount: /here[:/there[:ro]].")] = None,
-        env: VariableNames = None,
-        token_file: Annotated[
-            Path | None,
-            typer.Option(
-                help="File with the cluster's token, the same on each node; default: ~/.corral/token. With `--env "
-                "RAY_AUTH_TOKEN` it is in the environment instead."
-            ),
-        ] = None,
-        port: HeadPort = 6379,
-        infiniband: Annotated[bool, typer.Option("--infiniband", help="Pass /dev/infiniband to containers.")] = False,
-        local: Annotated[bool, typer.Option("--local", help="Run all nodes as containers of this machine.")] = False,
-        keep: Keep = False,
-    ) -> None:
-        from corral.cluster.launchers.containers import ContainerCluster
-        from corral.runtime.token import default_token, make_token
+@app.command("podman", help=CONTAINER_HELP.format("podman"))
+@app.command("docker", help=CONTAINER_HELP.format("docker"))
+def containers(
+    context: typer.Context,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    go: Go = False,
+    image: Annotated[str, typer.Option(help="Image with Corral in it; docker/Dockerfile makes one.")] = "corral",
+    head: HeadName = None,
+    name: Annotated[str | None, typer.Option(help="Name of the containers; default: the run's.")] = None,
+    accelerator: AcceleratorName = "nvidia",
+    shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
+    mount: Annotated[list[str] | None, typer.Option(help="Other folder to mount: /here[:/there[:ro]].")] = None,
+    env: VariableNames = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the cluster's token, the same on each node; default: ~/.corral/token. With `--env "
+            "RAY_AUTH_TOKEN` it is in the environment instead."
+        ),
+    ] = None,
+    port: HeadPort = 6379,
+    infiniband: Annotated[bool, typer.Option("--infiniband", help="Pass /dev/infiniband to containers.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Run all nodes as containers of this machine.")] = False,
+    keep: Keep = False,
+) -> None:
+    from corral.cluster.launchers.containers import ContainerCluster
+    from corral.runtime.token import default_token, make_token
 
-        spec = make_spec(recipe, overrides, accelerator)
-        if local and spec.accelerator != "none" and spec.num_nodes > 1:
-            raise UserError("--local: several containers would share this machine's GPUs; use --accelerator none")
-        if head is None and spec.num_nodes > 1 and not local:
-            raise UserError("where is the head? --head HOST: the first node, as the others know it (or --local)")
-        if go and spec.num_nodes > 1 and not local:
-            raise UserError(
-                f"these lines belong on {spec.num_nodes} machines, and --go starts containers on this one: run each "
-                "line where it belongs, or start all nodes here with --local"
-            )
-        token = None if "RAY_AUTH_TOKEN" in (env or ()) else absolute(token_file or default_token())
-        if go and token == default_token() and not token.is_file():
-            make_token()
-        called = name or spec.short_name(LONGEST_CONTAINER_NAME)
-        cluster = ContainerCluster(
-            engine=engine,
-            spec=spec,
-            image=image,
-            name=called,
-            head=f"{called}-0" if local else head,
-            folder=Path.cwd(),
-            token_file=token,
-            shm=shm,
-            mounts=tuple(mount or ()),
-            environment=tuple(env or ()),
-            port=port,
-            infiniband=infiniband,
-            is_local=local,
+    spec = make_spec(recipe, overrides, accelerator)
+    if local and spec.accelerator != "none" and spec.num_nodes > 1:
+        raise UserError("--local: several containers would share this machine's GPUs; use --accelerator none")
+    if head is None and spec.num_nodes > 1 and not local:
+        raise UserError("where is the head? --head HOST: the first node, as the others know it (or --local)")
+    if go and spec.num_nodes > 1 and not local:
+        raise UserError(
+            f"these lines belong on {spec.num_nodes} machines, and --go starts containers on this one: run each "
+            "line where it belongs, or start all nodes here with --local"
         )
-        if go:
-            run_containers(cluster, keep)
-        else:
-            print_containers(cluster)
-
-    return command
+    token = None if "RAY_AUTH_TOKEN" in (env or ()) else absolute(token_file or default_token())
+    if go and token == default_token() and not token.is_file():
+        make_token()
+    called = name or spec.short_name(LONGEST_CONTAINER_NAME)
+    cluster = ContainerCluster(
+        engine="podman" if context.info_name == "podman" else "docker",
+        spec=spec,
+        image=image,
+        name=called,
+        head=f"{called}-0" if local else head,
+        folder=Path.cwd(),
+        token_file=token,
+        shm=shm,
+        mounts=tuple(mount or ()),
+        environment=tuple(env or ()),
+        port=port,
+        infiniband=infiniband,
+        is_local=local,
+    )
+    if go:
+        run_containers(cluster, keep)
+    else:
+        print_containers(cluster)
 
 
 def print_containers(cluster: "ContainerCluster") -> None:
@@ -265,9 +251,7 @@ def run_containers(cluster: "ContainerCluster", is_kept: bool) -> None:
                 subprocess.run(command, stdout=subprocess.DEVNULL)
 
 
-# --- dstack, KubeRay, and the set-up of a machine
-
-
+@app.command()
 def dstack(
     recipe: RecipeFile,
     image: Image,
@@ -300,6 +284,7 @@ def dstack(
     write_files(launch, out, go)
 
 
+@app.command()
 def kuberay(
     recipe: RecipeFile,
     image: Image,
@@ -345,6 +330,7 @@ def kuberay(
     write_files(launch, out, go)
 
 
+@app.command("host-setup")
 def host_setup(
     family: Annotated[str | None, typer.Option(help="Package manager, apt or yum; default: this machine's.")] = None,
     amd: Annotated[bool, typer.Option("--amd", help="Prepare for AMD's GPUs instead of NVIDIA's.")] = False,
@@ -352,7 +338,7 @@ def host_setup(
     """Print a script that installs docker and what containers need for GPUs."""
     from shutil import which
 
-    from corral.cluster.launchers.host_setup import host_setup as make_script
+    from corral.cluster.launchers.containers import host_setup as make_script
 
     found = family or ("yum" if which("dnf") or which("yum") else "apt")
     if found not in ("apt", "yum"):
@@ -360,9 +346,7 @@ def host_setup(
     print(make_script(found, amd), end="")  # type: ignore[arg-type]
 
 
-# --- ssh
-
-
+@app.command()
 def ssh(
     recipe: RecipeFile,
     hosts: Annotated[Path, typer.Option(help="A file: [user@]host[:port] [devices=N] per line; the head first.")],
@@ -378,7 +362,7 @@ def ssh(
     keep: Keep = False,
 ) -> None:
     """Start a cluster over ssh, train on its head, and take it down."""
-    from corral.cluster.launchers.ssh import SshCluster, new_id, read_hosts, run_over_ssh
+    from corral.cluster.launchers.ssh import SshCluster, read_hosts, run_over_ssh
 
     spec = make_spec(recipe, overrides, accelerator)
     named = read_hosts(hosts)
@@ -387,7 +371,7 @@ def ssh(
     cluster = SshCluster(
         spec=spec,
         hosts=named[: spec.num_nodes],
-        id=new_id(spec.name),
+        id=f"{spec.name}-{secrets.token_hex(4)}",
         head=head or named[0].name,
         folder=directory or Path.cwd(),
         port=port,

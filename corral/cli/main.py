@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corral.cli import bench, cluster_commands, envs, jobs, launch, migrate, retriever, run_recipe
+from corral.cli import bench, cluster_commands, envs, launch, migrate, planning, retriever
 from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
 from corral.recipe.errors import RunError, UserError
 
@@ -29,27 +29,27 @@ INTERRUPTED = 130  # exit code of a process that SIGINT ended, by convention of 
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    shrink: run_recipe.Shrink = None,
-    debug: run_recipe.Debug = False,
-    post_mortem: run_recipe.PostMortem = False,
-    insecure: run_recipe.Insecure = False,
+    shrink: planning.Shrink = None,
+    debug: planning.Debug = False,
+    post_mortem: planning.PostMortem = False,
+    insecure: planning.Insecure = False,
 ) -> None:
     """Train as the recipe says. The same command again continues a stopped run."""
     from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
-    run_recipe.train_recipe(run_recipe.load_own_recipe(recipe, overrides or []), shrink, debugging)
+    planning.train_recipe(planning.load_own_recipe(recipe, overrides or []), shrink, debugging)
 
 
 @app.command()
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    shrink: run_recipe.Shrink = None,
+    shrink: planning.Shrink = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    run_recipe.print_plan(run_recipe.load_own_recipe(recipe, overrides or []), shrink, as_json)
+    planning.print_plan(planning.load_own_recipe(recipe, overrides or []), shrink, as_json)
 
 
 @app.command()
@@ -130,13 +130,14 @@ def version() -> None:
         print(f"{package} is not installed as a package" if found == "none" else f"{package} {found}")
 
 
-for module in (bench, cluster_commands, envs, jobs, launch, migrate, retriever):
-    module.register(app)
+for verb in (*cluster_commands.VERBS, migrate.migrate):
+    app.command()(verb)
+for name, group in {"bench": bench.app, "env": envs.app, "launch": launch.app, "retriever": retriever.app}.items():
+    app.add_typer(group, name=name)
 
 
 def main() -> None:
-    """Errors that a user can fix, and failures that a run can explain, are one line each; others are bugs and show
-    where."""
+    """Errors that a user can fix or that a run can explain are one line each; others are bugs and show where."""
     logging.basicConfig(level=logging.ERROR)
     # Threads that wait for each other sleep instead of spinning: as fast on a quiet machine, and up to twice as fast
     # when anything else runs. Read when torch is loaded, which is later.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.cli.run_recipe import Debug, Insecure, PostMortem, Shrink, print_plan, train_recipe
+from corral.cli.planning import Debug, Insecure, PostMortem, Shrink, print_plan, train_recipe
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ class System(StrEnum):
     SEARCH_R1 = "search_r1"
     ROLL = "roll"
     RLINF = "rlinf"
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(migrate)
 
 
 def migrate(
@@ -71,6 +67,8 @@ def migrate(
 
     The recipe goes to standard output, what became of each key to standard error. Nothing of a script is run.
     """
+    from corral.migrate.config_sources import migrate_file, migrate_words
+    from corral.migrate.migration import with_overrides
     from corral.runtime.local_debugger import Debugging
 
     if (allow_unsupported or shrink is not None) and not (plan or train):
@@ -84,7 +82,11 @@ def migrate(
         raise UserError("name a script or a YAML file of another system, or write its command behind `--`")
     recipe = own_recipe(words)
     if recipe is None:
-        migration = read(words, system, define or [])
+        defined = dict(name_and_value(one) for one in define or [])
+        if is_file_with_overrides(words):
+            migration = with_overrides(migrate_file(Path(words[0]), system, defined), words[1:])
+        else:
+            migration = migrate_words(words, system, defined)
         if not (plan or train):
             print_migration(migration, strict, as_json)
             return
@@ -115,16 +117,6 @@ def own_recipe(words: Sequence[str]) -> "Recipe | None":
     if is_file_with_overrides(words) and path.is_file() and is_own(path):
         return load_recipe(path, words[1:])
     return None
-
-
-def read(words: Sequence[str], system: System | None, define: Sequence[str]) -> "Migration":
-    from corral.migrate.config_sources import migrate_file, migrate_words
-    from corral.migrate.migration import with_overrides
-
-    defined = dict(name_and_value(one) for one in define)
-    if is_file_with_overrides(words):
-        return with_overrides(migrate_file(Path(words[0]), system, defined), words[1:])
-    return migrate_words(words, system, defined)
 
 
 def name_and_value(written: str) -> tuple[str, str]:

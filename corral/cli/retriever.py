@@ -16,6 +16,7 @@ from corral.recipe.errors import UserError
 if TYPE_CHECKING:
     from corral.retrieval.searcher import Retriever
 
+app = typer.Typer(no_args_is_help=True, help="Search over a corpus of passages: build an index, serve it.")
 Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
 CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
 EncoderMoved = Annotated[str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.")]
@@ -28,13 +29,7 @@ FOR_VECTORS = (
 FOR_WORDS = ("language", "k1", "b")
 
 
-def register(app: typer.Typer) -> None:
-    retriever = typer.Typer(no_args_is_help=True, help="Search over a corpus of passages: build an index, serve it.")
-    for command in (build, serve, search):
-        retriever.command()(command)
-    app.add_typer(retriever, name="retriever")
-
-
+@app.command()
 def build(
     context: typer.Context,
     corpus: Annotated[Path, typer.Argument(help='JSONL file: {"id", "contents"} or {"id", "title", "text"}.')],
@@ -100,6 +95,7 @@ def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> 
             raise UserError(f"{option} has no effect {where}")
 
 
+@app.command()
 def serve(
     context: typer.Context,
     index: Annotated[Path | None, typer.Argument(help="The folder of the index.")] = None,
@@ -146,6 +142,7 @@ def serve(
     run_server(load, host, port, token=token, topk=topk, limits=limits, report=lambda text: print(text, flush=True))
 
 
+@app.command()
 def search(
     context: typer.Context,
     index: Index,

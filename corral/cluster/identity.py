@@ -1,17 +1,27 @@
-"""Which node of the cluster this is: its rank, how many there are, where the head is.
+"""Which node of the cluster this is: its rank, how many there are, where the head is, and which of its addresses the
+others are to use.
 
 Options come first; then the variables that guides use (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, which count
 nodes here); then those of a launcher. Nothing is guessed: the error names what is missing.
 """
 
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from corral.recipe.errors import UserError
+from corral.runtime.network import INTERFACE_VARIABLES, address_of, interface_towards, is_loopback, source_address
 
 PORT = 6379  # Ray's own default, and that of the guides
 MAX_NODES = 100_000
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "podman", "flannel", "cali", "lxc", "lxdbr", "tun", "tap")
+"""Name prefixes of interfaces that lead to containers or virtual machines of this machine."""
+DOCUMENTATION_ADDRESS = "192.0.2.1"
+"""Reserved for examples (RFC 5737): the route to it is the default route. Nothing is sent there."""
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -28,40 +38,38 @@ class NodeIdentity:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class IdentityOptions:
-    """Options of the command line; None where they were not given."""
-
-    head: bool = False
-    join: str | None = None
-    rank: int | None = None
-    nodes: int | None = None
-    port: int | None = None
-    id: str | None = None
-    has_head_file: bool = False
-
-
-def find_identity(options: IdentityOptions, environment: Mapping[str, str]) -> NodeIdentity:
-    if options.head and options.join is not None:
+def find_identity(
+    environment: Mapping[str, str],
+    *,
+    head: bool = False,
+    join: str | None = None,
+    rank: int | None = None,
+    nodes: int | None = None,
+    port: int | None = None,
+    id: str | None = None,
+    has_head_file: bool = False,
+) -> NodeIdentity:
+    """`environment`: whose variables count where an option of the command line was not given."""
+    if head and join is not None:
         raise UserError("--head starts a cluster and --join joins one: give one of them")
     found = identity_in(environment)
-    join_host, join_port = split_join_address(options.join) if options.join else (None, None)
-    rank = options.rank if options.rank is not None else found.rank
-    is_numbered = found.num_nodes is not None or options.nodes is not None
-    if options.head:
+    join_host, join_port = split_join_address(join) if join else (None, None)
+    rank = rank if rank is not None else found.rank
+    is_numbered = found.num_nodes is not None or nodes is not None
+    if head:
         if rank not in (None, 0):
             raise UserError(f"--head is rank 0, but the rank is {rank} ({found.source})")
         rank = 0
-    elif rank is None and not is_numbered and options.join is None and not options.has_head_file:
+    elif rank is None and not is_numbered and join is None and not has_head_file:
         rank = 0  # a cluster of this machine
-    elif options.join is not None and rank == 0:
+    elif join is not None and rank == 0:
         raise UserError(f"rank 0 is the head and joins nobody ({found.source}); give this node another --rank")
-    if rank is None and (options.join is None or options.nodes is not None):
+    if rank is None and (join is None or nodes is not None):
         raise UserError(
             "which node is this? Set RANK (0 is the head) or use --rank; or --head, or --join ADDRESS alone"
         )
     # A node without a rank waits for nobody.
-    num_nodes = None if rank is None else options.nodes or found.num_nodes
+    num_nodes = None if rank is None else nodes or found.num_nodes
     if rank is not None and num_nodes is not None and not 0 <= rank < num_nodes:
         raise UserError(
             f"rank {rank} is not below the number of nodes, {num_nodes} ({found.source}); both count nodes from 0, not "
@@ -72,8 +80,8 @@ def find_identity(options: IdentityOptions, environment: Mapping[str, str]) -> N
         rank=rank,
         num_nodes=num_nodes,
         head=join_host or found.head,
-        port=options.port or join_port or found.port,
-        id=options.id or found.id,
+        port=port or join_port or found.port,
+        id=id or found.id,
     )
 
 
@@ -178,3 +186,89 @@ def expand_part(part: str) -> list[str]:
             raise UserError(f"{part!r} is not a list of hosts")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
     return [f"{before}{n}{rest}" for n in numbers for rest in after]
+
+
+# --- addresses of this node
+#
+# The first one of `hostname -I` is a guess that fails on every machine with a container bridge or a second network. A
+# node that joins takes the address that it sends from when it connects to the head; the head, which connects to nobody
+# yet, takes the one that it was given, or the only one that can be meant.
+
+
+def own_addresses() -> dict[str, str]:
+    """IPv4 addresses of this node by interface, without loopback."""
+    found = ((name, address_of(name)) for _, name in socket.if_nameindex())
+    return {name: address for name, address in found if address and not is_loopback(address)}
+
+
+def resolve(host: str) -> list[str]:
+    """IPv4 addresses of a host name; none if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def worker_address(head: str, chosen: str | None) -> str:
+    """Address of this node for a cluster whose head is at `head`. `chosen`: the user's --address."""
+    if chosen is not None:
+        return check_own_address(chosen)
+    address = source_address(head)
+    if address is None:
+        raise UserError(f"there is no way from this node to {head}: {describe_addresses(own_addresses())}")
+    return address
+
+
+def head_address(given: str | None, chosen: str | None, is_alone: bool, own_name: str | None = None) -> str:
+    """`given`: where the other nodes will look for the head. `own_name`: by which a launcher knows this node."""
+    own = own_addresses()
+    if chosen is not None:
+        return check_own_address(chosen)
+    if given is not None:
+        resolved = resolve(given)
+        if (address := next((one for one in resolved if one in own.values()), None)) is not None:
+            return address
+        if given != own_name and not any(map(is_loopback, resolved)):  # Debian's 127.0.1.1 says nothing
+            found = ", ".join(resolved) or "no address at all"
+            raise UserError(
+                f"this node is to be the head, {given}, but that is {found}, and this node has "
+                f"{describe_addresses(own)}"
+            )
+    if is_alone:
+        return LOOPBACK
+    for variable in INTERFACE_VARIABLES:
+        name = os.environ.get(variable, "").removeprefix("=").partition(",")[0]
+        if name in own:  # a value that begins with ^ lists interfaces that are not meant
+            return own[name]
+    default = source_address(DOCUMENTATION_ADDRESS)
+    if default is not None and default in own.values():
+        return default
+    physical = {
+        name: address
+        for name, address in own.items()
+        if not name.startswith(VIRTUAL) and not Path("/sys/class/net", name, "bridge").exists()
+    }
+    if len(physical) == 1:
+        return next(iter(physical.values()))
+    what = "has no network"
+    if physical:
+        what = f"has several networks, and no default route says which: {describe_addresses(physical)}"
+    raise UserError(f"this node {what}; say with --address (or MASTER_ADDR) where the other nodes find it")
+
+
+def check_own_address(address: str) -> str:
+    own = own_addresses()
+    if address not in own.values() and not is_loopback(address):
+        raise UserError(f"--address {address} is not an address of this node: {describe_addresses(own)}")
+    return address
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Variables that name the interface for gloo and NCCL, with the user's values where they are set."""
+    name = interface_towards(address)
+    return {} if name is None else {variable: os.environ.get(variable) or name for variable in INTERFACE_VARIABLES}
+
+
+def describe_addresses(addresses: dict[str, str]) -> str:
+    return ", ".join(f"{name} {address}" for name, address in addresses.items()) or "no address but loopback"

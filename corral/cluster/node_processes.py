@@ -51,8 +51,7 @@ class NodeProcess:
         options = dict(word.lstrip("-").replace("_", "-").split("=", 1) for word in words if "=" in word)
         if self.name == "gcs_server" and "gcs-server-port" in options:
             return f"{options.get('node-ip-address', '127.0.0.1')}:{options['gcs-server-port']}"
-        is_client_server = "ray.util.client.server" in self.command
-        return options.get("address" if is_client_server else "gcs-address")
+        return options.get("address" if "ray.util.client.server" in self.command else "gcs-address")
 
 
 ProcessTable = Mapping[int, NodeProcess]
@@ -125,9 +124,6 @@ def ray_servers() -> list[NodeProcess]:
     own = network_of(Path("/proc/self"))
     servers = [process for process in all_processes().values() if process.name in SERVERS]
     return [process for process in servers if network_of(Path("/proc", str(process.pid))) in (own, "")]
-
-
-# --- sockets
 
 
 @dataclass(frozen=True)

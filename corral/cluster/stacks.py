@@ -115,9 +115,6 @@ class ProcessStacks:
         return {**about, "threads": threads}
 
 
-# --- on one node
-
-
 def stacks_here(native: bool = False) -> list[ProcessStacks]:
     """Stacks of all processes of Corral on this node that are this user's."""
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -178,9 +175,6 @@ def parse_frame(function: str, file: str, line: int) -> StackFrame:
     return StackFrame(function, path.name, line, path.suffix == ".py" and "site-packages" not in path.parts)
 
 
-# --- on all nodes
-
-
 class StackReader:
     """An actor on every node."""
 
@@ -211,9 +205,6 @@ def stacks_of_cluster(native: bool = False) -> tuple[list[ProcessStacks], list[s
             cause = getattr(error, "cause", None) or error
             problems.append(f"{name}: {str(cause).strip().splitlines()[-1]}")
     return found, problems
-
-
-# --- as text
 
 
 def format_stacks(processes: Iterable[ProcessStacks]) -> str:

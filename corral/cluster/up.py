@@ -5,35 +5,51 @@ deadline, and the status line says which are missing. Ports, another Ray, the to
 anything is started.
 """
 
+import json
 import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from corral.cluster.addresses import head_address, resolve, worker_address
-from corral.cluster.gcs import Gcs, HeadFile, NoAnswer, NodeEntry, TokenRefused, token_beside
-from corral.cluster.identity import NodeIdentity
+from corral.cluster.gcs import MARK_LABEL, Gcs, HeadFile, NoAnswer, NodeEntry, TokenRefused, token_beside
+from corral.cluster.identity import NodeIdentity, head_address, interface_variables, resolve, worker_address
 from corral.cluster.node_processes import free_port, is_connected_to, is_free, port_owner, ray_servers
 from corral.cluster.node_report import NodeReport
-from corral.cluster.ray_node import check_ray, num_gpus, start_ray, stop_ray
 from corral.observe.status_line import Countdown, StatusLine
-from corral.recipe.errors import RunError, UserError
-from corral.runtime.membership import RECORD, Membership, marked_processes, member_folder, own_memberships, state_folder
-from corral.runtime.network import answers, split_address
+from corral.recipe.errors import RunError, UserError, first_line
+from corral.runtime.connection import CLOSED, HEALTH_CHECKS, ON_LOOPBACK
+from corral.runtime.membership import (
+    MARK_VARIABLE,
+    RECORD,
+    Membership,
+    marked_processes,
+    member_folder,
+    own_memberships,
+    state_folder,
+)
+from corral.runtime.network import answers, is_loopback, split_address
+from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
 from corral.runtime.presence import present
-from corral.runtime.token import find_token, make_token, use_token, write_token
+from corral.runtime.token import VARIABLES, find_token, make_token, token_variables, use_token, write_token
 
 HEAD_GONE_S = 15.0
 POLL_S = 1.0
 REGISTER_S = 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+START_S = 180.0
+CLIENT_PORT, AGENT_PORT = 10001, 52365  # Ray's own defaults; a second cluster on the node gets the next ones
+STOP_S = 5.0  # for processes to end after SIGTERM, before they are killed
 
 
 @dataclass(frozen=True)
@@ -108,9 +124,6 @@ def is_registered(member: Membership) -> bool:
         return False
 
 
-# --- the head
-
-
 def start_head(options: UpOptions) -> Membership:
     identity = options.identity
     is_alone = identity.num_nodes in (None, 1) and identity.head is None and options.head_file is None
@@ -123,9 +136,7 @@ def start_head(options: UpOptions) -> Membership:
         )
     host, port = options.dashboard
     dashboard = (host, free_port(host, port))
-    token = None
-    if not options.is_insecure:
-        token = find_token(options.token_file, None, os.environ) or make_token()
+    token = None if options.is_insecure else find_token(options.token_file, None, os.environ) or make_token()
     use_token(keep_token(identity.port, token))
     if options.head_file is not None:
         options.head_file.unlink(missing_ok=True)  # of an earlier cluster
@@ -136,22 +147,12 @@ def start_head(options: UpOptions) -> Membership:
     with started(member, options, dashboard):
         gcs = Gcs(member.address)
         store_report(gcs, member)
-        gcs.put(
-            "cluster",
-            {
-                "id": member.id,
-                "num_nodes": member.num_nodes,
-                "dashboard": member.dashboard,
-                "has_token": member.token_file is not None,
-            },
-        )
+        about = {"id": member.id, "num_nodes": member.num_nodes, "dashboard": member.dashboard}
+        gcs.put("cluster", {**about, "has_token": member.token_file is not None})
         if options.head_file is not None:
             file = HeadFile(member.id, gcs.cluster_id, member.address, time.time(), socket.gethostname())
             file.write(options.head_file)
     return member
-
-
-# --- the other nodes
 
 
 def join_head(options: UpOptions, countdown: Countdown) -> Membership:
@@ -187,36 +188,38 @@ def wait_for_head(options: UpOptions, countdown: Countdown) -> str:
         )
     while True:
         token = None if options.is_insecure else find_token(options.token_file, beside, environment)
-        address, missing = look_for_head(options, token)
-        if address is not None and token is None and not options.is_insecure:
+        try:
+            address = look_for_head(options, token)
+        except NoAnswer as missing:
+            if countdown.is_over:
+                raise RunError(f"the head was not there within {countdown.timeout_s:g} s: {missing}") from None
+            countdown.more(f"the head: {missing}")
+            continue
+        if token is None and not options.is_insecure:
             raise UserError(
                 f"the head at {address} needs a token and this node has none: copy the head's ~/.corral/token here, or "
                 "set RAY_AUTH_TOKEN (or --insecure, if the head was started so)"
             )
-        if address is not None:
-            return address
-        if countdown.is_over:
-            raise RunError(f"the head was not there within {countdown.timeout_s:g} s: {missing}")
-        countdown.more(f"the head: {missing}")
+        return address
 
 
-def look_for_head(options: UpOptions, token: str | None) -> tuple[str | None, str]:
-    """Address of the head, or what is missing. The token is used from here on."""
+def look_for_head(options: UpOptions, token: str | None) -> str:
+    """Address of the head. The token is used from here on."""
     identity = options.identity
     if options.head_file is not None:
         found = HeadFile.read(options.head_file)
-        if found is None:
-            return None, f"{options.head_file} is not there yet"
         use_token(keep_token(split_address(found.address)[1], token))
-        reason = found.why_stale(identity.id)
-        return (found.address, "") if reason is None else (None, f"{options.head_file}: {reason}")
+        found.check(options.head_file, identity.id)
+        return found.address
     assert identity.head is not None
     addresses = resolve(identity.head)
     if not addresses:
-        return None, f"the name {identity.head} is unknown on this node"
+        raise NoAnswer(f"the name {identity.head} is unknown on this node")
     address = f"{addresses[0]}:{identity.port}"
     use_token(keep_token(identity.port, token))
-    return (address, "") if answers(address) else (None, f"nothing answers at {address} ({identity.head})")
+    if not answers(address):
+        raise NoAnswer(f"nothing answers at {address} ({identity.head})")
+    return address
 
 
 def wait_for_cluster_entry(gcs: Gcs, countdown: Countdown) -> dict[str, Any]:
@@ -236,9 +239,6 @@ def check_versions(gcs: Gcs, others: list[NodeEntry]) -> None:
     report = None if head is None else NodeReport.read(gcs.get(f"node/{head.id}"))
     if head is not None and report is not None and (found := NodeReport.own().differences(report)):
         raise UserError(f"this node does not fit the head, {head.hostname} ({head.address}): {'; '.join(found)}")
-
-
-# --- both
 
 
 def new_membership(
@@ -315,46 +315,44 @@ def wait_for_all(member: Membership, num_nodes: int, countdown: Countdown) -> No
         countdown.more(lack)
 
 
-class Foreground:
-    """`--block`: this node stays in the cluster as long as the command runs. A signal ends it, at any time."""
-
-    def __init__(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._end)
-
-    def _end(self, number: int, _: FrameType | None) -> None:
-        for other in SIGNALS:  # a second one must not disturb the cleanup
-            signal.signal(other, signal.SIG_IGN)
-        raise EndedBySignal
-
-    def stay(self, member: Membership) -> None:
-        """Blocks until a signal comes. Raises if Ray ends by itself, or its head."""
-        answered = time.monotonic()
-        while True:
-            if not member.is_alive:
-                raise RunError(f"Ray has ended on this node, {member.node_address}; its logs are in {member.temp_dir}")
-            if answers(member.address):
-                answered = time.monotonic()
-            elif time.monotonic() - answered > HEAD_GONE_S:
-                raise RunError(
-                    f"the head, {member.address}, has not answered for {HEAD_GONE_S:g} s; this node ends too"
-                )
-            time.sleep(POLL_S)
-
-
 class EndedBySignal(BaseException):
     """Ends the command without an error."""
 
 
-# --- leaving
+def end_on_signals() -> None:
+    """`--block`: this node stays in the cluster as long as the command runs. A signal ends it, at any time."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        for other in SIGNALS:  # a second one must not disturb the cleanup
+            signal.signal(other, signal.SIG_IGN)
+        raise EndedBySignal
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+def stay(member: Membership) -> None:
+    """Blocks until a signal comes. Raises if Ray ends by itself, or its head."""
+    answered = time.monotonic()
+    while True:
+        if not member.is_alive:
+            raise RunError(f"Ray has ended on this node, {member.node_address}; its logs are in {member.temp_dir}")
+        if answers(member.address):
+            answered = time.monotonic()
+        elif time.monotonic() - answered > HEAD_GONE_S:
+            raise RunError(f"the head, {member.address}, has not answered for {HEAD_GONE_S:g} s; this node ends too")
+        time.sleep(POLL_S)
 
 
 def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:
     """Ends this node's part of one cluster, or of all. Returns the memberships with how many processes were ended."""
     records = [Membership.read(record) for record in sorted(state_folder().glob(f"ray-*/{RECORD}"))]
     found = [member for member in records if member is not None and port in (None, member.port)]
-    for member in found:
-        if not is_forced and (runs := runs_of(member)):
+    for member in () if is_forced else found:
+        own = {pid for pid, _ in marked_processes(member.mark)}
+        # Runs with workers here, or whose controller is here and uses this cluster, whoever started it.
+        runs = sorted({one.run for one in present() if one.pid in own or is_connected_to(one.pid, member.port)})
+        if runs:
             raise UserError(
                 f"{' and '.join(runs)} trains on this node: stop it first, which saves it (`corral stop JOB`, or "
                 "Ctrl-C where it runs), or lose what was not saved with --force"
@@ -362,7 +360,122 @@ def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:
     return [(member, stop_ray(member)) for member in found]
 
 
-def runs_of(member: Membership) -> list[str]:
-    """Runs with workers here, or whose controller is here and uses this cluster, whoever started it."""
-    own = {pid for pid, _ in marked_processes(member.mark)}
-    return sorted({one.run for one in present() if one.pid in own or is_connected_to(one.pid, member.port)})
+# --- Ray on this node, with everything set that Corral relies on
+
+
+def start_ray(member: Membership, *, dashboard: tuple[str, int], debugger: str | None, options: Sequence[str]) -> None:
+    """Returns when Ray runs. Its output is in `up.log` beside the record of the membership."""
+    member.write()
+    log = member_folder(member.port) / "up.log"
+    with log.open("wb") as file:
+        try:
+            result = subprocess.run(
+                [*RAY, "start", *start_options(member, dashboard, debugger), *options],
+                env=ray_environment(member, debugger),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=START_S,
+            )
+            lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            errors = [line for line in lines if "Error" in line or "error" in line]
+            failed = "" if result.returncode == 0 else (errors or lines or ["it printed nothing"])[-1]
+        except subprocess.TimeoutExpired:
+            failed = f"nothing within {START_S:g} s"
+    if failed:
+        stop_ray(member)
+        raise RunError(f"Ray did not start on {member.node_address}: {failed} (all of it: {log})")
+
+
+def start_options(member: Membership, dashboard: tuple[str, int], debugger: str | None) -> list[str]:
+    """Options of `ray start`."""
+    labels = {MARK_LABEL: member.mark} | ({} if member.rank is None else {RANK_LABEL: str(member.rank)})
+    found = [
+        f"--node-ip-address={member.node_address}",
+        f"--temp-dir={member.temp_dir}",
+        f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}",
+        "--disable-usage-stats",
+        f"--dashboard-agent-listen-port={free_port(member.node_address, AGENT_PORT)}",
+    ]
+    if num_gpus():
+        found.append(f"--num-gpus={member.devices}")
+    else:
+        found.append(f"--resources={json.dumps({WORKER_SLOT: member.devices})}")
+    if member.is_head:
+        host, port = dashboard
+        found += ["--head", f"--port={member.port}", f"--dashboard-host={host}", f"--dashboard-port={port}"]
+        found.append(f"--ray-client-server-port={free_port(member.node_address, CLIENT_PORT)}")
+    else:
+        found.append(f"--address={member.address}")
+    if debugger is not None and member.token_file is None:
+        found.append("--ray-debugger-external")
+    return found
+
+
+def ray_environment(member: Membership, debugger: str | None) -> dict[str, str]:
+    """Environment of Ray and of all that it starts on this node."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", *VARIABLES)}
+    return {
+        **kept,
+        **token_variables(None if member.token_file is None else Path(member.token_file)),
+        **interface_variables(member.node_address),
+        **{f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()},
+        MARK_VARIABLE: member.mark,
+        # Jobs are to find this Python.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **({} if member.token_file is None else CLOSED),
+        **(ON_LOOPBACK if is_loopback(member.node_address) else {}),
+        **({} if debugger is None else {"RAY_DEBUG": debugger}),
+    }
+
+
+def num_gpus() -> int:
+    """Number of GPUs that Ray finds on this node and may use."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    if manager is None:
+        return 0
+    try:
+        visible = manager.get_current_process_visible_accelerator_ids()
+        return int(manager.get_current_node_num_accelerators()) if visible is None else len(visible)
+    except (RuntimeError, ValueError) as error:  # such as AMD's variables, of which Ray wants one and not the other
+        raise UserError(f"Ray cannot tell which GPUs it may use: {first_line(error)}") from error
+
+
+def check_ray(is_insecure: bool) -> None:
+    """Raises unless Ray is installed with its dashboard and, for a cluster with a token, knows tokens (since 2.52)."""
+    try:
+        import ray
+        import ray.dashboard.dashboard  # noqa: F401
+    except ImportError as error:
+        raise UserError("`corral up` needs Ray with its dashboard: pip install 'corral[cluster]'") from error
+    if not is_insecure and find_spec("ray._private.authentication") is None:
+        raise UserError(
+            "this Ray has no token authentication, so everyone who reaches this node could run commands on it; install "
+            "ray 2.52 or newer, or accept that with --insecure"
+        )
+
+
+def stop_ray(member: Membership) -> int:
+    """Ends all processes that were started with the membership, and theirs. Returns how many there were."""
+
+    def running(spared: str = "") -> list[int]:
+        return [pid for pid, name in marked_processes(member.mark) if pid != os.getpid() and name != spared]
+
+    num_processes = len(running())
+    # The head's server last: the other processes deregister from it, and wait for its answer.
+    for number, spared in ((signal.SIGTERM, "gcs_server"), (signal.SIGTERM, ""), (signal.SIGKILL, "")):
+        for pid in running(spared):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + STOP_S
+        while running(spared) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    if member.is_head and member.head_file is not None:
+        for left in (Path(member.head_file), token_beside(Path(member.head_file))):
+            left.unlink(missing_ok=True)
+    member.forget()
+    return num_processes

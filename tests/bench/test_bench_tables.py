@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from corral.bench.bench_report import ComparisonReport, format_table, table_cells
+from corral.bench.comparison import ComparisonReport, format_table, table_cells
 from corral.bench.rollout_sides import decode_bytes
 from corral.bench.workloads import BenchSettings, RolloutWork
 from corral.recipe.shape import ModelShape

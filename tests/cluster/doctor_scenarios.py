@@ -7,8 +7,7 @@ import ray
 
 from corral.cluster.doctor.diagnose import DoctorOptions, request_for
 from corral.cluster.doctor.findings import NodeRef
-from corral.cluster.doctor.node_inspector import NodeInspector
-from corral.cluster.doctor.node_set import ClusterNodes
+from corral.cluster.doctor.node_inspector import ClusterNodes, NodeInspector
 from corral.cluster.gcs import find_head
 from corral.runtime.connection import join
 
@@ -20,8 +19,8 @@ async def start_inspectors() -> list[float]:
     head = find_head()
     join(head)
     entries = {NodeRef(entry["NodeManagerHostname"], entry["NodeManagerAddress"]): entry for entry in ray.nodes()}
-    STARTED.append(ClusterNodes(entries, lambda node: request_for(node, DoctorOptions(), None, head)))
-    return sorted(STARTED[0].call(NodeInspector.clock, limit_s=60).values())
+    STARTED.append(ClusterNodes(entries, lambda node: request_for(node, DoctorOptions(), None, head), limit_s=60))
+    return sorted(STARTED[0].call(NodeInspector.clock).values())
 
 
 async def call_inspectors() -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from corral.cluster.doctor.findings import Finding
-from corral.cluster.doctor.gpu_checks import TorchFacts, check_gpus, check_num_gpus, check_torch, describe_models
+from corral.cluster.doctor.machine_checks import TorchFacts, check_gpus, check_num_gpus, check_torch, describe_models
 from corral.cluster.node_processes import NodeProcess
-from corral.cluster.smi import Gpu, GpuInventory, GpuProcess, parse_nvidia, parse_rocm, query_gpus
+from corral.cluster.node_report import Gpu, GpuInventory, GpuProcess, parse_nvidia, parse_rocm, query_gpus
 
 GIB = 2**30
 NVIDIA = """\

@@ -33,7 +33,7 @@ from corral.cluster.doctor.machine_checks import (
     memory,
     shared_memory,
 )
-from corral.cluster.doctor.ray_checks import (
+from corral.cluster.doctor.network_checks import (
     TokenFile,
     check_open_ports,
     check_processes,

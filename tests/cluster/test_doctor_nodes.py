@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.cluster.doctor.all_reduce_checks import check_pairs, pair_result, pair_rounds
 from corral.cluster.doctor.file_checks import (
     SharedPath,
     check_shared,
@@ -29,9 +28,12 @@ from corral.cluster.doctor.network_checks import (
     check_connections,
     check_interfaces,
     check_own_name,
+    check_pairs,
     check_proxy,
     check_variables,
     clock_offset,
+    pair_result,
+    pair_rounds,
     try_connections,
 )
 from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from corral.cluster.launchers.host_setup import SOURCES, host_setup
+from corral.cluster.launchers.containers import SOURCES, host_setup
 
 ALL = [(family, is_amd) for family in ("apt", "yum") for is_amd in (False, True)]
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.cluster.identity import IdentityOptions, NodeIdentity, expand_hosts, find_identity
+from corral.cluster.identity import NodeIdentity, expand_hosts, find_identity
 from corral.recipe.errors import UserError
 
 SLURM = {"SLURM_JOB_NODELIST": "gpu-[07-09]", "SLURMD_NODENAME": "gpu-08", "SLURM_JOB_ID": "41"}
 
 
 def identity(environment: dict[str, str], **options: object) -> NodeIdentity:
-    return find_identity(IdentityOptions(**options), environment)  # type: ignore[arg-type]
+    return find_identity(environment, **options)  # type: ignore[arg-type]
 
 
 def test_the_variables_of_the_guides_count_nodes() -> None:

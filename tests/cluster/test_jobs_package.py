@@ -6,11 +6,19 @@ from pathlib import Path
 import pytest
 from runs import RECIPE
 
-from corral.cluster.jobs import job_code
+from corral.cluster.jobs import submit as submitting
 from corral.cluster.jobs.job import Job
-from corral.cluster.jobs.job_code import JobCode, collect_code, files_of, with_absolute_paths
-from corral.cluster.jobs.job_environment import chosen_variables, read_runtime_env
-from corral.cluster.jobs.submit import JobRequest, new_id, prepare
+from corral.cluster.jobs.submit import (
+    JobCode,
+    JobRequest,
+    chosen_variables,
+    collect_code,
+    files_of,
+    new_id,
+    prepare,
+    read_runtime_env,
+    with_absolute_paths,
+)
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.rules import check
@@ -108,7 +116,7 @@ def test_python_files_and_small_texts_are_sent(folder: Path) -> None:
         "a_run/metrics.jsonl",
         "a_run/g.py",
     )
-    write(folder, "large.txt", content="x" * (job_code.MAX_TEXT_BYTES + 1))
+    write(folder, "large.txt", content="x" * (submitting.MAX_TEXT_BYTES + 1))
     assert sorted(files_of(folder, skip=folder / "runs")) == [
         "a.py",
         "package/b.py",
@@ -182,7 +190,7 @@ def test_without_code_files_are_named_in_full(folder: Path, load: Load) -> None:
 def test_code_that_is_too_large_is_refused_with_its_largest_files(
     folder: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_code, "MAX_BYTES", 3000)
+    monkeypatch.setattr(submitting, "MAX_BYTES", 3000)
     write(folder, "small.py")
     write(folder, "tables/large.py", content="x" * 4000)
     with pytest.raises(

@@ -141,12 +141,10 @@ def test_processes_that_do_the_same_are_one_block() -> None:
 
 
 def test_threads_that_look_after_a_run_come_last() -> None:
-    looks = ("Lookout._tell_of_others", "DebuggerWatch._look")
-    lookout = ThreadStack(
-        "debuggers", True, tuple(StackFrame(name, "runtime/remote_debugger.py", 1, True) for name in looks)
-    )
+    looks = ("DebuggerWatch._report_others", "DebuggerWatch._look")
+    watch = ThreadStack("debuggers", True, tuple(StackFrame(name, "remote_debugger.py", 1, True) for name in looks))
     main = ThreadStack("MainThread", False, (StackFrame("Training.run", "loop/train.py", 1, True),))
-    assert ProcessStacks("h1", 1, "controller", "r", None, (), (lookout, main)).shown == (main, lookout)
+    assert ProcessStacks("h1", 1, "controller", "r", None, (), (watch, main)).shown == (main, watch)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -8,17 +8,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from corral.cluster.doctor import file_checks, network_checks, recipe_checks
-from corral.cluster.doctor.all_reduce_checks import PairTests, check_pairs
-from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef, at_node
-from corral.cluster.doctor.gpu_checks import check_num_gpus
-from corral.cluster.doctor.network_checks import ConnectionTarget
-from corral.cluster.doctor.node_inspector import InspectionRequest, NodeInspector, NodeState
-from corral.cluster.doctor.node_set import NONE_GIVEN, ClusterNodes, LocalNode, NodeArguments, NodeSet, same_for_all
-from corral.cluster.doctor.ray_checks import check_open_ports
-from corral.cluster.smi import device_vendor
+from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef, PairSpeed, at_node
+from corral.cluster.doctor.machine_checks import check_num_gpus
+from corral.cluster.doctor.network_checks import ConnectionTarget, check_open_ports
+from corral.cluster.doctor.node_inspector import (
+    ClusterNodes,
+    InspectionRequest,
+    NodeArguments,
+    NodeInspector,
+    NodeSet,
+    NodeState,
+    same_for_all,
+)
+from corral.cluster.node_report import device_vendor
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan
@@ -27,7 +32,7 @@ from corral.runtime.network import INTERFACE_VARIABLES, split_address
 RUNS = "`logging.runs`"
 NUM_PROMPTS = 256  # rows whose prompts are rendered
 NUM_ROUND_TRIPS = 5
-Result = TypeVar("Result")
+PAIR_S = 30.0  # for two nodes to connect and sum a tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def diagnose(options: DoctorOptions, address: str | None, everywhere: bool, here
 def diagnose_here(options: DoctorOptions) -> Diagnosis:
     """Checks this node only."""
     node, (plan, findings) = NodeRef(socket.gethostname()), options.plan()
-    local = LocalNode(node, request_for(node, options, plan))
+    local = NodeSet({node: NodeInspector(request_for(node, options, plan))}, options.limit_s)
     with contextlib.closing(local):
         return Survey(local, options, plan, node, {node: {}}, Diagnosis([node], findings)).run()
 
@@ -98,7 +103,9 @@ def diagnose_cluster(options: DoctorOptions, address: str) -> Diagnosis:
     own_id = ray.get_runtime_context().get_node_id()
     own = next(node for node, entry in entries.items() if entry["NodeID"] == own_id)
     options.report(f"asking {len(entries)} nodes")
-    cluster = ClusterNodes(entries, lambda node: request_for(node, options, plan, address, entries[node]))
+    cluster = ClusterNodes(
+        entries, lambda node: request_for(node, options, plan, address, entries[node]), options.limit_s
+    )
     with contextlib.closing(cluster):
         return Survey(cluster, options, plan, own, entries, Diagnosis(nodes, findings), address).run()
 
@@ -153,18 +160,10 @@ class Survey:
     def add(self, findings: Iterable[Finding]) -> None:
         self.diagnosis.findings += findings
 
-    def call(
-        self,
-        method: Callable[..., Result],
-        arguments: NodeArguments = NONE_GIVEN,
-        only: Sequence[NodeRef] | None = None,
-    ) -> dict[NodeRef, Result]:
-        return self.nodes.call(method, arguments, limit_s=self.options.limit_s, only=only)
-
     # --- nodes
 
     def check_each_node(self) -> None:
-        self.states = self.call(NodeInspector.examine)
+        self.states = self.nodes.call(NodeInspector.examine)
         for node, state in self.states.items():
             self.add(at_node(node, state.findings))
             gpus = int(self.entries[node].get("Resources", {}).get("GPU", 0))
@@ -181,7 +180,7 @@ class Survey:
             round_trips = []
             for _ in range(NUM_ROUND_TRIPS):
                 sent = time.time()
-                answered = self.call(NodeInspector.clock, only=[node]).get(node)
+                answered = self.nodes.call(NodeInspector.clock, only=[node]).get(node)
                 if answered is None:
                     break
                 round_trips.append((sent, answered, time.time()))
@@ -195,14 +194,18 @@ class Survey:
         nodes = self.nodes.refs
         ports = {node: self.states[node].port for node in nodes}
         targets = {to: ConnectionTarget(to.address, ports[to], f"corral {to.address}") for to in nodes}
-        answers = self.call(NodeInspector.try_connections, lambda node: [[targets[to] for to in nodes if to != node]])
+        answers = self.nodes.call(
+            NodeInspector.try_connections, lambda node: [[targets[to] for to in nodes if to != node]]
+        )
         tried = {
             (node, to): why
             for node, reasons in answers.items()
             for to, why in zip((other for other in nodes if other != node), reasons, strict=True)
         }
         self.add(network_checks.check_connections(ports, tried))
-        answers = self.call(NodeInspector.try_connections, same_for_all([ConnectionTarget(*split_address(self.head))]))
+        answers = self.nodes.call(
+            NodeInspector.try_connections, same_for_all([ConnectionTarget(*split_address(self.head))])
+        )
         self.add(network_checks.check_head(self.head, {node: why for node, [why] in answers.items()}))
         return {frozenset(pair) for pair, why in tried.items() if why}
 
@@ -212,7 +215,7 @@ class Survey:
             ports, other = state.ports, next((one for one in self.nodes.refs if one != node), None)
             if other is not None and not all(port.wants_token for port in ports):
                 targets = [ConnectionTarget(node.address, port.port) for port in ports]
-                answers = self.call(NodeInspector.try_connections, same_for_all(targets), only=[other])
+                answers = self.nodes.call(NodeInspector.try_connections, same_for_all(targets), only=[other])
                 ports = tuple(port for port, why in zip(ports, answers.get(other, []), strict=False) if not why)
             self.add(at_node(node, check_open_ports(ports, None if other is None else other.host)))
 
@@ -237,12 +240,14 @@ class Survey:
         within_s = min(file_checks.MARKER_S, self.options.limit_s / 10)
         marker: NodeArguments = lambda node: [shared.path, token, number_of[node]]  # noqa: E731
         try:
-            written = self.call(NodeInspector.write_marker, marker)
+            written = self.nodes.call(NodeInspector.write_marker, marker)
             left = [number_of[node] for node, why in written.items() if not why]
             others = {node: [one for one in left if one != number] for node, number in number_of.items()}
-            unseen = self.call(NodeInspector.unseen_markers, lambda node: [shared.path, token, others[node], within_s])
+            unseen = self.nodes.call(
+                NodeInspector.unseen_markers, lambda node: [shared.path, token, others[node], within_s]
+            )
         finally:
-            self.call(NodeInspector.remove_marker, marker)
+            self.nodes.call(NodeInspector.remove_marker, marker)
         missing = {node: [nodes[number] for number in numbers] for node, numbers in unseen.items()}
         self.add(file_checks.check_shared(shared, written, missing))
 
@@ -252,12 +257,54 @@ class Survey:
         if busy:
             what = "a run is under way here: speeds are what it leaves; NCCL, which would take its memory, is not tried"
             self.add([Finding("note", "all-reduce", what, nodes=tuple(busy))])
-        tests = PairTests(self.nodes, self.states, self.options.limit_s, self.options.report)
-        self.diagnosis.pairs += tests.all_pairs("gloo", broken)
+        self.diagnosis.pairs += self.measure_pairs("gloo", broken)
         if not busy:
-            self.diagnosis.pairs += tests.all_pairs("nccl", broken)
-            self.diagnosis.pairs += tests.inside("nccl")
-        self.add(check_pairs(self.diagnosis.pairs))
+            self.diagnosis.pairs += self.measure_pairs("nccl", broken)
+            self.diagnosis.pairs += self.measure_inside("nccl")
+        self.add(network_checks.check_pairs(self.diagnosis.pairs))
+
+    def measure_pairs(self, backend: str, broken: set[frozenset[NodeRef]]) -> list[PairSpeed]:
+        """Measures all pairs but the broken ones, in rounds as of a tournament: in each of them every node is in one
+        pair at most, and so disturbs no other."""
+        able = [node for node in self.nodes.refs if backend == "gloo" or self.states[node].torch.available]
+        found = []
+        for number, pairs_of_round in enumerate(network_checks.pair_rounds(len(able)), start=1):
+            pairs = [(able[one], able[other]) for one, other in pairs_of_round]
+            pairs = [pair for pair in pairs if frozenset(pair) not in broken and set(pair) <= set(self.nodes.refs)]
+            self.options.report(f"{backend} all-reduce, round {number}: {len(pairs)} pairs")
+            found += self.measure_round(pairs, backend)
+        return found
+
+    def measure_round(self, pairs: Sequence[tuple[NodeRef, NodeRef]], backend: str) -> list[PairSpeed]:
+        limit_s = min(PAIR_S, self.options.limit_s)
+        wait_s = limit_s + self.options.limit_s
+        first = [one for one, _ in pairs]
+        ports = self.nodes.call(NodeInspector.open_store, same_for_all(limit_s), only=first, limit_s=wait_s)
+        pair_of = {node: pair for pair in pairs if isinstance(ports.get(pair[0]), int) for node in pair}
+
+        def arguments(node: NodeRef) -> list[Any]:
+            pair = pair_of[node]
+            return [pair[0].address, ports[pair[0]], pair.index(node), 2, backend, limit_s]
+
+        answers = self.nodes.call(NodeInspector.all_reduce, arguments, only=list(pair_of), limit_s=wait_s)
+        measured = [PairSpeed(one, other, backend, self.states[one].interface) for one, other in pairs]
+        return [network_checks.pair_result(pair, ports.get(pair.one), answers) for pair in measured]
+
+    def measure_inside(self, backend: str) -> list[PairSpeed]:
+        """Measures the GPUs of each node that has several."""
+        sizes = {node: self.states[node].torch.num_devices for node in self.nodes.refs}
+        several = [node for node, size in sizes.items() if size > 1]
+        if not several:
+            return []
+        self.options.report(f"{backend} all-reduce inside nodes")
+        limit_s = min(2 * PAIR_S, self.options.limit_s)
+        answers = self.nodes.call(
+            NodeInspector.all_reduce_inside,
+            lambda node: [sizes[node], backend, limit_s],
+            only=several,
+            limit_s=2 * limit_s + self.options.limit_s,
+        )
+        return [network_checks.pair_result(PairSpeed(node, node, backend), 0, answers) for node in several]
 
     # --- the recipe
 
@@ -284,7 +331,7 @@ class Survey:
     def check_files(self, plan: Plan) -> None:
         assert self.options.recipe is not None
         required = file_checks.required_files(plan.recipe, self.options.recipe)
-        digests = self.call(NodeInspector.digests, same_for_all(required))
+        digests = self.nodes.call(NodeInspector.digests, same_for_all(required))
         found: list[Finding] = []
         for number, one in enumerate(required):
             own = {node: every[number] for node, every in digests.items() if one.everywhere or node == self.own}
@@ -308,7 +355,7 @@ class Survey:
         for tag, environment in plan.recipe.tagged_environments.items():
             some = [row for row in rows if row.extra.get("environment", tag) == tag][: recipe_checks.NUM_ROWS]
             arguments = same_for_all(environment, some, rollout.max_response_tokens)
-            trials = self.call(NodeInspector.try_reward, arguments, only=everywhere)
+            trials = self.nodes.call(NodeInspector.try_reward, arguments, only=everywhere)
             for node, trial in trials.items():
                 self.add(at_node(node, recipe_checks.check_reward(trial, plan, tag)))
 

@@ -111,8 +111,7 @@ class RequiredFile:
 
 
 def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
-    """Models, code, templates and data. Paths are as seen from here: a run's workers work in the folder in which it was
-    started."""
+    """Models, code, templates and data. Paths are as seen from here: a run's workers are in the folder of its start."""
     everywhere = runs_on_ray(recipe)
 
     def at_path(key: str, path: str, everywhere: bool = everywhere) -> RequiredFile:
@@ -210,10 +209,6 @@ def check_required(
         subject = f"the recipe, {required.name}," if is_recipe else name
         what, fix = f"{subject} is not the same as on {controller.host}", "copy it from there, or use a shared folder"
         yield Finding("warning" if is_recipe else "error", "files", what, fix, others)
-
-
-def is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 # --- shared folders: each node writes a marker file, and looks for those of the others

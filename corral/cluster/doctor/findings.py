@@ -83,8 +83,9 @@ class Diagnosis:
         width = max((len(name) for name in names), default=0)
         level_width = max(map(len, LEVELS))
         lines = [self._header(), ""]
-        for level in LEVELS[:-1]:
-            for finding, nodes in merge_findings(one for one in self.findings if one.level == level):
+        merged = {level: merge_findings(one for one in self.findings if one.level == level) for level in LEVELS[:-1]}
+        for level, found in merged.items():
+            for finding, nodes in found:
                 where = self._where(finding, nodes)
                 lines.append(f"{level:<{level_width}}  {finding.check:<{width}}  {where}{finding.what}")
                 if finding.fix:
@@ -95,9 +96,7 @@ class Diagnosis:
                 lines.append(f"{'ok':<{level_width}}  {name:<{width}}  {self._summary(passed)}")
         if pairs := format_pairs(self.pairs):
             lines += ["", *pairs]
-        counts = {
-            level: len(merge_findings(one for one in self.findings if one.level == level)) for level in LEVELS[:-1]
-        }
+        counts = {level: len(found) for level, found in merged.items()}
         verdict = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in counts.items() if number)
         return "\n".join([*lines, "", verdict or "nothing to object to"])
 

@@ -1,17 +1,23 @@
-"""Checks of the network: which nodes can connect to which, by which names and interfaces, and how far their clocks are
-apart."""
+"""Checks of the network and of Ray: which nodes can connect to which, by which names and interfaces, how far apart
+their clocks are, and which Ray processes there are."""
 
 import contextlib
 import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from corral.cluster.doctor.findings import Finding, NodeRef, format_hosts
+from corral.cluster.doctor.findings import Finding, NodeRef, PairSpeed, format_hosts, format_some, format_speed
+from corral.cluster.node_processes import SERVERS, NodeProcess, ProcessTable, raylet_of, socket_inodes, tcp_sockets
+from corral.runtime.membership import own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, is_loopback, split_address
+from corral.runtime.token import default_token
 
 CONNECT_S = 3.0
 MAX_CONNECTIONS = 32
@@ -20,7 +26,12 @@ COMPARED = ("NCCL_", "GLOO_", "UCX_", "RCCL_", "HSA_", "FI_")
 """Prefixes of variables that change how nodes communicate: a node that alone has them does not match the others."""
 FIREWALL = "open the ports between the nodes to each other (all of them: workers use any), on the firewall of {host}"
 CLOCK_WARNING_S, CLOCK_ERROR_S = 1.0, 30.0
+FAR_SLOWER = 1 / 3  # of the median
+SILENT = "no answer"
 SET_CLOCK = "let chrony or systemd-timesyncd set the clock there (timedatectl set-ntp true)"
+OTHERS_MODE = 0o077
+MAX_PROCESSES = 6
+MAX_PORTS = 3
 
 
 class Listener:
@@ -106,9 +117,6 @@ def check_head(address: str, tried: Mapping[NodeRef, str]) -> Iterator[Finding]:
         yield Finding("error", "ports", what, f"open port {split_address(address)[1]} of the head to the nodes", nodes)
 
 
-# --- names and interfaces
-
-
 def check_own_name(name: str, addresses: Sequence[str]) -> Iterator[Finding]:
     """`addresses`: what the node's own name resolves to."""
     if not addresses:
@@ -144,10 +152,6 @@ def check_interfaces(
 
 def is_named(written: str, interface: str, is_prefix: bool) -> bool:
     return interface.startswith(written) if is_prefix else interface == written
-
-
-def own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(COMPARED)}
 
 
 def check_variables(variables: Mapping[NodeRef, Mapping[str, str]]) -> Iterator[Finding]:
@@ -219,3 +223,167 @@ def check_clocks(offsets: Mapping[NodeRef, ClockOffset]) -> Iterator[Finding]:
     if is_fine:
         most = max(abs(offset.seconds - usual.seconds) + offset.error_s for offset in offsets.values())
         yield Finding("ok", "clocks", f"within {max(most, 0.001):.1g} s of each other", nodes=tuple(offsets))
+
+
+# --- how fast pairs of nodes sum a tensor together: what training and weight transfer wait for
+
+
+def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """All pairs in as few rounds as possible: one node stays, the others move on by one place (the circle method)."""
+    nodes: list[int | None] = list(range(num_nodes))
+    if num_nodes % 2:
+        nodes.append(None)
+    half, found = len(nodes) // 2, []
+    for _ in range(len(nodes) - 1):
+        facing = zip(nodes[:half], reversed(nodes[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        nodes = [nodes[0], nodes[-1], *nodes[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def pair_result(pair: PairSpeed, port: int | str | None, answers: Mapping[NodeRef, Any]) -> PairSpeed:
+    """The pair with what its nodes have measured. A text instead of numbers is an error, and so is None."""
+    results = [SILENT if port is None else port, *(answers.get(node, SILENT) for node in (pair.one, pair.other))]
+    errors = list(dict.fromkeys(error for error in results if isinstance(error, str)))
+    if errors:
+        return replace(pair, error="; ".join([error for error in errors if error != SILENT] or errors))
+    latency_s, bytes_per_s = answers[pair.one]
+    return replace(pair, latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
+def check_pairs(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
+    for backend in dict.fromkeys(pair.backend for pair in pairs):
+        own = [pair for pair in pairs if pair.backend == backend]
+        for pair in own:
+            if pair.error:
+                what = f"{pair} cannot sum a tensor together with {backend}: {pair.error}"
+                fix = "a firewall, or the wrong network: GLOO_SOCKET_IFNAME chooses another"
+                if backend == "nccl":
+                    fix = (
+                        "run it again with NCCL_DEBUG=INFO; often /dev/shm, NCCL_SOCKET_IFNAME, or InfiniBand that "
+                        "one node lacks"
+                    )
+                yield Finding("error", "all-reduce", what, fix, tuple(dict.fromkeys((pair.one, pair.other))))
+        for is_inside in (False, True):
+            yield from compare_speeds([pair for pair in own if not pair.error and pair.is_inside == is_inside])
+
+
+def compare_speeds(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
+    if not pairs:
+        return
+    usual = median(pair.bytes_per_s for pair in pairs)
+    slow = [pair for pair in pairs if pair.bytes_per_s < FAR_SLOWER * usual]
+    for pair in slow:
+        speeds = f"{format_speed(pair.bytes_per_s)} with {pair.backend}, and the median is {format_speed(usual)}"
+        fix = "look at cable, switch port and interface speed (ethtool) of the node that all slow pairs share"
+        yield Finding("warning", "all-reduce", f"{pair}: {speeds}", fix, tuple(dict.fromkeys((pair.one, pair.other))))
+    if not slow:
+        kind = "inside nodes" if pairs[0].is_inside else f"between {len(pairs)} pair{'s' * (len(pairs) > 1)}"
+        latency = max(pair.latency_s for pair in pairs)
+        what = f"{pairs[0].backend} {kind}: {format_speed(usual)} (median), {latency * 1e6:.0f} µs at most"
+        yield Finding("ok", "all-reduce", what)
+
+
+# --- Ray's processes: what earlier clusters have left behind, and who may use those that run
+#
+# A worker without a raylet, and a raylet whose head does not answer, belong to nobody any more. A running Ray takes
+# commands from whoever reaches one of its ports and, where it wants one, has the token.
+
+
+def check_processes(
+    table: ProcessTable, cluster: str | None, answers: Callable[[str], bool], own: Collection[str] = ()
+) -> Iterator[Finding]:
+    """`cluster`: host:port of the head that is checked. `answers`: whether a head does. `own`: heads of `corral up`."""
+    rays = [process for process in table.values() if process.is_rays and not process.is_elsewhere]
+    lost = [process for process in rays if process.name.startswith("ray::") and raylet_of(process, table) is None]
+    heads = {head for process in rays if (head := process.head) is not None}
+    dead = {head for head in heads if head != cluster and not answers(head)}
+    stray = [*lost, *(process for process in rays if process.head in dead)]
+    if stray:
+        what = f"{describe(stray)}: of a Ray cluster that is gone; they keep memory, ports and devices"
+        others = [process for process in stray if process.head not in own]
+        fixes = [f"kill {' '.join(str(process.pid) for process in others)}"] if others else []
+        fixes += ["`corral down`"] if len(others) < len(stray) else []
+        yield Finding("warning", "stray processes", what, " and ".join(fixes))
+    for head in sorted(heads - dead - {cluster}):
+        servers = [process for process in rays if process.head == head and process.name in SERVERS]
+        if servers and cluster is None:
+            yield Finding("note", "other clusters", f"part of the Ray cluster of {head}: {describe(servers)}")
+        elif servers:
+            what = f"also part of another Ray cluster, of {head}: {describe(servers)}; both may use the same devices"
+            fix = "`corral down` there if it is yours; else ask its user, or leave this node out"
+            yield Finding("warning", "other clusters", what, fix)
+    if not stray:
+        yield Finding("ok", "stray processes", "none of an earlier Ray")
+
+
+def describe(processes: Iterable[NodeProcess]) -> str:
+    return format_some([str(process) for process in processes], MAX_PROCESSES)
+
+
+@dataclass(frozen=True)
+class OpenPort:
+    """A port on which a process of Ray's takes connections from other machines."""
+
+    port: int
+    process: str
+    wants_token: bool
+
+
+def open_ports(table: ProcessTable) -> list[OpenPort]:
+    """Open ports of this user's Ray processes, without the doctor itself; whose another user's are cannot be known."""
+    ports = {one.inode: one.port for one in tcp_sockets() if one.is_listening and not is_loopback(one.host)}
+    found = []
+    for process in table.values():
+        token = (raylet_of(process, table) or process).token
+        if process.is_rays and token is not None and process.pid != os.getpid():
+            own = {ports[inode] for inode in socket_inodes(process.pid) if inode in ports}
+            found += [OpenPort(port, str(process), token) for port in own]
+    return sorted(found, key=lambda one: one.port)
+
+
+def check_open_ports(ports: Sequence[OpenPort], reached_from: str | None) -> Iterator[Finding]:
+    """`ports`: those that other machines reach. `reached_from`: one that did; None where no other node tried."""
+    unprotected = [one for one in ports if not one.wants_token]
+    if unprotected:
+        unprotected.sort(key=lambda one: not one.process.startswith(SERVERS))
+        shown = format_some([f"{one.port} of {one.process}" for one in unprotected], MAX_PORTS)
+        how = f"reached from {reached_from}" if reached_from else "they listen on all of its addresses"
+        what = (
+            f"Ray takes commands without a token on ports that are open to other machines ({shown}; {how}): whoever "
+            "reaches them can run anything here as you"
+        )
+        fix = "stop it and start the cluster with `corral up`, which makes a token; or keep it on loopback"
+        yield Finding("error", "access", what, fix)
+    elif ports:
+        yield Finding("ok", "access", "Ray wants a token")
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    path: str
+    mode: int
+    for_others: bool  # other users may open it; the folders above it let them through
+    is_used: bool  # by a cluster that this node is part of
+
+    @classmethod
+    def at(cls, path: Path, is_used: bool) -> "TokenFile":
+        mode = open_to = path.stat().st_mode & 0o777
+        for folder in path.resolve().parents:
+            open_to &= 0o700 | (folder.stat().st_mode & 0o011) * 0o7
+        return cls(str(path), mode, bool(open_to & OTHERS_MODE), is_used)
+
+
+def token_files() -> list[TokenFile]:
+    """Token files that exist on this node."""
+    named = [member.token_file for member in own_memberships()] + [os.environ.get("RAY_AUTH_TOKEN_PATH")]
+    used = [Path(name) for name in named if name]
+    candidates = dict.fromkeys([*used, default_token(), Path.home() / ".ray" / "auth_token"])
+    return [TokenFile.at(path, path in used) for path in candidates if path.is_file()]
+
+
+def check_token_files(files: Sequence[TokenFile]) -> Iterator[Finding]:
+    for file in files:
+        if file.for_others:
+            what = f"{file.path} holds a token, and other users of the node may open it (mode {file.mode:04o})"
+            yield Finding("error" if file.is_used else "warning", "token file", what, f"chmod 600 {file.path}")

@@ -1,5 +1,4 @@
-"""Checks of what a recipe needs: devices, memory and disk of the nodes, its chat template and prompts, its reward
-function."""
+"""Checks of what a recipe needs: devices, memory and disk, its chat template and prompts, its reward function."""
 
 import asyncio
 import statistics
@@ -48,16 +47,12 @@ def read_recipe(path: Path, overrides: Sequence[str], has_gpus: bool) -> tuple[P
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Bytes of as many checkpoints as are kept, and one more while it is written: weights, and the optimizer's float32
-    state."""
+    """Bytes of the checkpoints that are kept and of one being written: weights, and the optimizer's float32 state."""
     if plan.shape is None:
         return 0
     models = 2 if plan.algorithm.needs_critic else 1
     state = 8 if plan.weight_bytes >= 4 else 12
     return plan.shape.num_parameters * (plan.weight_bytes + state) * models * (plan.recipe.checkpoint.keep + 1)
-
-
-# --- devices and memory
 
 
 @dataclass(frozen=True)
@@ -111,9 +106,6 @@ def compare_memory(needs: int, present: int, user: str, node: NodeRef, device: s
         level: Literal["error", "warning"] = "error" if needs > present else "warning"
         what = f"{user} will need {human_bytes(needs)}, estimated, of {human_bytes(present)}"
         yield Finding(level, "memory fit", what, SMALLER, (node,), device)
-
-
-# --- chat template and prompts
 
 
 def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:

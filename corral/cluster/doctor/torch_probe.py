@@ -133,8 +133,7 @@ def open_store(address: str, limit_s: float) -> int:
 
 
 def all_reduce(address: str, port: int, rank: int, size: int, backend: str, device: str, limit_s: float) -> list[float]:
-    """Seconds for an all-reduce of one number, and bytes per second that each rank sends and receives in one of
-    many."""
+    """Seconds for an all-reduce of one number, and bytes per second that a rank sends and receives in a large one."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore

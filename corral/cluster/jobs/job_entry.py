@@ -51,9 +51,19 @@ def check_resumable(run_folder: Path) -> None:
         raise UserError(f"--resume: there is no checkpoint in {run_folder} on {socket.gethostname()} to go on from")
 
 
-def main() -> None:
-    from corral.cluster.jobs.job_environment import take_variables
+def take_variables(package: str) -> dict[str, str]:
+    """The variables that `submit.pack_variables` packed, from the head's memory, where they are deleted."""
+    from corral.cluster.gcs import Gcs, find_head
 
+    gcs, key = Gcs(find_head()), f"gcs://{package}".encode()
+    found = gcs.get_of_ray(key, None)
+    if found is None:
+        raise UserError("the environment that was sent with this job is gone: another process took it; submit it again")
+    gcs.delete_of_ray(key, None)
+    return dict(json.loads(found)[1])
+
+
+def main() -> None:
     recipe, instructions = RECIPE.resolve(), JobInstructions.read(Path())
     try:
         variables = {} if instructions.environment is None else take_variables(instructions.environment)

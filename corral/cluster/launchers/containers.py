@@ -1,11 +1,13 @@
 """docker and podman: one container per node, in which `corral up` stays in the foreground.
 
 Commands are lists of arguments for the engine. No shell reads them, and no value of a secret is in them: a secret is
-passed by the name of its variable, or is a file that the container may read.
+passed by the name of its variable, or is a file that the container may read. Also the script that prepares a machine
+for containers with GPUs.
 """
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,13 @@ LIMITS = (
     *("--ulimit", "stack=67108864:67108864"),
 )
 TOKEN = "/run/corral/token"  # where a container finds the token, if that comes as a file
+PackageManager = Literal["apt", "yum"]
+PARTS = Path(__file__).with_name("host_setup.sh")
+SOURCES = {
+    "docker": "https://download.docker.com/linux",
+    "nvidia": "https://nvidia.github.io/libnvidia-container",
+}
+"""Where the makers publish their packages; the lists of packages begin there."""
 
 
 def run_command(
@@ -99,8 +108,7 @@ def mount_flag(mount: str) -> str:
 
 @dataclass(frozen=True)
 class ContainerStep:
-    """A command, and where it must run. `undo`: the command that removes what this one makes. `made`: one that succeeds
-    if that exists."""
+    """A command, and where it must run. `undo` removes what it makes; `made` succeeds if that exists."""
 
     where: str
     command: Sequence[str]
@@ -110,9 +118,8 @@ class ContainerStep:
 
 @dataclass(frozen=True)
 class ContainerCluster:
-    """A cluster of containers. `head`: the first node's name for the others, if there are any. `is_local`: all nodes
-    are containers of this machine, on a network of their own. `folder`: seen by every container under the same path;
-    commands run in it."""
+    """`head`: the first node's name for the others. `is_local`: all nodes are containers of this machine, on a network
+    of their own. `folder`: seen by every container under the same path; commands run in it."""
 
     engine: ContainerEngine
     spec: LaunchSpec
@@ -191,3 +198,17 @@ class ContainerCluster:
         if self.spec.num_nodes == 1:
             return "on the node"
         return f"on the head, {self.head}" if rank == 0 else f"on the node with rank {rank}"
+
+
+# --- the script that prepares a machine. It is printed, not run: it changes packages and a daemon of the machine, as
+# root, and who does that should read it first. Every step can be repeated.
+
+
+def host_setup(family: PackageManager, is_amd: bool) -> str:
+    pieces = re.split(r"^#@ (\w+)\n", PARTS.read_text(), flags=re.MULTILINE)
+    parts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    gpu = ["amd", "amd_check"] if is_amd else [f"nvidia_{family}", "nvidia_check"]
+    text = "\n".join(parts[name] for name in ["start", f"docker_{family}", "daemon", *gpu])
+    for name, address in SOURCES.items():
+        text = text.replace(f"@{name}@", address)
+    return text

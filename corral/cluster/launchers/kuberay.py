@@ -5,7 +5,6 @@ The operator starts Ray itself, `corral up` is not involved; it also makes the t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,22 +38,36 @@ def kuberay_launch(
     token_secret: str | None = None,
     start_timeout_s: int = 1800,
 ) -> LaunchFiles:
-    """`folder`: where the file will be. `claims`: persistent volume claims as `name:/path`. `secrets`: Secrets whose
-    keys become environment variables. `token_secret`: one with the key auth_token, instead of one that the operator
-    makes."""
+    """`folder`: for the file. `claims`: persistent volume claims as `name:/path`. `secrets`: Secrets whose keys become
+    variables. `token_secret`: one with the key auth_token, instead of the operator's."""
     name = spec.short_name(LONGEST_NAME)
     named = {"name": name, **({"namespace": namespace} if namespace else {})}
     requests = {name: value for name, value in (("cpu", cpus), ("memory", memory)) if value is not None}
-    pods = PodTemplates(spec, image, name, shm, requests, [split_claim(claim) for claim in claims], secrets)
+    has_gpus = spec.accelerator != "none"
+    # The operator reads GPUs from the pod's limits; Ray cannot see worker slots itself.
+    resources = {} if has_gpus else {"resources": {WORKER_SLOT: str(spec.devices_per_node)}}
+    limits = {**requests, **({GPU[spec.accelerator]: str(spec.devices_per_node)} if has_gpus else {})}
+    volumes, mounts = pod_volumes(name, shm, [split_claim(claim) for claim in claims])
+
+    def template(container: str) -> dict[str, Any]:
+        inside = {
+            "name": container,
+            "image": image,
+            **({"resources": {"limits": limits, "requests": limits}} if limits else {}),
+            "volumeMounts": mounts,
+            **({"envFrom": [{"secretRef": {"name": secret}} for secret in secrets]} if secrets else {}),
+        }
+        return {"spec": {"containers": [inside], "volumes": volumes}}
+
     cluster = {
         "rayVersion": ray_version,
         "authOptions": {"mode": "token", **({"secretName": token_secret} if token_secret else {})},
         "headGroupSpec": {
             # The operator and the submitter reach the dashboard over the pod's network; it asks for the token.
             "rayStartParams": {"dashboard-host": "0.0.0.0"},
-            **pods.resources(),
+            **resources,
             "labels": {RANK_LABEL: "0"},
-            "template": pods.template("ray-head"),
+            "template": template("ray-head"),
         },
         "workerGroupSpecs": [
             {
@@ -63,8 +76,8 @@ def kuberay_launch(
                 "minReplicas": spec.num_nodes - 1,
                 "maxReplicas": spec.num_nodes - 1,
                 "rayStartParams": {},
-                **pods.resources(),
-                "template": pods.template("ray-worker"),
+                **resources,
+                "template": template("ray-worker"),
             }
         ][: spec.num_nodes - 1],
     }
@@ -77,8 +90,7 @@ def kuberay_launch(
         "ttlSecondsAfterFinished": KEEP_FINISHED_S,
         "rayClusterSpec": cluster,
     }
-    kinds = {"job": ("RayJob", job), "cluster": ("RayCluster", cluster)}
-    called, content = kinds[kind]
+    called, content = {"job": ("RayJob", job), "cluster": ("RayCluster", cluster)}[kind]
     file = f"{name}.{called.lower()}.yaml"
     manifest = {"apiVersion": "ray.io/v1", "kind": called, "metadata": named, "spec": content}
     where = ["--namespace", namespace] if namespace else []
@@ -92,47 +104,22 @@ def kuberay_launch(
     )
 
 
-@dataclass(frozen=True)
-class PodTemplates:
-    spec: LaunchSpec
-    image: str
-    recipe_map: str
-    shm: str
-    requests: dict[str, str]
-    claims: Sequence[tuple[str, str]]
-    secrets: Sequence[str]
-
-    def resources(self) -> dict[str, Any]:
-        """Resources that Ray cannot see itself: the operator reads GPUs from the pod's limits."""
-        if self.spec.accelerator != "none":
-            return {}
-        return {"resources": {WORKER_SLOT: str(self.spec.devices_per_node)}}
-
-    def template(self, container: str) -> dict[str, Any]:
-        mounts = [
-            {"name": "shm", "mountPath": "/dev/shm"},
-            {"name": "recipe", "mountPath": FOLDER, "readOnly": True},
-            *({"name": f"claim-{place}", "mountPath": path} for place, (_, path) in enumerate(self.claims)),
-        ]
-        volumes = [
-            # Kubernetes gives a pod 64 MB of shared memory; Ray's object store and NCCL need more.
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
-            {"name": "recipe", "configMap": {"name": self.recipe_map}},
-            *(
-                {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim}}
-                for place, (claim, _) in enumerate(self.claims)
-            ),
-        ]
-        inside = {"name": container, "image": self.image, **self._limits(), "volumeMounts": mounts}
-        if self.secrets:
-            inside["envFrom"] = [{"secretRef": {"name": secret}} for secret in self.secrets]
-        return {"spec": {"containers": [inside], "volumes": volumes}}
-
-    def _limits(self) -> dict[str, Any]:
-        accelerator = self.spec.accelerator
-        devices = {} if accelerator == "none" else {GPU[accelerator]: str(self.spec.devices_per_node)}
-        limits = {**self.requests, **devices}
-        return {"resources": {"limits": limits, "requests": limits}} if limits else {}
+def pod_volumes(recipe: str, shm: str, claims: Sequence[tuple[str, str]]) -> tuple[list[Any], list[Any]]:
+    """Volumes of a pod, and where its container mounts them. `recipe`: name of its ConfigMap."""
+    volumes = {
+        # Kubernetes gives a pod 64 MB of shared memory; Ray's object store and NCCL need more.
+        "shm": {"emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        "recipe": {"configMap": {"name": recipe}},
+        **{f"claim-{n}": {"persistentVolumeClaim": {"claimName": claim}} for n, (claim, _) in enumerate(claims)},
+    }
+    mounts: dict[str, dict[str, Any]] = {
+        "shm": {"mountPath": "/dev/shm"},
+        "recipe": {"mountPath": FOLDER, "readOnly": True},
+        **{f"claim-{n}": {"mountPath": path} for n, (_, path) in enumerate(claims)},
+    }
+    return [{"name": name, **one} for name, one in volumes.items()], [
+        {"name": name, **one} for name, one in mounts.items()
+    ]
 
 
 def split_claim(claim: str) -> tuple[str, str]:

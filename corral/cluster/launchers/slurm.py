@@ -130,9 +130,6 @@ def sbatch_options(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
     return [*(f"--{name}={value}" for name, value in found.items()), *flags]
 
 
-# --- the commands
-
-
 def settings(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
     cpus = options.sbatch.get("cpus-per-task")
     port = options.port or "$((20000 + SLURM_JOB_ID % 10000))"
@@ -211,9 +208,6 @@ def device_variable(spec: LaunchSpec) -> str:
     return "HIP_VISIBLE_DEVICES" if spec.accelerator == "amd" else "CUDA_VISIBLE_DEVICES"
 
 
-# --- syntax of the script
-
-
 class ScriptVariable(str):
     """A word that is a variable of the script, which the shell replaces."""
 
@@ -248,5 +242,4 @@ devices=${{SLURM_STEP_GPUS:-${{SLURM_JOB_GPUS:-}}}}
 [ ! -e /dev/infiniband ] || set -- "$1" "$2" {infiniband} "${{@:3}}"
 exec "$@"
 """
-"""A container sees all devices of the node, whatever Slurm shows to its own processes; so those of the job, as the node
-numbers them."""
+"""A container sees all devices of the node, whatever Slurm shows; so it gets the job's, as the node numbers them."""

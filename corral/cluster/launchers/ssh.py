@@ -96,13 +96,12 @@ class RemoteCommand:
 
 @dataclass(frozen=True)
 class SshCluster:
-    """Commands that start, use and stop a cluster on hosts. `folder`: on the hosts, where the recipe's relative paths
-    begin. `head`: the first host's name for the others. `program`: name of `corral` on the hosts. `config`: for ssh,
-    instead of the user's."""
+    """Commands that start, use and stop a cluster. `folder`: on the hosts, where relative paths begin. `head`: the
+    first host's name for the others. `program`: `corral` on the hosts. `config`: for ssh, instead of the user's."""
 
     spec: LaunchSpec
     hosts: Sequence[SshHost]
-    id: str
+    id: str  # that no other cluster has, so that none is mistaken for this one
     head: str
     folder: Path
     port: int = 6379
@@ -171,11 +170,6 @@ class SshCluster:
 
 def or_else(line: str, complaint: str) -> str:
     return f"{{ {line} || {{ echo {shlex.quote(complaint)} >&2; exit 1; }}; }}"
-
-
-def new_id(name: str) -> str:
-    """An id that no other cluster has, so that none is mistaken for this one."""
-    return f"{name}-{secrets.token_hex(4)}"
 
 
 def run_over_ssh(cluster: SshCluster, report: Callable[[str], None], *, is_kept: bool = False) -> None:
