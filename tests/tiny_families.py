@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corral.data.batch import Batch, Trajectory
-from corral.model.attention import AttentionKernel, attention_layers
+from corral.model.attention import attention_layers
 from corral.model.families import ModelPath, check_length, choose_path
 from corral.model.model_loading import load_model
 from corral.recipe.schema import Model, Optimizer
@@ -300,6 +300,7 @@ async def compare_engine(ours: Any, plain: Any, paged: bool) -> float:
 def fits_paging(model: Any) -> bool:
     """Whether the paged core would decode it, but for the width of its heads, which only the kernels limit."""
     layers = attention_layers(model).values()
-    return len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers}) == 1 and all(
-        AttentionKernel(layer.kernel.scale) == layer.kernel and layer.key_width == layer.value_width for layer in layers
+    shapes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers}
+    return len(shapes) == 1 and all(
+        layer.kernel.softcap is None and layer.key_width == layer.value_width for layer in layers
     )

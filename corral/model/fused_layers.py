@@ -44,6 +44,7 @@ class FusedLayer:
     num_kv_heads: int
     head_width: int
     scaling: float
+    window: int | None
 
     @property
     def input_norm(self) -> NormParameters:
@@ -148,6 +149,7 @@ def fused_layers(model: Any) -> list[FusedLayer] | None:
                 num_kv_heads=attention.k_proj.out_features // width,
                 head_width=width,
                 scaling=attention.scaling,
+                window=window_of(attention),
             )
         )
     return layers
@@ -194,9 +196,25 @@ def attend(
     else:
         query, key, value = rotate_merged(merged, cos, sin, num_heads, num_kv_heads)
     query, key, value = (part.unflatten(0, shape).transpose(1, 2) for part in (query, key, value))
-    output, _ = corral_attention(attention, query, key, value, None, scaling=attention.scaling, **context)
+    output, _ = corral_attention(
+        attention,
+        query,
+        key,
+        value,
+        None,
+        scaling=attention.scaling,
+        sliding_window=window_of(attention),
+        **context,
+    )
     projected: Tensor = attention.o_proj(output.reshape(len(tokens), -1))
     return projected
+
+
+def window_of(attention: Any) -> int | None:
+    """The sliding window of a layer: its own where its family alternates (Qwen), the configuration's in Mistral."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window or None
+    return getattr(attention.config, "sliding_window", None)
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:

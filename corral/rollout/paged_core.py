@@ -20,7 +20,7 @@ from torch import Tensor
 
 from corral.kernels.host_to_device import on_device
 from corral.kernels.sampling import Truncation, sample_tokens
-from corral.model.attention import EXACT, AttentionKernel, attention_layers
+from corral.model.attention import EXACT, attention_layers
 from corral.model.logprobs import OutputHead
 from corral.model.model_loading import has_bfloat16
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
@@ -303,7 +303,7 @@ def supports_paging(model: Any) -> bool:
         return False
     [(_, key_width, value_width)] = shapes
     return (
-        all(AttentionKernel(layer.kernel.scale) == layer.kernel for layer in layers.values())
+        all(layer.kernel.softcap is None and layer.kernel.window != 1 for layer in layers.values())
         and key_width == value_width
         and 32 <= key_width <= 256
         and key_width.bit_count() == 1

@@ -213,6 +213,7 @@ class PagedDecoder:
             norms=None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight),
             eps=0.0 if q_norm is None else q_norm.eps,
             splits=num_splits(len(normed), layer.num_kv_heads),
+            window=layer.window,
         )
 
 
@@ -233,6 +234,8 @@ class PagedDecodeAttention:
             self.state.page_table,
             scale=kernel.scale_of(query),
             splits=num_splits(len(qkv), keys.shape[1]),
+            window=kernel.window,
+            sinks=kernel.sinks,
         )
         return output.view(len(qkv), -1, query.shape[3]).transpose(0, 1)[None]
 

@@ -240,6 +240,8 @@ class PagedPrefillAttention:
             self.max_query,
             self.max_key,
             kernel.scale_of(query),
+            kernel.window,
+            kernel.sinks,
         )
         return output.transpose(0, 1)[None]
 

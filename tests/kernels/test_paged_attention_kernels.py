@@ -1,5 +1,7 @@
 """Decoding over the paged cache in Triton against plain torch in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from compare import BOUNDS, check, random
@@ -41,6 +43,9 @@ def cache(kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -
         (2, 2, 64, 1, "norm and rotate"),
         (2, 2, 32, 8, "neither"),
         (6, 2, 32, 32, "rotate"),
+        (6, 2, 32, 1, "window and sinks"),
+        (6, 2, 32, 4, "rotate, window"),
+        (4, 4, 32, 4, "sinks"),
     ],
 )
 def test_each_sequence_attends_to_its_own_pages_and_its_new_token_which_is_written_nowhere_else(
@@ -51,6 +56,8 @@ def test_each_sequence_attends_to_its_own_pages_and_its_new_token_which_is_writt
     half = random(3 * PAGE, width // 2, seed=21, dtype=dtype, device=device)
     rotary = (half.cos().repeat(1, 2), half.sin().repeat(1, 2)) if "rotate" in parts else None
     norms = tuple(random(2, width, seed=22, dtype=dtype, device=device)) if "norm" in parts else None
+    sinks = random(heads, seed=23, dtype=dtype, device=device) if "sinks" in parts else None
+    window = 70 if "window" in parts else None
 
     def wide(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         return None if tensors is None else tuple(tensor.double().cpu() for tensor in tensors)
@@ -59,8 +66,10 @@ def test_each_sequence_attends_to_its_own_pages_and_its_new_token_which_is_writt
     expected = paged_decode(
         qkv.double().cpu(), wide_keys, wide_values, positions.cpu(), table.cpu(),
         scale=0.2, rotary=wide(rotary), norms=wide(norms), eps=1e-6,  # type: ignore[arg-type]
+        window=window, sinks=None if sinks is None else sinks.double().cpu(),
     )  # fmt: skip
-    found = paged_attention_kernels.decode(qkv, keys, values, positions, table, 0.2, rotary, norms, 1e-6, splits)  # type: ignore[arg-type]
+    arguments: Any = (qkv, keys, values, positions, table, 0.2, rotary, norms, 1e-6, splits, window, sinks)
+    found = paged_attention_kernels.decode(*arguments)
     bound = BOUNDS.get(dtype, 2e-3)
     assert (found.double().cpu() - expected).norm() / expected.norm() < bound
     for name, ours, theirs in (("keys", keys, wide_keys), ("values", values, wide_values)):

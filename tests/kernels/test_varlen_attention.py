@@ -14,14 +14,24 @@ def starts(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     outputs, q, k = [], 0, 0
     for queries, keys in LENGTHS:
         for i in range(queries):
-            seen = slice(k, k + keys - queries + i + 1)
+            end = k + keys - queries + i + 1
+            seen = slice(k if window is None else max(k, end - window), end)
             of_head = key[seen].repeat_interleave(groups, dim=1)
-            weights = (torch.einsum("hw,khw->hk", query[q + i], of_head) * 0.3).softmax(-1)
+            scores = torch.einsum("hw,khw->hk", query[q + i], of_head) * 0.3
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None]], 1)
+            weights = scores.softmax(-1)[:, : end - seen.start]
             outputs.append(torch.einsum("hk,khw->hw", weights, value[seen].repeat_interleave(groups, dim=1)))
         q, k = q + queries, k + keys
     return torch.stack(outputs)
@@ -40,4 +50,24 @@ def test_every_query_sees_its_own_sequence_up_to_itself(
         lambda query, key, value: varlen_attention(query, key, value, of_queries, of_keys, 4, 9, 0.3),
         plain,
         [query, key, value],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "has_sinks", "value_width"), [(3, False, 16), (None, True, 16), (4, True, 8)])
+def test_windows_sinks_and_narrower_values(
+    window: int | None, has_sinks: bool, value_width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    queries, keys = (sum(lengths) for lengths in zip(*LENGTHS, strict=True))
+    query = random(queries, 4, 16, seed=0, dtype=dtype, device=device)
+    key = random(keys, 2, 16, seed=1, dtype=dtype, device=device)
+    value = random(keys, 2, value_width, seed=2, dtype=dtype, device=device)
+    sinks = [random(4, seed=3, dtype=dtype, device=device)] if has_sinks else []
+    of_queries, of_keys = (starts(list(lengths), device) for lengths in zip(*LENGTHS, strict=True))
+    check_function(
+        lambda query, key, value, *sinks: varlen_attention(
+            query, key, value, of_queries, of_keys, 4, 9, 0.3, window, *sinks
+        ),
+        lambda query, key, value, *sinks: plain(query, key, value, *(sinks or (None,)), window=window),
+        [query, key, value, *sinks],
     )

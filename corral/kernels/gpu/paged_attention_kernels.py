@@ -27,6 +27,8 @@ def decode(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     splits: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes what `corral.kernels.paged_attention.paged_decode` does."""
     num_sequences, (kv_heads, width) = len(qkv), keys.shape[1:]
@@ -39,10 +41,11 @@ def decode(
     cos, sin = rotary or (qkv, qkv)
     q_norm, k_norm = norms or (qkv, qkv)
     _decode_kernel[(kv_heads, num_sequences, splits)](
-        qkv, keys, values, cos, sin, q_norm, k_norm, output, partial, lse, table, positions,
-        table.stride(0), scale * LOG2_E, eps,
+        qkv, keys, values, cos, sin, q_norm, k_norm, qkv if sinks is None else sinks, output, partial, lse, table,
+        positions, table.stride(0), scale * LOG2_E, eps,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), HALF=width // 2,
         PAGE=PAGE, SPLITS=splits, NORM=norms is not None, ROTATE=rotary is not None,
+        WINDOW=window or 0, SINKS=sinks is not None,
         num_warps=4, num_stages=num_stages(2 * PAGE * width * keys.element_size(), qkv.device),
     )  # fmt: skip
     if splits > 1:
@@ -102,10 +105,10 @@ def _norm_and_rotate(
 # written, and the loop's mask (`< position`) sees to that; nothing orders the programs of one launch.
 @triton.jit
 def _decode_kernel(
-    qkv, keys, values, cos_ptr, sin_ptr, q_weight, k_weight, output, partial, lse, table, positions,
+    qkv, keys, values, cos_ptr, sin_ptr, q_weight, k_weight, sinks_ptr, output, partial, lse, table, positions,
     table_stride, scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     group_size: tl.constexpr = HEADS // KV_HEADS
@@ -141,10 +144,14 @@ def _decode_kernel(
     l = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     num_pages = tl.cdiv(position, PAGE)
-    pages_per_split = tl.cdiv(num_pages, SPLITS)
+    first_key = 0
+    if WINDOW > 0:  # pages before the window are not read at all
+        first_key = tl.maximum(position - WINDOW + 1, 0)
+    first_page = first_key // PAGE
+    pages_per_split = tl.cdiv(num_pages - first_page, SPLITS)
     key_offsets = (place[:, None] * KV_HEADS + kv_head) * WIDTH + half[None, :]
     value_offsets = (place[:, None] * KV_HEADS + kv_head) * WIDTH + column[None, :]
-    first = split * pages_per_split
+    first = first_page + split * pages_per_split
     page = tl.load(own_table + tl.minimum(first, position // PAGE)).to(tl.int64)
     for index in range(first, tl.minimum(first + pages_per_split, num_pages)):
         base = page * (PAGE * KV_HEADS * WIDTH)
@@ -154,6 +161,8 @@ def _decode_kernel(
         # A page may hold anything behind the sequence's end, and 0 x NaN is NaN: masked when loaded, not only in the
         # scores.
         mask = (index * PAGE + place) < position
+        if WINDOW > 0:
+            mask = mask & (index * PAGE + place >= first_key)
         k_low = tl.load(keys + base + key_offsets, mask=mask[:, None], other=0.0)
         k_high = tl.load(keys + base + key_offsets + HALF, mask=mask[:, None], other=0.0)
         value = tl.load(values + base + value_offsets, mask=mask[:, None], other=0.0)
@@ -180,6 +189,14 @@ def _decode_kernel(
         l = l * alpha + p_new
         acc = acc * alpha[:, None] + p_new[:, None] * new_value[None, :].to(tl.float32)
         m = m_new
+        if SINKS:  # one more score for each head, without a value; 1.44 is log2(e), as in the scale of the others
+            sink = tl.load(sinks_ptr + kv_head * group_size + group, mask=in_group, other=0.0).to(tl.float32)
+            sink = sink * 1.4426950408889634
+            m_new = tl.maximum(m, sink)
+            alpha = tl.exp2(m - m_new)
+            l = l * alpha + tl.exp2(sink - m_new)
+            acc = acc * alpha[:, None]
+            m = m_new
 
     rows = sequence * HEADS + kv_head * group_size + group
     if SPLITS == 1:
