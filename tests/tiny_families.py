@@ -301,6 +301,4 @@ def fits_paging(model: Any) -> bool:
     """Whether the paged core would decode it, but for the width of its heads, which only the kernels limit."""
     layers = attention_layers(model).values()
     shapes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers}
-    return len(shapes) == 1 and all(
-        layer.kernel.softcap is None and layer.key_width == layer.value_width for layer in layers
-    )
+    return len(shapes) == 1 and all(layer.kernel.softcap is None for layer in layers)

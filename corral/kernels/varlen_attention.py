@@ -19,7 +19,7 @@ def varlen_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads, width] each, keys and values with as many heads or fewer -> like `query`, as wide as the values.
+    """[tokens, heads, width] each, keys and values with as many heads or fewer -> like `query`.
 
     Sequence n has the queries `query_starts[n] : query_starts[n + 1]` (int32) and the keys `key_starts[n] : ...`. Its
     queries are the last of its tokens: query i of q attends to the keys 0 to i + k - q of k, or with a `window` to so
@@ -27,12 +27,9 @@ def varlen_attention(
     """
     if not has_flash(query):
         return attention_by_sequence(query, key, value, query_starts, key_starts, scale, window, sinks)
-    width = value.shape[-1]
-    if width < key.shape[-1]:  # the kernels take one width; zeros beside the values are zeros in the result
-        value = F.pad(value, (0, key.shape[-1] - width))
     compute: Any = FlashAttention.apply
     result: Tensor = compute(query, key, value, query_starts, key_starts, max_query, max_key, scale, window, sinks)
-    return result[..., :width]
+    return result
 
 
 def has_flash(query: Tensor) -> bool:

@@ -231,11 +231,14 @@ class _VarlenTree:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         # Not `tensor[0]`: its gradient would be copied into a tensor of zeros.
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        width = value.shape[-1]
+        if width < key.shape[-1]:  # the kernels take one width; zeros beside the values are zeros in the result
+            value = F.pad(value, (0, key.shape[-1] - width))
         if self.keys is not None:
             key, value = gather_kv(key, value, self.keys)
         lengths = (self.query_starts, self.key_starts, self.max_query, self.max_key)
         output = varlen_attention(query, key, value, *lengths, kernel.scale_of(query), kernel.window, kernel.sinks)
-        return output.transpose(0, 1)[None]
+        return output[..., :width].transpose(0, 1)[None]
 
 
 class _AttentionBlock:

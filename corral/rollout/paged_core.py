@@ -301,13 +301,9 @@ def supports_paging(model: Any) -> bool:
     shapes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in layers.values()}
     if len(shapes) != 1 or set(layers) != set(range(len(layers))):
         return False
-    [(_, key_width, value_width)] = shapes
-    return (
-        all(layer.kernel.softcap is None and layer.kernel.window != 1 for layer in layers.values())
-        and key_width == value_width
-        and 32 <= key_width <= 256
-        and key_width.bit_count() == 1
-    )
+    [(_, *widths)] = shapes
+    has_kernels = all(layer.kernel.softcap is None and layer.kernel.window != 1 for layer in layers.values())
+    return has_kernels and 16 < max(widths) <= 256
 
 
 def _num_pages_ahead(sequence: RunningSequence, steps: int) -> int:

@@ -181,7 +181,7 @@ class PagedDecoder:
     def _hidden(self, state: SlotState) -> Tensor:
         """[slots, width], hidden state of each slot's new token."""
         layers = fused_layers(self.model)
-        if layers is None or self.rotary is None:
+        if layers is None or self.rotary is None or layers[0].head_width != self.pool.shape.width:
             context = PagedDecodeAttention(self.pool, state)
             return forward_hidden(self.model, state.tokens, state.positions.long(), context)
         decoder = self.model.get_decoder()
@@ -225,7 +225,8 @@ class PagedDecodeAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
-        qkv = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value)], dim=1)
+        padded = (self.pool.padded(tensor[0]) for tensor in (query, key, value))
+        qkv = torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in padded], dim=1)
         output = paged_decode(
             qkv,
             keys,
@@ -237,7 +238,7 @@ class PagedDecodeAttention:
             window=kernel.window,
             sinks=kernel.sinks,
         )
-        return output.view(len(qkv), -1, query.shape[3]).transpose(0, 1)[None]
+        return output.view(len(qkv), query.shape[1], -1)[..., : value.shape[3]].transpose(0, 1)[None]
 
 
 def waits_for_device(work: Callable[[], Any]) -> bool:
@@ -269,10 +270,12 @@ def rotary_tables(model: Any, length: int) -> tuple[Tensor, Tensor] | None:
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None or getattr(rotary, "rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
         return None
+    layers = fused_layers(model)
+    if layers is None:
+        return None
     parameter = next(model.parameters())
     with torch.no_grad():
         cos, sin = rotary(parameter.new_empty(1, 1, 1), torch.arange(length, device=parameter.device)[None])
-    layers = fused_layers(model)
-    if layers is None or cos.shape[-1] != layers[0].head_width:
+    if cos.shape[-1] != layers[0].head_width:
         return None
     return cos[0].contiguous(), sin[0].contiguous()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from corral.data.batch import IntArray
@@ -154,8 +155,11 @@ class CacheShape:
 
     @classmethod
     def of_model(cls, model: Any) -> "CacheShape":
+        """The width of a page's rows is a power of two, as the kernels want it: heads of 80, 96 or 192, and values that
+        are narrower than keys, are filled up with zeros, which change no score."""
         layers = attention_layers(model)
-        return cls(len(layers), layers[0].kv_heads, layers[0].key_width, next(model.parameters()).dtype)
+        width = max(layers[0].key_width, layers[0].value_width)
+        return cls(len(layers), layers[0].kv_heads, 1 << (width - 1).bit_length(), next(model.parameters()).dtype)
 
     @property
     def page_bytes(self) -> int:
@@ -214,6 +218,11 @@ class PagePool:
         self.release()
         if self.held is not None:
             self.held.close()
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """Queries, keys or values [..., width] in the width of the pages."""
+        missing = self.shape.width - tensor.shape[-1]
+        return tensor if missing == 0 else F.pad(tensor, (0, missing))
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """[pages x PAGE, kv_heads, width] each."""

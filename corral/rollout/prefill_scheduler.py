@@ -231,10 +231,11 @@ class PagedPrefillAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.pool.keys_and_values(layer)
+        new_query, new_key, new_value = (self.pool.padded(one[0]).transpose(0, 1) for one in (query, key, value))
         output = varlen_attention(
-            query[0].transpose(0, 1),
-            self._write_and_read(keys, key[0].transpose(0, 1)),
-            self._write_and_read(values, value[0].transpose(0, 1)),
+            new_query,
+            self._write_and_read(keys, new_key),
+            self._write_and_read(values, new_value),
             self.query_starts,
             self.key_starts,
             self.max_query,
@@ -243,7 +244,7 @@ class PagedPrefillAttention:
             kernel.window,
             kernel.sinks,
         )
-        return output.transpose(0, 1)[None]
+        return output[..., : value.shape[3]].transpose(0, 1)[None]
 
     def _write_and_read(self, cache: Tensor, new: Tensor) -> Tensor:
         """Writes what this pass computed, and returns all that its queries attend to, [keys, kv_heads, width]."""

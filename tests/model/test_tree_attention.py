@@ -108,7 +108,8 @@ def test_one_call_for_all_chunks_is_the_same_attention(
     query, key, value, upstream = torch.randn(
         4, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)
     ).to(DEVICE)
-    key, value = key[:, :2].requires_grad_(), value[:, :2].requires_grad_()
+    # Values are narrower than keys, as in latent attention.
+    key, value, upstream = key[:, :2].requires_grad_(), value[:, :2, :, :6].requires_grad_(), upstream[..., :6]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE).requires_grad_()
     kernel = AttentionKernel(scale=0.3, window=window, sinks=sinks if has_sinks else None)
     length = tree.num_nodes // parts

@@ -51,7 +51,7 @@ async def more_requests_than_sequences_wait_and_finish(make: MakeEngine) -> None
     prompts = [PROMPTS[i % 3] for i in range(2 * engine.max_sequences + 1)]
     running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=4), prompts))
     while not engine.num_in_flight:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     assert engine.num_in_flight == len(prompts)
     assert [len(completion.tokens) for completion in await running] == [4] * len(prompts)
 
@@ -106,7 +106,7 @@ async def requests_in_flight_continue_with_updated_weights(make: MakeEngine) -> 
     engine = make()
     running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=100)))
     while engine.num_decode_steps < 9:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     assert await engine.update(new_weights(engine), version=1) > 0
     for completion in await running:
         assert set(completion.versions) == {0, 1}
@@ -126,7 +126,7 @@ async def after_an_update_that_failed_requests_wait_for_one_that_succeeds(make: 
 
     running = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=100), 0))
     while engine.num_decode_steps < 9:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     with pytest.raises(ConnectionError):
         await engine.update(half(), version=1)
     steps = engine.num_decode_steps

@@ -232,7 +232,7 @@ def test_an_update_between_two_chunks_of_a_prompt_prefills_it_again() -> None:
         other = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=60), 1))
         request = asyncio.ensure_future(engine.generate(LONG_PROMPT, Sampling(max_tokens=10), 2))
         while not core_of(engine).prefill.chunked:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.0002)
         await engine.update(weights, version=1)
         await other
         return await request
