@@ -109,6 +109,7 @@ def measure(folder: Path, implementation: str) -> dict[str, float | str]:
     started = time.perf_counter()
     num_tokens = asyncio.run(generate(1000))
     rollout_s = time.perf_counter() - started
+    engine.release_cache()
     engine.close()
     return {
         "core": type(engine.core).__name__,
