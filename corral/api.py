@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral.data.plugins import is_importable, name_object
-from corral.model.families import find_path
+from corral.model.families import GENERAL_CANNOT, check_parallel, find_path
 from corral.observe.console import Console
 from corral.recipe.document import Document, apply_override, compose, read_document
 from corral.recipe.errors import RecipeError, UserError
@@ -90,7 +90,9 @@ def plan(recipe: RecipeSource, **overrides: Any) -> Plan:
 
 def checked_plan(recipe: Recipe) -> Plan:
     """The plan of a recipe, with how its model is computed; raises where it is refused."""
-    path = find_path(recipe.model)
+    path, parallel = find_path(recipe.model), recipe.train.parallel
+    if path is not None and path.kind == "general":
+        check_parallel(recipe.model.path, [key for key in GENERAL_CANNOT if getattr(parallel, key) > 1])
     return make_plan(recipe, ModelShape.find(recipe.model.path), model_path=None if path is None else str(path))
 
 

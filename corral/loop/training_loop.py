@@ -49,6 +49,8 @@ class RunState:
     """Number of steps made; also the version of the weights."""
     saved_step: int = 0
     """Step of the last checkpoint in the run's folder."""
+    saved_at: float = field(default_factory=time.monotonic)
+    """When that was, or when this process began with the run."""
     skipped_in_a_row: int = 0
     """Number of updates that were skipped, at the end of the training so far."""
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -214,8 +216,10 @@ def validation_due(run: RunState) -> str | None:
 
 
 async def save_if_due(run: RunState) -> None:
-    every = run.recipe.checkpoint.every
-    if every and run.step % every == 0 and not run.is_complete:
+    settings = run.recipe.checkpoint
+    by_step = settings.every and run.step % settings.every == 0
+    by_time = settings.minutes and time.monotonic() - run.saved_at >= 60 * settings.minutes
+    if (by_step or by_time) and not run.is_complete:
         await save_run(run)
 
 
@@ -223,7 +227,7 @@ async def save_run(run: RunState) -> None:
     state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
     async with run.parts.trainer_lock:
         await save(run.parts, run.ledger, run.folder, run.step, state)
-    run.saved_step = run.step
+    run.saved_step, run.saved_at = run.step, time.monotonic()
 
 
 # --- what is written down of a step

@@ -8,6 +8,7 @@ family is in `FAMILIES` once `tests/model/test_families.py` has compared it with
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,6 +154,19 @@ def check_length(config: Any, limit: int) -> None:
                 f"{keys} the model turns to other rotary frequencies (longrope) behind {original} tokens, for those "
                 f"before them too; keep sequences within {original}"
             )
+
+
+GENERAL_CANNOT = ("context", "expert", "tensor")
+"""Dimensions of a mesh that cut sequences or layers, which the general path computes as a whole."""
+
+
+def check_parallel(model: str, dimensions: Collection[str]) -> None:
+    """Raises if a model of the general path is to be spread over these dimensions of a mesh."""
+    if dimensions:
+        raise UserError(
+            f"train.parallel.{min(dimensions)}: {model} is computed sequence by sequence (the general path), which "
+            "only `train.parallel.shard` and `replicate` distribute"
+        )
 
 
 def check_trainable(config: Any, path: str) -> None:

@@ -405,7 +405,10 @@ class Checkpoint(Section):
     """What is saved, and from where a run goes on."""
 
     every: NaturalInt = 0
-    """Steps between checkpoints. 0: only at the end and on Ctrl-C."""
+    """Steps between checkpoints. 0: by time, at the end, and on Ctrl-C."""
+    minutes: NaturalFloat = 30.0
+    """A checkpoint is also saved at the end of a step if the last one is so many minutes old: a run that loses a
+    trainer goes on from there. 0: not by time."""
     keep: PositiveInt = 2
     """Number of newest checkpoints that are kept."""
     at_end: bool = True

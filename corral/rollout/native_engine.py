@@ -35,8 +35,6 @@ from corral.rollout.slot_core import SlotCore
 
 
 class NativeEngine:
-    is_reproducible = True
-
     def __init__(
         self,
         model: Any,
@@ -53,6 +51,8 @@ class NativeEngine:
         self.core: EngineCore = core_class(model, paged)(
             model, tokenizer, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, max_length=max_length
         )
+        self.is_reproducible = not is_general(model)
+        """On the general path the size of a batch is part of how its kernels round."""
         self.version = 0
         self.has_weights = asyncio.Event()
         """Cleared while weights are being replaced, and after a replacement that failed half-way: then the weights are

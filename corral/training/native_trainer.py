@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from corral.data.batch import Batch, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
+from corral.model.families import GENERAL_CANNOT, check_parallel
 from corral.model.fused_layers import unfuse
 from corral.model.general_forward import (
     SequenceForward,
@@ -67,11 +68,8 @@ class _NativeTrainer:
         self.causal = causal
         self.mesh = mesh or ProcessMesh.build(MeshShape(), next(model.parameters()).device)
         check_offload(self.mesh, offload)
-        if is_general(causal) and (dimensions := self.mesh.groups.keys() & {"tensor", "expert", "context"}):
-            raise UserError(
-                f"train.parallel.{min(dimensions)}: {type(causal).__name__} is computed sequence by sequence (the "
-                "general path), which only `train.parallel.shard` and `replicate` distribute"
-            )
+        if is_general(causal):
+            check_parallel(type(causal).__name__, self.mesh.groups.keys() & set(GENERAL_CANNOT))
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call
         self.sharded = ShardedModel(

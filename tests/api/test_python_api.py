@@ -51,6 +51,7 @@ def test_a_run_has_metrics_a_checkpoint_and_trajectories(tmp_path: Path, tiny_mo
     assert corral.Run(run.folder).recipe.schedule.steps == 2
 
 
+@pytest.mark.slow
 def test_it_is_the_run_of_the_command_line(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "score.py").write_text("def length(response):\n    return len(response) % 3\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

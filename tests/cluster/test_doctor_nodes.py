@@ -264,6 +264,7 @@ def inspector(tmp_path: Path) -> Callable[[], NodeInspector]:
     return lambda: NodeInspector(request)
 
 
+@pytest.mark.slow
 def test_processes_of_a_node_sum_a_tensor_and_one_that_waits_in_vain_is_ended(
     inspector: Callable[[], NodeInspector], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

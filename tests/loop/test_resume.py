@@ -91,6 +91,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, tiny_model: Path) -> None
     assert manifest.stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_finished_run_can_be_made_longer(tmp_path: Path, tiny_model: Path, dtype: str) -> None:
     overrides = (f"model.dtype={dtype}", "train.logits_chunk=16")

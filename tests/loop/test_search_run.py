@@ -117,6 +117,7 @@ def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_an_index_that_is_not_there_ends_the_run_at_the_start(folder: Path, tiny_model: Path) -> None:
     write_recipe(folder, tiny_model, "runtime: local")
     command = start_corral(folder, "train", "recipe.yaml", "cluster.services.retriever.retriever=nowhere")

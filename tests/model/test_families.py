@@ -79,6 +79,7 @@ def test_every_other_architecture_is_right_or_refused(name: str, folder: Path) -
         assert found.is_right, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral-window8", "gpt_oss-window8", "qwen3_moe"])
 def test_the_general_path_is_right_where_there_is_a_fast_one(name: str, folder: Path) -> None:
     save(name, folder)

@@ -71,6 +71,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path) -> None:
         open_index(folder / "index")
 
 
+@pytest.mark.slow
 def test_a_bad_corpus_leaves_no_folder(folder: Path) -> None:
     with (folder / "corpus.jsonl").open("a") as file:
         file.write("{\n")
