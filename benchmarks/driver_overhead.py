@@ -88,7 +88,7 @@ STAGES = {
     "train: shards out, sums in": ["train_step.py:train"],
     "publish": ["model_workers.py:publish"],
     "ledger": ["ledger.py:_record"],
-    "metrics of the step": ["rollout_step.py:step_metrics", "trackers.py:log"],
+    "metrics of the step": ["rollout_step.py:step_metrics", "run_files.py:log"],
 }
 """Functions that are not called by one another, each with all that it calls."""
 PARTS = ["batch.py:split", "batch.py:take", "batch.py:positions_of"]

@@ -371,7 +371,8 @@ class SlotExtendAttention:
         self.positions = pasts[self.rows] + self.columns
         self.max_new, self.max_length = int(counts.max()), int((pasts + counts).max())
         query_positions = pasts[:, None] + torch.arange(self.max_new, device=device)
-        self.distance = (query_positions[:, :, None] - torch.arange(self.max_length, device=device))[:, None]
+        distance = query_positions[:, :, None] - torch.arange(self.max_length, device=device)
+        self.mask = DistanceMask(distance[:, None])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
@@ -384,7 +385,7 @@ class SlotExtendAttention:
             queries.transpose(1, 2),
             keys[used, :, : self.max_length],
             values[used, :, : self.max_length],
-            mask_of_distance(self.distance, kernel.window),
+            self.mask.within(kernel.window),
         )
         return output.transpose(1, 2)[self.rows, self.columns].transpose(0, 1)[None]
 
@@ -396,7 +397,8 @@ class SlotDecodeAttention:
         self.cache, self.lengths = cache, lengths
         self.max_length = int(lengths.max()) + 1
         self.slots = torch.arange(len(lengths), device=lengths.device)
-        self.distance = (lengths[:, None] - torch.arange(self.max_length, device=lengths.device))[:, None, None]
+        distance = lengths[:, None] - torch.arange(self.max_length, device=lengths.device)
+        self.mask = DistanceMask(distance[:, None, None])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
@@ -409,11 +411,19 @@ class SlotDecodeAttention:
             grouped,
             keys[:num_slots, :, : self.max_length],
             values[:num_slots, :, : self.max_length],
-            mask_of_distance(self.distance, kernel.window),
+            self.mask.within(kernel.window),
         )
         return output.reshape(num_slots, query.shape[1], -1).transpose(0, 1)[None]
 
 
-def mask_of_distance(distance: Tensor, window: int | None) -> Tensor:
-    """Which keys a query sees, by how many positions they lie before it."""
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+class DistanceMask:
+    """Which keys a query sees, by how many positions they lie before it; for each window of the layers made once."""
+
+    def __init__(self, distance: Tensor) -> None:
+        self.distance = distance
+        self.by_window: dict[int | None, Tensor] = {None: distance >= 0}
+
+    def within(self, window: int | None) -> Tensor:
+        if window is not None and window not in self.by_window:
+            self.by_window[window] = self.by_window[None] & (self.distance < window)
+        return self.by_window[window]

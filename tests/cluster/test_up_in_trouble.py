@@ -138,7 +138,8 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     token.rename(tmp_path / "later")
     file.write_text(json.dumps(fresh))
     joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME=str(tmp_path / "home"))
-    wait_until(lambda: "refuses it" in lab.errors.read_text(), lab)
+    # Ray's client may try for a minute before it says that the token is wrong.
+    wait_until(lambda: "refuses it" in lab.errors.read_text(), lab, timeout_s=180)
     (tmp_path / "later").rename(token)
     assert "all 2 nodes are there" in joined.communicate(timeout=60)[0]
     assert "all 2 nodes are there" in head.communicate(timeout=60)[0]
@@ -154,8 +155,8 @@ def wait_for(file: Path, id: str, lab: Lab) -> dict[str, object]:
     return dict(json.loads(file.read_text()))
 
 
-def wait_until(condition: Callable[[], bool], lab: Lab) -> None:
-    deadline = time.monotonic() + 60
+def wait_until(condition: Callable[[], bool], lab: Lab, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, lab.errors.read_text()
         time.sleep(0.1)
