@@ -49,7 +49,7 @@ FAMILIES = (
     ModelFamily(
         "mixtures of experts",
         (
-            "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe", "dots1",
+            "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe",
             "ernie4_5_moe", "exaone_moe", "flex_olmo", "hunyuan_v1_moe", "hy_v3", "laguna", "minimax_m2", "phimoe",
             "solar_open", "afmoe",
         ),

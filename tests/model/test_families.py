@@ -1,5 +1,6 @@
 """Every family against plain transformers: trainer, gradients and engine, or the line that refuses it."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -92,6 +93,13 @@ def test_a_family_is_declared_once_and_known_to_transformers() -> None:
     types = [model_type for family in FAMILIES for model_type in family.model_types]
     assert len(types) == len(set(types))
     assert set(types) <= set(causal_types())
+
+
+def test_every_family_of_the_fast_path_is_in_the_table_of_what_was_compared() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
+    compared = dict(re.findall(r"^\| ([^ |]+) \| (fast|general|refused|not compared)", page, re.MULTILINE))
+    assert {name for name in FAST_TYPES if compared.get(name) != "fast"} == set()
+    assert not FAST_TYPES.keys() & NOT_BUILT
 
 
 @pytest.mark.parametrize(
