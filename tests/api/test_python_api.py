@@ -90,6 +90,7 @@ class BlockingEcho(corral.BlockingEnv):
         return corral.StepResult([], float(len(reply)), done=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [Echo, BlockingEcho])
 def test_a_class_is_an_environment(tmp_path: Path, tiny_model: Path, environment: type) -> None:
     run = corral.train(recipe(tmp_path, tiny_model), environment=environment, data=ROWS, quiet=True)

@@ -67,6 +67,7 @@ def test_several_are_played_at_the_same_time_and_more_wait_for_a_free_process() 
         assert 0.85 < asyncio.run(play_all(6)) < 1.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
