@@ -20,19 +20,18 @@ from corral.recipe.schema import Model
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Architectures with one kind of layer, and what their fast path supports."""
+    """Architectures of the fast path with one kind of layer. (Which of them have fused layers is `fused_layers.py`'s
+    matter, which decides it by a layer's parts.)"""
 
     name: str
     model_types: tuple[str, ...]
     """`model_type` of the configuration of the text model."""
     difference: str = ""
     """How its attention differs from Llama's."""
-    fused: bool = False
-    """Whether layers are computed with fewer, larger kernels on a GPU (`fused_layers.py`)."""
 
 
 FAMILIES = (
-    ModelFamily("Llama, Mistral, Qwen", ("llama", "mistral", "qwen2", "qwen3"), fused=True),
+    ModelFamily("Llama, Mistral, Qwen", ("llama", "mistral", "qwen2", "qwen3")),
     ModelFamily(
         "dense, full attention",
         (
@@ -73,7 +72,6 @@ class ModelPath:
 
     kind: Literal["fast", "general"]
     reason: str
-    family: ModelFamily | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} path ({self.reason})"
@@ -99,7 +97,7 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
         return ModelPath("general", "its attention is biased by position (ALiBi)")
     if layer_types := set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES:
         return ModelPath("general", f"layers of the type `{min(layer_types)}`")
-    return ModelPath("fast", family.name, family)
+    return ModelPath("fast", family.name)
 
 
 def find_path(model: Model) -> ModelPath | None:

@@ -1,7 +1,6 @@
 """Every family against plain transformers: trainer, gradients and engine, or the line that refuses it."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -146,7 +145,7 @@ def test_a_family_that_was_declared_wrongly_is_found_when_it_is_loaded(
     engine.close()
 
 
-def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(folder: Path) -> None:
+def test_a_model_whose_tokens_see_what_is_behind_them_is_refused() -> None:
     config = config_of("bert")
     config.is_decoder = True
     model = tiny_family_model(config)
@@ -155,4 +154,3 @@ def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(folder: Path) -
         layer.attention.self.is_causal = False
     with pytest.raises(UserError, match="not a causal model"):
         check_model(model, "its/name")
-    shutil.rmtree(folder, ignore_errors=True)
