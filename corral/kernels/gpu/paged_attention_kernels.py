@@ -86,6 +86,15 @@ def _norm_and_rotate(
     return low.to(dtype), high.to(dtype)
 
 
+# One more score for each row of the running softmax; its value, weighted by p, is the caller's to add.
+@triton.jit
+def _add_score(m, l, acc, score):
+    m_new = tl.maximum(m, score)
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(score - m_new)
+    return m_new, l * alpha + p, acc * alpha[:, None], p
+
+
 # A program computes the query heads that share one kv head, of one sequence, over one of SPLITS parts of its pages.
 # Sharing the kv head is what makes decoding cheap: a page is read once for all heads of the group. GROUP is the group's
 # size rounded up to 16, the least that tl.dot takes; rows beyond it are masked.
@@ -183,20 +192,11 @@ def _decode_kernel(
         tl.store(values + slot + column, new_value)
         score = tl.sum(q_low.to(tl.float32) * new_low.to(tl.float32), 1)
         score = (score + tl.sum(q_high.to(tl.float32) * new_high.to(tl.float32), 1)) * scale
-        m_new = tl.maximum(m, score)
-        alpha = tl.exp2(m - m_new)
-        p_new = tl.exp2(score - m_new)
-        l = l * alpha + p_new
-        acc = acc * alpha[:, None] + p_new[:, None] * new_value[None, :].to(tl.float32)
-        m = m_new
+        m, l, acc, p_new = _add_score(m, l, acc, score)
+        acc += p_new[:, None] * new_value[None, :].to(tl.float32)
         if SINKS:  # one more score for each head, without a value; 1.44 is log2(e), as in the scale of the others
             sink = tl.load(sinks_ptr + kv_head * group_size + group, mask=in_group, other=0.0).to(tl.float32)
-            sink = sink * 1.4426950408889634
-            m_new = tl.maximum(m, sink)
-            alpha = tl.exp2(m - m_new)
-            l = l * alpha + tl.exp2(sink - m_new)
-            acc = acc * alpha[:, None]
-            m = m_new
+            m, l, acc, _ = _add_score(m, l, acc, sink * 1.4426950408889634)
 
     rows = sequence * HEADS + kv_head * group_size + group
     if SPLITS == 1:
