@@ -88,6 +88,8 @@ async def open_rollout_components(
         validation = prompts_of(recipe, "validation", tokenizer, console)
         with console.stage("loading the model"):
             facts = await runtime.build("rollout", recipe, None)
+        if warning := facts[0].get("warning"):
+            console.warn(warning)
         async with open_scheduler(runtime, facts[0]["max_sequences"]) as scheduler:
             yield RolloutComponents(recipe, tokenizer, validation[: recipe.validation.max_prompts], runtime, scheduler)
 
@@ -114,6 +116,8 @@ async def open_components(
         with console.stage("loading the model"):
             roles = [role for role in BUILD_ORDER if role in placement.roles]
             facts = {role: await runtime.build(role, recipe, resume_from) for role in roles}
+        if warning := facts["rollout"][0].get("warning"):
+            console.warn(warning)
         async with open_scheduler(runtime, facts["rollout"][0]["max_sequences"]) as scheduler:
             dtype = facts["actor"][0]["dtype"]
             meshes = resolve_meshes(recipe, runtime.placement)

@@ -14,6 +14,10 @@ QKV_BIAS = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi"}
 """Model types with a bias on queries, keys and values that their configuration does not mention."""
 
 
+class UnknownShape(UserError):
+    """A configuration does not say what a decoder with attention has."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     hidden_size: int
@@ -38,13 +42,17 @@ class ModelShape:
 
     @classmethod
     def find(cls, path: str) -> "ModelShape | None":
-        """Of a folder or a built-in model. None for a hub name: nothing is downloaded for a plan."""
+        """Of a folder or a built-in model. None for a hub name, since nothing is downloaded for a plan; and for a model
+        without attention heads (Mamba, RWKV), whose memory is not estimated."""
         if path.lower() == "smollm2-135m-instruct":
             return SMOLLM2_135M
         if path.lower() == "blank-1m":
             return BLANK_1M
         folder = Path(path).expanduser()
-        return cls.from_folder(folder) if folder.is_dir() else None
+        try:
+            return cls.from_folder(folder) if folder.is_dir() else None
+        except UnknownShape:
+            return None
 
     @classmethod
     def from_folder(cls, path: Path | str) -> "ModelShape":
@@ -153,7 +161,7 @@ class _Keys:
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
         if default is None:
-            raise UserError(f"{self.source}: has no {' or '.join(names)}, so the model's shape is unknown")
+            raise UnknownShape(f"{self.source}: has no {' or '.join(names)}, so the model's shape is unknown")
         return default
 
 

@@ -73,6 +73,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def warning(self) -> str | None:
+        """What a user should know of how this model is decoded, such as that it is done without a cache."""
+        ...
+
+    @property
     def weight_layout(self) -> WeightLayout:
         """The weights that `load` and `update` expect."""
         ...

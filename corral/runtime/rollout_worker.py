@@ -78,7 +78,7 @@ class RolloutWorker(Role):
         self.tasks: set[asyncio.Task[None]] = set()
 
     def facts(self) -> dict[str, Any]:
-        return {"max_sequences": self.engine.max_sequences}
+        return {"max_sequences": self.engine.max_sequences, "warning": self.engine.warning}
 
     # --- rollouts
 

@@ -114,6 +114,17 @@ def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
         steps_here(tmp_path, tmp_path / "model")
 
 
+def test_a_model_that_is_decoded_without_a_cache_is_trained_and_says_so(tmp_path: Path) -> None:
+    config = config_of("mamba")
+    config.update({"vocab_size": len(tiny_tokenizer())})
+    tiny_family_model(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_recipe(tmp_path, tmp_path / "model")
+    finished = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=1")
+    assert finished.code == 0, finished.stderr
+    assert "by a forward pass over the whole sequence" in " ".join((finished.stdout + finished.stderr).split())
+
+
 def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Path) -> None:
     steps = steps_here(tmp_path, tiny_model, "schedule.steps=6", "algorithm.kl.coefficient=0.1", *PPO)
     assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-5)
