@@ -27,6 +27,8 @@ from typing import Any, Self
 
 import pytest
 
+from corral.runtime.token import VARIABLES
+
 TOOLS = {"ip": "iproute2", "tini": "tini", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HEALTH_CHECKS = {
@@ -56,7 +58,9 @@ class Host:
     def command(self, command: Sequence[str], env: dict[str, str]) -> list[str]:
         enter = ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", "-i", f"--wd={os.getcwd()}", "--"]
         every = {"HOME": str(self.home), "MPLCONFIGDIR": str(FONTS), **env}
-        return [*enter, "env", *(f"{name}={value}" for name, value in every.items()), *command]
+        # A test in this process may have used a token of its own, which must not open the hosts' cluster.
+        forget = [f"--unset={name}" for name in VARIABLES]
+        return [*enter, "env", *forget, *(f"{name}={value}" for name, value in every.items()), *command]
 
 
 class Lab:

@@ -141,7 +141,7 @@ def check_length(config: Any, limit: int) -> None:
     text = config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
     keys = f"data.max_prompt_tokens + rollout.max_response_tokens = {limit}, but"
-    if positions is not None and limit > positions:
+    if positions is not None and 0 < positions < limit:  # XLNet says -1 for no limit
         raise UserError(f"{keys} the model has {positions} positions")
     if "longrope" in rope_types(text):
         original = getattr(text, "original_max_position_embeddings", None) or text.rope_parameters.get(
