@@ -11,12 +11,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral.data.plugins import is_importable, name_object
-from corral.model.families import GENERAL_CANNOT, check_parallel, find_path
+from corral.model.families import check_parallel, find_path
 from corral.observe.console import Console
 from corral.recipe.document import Document, apply_override, compose, read_document
 from corral.recipe.errors import RecipeError, UserError
@@ -90,10 +90,12 @@ def plan(recipe: RecipeSource, **overrides: Any) -> Plan:
 
 def checked_plan(recipe: Recipe) -> Plan:
     """The plan of a recipe, with how its model is computed; raises where it is refused."""
-    path, parallel = find_path(recipe.model), recipe.train.parallel
+    path = find_path(recipe.model)
+    made = make_plan(recipe, ModelShape.find(recipe.model.path), model_path=None if path is None else str(path))
     if path is not None and path.kind == "general":
-        check_parallel(recipe.model.path, [key for key in GENERAL_CANNOT if getattr(parallel, key) > 1])
-    return make_plan(recipe, ModelShape.find(recipe.model.path), model_path=None if path is None else str(path))
+        used = {name for mesh in made.meshes.values() for name, size in asdict(mesh).items() if size > 1}
+        check_parallel(recipe.model.path, used, path.reads_images)
+    return made
 
 
 def evaluate(

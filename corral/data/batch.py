@@ -68,6 +68,8 @@ class Trajectory:
     """Tag of its environment, where the recipe has several."""
     turn_states: list[int] = field(default_factory=list)
     """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
+    images: dict[int, bytes] = field(default_factory=dict)
+    """The images whose ids are among the tokens (`corral.data.images`)."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -119,6 +121,8 @@ class Batch:
     """[trajectories], the id of each one's prompt."""
     columns: dict[str, FloatArray] = field(default_factory=dict)
     """What later stages computed, [tokens] each."""
+    images: dict[int, bytes] = field(default_factory=dict)
+    """By their ids among the tokens."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> "Batch":
@@ -136,6 +140,7 @@ class Batch:
             token_rewards,
             offsets,
             groups=np.array([t.prompt_id for t in trajectories]),
+            images={id: data for t in trajectories for id, data in t.images.items()},
         )
 
     def __len__(self) -> int:
@@ -161,8 +166,10 @@ class Batch:
     def take(self, rows: Sequence[int]) -> "Batch":
         """A batch of these trajectories, with all columns."""
         flat = self.positions_of(rows)
+        ids = set(np.unique(self.tokens[flat]).tolist()) if self.images else ()
         return Batch(
             **{name: getattr(self, name)[flat] for name in TOKEN_ARRAYS},
+            images={id: self.images[id] for id in self.images if id in ids},
             offsets=np.cumsum([0, *np.diff(self.offsets)[list(rows)]]),
             groups=self.groups[list(rows)],
             columns={name: column[flat] for name, column in self.columns.items()},
@@ -176,6 +183,7 @@ class Batch:
             **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in TOKEN_ARRAYS},
             offsets=np.concatenate([[0], *(b.offsets[1:] + start for b, start in zip(batches, starts, strict=False))]),
             groups=np.concatenate([batch.groups for batch in batches]),
+            images={id: data for batch in batches for id, data in batch.images.items()},
             columns={name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
         )
 

@@ -1,4 +1,5 @@
-"""Generated rows: our own small arithmetic, the tasks of reasoning-gym, and seeds from which games make their boards.
+"""Generated rows: our own small arithmetic and pictures, the tasks of reasoning-gym, and seeds from which games make
+their boards.
 
 Deterministic: the same source (task, options, size, seed) always gives the same rows.
 """
@@ -7,6 +8,8 @@ import functools
 import hashlib
 import json
 import random
+import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from operator import add, mul, sub
 from typing import Any, Literal
@@ -142,6 +145,47 @@ def reasoning_gym_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
             "data_source": f"reasoning_gym/{task}",
             "reasoning_gym": {"task": task, "options": source.options, "entry": entry},
         }
+
+
+PICTURE_SIZE, GRAY = 32, (128, 128, 128)
+COLORS = {"r": (220, 40, 40), "g": (40, 180, 60), "b": (50, 80, 220), "y": (230, 210, 50)}
+CORNERS = {"1": (0, 0), "2": (16, 0), "3": (0, 16), "4": (16, 16)}
+"""Left and upper edge of the square, by the corner's name."""
+PICTURE_QUESTIONS = {"colors": "Color: r, g, b or y?", "corners": "Corner: 1, 2, 3 or 4?"}
+
+
+def picture_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
+    """Pictures of a colored square in one of four corners, with noise, and a question about its color or its corner.
+    `mixed` asks for either."""
+    if task != "mixed" and task not in PICTURE_QUESTIONS:
+        raise UserError(f"there is no `pictures:{task}`; there are {', '.join(PICTURE_QUESTIONS)} and mixed")
+    if source.options:
+        raise UserError(f"pictures:{task} has no options")
+    rng = random.Random(source.seed)
+    for _ in range(source.size or DEFAULT_SIZE):
+        asked = rng.choice(list(PICTURE_QUESTIONS)) if task == "mixed" else task
+        color, corner = rng.choice(list(COLORS)), rng.choice(list(CORNERS))
+        yield {
+            "prompt": f"<image>{PICTURE_QUESTIONS[asked]}",
+            "answer": color if asked == "colors" else corner,
+            "images": [_square(COLORS[color], CORNERS[corner], rng)],
+            "data_source": f"pictures/{asked}",
+        }
+
+
+def _square(color: tuple[int, ...], corner: tuple[int, int], rng: random.Random) -> bytes:
+    """A PNG file."""
+    side, (left, top) = PICTURE_SIZE // 2, corner
+    lines = b""
+    for y in range(PICTURE_SIZE):
+        lines += b"\0"  # the line is stored as it is
+        for x in range(PICTURE_SIZE):
+            is_inside = left <= x < left + side and top <= y < top + side
+            lines += bytes(max(0, min(255, value + rng.randint(-20, 20))) for value in (color if is_inside else GRAY))
+    header = struct.pack(">IIBBBBB", PICTURE_SIZE, PICTURE_SIZE, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
+    packed = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks]
+    return b"".join([b"\x89PNG\r\n\x1a\n", *packed])
 
 
 def board_rows(source: Source, environments: Mapping[str, float], part: Part = "train") -> Iterator[dict[str, Any]]:

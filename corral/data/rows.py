@@ -7,8 +7,10 @@ every scoring process, so it imports nothing heavy.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from corral.data.images import place_images, read_image, read_parts
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 class Message(TypedDict):
     role: str
     content: str
+    images: NotRequired[list[str | bytes]]
+    """Files of images or their contents, as many as the content has `<image>`."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,12 @@ class Row:
 def row_from_mapping(mapping: Mapping[str, Any], data: "Data", where: str = "row") -> Row:
     """The row that `mapping` describes. `where` says in errors which one it is, such as `train.jsonl:7`."""
     prompt = _prompt(_column(mapping, data.prompt_key, "data.prompt_key", where), where)
+    prompt = _with_images(prompt, mapping.get(data.images_key), where)
     prompt = _with_template(_with_system(prompt, data.system, where), data.template, where)
     source = mapping.get("data_source") or ""
     if not isinstance(source, str):
         raise UserError(f"{where}: `data_source` must be text, not {_kind(source)}")
-    taken = {data.prompt_key, data.answer_key or "answer", "data_source"}
+    taken = {data.prompt_key, data.answer_key or "answer", "data_source", data.images_key}
     extra = {key: value for key, value in mapping.items() if key not in taken}
     if data.answer_key is not None:
         answer = _column(mapping, data.answer_key, "data.answer_key", where)
@@ -82,13 +87,33 @@ def _prompt(value: Any, where: str) -> list[Message]:
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise UserError(f"{where} must have `role` and `content`; it is {_kind(item)}")
-    for key in ("role", "content"):
-        if not isinstance(item.get(key), str):
-            raise UserError(f"{where}: `{key}` must be text, not {_kind(item.get(key))}")
-    others = [key for key, value in item.items() if key not in Message.__annotations__ and value is not None]
+    content = item.get("content")
+    images: list[str | bytes] = []
+    if isinstance(content, list):
+        try:
+            content, images = read_parts(content, Path(where).parent)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+    for key, value in (("role", item.get("role")), ("content", content)):
+        if not isinstance(value, str):
+            raise UserError(f"{where}: `{key}` must be text, not {_kind(value)}")
+    others = [key for key, value in item.items() if key not in ("role", "content") and value is not None]
     if others:
         raise UserError(f"{where} has `{others[0]}`; only `role` and `content` are supported")
-    return Message(role=item["role"], content=item["content"])
+    message = Message(role=item["role"], content=str(content))
+    return {**message, "images": images} if images else message
+
+
+def _with_images(prompt: list[Message], column: Any, where: str) -> list[Message]:
+    """The prompt with the images of the row's column, if it has any."""
+    given = [] if column is None else column.tolist() if hasattr(column, "tolist") else column
+    given = list(given) if isinstance(given, list | tuple) else [given]
+    if not given:
+        return prompt
+    try:
+        return place_images(prompt, [read_image(image, Path(where).parent) for image in given])
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _with_system(prompt: list[Message], system: str | None, where: str) -> list[Message]:
@@ -110,7 +135,7 @@ def _with_template(prompt: list[Message], template: str | None, where: str) -> l
         if prompt[position]["role"] == "user":
             # Not str.format: questions and templates are full of LaTeX braces.
             content = template.replace("{prompt}", prompt[position]["content"])
-            return [*prompt[:position], Message(role="user", content=content), *prompt[position + 1 :]]
+            return [*prompt[:position], {**prompt[position], "content": content}, *prompt[position + 1 :]]
     raise UserError(f"{where}: the prompt has no user message to put data.template around")
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from corral.data.generated import arithmetic_rows, board_rows, reasoning_gym_rows
+from corral.data.generated import arithmetic_rows, board_rows, picture_rows, reasoning_gym_rows
+from corral.data.images import for_template, load_images
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, row_from_mapping
 from corral.recipe.errors import UserError
@@ -26,7 +27,7 @@ Located = tuple[str, Mapping[str, Any]]
 
 BOARDS = "boards"
 ONE_ENVIRONMENT = {"": 1.0}
-GENERATORS = {"arithmetic": arithmetic_rows, "reasoning_gym": reasoning_gym_rows}
+GENERATORS = {"arithmetic": arithmetic_rows, "pictures": picture_rows, "reasoning_gym": reasoning_gym_rows}
 
 
 def load_rows(source: Source, data: Data, mixing: Mapping[str, float] = ONE_ENVIRONMENT) -> list[Row]:
@@ -204,6 +205,13 @@ class OverlongCounts:
 
 def render_prompt(tokenizer: Any, row: Row, chat: bool, tools: list[dict[str, Any]] | None = None) -> list[int]:
     """The prompt as tokens: through the chat template, ready for the assistant's turn, or its text as it is."""
+    images = load_images(row.prompt)
+    if images and not (chat and getattr(tokenizer, "vision", None)):
+        raise UserError(
+            "the prompts have images, and the model reads none; leave the images out, or name a vision model"
+            if chat
+            else "prompts with images need the chat template: remove `data.chat: false`"
+        )
     if not chat:
         text = "\n".join(message["content"] for message in row.prompt)
         tokens: list[int] = tokenizer.encode(text)
@@ -216,11 +224,11 @@ def render_prompt(tokenizer: Any, row: Row, chat: bool, tools: list[dict[str, An
         )
     try:
         rendered = tokenizer.apply_chat_template(
-            row.prompt, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=False
+            for_template(row.prompt), tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=False
         )
+        return tokenizer.vision.expand(rendered, images) if images else list(rendered)
     except Exception as error:  # templates raise their own, such as "system role not supported"
         raise UserError(f"the chat template refuses the prompt {row.prompt!r:.200}: {error_line(error)}") from error
-    return list(rendered)
 
 
 def fit_prompts(
@@ -239,6 +247,8 @@ def fit_prompts(
     if overlong == "filter":
         fitting = [prompt for prompt in prompts if len(prompt.tokens) <= max_tokens]
     else:
+        if any(token < 0 for index in long for token in prompts[index].tokens):
+            raise UserError(f"data.overlong: {overlong} would cut through images; use `filter`, or a higher limit")
         kept = slice(-max_tokens, None) if overlong == "truncate_left" else slice(max_tokens)
         fitting = [PreparedPrompt(prompt.row, prompt.tokens[kept]) for prompt in prompts]
     if not fitting:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from corral.data.images import read_parts
 from corral.data.plugins import error_line
 from corral.data.rows import Message
 from corral.envs.tool_calls import Style, parse_reply
@@ -326,27 +327,33 @@ def read_message(message: Any, number: int) -> Message:
     role = _field(message, "role")
     if not isinstance(role, str):
         raise BadRequest(f"message {number} has no `role`")
-    read: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": read_content(message.get("content"), number),
-    }
+    content, images = read_content(message.get("content"), number)
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    if images:
+        read["images"] = images
     if message.get("tool_calls"):
         read["tool_calls"] = [read_tool_call(call, number) for call in message["tool_calls"]]
     read |= {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
     return cast(Message, read)
 
 
-def read_content(content: Any, number: int) -> str:
+def read_content(content: Any, number: int) -> tuple[str, list[bytes]]:
+    """Text, and the images in it, which come as data: URLs: an agent does not choose files to be read here."""
     if content is None:
-        return ""
+        return "", []
     if isinstance(content, str):
-        return content
+        return content, []
     if not isinstance(content, list):
         raise BadRequest(f"message {number}: `content` must be text or a list of parts")
-    texts = [part["text"] for part in content if _field(part, "type") == "text" and isinstance(part.get("text"), str)]
-    if len(texts) < len(content):
-        raise BadRequest(f"message {number}: only text can be read, no images, sound or files")
-    return "\n".join(texts)
+    for part in content:
+        url = _field(_field(part, "image_url"), "url")
+        if _field(part, "type") != "text" and not (isinstance(url, str) and url.startswith("data:image/")):
+            raise BadRequest(f"message {number}: only text and images as data: URLs can be read, no sound or files")
+    try:
+        text, images = read_parts(content)
+    except ValueError as error:
+        raise BadRequest(f"message {number}: {error}") from error
+    return text, [image for image in images if isinstance(image, bytes)]
 
 
 def read_tool_call(call: Any, number: int) -> dict[str, Any]:
@@ -392,6 +399,8 @@ def difference_between(old: Message, new: Message) -> str | None:
         return f"its role was {old['role']} and is {new['role']}"
     if calls_of(old) != calls_of(new):
         return f"its tool calls were {excerpt(calls_of(old))} and are {excerpt(calls_of(new))}"
+    if old.get("images") != new.get("images"):
+        return "its images were others"
     was, now = old["content"].strip(), new["content"].strip()
     if was == now or (calls_of(new) and not now):  # some agents keep the calls and not the text before them
         return None

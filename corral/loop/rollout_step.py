@@ -106,10 +106,7 @@ class PendingRollout:
 
     def _issue(self, sampled_prompts: Sequence[SampledPrompt]) -> None:
         parts, samples = self.components, self.recipe.batch.samples_per_prompt
-        prompts = [
-            Prompt(one.prompt_id, one.index, parts.train[one.index].row, parts.train[one.index].tokens)
-            for one in sampled_prompts
-        ]
+        prompts = [Prompt.of(parts.train[one.index], one.prompt_id, one.index) for one in sampled_prompts]
         self.ledger.issue(self.step, [prompt.prompt_id for prompt in prompts])
         sampled = parts.scheduler.submit(prompts, samples, sampling_of(self.recipe.rollout))
         greedy: Sequence[PendingTrajectories | None] = [None] * len(prompts)

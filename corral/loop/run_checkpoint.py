@@ -38,6 +38,8 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
         with writing_checkpoint(step_folder(folder.checkpoints, step), state) as work:
             (work / "ledger.jsonl").write_text(ledger.snapshot())
             parts.tokenizer.save_pretrained(work)
+            if parts.tokenizer.vision is not None:
+                parts.tokenizer.vision.processor.save_pretrained(work)
             for trainers in (parts.actor, parts.critic):
                 if trainers is not None:
                     await trainers.group.all(ModelWorker.save, work, await find_writers(trainers, work))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from corral.data.batch import Batch, FloatArray, Trajectory
+from corral.data.images import decode_tokens
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult, step_metrics
 from corral.loop.run_checkpoint import save
@@ -257,8 +258,8 @@ def trajectory_records(
             "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
             "stop": str(trajectory.stop),
             "error": trajectory.error,
-            "prompt": tokenizer.decode(trajectory.tokens[:start]),
-            "response": tokenizer.decode(trajectory.tokens[start:]),
+            "prompt": decode_tokens(tokenizer, trajectory.tokens[:start].tolist()),
+            "response": decode_tokens(tokenizer, trajectory.tokens[start:].tolist()),
             "metrics": trajectory.metrics,
             "prompt_tokens": trajectory.tokens[:start].tolist(),
             "response_tokens": trajectory.tokens[start:].tolist(),

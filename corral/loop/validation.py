@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from corral.data.batch import Trajectory
+from corral.data.images import decode_tokens
 from corral.data.rows import Row
 from corral.data.sources import BOARDS
 from corral.envs.base import EnvSet, find_class
@@ -39,7 +40,7 @@ async def validate(parts: RolloutComponents, console: Console) -> ValidationResu
     settings = parts.recipe.validation
     own = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0}
     sampling = sampling_of(parts.recipe.rollout.model_copy(update=own))
-    prompts = [Prompt(i, i, prompt.row, prompt.tokens) for i, prompt in enumerate(parts.validation)]
+    prompts = [Prompt.of(prompt, i, i) for i, prompt in enumerate(parts.validation)]
     samples = settings.samples_per_prompt
     with console.stage("validating", len(prompts) * samples) as progress:
         results = parts.scheduler.submit(prompts, samples, sampling, "validation", first=True)
@@ -85,7 +86,9 @@ def show_samples(parts: RolloutComponents, result: ValidationResult, console: Co
     samples = []
     for trajectory in result.trajectories[::every][:wanted]:
         row = parts.validation[trajectory.row].row
-        response = parts.tokenizer.decode(trajectory.tokens[trajectory.prompt_length :], skip_special_tokens=True)
+        response = decode_tokens(
+            parts.tokenizer, trajectory.tokens[trajectory.prompt_length :].tolist(), skip_special_tokens=True
+        )
         answer = "" if row.answer is None else str(row.answer)
         samples.append(ShownSample(row.prompt[-1]["content"], response, answer, trajectory.reward))
     console.samples(samples, title)

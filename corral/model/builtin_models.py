@@ -1,9 +1,11 @@
-"""Models that need no hub: SmolLM2-135M-Instruct from a Python package, and a small blank Llama with random weights.
+"""Models that need no hub: SmolLM2-135M-Instruct from a Python package, and two small ones with random weights, a Llama
+and a Qwen2.5-VL, which reads images.
 
-Both are folders in Hugging Face layout in the user's cache, made on first use.
+All are folders in Hugging Face layout in the user's cache, made on first use.
 """
 
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -16,6 +18,7 @@ from corral.recipe.errors import UserError
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BLANK = "blank-1m"
+BLANK_VISION = "blank-vision-1m"
 BLANK_SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
 BLANK_SHAPE: dict[str, Any] = {
     "vocab_size": 256 + len(BLANK_SPECIAL_TOKENS),
@@ -30,6 +33,37 @@ BLANK_SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+BLANK_VISION_SHAPE: dict[str, Any] = {
+    "text_config": {
+        **BLANK_SHAPE,
+        "vocab_size": BLANK_SHAPE["vocab_size"] + len(IMAGE_TOKENS),
+        "num_hidden_layers": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": BLANK_SHAPE["hidden_size"],
+        "patch_size": 8,
+        "temporal_patch_size": 1,
+        "window_size": 64,
+        "fullatt_block_indexes": [1],
+    },
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "image_token_id": 5,
+    "video_token_id": 6,
+    "tie_word_embeddings": True,
+}
+BLANK_VISION_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
 BLANK_CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -42,10 +76,10 @@ def builtin_folder(name: str) -> Path | None:
         if needs_conversion(SMOLLM2):
             convert_smollm2(smollm2_weights(), cached_folder(SMOLLM2))
         return cached_folder(SMOLLM2)
-    if name.lower() == BLANK:
-        if not (cached_folder(BLANK) / "config.json").is_file():
-            write_whole_folder(cached_folder(BLANK), save_blank_model)
-        return cached_folder(BLANK)
+    if (save := {BLANK: save_blank_model, BLANK_VISION: save_blank_vision_model}.get(name.lower())) is not None:
+        if not (cached_folder(name.lower()) / "config.json").is_file():
+            write_whole_folder(cached_folder(name.lower()), save)
+        return cached_folder(name.lower())
     return None
 
 
@@ -105,7 +139,7 @@ def convert_smollm2(weights: Path, folder: Path) -> None:
     write_whole_folder(folder, write)
 
 
-# --- the blank model, for trying environments and algorithms where no weights are at hand. Its tokens are bytes, so
+# --- the blank models, for trying environments and algorithms where no weights are at hand. Their tokens are bytes, so
 # that every cell of a board is a token of its own.
 
 
@@ -117,11 +151,38 @@ def save_blank_model(folder: Path) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**BLANK_SHAPE))
     model.save_pretrained(folder)
-    pad, start, end = BLANK_SPECIAL_TOKENS
-    tokenizer = byte_tokenizer(
-        BLANK_SPECIAL_TOKENS, pad_token=pad, bos_token=start, eos_token=end, chat_template=BLANK_CHAT_TEMPLATE
+    blank_tokenizer(BLANK_SPECIAL_TOKENS, BLANK_CHAT_TEMPLATE).save_pretrained(folder)
+
+
+def save_blank_vision_model(folder: Path) -> None:
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**BLANK_VISION_SHAPE))
+    model.save_pretrained(folder)
+    blank_tokenizer((*BLANK_SPECIAL_TOKENS, *IMAGE_TOKENS), BLANK_VISION_CHAT_TEMPLATE).save_pretrained(folder)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": BLANK_VISION_SHAPE["vision_config"]["patch_size"],
+        "merge_size": 2,
+        "temporal_patch_size": 1,
+        "size": {"shortest_edge": 16**2, "longest_edge": 512**2},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+
+
+def blank_tokenizer(special_tokens: tuple[str, ...], chat_template: str) -> Any:
+    pad, start, end, *others = special_tokens
+    return byte_tokenizer(
+        special_tokens,
+        pad_token=pad,
+        bos_token=start,
+        eos_token=end,
+        chat_template=chat_template,
+        additional_special_tokens=others,
     )
-    tokenizer.save_pretrained(folder)
 
 
 def byte_tokenizer(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.model.builtin_models import BLANK, SMOLLM2
+from corral.model.builtin_models import BLANK, BLANK_VISION, SMOLLM2
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 
@@ -61,6 +61,9 @@ FAMILIES = (
 )  # fmt: skip
 FAST_TYPES = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Types of models whose images were compared with transformers' own processor and forward pass (`vision.py`)."""
+
 FAST_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 """Rotary embeddings that depend on a token's position only; the last two do up to a length (`check_length`)."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -72,6 +75,7 @@ class ModelPath:
 
     kind: Literal["fast", "general"]
     reason: str
+    reads_images: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} path ({self.reason})"
@@ -85,6 +89,8 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
     family = FAST_TYPES.get(model_type)
     if implementation == "general":
         return ModelPath("general", "`model.implementation: general`")
+    if getattr(config, "model_type", None) in VISION_TYPES:
+        return ModelPath("general", "it reads images", reads_images=True)
     if family is None:
         return ModelPath("general", f"`{model_type}` has no fast path yet")
     if getattr(config, "auto_map", None):
@@ -103,8 +109,8 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
 def find_path(model: Model) -> ModelPath | None:
     """How a model will be computed, by its `config.json`; None where there is none without a hub. Raises if the model
     is refused. Needs neither torch nor, for models with a fast path, transformers."""
-    if model.path.lower() in (SMOLLM2, BLANK):
-        written: dict[str, Any] = {"model_type": "llama"}
+    if (name := model.path.lower()) in (SMOLLM2, BLANK, BLANK_VISION):
+        written: dict[str, Any] = {"model_type": "qwen2_5_vl" if name == BLANK_VISION else "llama"}
     else:
         try:
             written = json.loads((Path(model.path).expanduser() / "config.json").read_text())
@@ -158,9 +164,14 @@ GENERAL_CANNOT = ("context", "expert", "tensor")
 """Dimensions of a mesh that cut sequences or layers, which the general path computes as a whole."""
 
 
-def check_parallel(model: str, dimensions: Collection[str]) -> None:
-    """Raises if a model of the general path is to be spread over these dimensions of a mesh."""
-    if dimensions:
+def check_parallel(model: str, dimensions: Collection[str], reads_images: bool) -> None:
+    """Raises if a model of the general path cannot be spread over these dimensions of a mesh."""
+    if reads_images and "shard" in dimensions:
+        raise UserError(
+            f"train.parallel.shard: {model} reads images, and ranks whose sequences have none would not take part in "
+            "gathering what reads them; set `train.parallel.shard: 1` and `replicate` to the number of devices"
+        )
+    if dimensions := set(dimensions) & set(GENERAL_CANNOT):
         raise UserError(
             f"train.parallel.{min(dimensions)}: {model} is computed sequence by sequence (the general path), which "
             "only `train.parallel.shard` and `replicate` distribute"
@@ -194,9 +205,12 @@ def check_trainable(config: Any, path: str) -> None:
                 "causal models"
             )
         return
+    if model_type in VISION_TYPES:
+        return
     if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise UserError(
-            f"model.path: {path} (`{model_type}`) reads images, which Corral does not train yet; use a text model"
+            f"model.path: {path} (`{model_type}`) reads images, which Corral trains only for "
+            f"{', '.join(VISION_TYPES)}; use one of these or a text model"
         )
     raise UserError(
         f"model.path: {path} (`{model_type}`) is not a causal language model of transformers; "

@@ -5,7 +5,7 @@ convolution or a position that depends on the length is what the model's authors
 fast path (`corral.model.attention`) is compared with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,26 @@ def is_general(model: Any) -> bool:
     return bool(model.config._attn_implementation != ATTENTION_NAME)
 
 
-def sequence_logits(model: Any, tokens: Tensor) -> Tensor:
+Images = Mapping[int, bytes]
+"""By their ids among the tokens."""
+NO_IMAGES: Images = {}
+
+
+def model_inputs(model: Any, tokens: Tensor, images: Images) -> dict[str, Tensor]:
+    """What the model's forward pass gets for tokens [rows, tokens]."""
+    vision = getattr(model, "vision", None)
+    return {"input_ids": tokens} if vision is None else vision.model_inputs(tokens, images)
+
+
+def sequence_logits(model: Any, tokens: Tensor, images: Images = NO_IMAGES) -> Tensor:
     """Logits [tokens, vocabulary] of one sequence [1, tokens]."""
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0]
+    logits: Tensor = model(**model_inputs(model, tokens, images), use_cache=False).logits[0]
     return logits
 
 
-def sequence_hidden(model: Any, tokens: Tensor) -> Tensor:
+def sequence_hidden(model: Any, tokens: Tensor, images: Images = NO_IMAGES) -> Tensor:
     """Last hidden states [tokens, width] of one sequence [1, tokens]."""
-    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    hidden: Tensor = model.base_model(**model_inputs(model, tokens, images), use_cache=False).last_hidden_state[0]
     return hidden
 
 

@@ -13,6 +13,7 @@ from corral.model.builtin_models import builtin_folder
 from corral.model.families import choose_path
 from corral.model.fused_layers import fuse
 from corral.model.model_check import check_model
+from corral.model.vision import load_vision
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 
@@ -74,7 +75,7 @@ def load_config(model: Model) -> Any:
 def load_model(model: Model, device: torch.device, computes_on: torch.device | None = None) -> Any:
     """A transformers causal model for rollout and training. `computes_on`: the device that will compute, where that is
     not the one it is loaded to, as with a model that is sharded after it was loaded."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     register()
     dtype = resolve_dtype(model.dtype, computes_on or device)
@@ -82,9 +83,12 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
         raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
     config = load_config(model)
     path = choose_path(config, model.path, model.implementation)
+    source = model_source(model.path)
+    vision = load_vision(config, source)
+    auto_class = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model_source(model.path),
+        loaded = auto_class.from_pretrained(
+            source,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
@@ -98,6 +102,8 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
         make_exact(loaded)
         prefer_blas()
     loaded = loaded.to(device).eval()
+    if vision is not None:
+        loaded.vision = vision
     # The Triton kernels are for GPUs that have bfloat16; older ones compute layer by layer with torch's own.
     if device.type == "cuda" and path.kind == "fast" and not model.exact and has_bfloat16(device):
         fuse(loaded)
@@ -117,7 +123,8 @@ def prefer_blas() -> None:
 
 
 def load_tokenizer(model: Model) -> Any:
-    """The model's tokenizer, with the recipe's chat template if it has one."""
+    """The model's tokenizer, with the recipe's chat template if it has one. Its attribute `vision` says how the model
+    reads images, or is None."""
     from transformers import AutoTokenizer
 
     try:
@@ -136,6 +143,7 @@ def load_tokenizer(model: Model) -> Any:
         arguments = model.chat_template_arguments.items()
         assignments = [f"{{% set {key} = {json.dumps(value)} %}}" for key, value in arguments]
         tokenizer.chat_template = "".join(["{% set null = none %}", *assignments, tokenizer.chat_template])
+    tokenizer.vision = load_vision(load_config(model), model_source(model.path))
     return tokenizer
 
 

@@ -22,7 +22,7 @@ from corral.recipe.keys import (
     nearest_key,
     required_below,
 )
-from corral.recipe.presets import Problem, choose_parts
+from corral.recipe.presets import Problem, choose_parts, engine_difference
 from corral.recipe.references import escape_references, resolve_references
 from corral.recipe.renamed_keys import renamed_key
 from corral.recipe.schema import Recipe
@@ -103,10 +103,12 @@ def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
 
 
 def problems_of_parts(values: dict[str, Any]) -> list[Problem]:
-    algorithm, schedule = values.get("algorithm", {}), values.get("schedule", {})
-    if not isinstance(algorithm, dict) or not isinstance(schedule, dict):
+    algorithm, schedule, train = (values.get(name, {}) for name in ("algorithm", "schedule", "train"))
+    parallel = train.get("parallel", {}) if isinstance(train, dict) else {}
+    if not all(isinstance(section, dict) for section in (algorithm, schedule, parallel)):
         return []  # which is reported
-    return choose_parts(algorithm, is_stale=bool(schedule.get("max_staleness")))[1]
+    difference = engine_difference(schedule.get("max_staleness"), {} if algorithm.get("old_logprobs") else parallel)
+    return choose_parts(algorithm, difference is not None)[1]
 
 
 def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[Problem]:

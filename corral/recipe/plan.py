@@ -281,6 +281,7 @@ def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     advantage, clip = algorithm.advantage.describe(), algorithm.advantage_clip
     advantage += "; whitened over the batch" * algorithm.whiten
     engine, recompute = "those the engine sampled with", "recomputed by the trainer before the first update"
+    recompute += "" if algorithm.engine_difference is None else f": {algorithm.engine_difference}"
     lines = {
         "advantage": advantage if clip is None else f"{advantage}; within [{-clip:g}, {clip:g}]",
         "loss": algorithm.loss.describe(),

@@ -60,6 +60,8 @@ class ResolvedAlgorithm:
     advantage_clip: float | None
     entropy_coefficient: float
     llds_coefficient: float
+    engine_difference: str | None
+    """Why the log-probs that tokens are sampled with are not the trainers'; None where they are, rounding apart."""
     old_logprobs: Literal["engine", "recompute"]
     dynamic_sampling: bool
     max_rounds: int
@@ -104,8 +106,10 @@ def plain_value(value: Any) -> Any:
 def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
     """Raises a RecipeError where a part does not exist or an option does not belong to its part."""
     written, preset = recipe.algorithm, PRESETS[recipe.algorithm.name]
-    is_stale = recipe.schedule.max_staleness > 0
-    chosen, problems = choose_parts(written.model_dump(exclude_unset=True), is_stale)
+    difference = engine_difference(
+        recipe.schedule.max_staleness, {} if written.old_logprobs else recipe.train.parallel.model_dump()
+    )
+    chosen, problems = choose_parts(written.model_dump(exclude_unset=True), difference is not None)
     if problems:
         raise RecipeError(message for _, message in problems)
     parts = {path[-1]: with_recipe_defaults(part, recipe) for path, part in chosen.items()}
@@ -129,12 +133,21 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         advantage_clip=written.advantage_clip,
         entropy_coefficient=written.entropy_coefficient,
         llds_coefficient=written.llds_coefficient,
-        old_logprobs=either(written.old_logprobs, "recompute" if is_stale else "engine"),
+        engine_difference=difference,
+        old_logprobs=either(written.old_logprobs, "engine" if difference is None else "recompute"),
         dynamic_sampling=either(written.dynamic_sampling.enabled, preset.dynamic_sampling),
         max_rounds=either(written.dynamic_sampling.max_rounds, 10),
         overlong_buffer=written.overlong.buffer_tokens,
         overlong_penalty=either(written.overlong.penalty, 1.0),
     )
+
+
+def engine_difference(max_staleness: Any, parallel: Mapping[str, Any]) -> str | None:
+    """Why the log-probs that tokens are sampled with are not those that the trainers compute; None where they are."""
+    if max_staleness:
+        return "older weights may have sampled the tokens"
+    cut = next((key for key in ("tensor", "context", "expert") if parallel.get(key) not in (None, 1)), None)
+    return None if cut is None else f"the trainers compute with `train.parallel.{cut}`, the engines without"
 
 
 def either(written: Value | None, otherwise: Value) -> Value:
@@ -156,7 +169,7 @@ def with_recipe_defaults(part: AnyPart, recipe: Recipe) -> AnyPart:
 # --- which parts, and with which options
 
 
-def default_parts(algorithm: Mapping[str, Any], is_stale: bool) -> dict[KeyPath, tuple[str, Mapping[str, Any]]]:
+def default_parts(algorithm: Mapping[str, Any], engine_differs: bool) -> dict[KeyPath, tuple[str, Mapping[str, Any]]]:
     """The name of each part, and options that differ from its own defaults, where the recipe names none."""
     preset = PRESETS.get(str(algorithm.get("name")), PRESETS["grpo"])
     written = algorithm.get("kl")
@@ -165,20 +178,20 @@ def default_parts(algorithm: Mapping[str, Any], is_stale: bool) -> dict[KeyPath,
         ("algorithm", "advantage"): (preset.advantage, {}),
         ("algorithm", "loss"): (preset.loss, preset.loss_options),
         ("algorithm", "aggregation"): (preset.aggregation, {}),
-        ("algorithm", "correction"): ("token_tis" if is_stale else "none", {}),
+        ("algorithm", "correction"): ("token_tis" if engine_differs else "none", {}),
         ("algorithm", "kl", "estimator"): ("k1" if kl_where == "reward" else "k3", {}),
         ("algorithm", "kl", "controller"): ("fixed", {}),
     }
 
 
 def choose_parts(
-    algorithm: Mapping[str, Any], is_stale: bool
+    algorithm: Mapping[str, Any], engine_differs: bool
 ) -> tuple[dict[KeyPath, AlgorithmPart[Declaration]], list[Problem]]:
     """The parts that `algorithm`, a section as it was written, stands for, as far as they can be read; and what is
     wrong with the others."""
     chosen: dict[KeyPath, AlgorithmPart[Declaration]] = {}
     problems: list[Problem] = []
-    for path, (default, preset_options) in default_parts(algorithm, is_stale).items():
+    for path, (default, preset_options) in default_parts(algorithm, engine_differs).items():
         written: Any = {"algorithm": algorithm}
         for key in path:
             written = written.get(key) if isinstance(written, Mapping) else None

@@ -83,7 +83,7 @@ def source_keys(source: Source, where: str) -> Findings:
         yield from unused(source, where, ["options", "size", "seed"], "a hub data set is not generated")
         return
     yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:...`) have those")
-    if kind in ("arithmetic", "reasoning_gym") and found:
+    if kind in ("arithmetic", "pictures", "reasoning_gym") and found:
         return
     if path == "boards":
         yield from unused(source, where, ["options"], "boards follow from `size` and `seed`, and the environment")
@@ -195,7 +195,8 @@ def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     written, loss = recipe.algorithm, algorithm.loss
     if recipe.batch.updates_per_step * recipe.batch.ppo_epochs == 1 and algorithm.old_logprobs == "recompute":
         reason = "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1"
-        yield from unused(written, "algorithm", ["max_mean_ratio"], reason)
+        if written.old_logprobs or recipe.schedule.max_staleness:  # not only because of how the trainers compute
+            yield from unused(written, "algorithm", ["max_mean_ratio"], reason)
     forced = loss.declaration.aggregation
     if forced is not None and (written.aggregation.model_extra or written.aggregation.name not in (None, forced)):
         of = written.aggregation.name or "its options"

@@ -64,6 +64,7 @@ class Source(Section):
 
     path: str | list[str]
     """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`,
+    `pictures:colors`,
     `module:function`, or `boards`: numbers from which a game's environment makes its boards."""
     split: str | None = None
     """Split of a hub data set."""
@@ -88,6 +89,9 @@ class Data(Section):
     """Column with the question: text, or a list of chat messages."""
     answer_key: str | None = None
     """Column with the reference answer. None: `answer`, else verl's `reward_model.ground_truth`."""
+    images_key: str = "images"
+    """Column with the images of the prompt, for models that read images: paths (relative to the data file) or bytes.
+    `<image>` in the prompt's text says where each of them is; without it they come first."""
     system: str | None = None
     """System message put before every prompt."""
     template: str | None = None
@@ -274,12 +278,12 @@ class Algorithm(Section):
     """Weight of a penalty on good samples that become less likely (lazy likelihood displacement)."""
     old_logprobs: Literal["engine", "recompute"] | None = None
     """The log-probs that ratios are taken against. engine: those the tokens were sampled with (one pass less).
-    recompute: the trainer's, before the first update. Not written: engine on-policy, recompute with
-    `schedule.max_staleness` above 0."""
+    recompute: the trainer's, before the first update. Not written: engine where both compute the same, recompute with
+    `schedule.max_staleness` above 0 or `train.parallel.tensor`, `context` or `expert` above 1."""
     kl: KL = KL()
     correction: PartChoice = PartChoice()
     """How tokens are weighted that were sampled by another policy than the one that is trained (other engine, older
-    weights). Not written: none on-policy, token_tis with `schedule.max_staleness` above 0."""
+    weights). Not written: none where `old_logprobs` are the engine's by default, else token_tis."""
     dynamic_sampling: DynamicSampling = DynamicSampling()
     overlong: Overlong = Overlong()
 

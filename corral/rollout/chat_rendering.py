@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corral.data.images import for_template, load_images
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
@@ -70,10 +71,13 @@ class ChatRenderer:
         Taken from how the template renders a placeholder conversation, behind the placeholder reply. (Many templates
         render a reply that is the last message differently, with room for thoughts: here it is never the last.)
         """
+        self._check_images(messages, is_inline=not self.chat)
         if not self.chat:
             return self._encode("\n".join(["", *(message["content"] for message in messages), ""]))
         before = [Message(role="user", content="question"), Message(role="assistant", content=PLACEHOLDER_REPLY)]
-        rendered = self.tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True)
+        rendered = self.tokenizer.apply_chat_template(
+            [*before, *for_template(messages)], tokenize=False, add_generation_prompt=True
+        )
         _, found, tail = rendered.partition(PLACEHOLDER_REPLY)
         if not found:
             raise UserError(
@@ -88,14 +92,27 @@ class ChatRenderer:
                 f"the model's chat template does not end a turn with {self.tokenizer.eos_token} or another special "
                 "token: give one that does as `model.chat_template`"
             )
-        return tokens[end + 1 :] if ended else tokens
+        tokens = tokens[end + 1 :] if ended else tokens
+        images = load_images(messages)
+        return self.tokenizer.vision.expand(tokens, images) if images else tokens
 
     def inline_continuation(self, messages: list[Message]) -> list[int]:
         """What follows within the model's own turn, without a template."""
+        self._check_images(messages, is_inline=True)
         return self._encode("".join(message["content"] for message in messages))
 
+    def _check_images(self, messages: list[Message], is_inline: bool) -> None:
+        if any(message.get("images") for message in messages):
+            if getattr(self.tokenizer, "vision", None) is None:
+                raise ValueError("an observation has images, and the model reads none")
+            if is_inline:
+                raise ValueError("an observation has images, which need the chat template")
+
     def truncate(self, messages: list[Message], limit: int, closing: str) -> list[Message]:
-        """The messages, cut to `limit` tokens of text; a last message that ends with `closing` still does."""
+        """The messages, cut to `limit` tokens of text; a last message that ends with `closing` still does. Messages
+        with images stay whole."""
+        if any(message.get("images") for message in messages):
+            return messages
         texts = [message["content"] for message in messages]
         if messages and closing and texts[-1].endswith(closing):
             texts[-1] = texts[-1].removesuffix(closing)

@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from corral.data.batch import StopReason, Trajectory
+from corral.data.images import images_by_id
 from corral.data.plugins import error_line
 from corral.data.rows import Row
+from corral.data.sources import PreparedPrompt
 from corral.envs.base import Env, EnvFactory, EnvSet, StepResult, within, without_exit
 from corral.recipe.errors import UserError
 from corral.rollout.chat_rendering import ChatRenderer
@@ -34,6 +36,12 @@ class Prompt:
     """Index of the row in its data set."""
     row: Row
     tokens: list[int]
+    images: dict[int, bytes] = field(default_factory=dict)
+    """The images whose ids are among the tokens."""
+
+    @classmethod
+    def of(cls, prepared: PreparedPrompt, prompt_id: int, index: int) -> "Prompt":
+        return cls(prompt_id, index, prepared.row, prepared.tokens, images_by_id(prepared.row.prompt))
 
 
 @dataclass
@@ -98,6 +106,7 @@ class _Episode:
     state: str = ""
     """The state in which the next turn is taken."""
     tokens: list[int] = field(default_factory=list)
+    images: dict[int, bytes] = field(default_factory=dict)
     turns: list[tuple[int, Completion]] = field(default_factory=list)
     """(index of its first token, what was generated); everything else was observed."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -113,20 +122,20 @@ class _Episode:
         driver, prompt = self.driver, self.prompt
         if driver.max_observation_tokens is not None:
             self.metrics["cut_observations"] = 0.0
-        prompt_tokens = prompt.tokens
+        prompt_tokens, self.images = prompt.tokens, dict(prompt.images)
         try:
             self.env = self.factory.make()
             messages = await self._call(self.env.reset(prompt.row, self.seed))
             tools, self.state = list(self.env.tools), self.env.first_state()
             if messages != prompt.row.prompt or tools:
-                prompt_tokens = driver.chat.prompt_tokens(messages, tools)
+                prompt_tokens, self.images = driver.chat.prompt_tokens(messages, tools), images_by_id(messages)
             if len(prompt_tokens) > driver.max_prompt_tokens:
                 raise ValueError(
                     f"{len(prompt_tokens)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
             self.error = f"reset: {describe_error(error, self.factory.timeout_s)}"
-            prompt_tokens = prompt.tokens
+            prompt_tokens, self.images = prompt.tokens, dict(prompt.images)
         self.tokens += prompt_tokens
 
     async def run(self, sampling: Sampling) -> Trajectory:
@@ -161,6 +170,7 @@ class _Episode:
             error=self.error,
             tag=self.factory.tag,
             turn_states=self.turn_states,
+            images=self.images,
         )
 
     async def _run_turns(self, sampling: Sampling) -> StopReason:
@@ -173,7 +183,12 @@ class _Episode:
             left = budget - (len(self.tokens) - start)
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
             completion = await driver.engine.generate(
-                self.tokens, limited, self.seed + turn, prefix=prefixes.pop(), keep_prefix=turn + 1 < num_turns
+                self.tokens,
+                limited,
+                self.seed + turn,
+                prefix=prefixes.pop(),
+                keep_prefix=turn + 1 < num_turns,
+                images=self.images,
             )
             prefixes.append(completion.prefix)
             completion = replace(completion, prefix=None)
@@ -227,6 +242,7 @@ class _Episode:
             if messages != result.messages:
                 self.metrics["cut_observations"] += 1
                 self.env.was_shown(messages)
+        self.images |= images_by_id(messages)
         if self.env.inline and not ended:
             return chat.inline_continuation(messages)
         return chat.continuation(messages, ended)

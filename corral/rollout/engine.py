@@ -4,7 +4,7 @@ Everything that the rollout driver and the rollout worker ask of an engine is in
 `tests/rollout/engine_contract.py` puts every implementation through it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -14,6 +14,7 @@ from torch import Tensor
 
 WeightLayout = Sequence[tuple[str, torch.Size, torch.dtype]]
 """(name, shape, dtype) of every weight, in the order in which a sender and an engine exchange them."""
+NO_IMAGES: Mapping[int, bytes] = {}
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ class Engine(Protocol):
         *,
         prefix: PrefixHandle | None = None,
         keep_prefix: bool = False,
+        images: Mapping[int, bytes] = NO_IMAGES,
     ) -> Completion:
         """Continues `tokens`. Many calls are in flight at once, and are batched. `prefix`: cached prefix of an earlier
         request whose prompt and completion `tokens` begins with. `keep_prefix`: a later request will continue this
-        one."""
+        one. `images`: those whose ids are among the tokens (`corral.data.images`)."""
         ...
 
     async def compute_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:

@@ -1,6 +1,7 @@
 """What the native engine and its two cores have in common: requests, statistics, and the core's interface."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ class GenerationRequest:
     prefix: PrefixHandle | None = None
     """Before the prefill: the cached prefix that the caller passed. When finished: that of all but the last token."""
     keep_prefix: bool = False
+    images: Mapping[int, bytes] = field(default_factory=dict)
+    """The images whose ids are in the prompt."""
 
     @cached_property
     def prefix_key(self) -> PrefixKey:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from corral.kernels.sampling import Truncation, sample_tokens
+from corral.model.general_forward import model_inputs
 from corral.rollout.engine_core import EngineStats, GenerationRequest
 
 
@@ -23,12 +24,17 @@ class LockstepBatch:
     requests: list[GenerationRequest]
     cache: Any
     """transformers' cache of all but the last token, or None where the model is computed without one."""
+    shift: Any = None
+    """[requests, 1], for prompts with images: by how much the position of a token behind them differs from its index,
+    because an image takes as many positions as it is high or wide."""
 
     def keep(self, rows: list[int], device: torch.device) -> None:
         """Drops the other rows."""
         self.requests = [self.requests[row] for row in rows]
         if self.cache is not None and rows:
-            self.cache.reorder_cache(torch.tensor(rows, device=device))
+            picked = torch.tensor(rows, device=device)
+            self.cache.reorder_cache(picked)
+            self.shift = None if self.shift is None else self.shift[picked]
 
 
 class GeneralCore:
@@ -93,9 +99,11 @@ class GeneralCore:
         distinct, row_of_request = np.unique(prompts, axis=0, return_inverse=True)
         rows = torch.from_numpy(row_of_request.reshape(-1)).to(self.device)
         self.stats.num_computed_tokens += distinct.size
-        logits, batch.cache = self._forward(distinct, None)
+        logits, batch.cache = self._forward(batch, distinct)
         if batch.cache is not None:
             batch.cache.reorder_cache(rows)
+            if (distinct < 0).any():
+                batch.shift = self.model.base_model.rope_deltas[rows]
         return logits[rows]
 
     def _decode(self, batch: LockstepBatch) -> Tensor:
@@ -105,15 +113,20 @@ class GeneralCore:
         else:
             tokens = np.array([[request.tokens[-1]] for request in batch.requests])
         self.stats.num_computed_tokens += tokens.size
-        logits, batch.cache = self._forward(tokens, batch.cache)
+        logits, batch.cache = self._forward(batch, tokens)
         return logits
 
-    def _forward(self, tokens: np.ndarray[Any, Any], cache: Any) -> tuple[Tensor, Any]:
+    def _forward(self, batch: LockstepBatch, tokens: np.ndarray[Any, Any]) -> tuple[Tensor, Any]:
         """Logits [rows, vocabulary] after the last of the tokens [rows, tokens], and the cache with them."""
-        inputs = torch.from_numpy(tokens).to(self.device)
+        images = {id: data for request in batch.requests for id, data in request.images.items()}
+        inputs = model_inputs(self.model, torch.from_numpy(tokens).to(self.device), images)
         if not self.uses_cache:
-            return self.model(input_ids=inputs, use_cache=False).logits[:, -1], None
-        output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            return self.model(**inputs, use_cache=False).logits[:, -1], None
+        if batch.cache is not None and hasattr(self.model, "vision"):
+            # Said here, because the model would take the positions of the batch that it prefilled last.
+            index = torch.full((len(tokens), 1), batch.cache.get_seq_length(), device=self.device)
+            inputs["position_ids"] = (index if batch.shift is None else index + batch.shift).expand(3, -1, -1)
+        output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
         return output.logits[:, -1], output.past_key_values
 
     def _sample(self, batch: LockstepBatch, logits: Tensor) -> list[GenerationRequest]:

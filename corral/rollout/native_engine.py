@@ -14,7 +14,7 @@ prefilled again.
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.general_forward import is_general, logprobs_of_logits, sequence_logits
 from corral.model.logprobs import OutputHead
 from corral.model.model_check import difference, plain_logprobs, probe_sequences, raise_if_large
-from corral.rollout.engine import Completion, PrefixHandle, Sampling, WeightLayout
+from corral.rollout.engine import NO_IMAGES, Completion, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import EngineCore, EngineStats, GenerationRequest
 from corral.rollout.general_core import GeneralCore
 from corral.rollout.paged_core import PagedCore, supports_paging
@@ -121,6 +121,7 @@ class NativeEngine:
         *,
         prefix: PrefixHandle | None = None,
         keep_prefix: bool = False,
+        images: Mapping[int, bytes] = NO_IMAGES,
     ) -> Completion:
         if not tokens:
             raise ValueError("a prompt needs at least one token")
@@ -132,7 +133,7 @@ class NativeEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         request = GenerationRequest(
-            np.array(tokens, np.int64), sampling, seed, future, prefix=prefix, keep_prefix=keep_prefix
+            np.array(tokens, np.int64), sampling, seed, future, prefix=prefix, keep_prefix=keep_prefix, images=images
         )
         del prefix  # the core frees the handle as soon as its content is in the cache; this frame must not hold it
         self.in_flight.add(request)

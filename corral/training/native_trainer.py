@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from corral.data.batch import Batch, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
-from corral.model.families import GENERAL_CANNOT, check_parallel
+from corral.model.families import check_parallel
 from corral.model.fused_layers import unfuse
 from corral.model.general_forward import (
     SequenceForward,
@@ -69,7 +69,7 @@ class _NativeTrainer:
         self.mesh = mesh or ProcessMesh.build(MeshShape(), next(model.parameters()).device)
         check_offload(self.mesh, offload)
         if is_general(causal):
-            check_parallel(type(causal).__name__, self.mesh.groups.keys() & set(GENERAL_CANNOT))
+            check_parallel(type(causal).__name__, self.mesh.groups.keys(), hasattr(causal, "vision"))
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call
         self.sharded = ShardedModel(
@@ -231,7 +231,7 @@ class NativePolicyTrainer(_NativeTrainer):
         """(log-probs, entropy)"""
         of_target = prediction.row_of_target, prediction.targets
         if is_general(self.model):
-            logits = prediction.by_sequence(partial(sequence_logits, self.model))
+            logits = prediction.by_sequence(partial(sequence_logits, self.model, images=prediction.images))
             logprobs, entropy = logprobs_of_logits(logits, *of_target, self.temperature)
         else:
             head = OutputHead.of_model(self.model)
@@ -279,7 +279,7 @@ class NativeValueTrainer(_NativeTrainer):
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         if is_general(self.causal):
-            hidden = prediction.by_sequence(partial(sequence_hidden, self.causal))
+            hidden = prediction.by_sequence(partial(sequence_hidden, self.causal, images=prediction.images))
         else:
             hidden = prediction.hidden(self.causal)
         values = self.model.head(hidden.float())[:, 0]
@@ -316,7 +316,7 @@ class PackPrediction:
 
     def __init__(self, pack: Pack, mesh: ProcessMesh) -> None:
         self.device, self.group = mesh.device, mesh.groups.get("context")
-        self.num_tokens = len(pack.flat)
+        self.num_tokens, self.images = len(pack.flat), pack.batch.images
         self.tree, self.nodes = pack.tree, slice(0, pack.tree.num_nodes)
         sources, targets = pack.sources, pack.targets
         if self.group is not None:

@@ -416,7 +416,11 @@ def test_an_agent_that_fails_is_its_trajectorys_error(
         ({"messages": []}, "`messages` must be a list"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
         ({"messages": [{"content": "I"}]}, "message 0 has no `role`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text can be read"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text and images as data: URLs"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+            "only text and images as data: URLs",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "must be text or a list of parts"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": 3}]}, "the body cannot be read: TypeError"),
         ({"tools": [{"name": "add"}]}, "`tools` must be a list of"),
