@@ -4,11 +4,13 @@ Random weights in bfloat16. For each family: the mean difference of log-probs fr
 weights, tokens trained a second (forward and backward), and tokens generated a second.
 
     python benchmarks/model_families.py            # writes benchmarks/results/model_families.json
+    python benchmarks/model_families.py FOLDER     # only writes the models there, for `corral bench rollout --model`
 """
 
 import asyncio
 import gc
 import json
+import re
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from tiny_families import tiny_family_config
 
+from corral.bench.benchmark_models import save_tokenizer
 from corral.data.batch import Batch, Trajectory
 from corral.model.model_check import difference, plain_logprobs
 from corral.model.model_loading import load_model
@@ -119,18 +122,30 @@ def measure(folder: Path, implementation: str) -> dict[str, float | str]:
     }
 
 
+def save_model(name: str, folder: Path) -> int:
+    """Writes the model of that shape; -> number of parameters."""
+    model_type, shape = SHAPES[name]
+    torch.manual_seed(0)
+    config = tiny_family_config(model_type, **{**COMMON, **shape})
+    config.eos_token_id = None
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, config.vocab_size)
+    return sum(p.numel() for p in model.parameters())
+
+
 def main() -> None:
     transformers_logging.set_verbosity_error()
+    if len(sys.argv) > 1:
+        for name in SHAPES:
+            folder = Path(sys.argv[1]) / re.split(r"[( ]", name)[0].lower()
+            print(f"{folder}: {name}, {save_model(name, folder) / 1e9:.1f} B")
+        return
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for name, (model_type, shape) in SHAPES.items():
-        torch.manual_seed(0)
-        config = tiny_family_config(model_type, **{**COMMON, **shape})
+    for name in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            with torch.device(DEVICE):
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            model.save_pretrained(folder)
-            parameters = sum(p.numel() for p in model.parameters())
-            del model
+            parameters = save_model(name, Path(folder))
             torch.cuda.empty_cache()
             rows = {}
             for implementation in ("auto", "general"):

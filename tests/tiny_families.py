@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corral.data.batch import Batch, Trajectory
@@ -65,8 +65,17 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+VISION_SIZES = {"depth": 2, "out_hidden_size": 64, "num_position_embeddings": 64, "patch_size": 8, "image_size": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 HYBRID = ["linear_attention", "full_attention"] * 2
+DOTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+GEMMA4 = {
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu", "minicpm3", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), LATENT),
@@ -77,7 +86,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**LATENT, "layer_group_size": 2},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
-    "dots1": {"layer_types": ["full_attention"] * 4},
+    "dots1": {"layer_types": ["full_attention"] * 4, **DOTS},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
@@ -86,13 +95,40 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "kimi_linear": {**LATENT, "layer_types": HYBRID},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "expand": 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "mamba_headdim": 32},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
-    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "mamba_headdim": 32,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "use_mamba_kernels": False,
+    },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
     "reformer": {"is_decoder": True},
-    "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
-    "qwen4_exp_text": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "zaya": {"num_hidden_layers": 4},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention"] * 4,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 64, "indexer_compress_ratio": 4, "hc_lowrank": 16, "ngram_vocab_size_base": 64},
+    },
+    "zaya": {"num_hidden_layers": 4, "num_experts_per_tok": 1},
+    "xlm": {"n_words": VOCABULARY, "emb_dim": 64, "causal": True},
 }
 WINDOW = 8
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -156,11 +192,28 @@ def causal_types() -> list[str]:
 
 
 def tiny_family_config(model_type: str, **changes: Any) -> Any:
-    config_class = CONFIG_MAPPING[model_type]
+    return tiny_config(CONFIG_MAPPING[model_type], changes)
+
+
+def tiny_config(config_class: Any, changes: dict[str, Any]) -> Any:
+    """With its parts (text, vision, audio), where it has any."""
     default = config_class()
+    model_type = default.model_type
     accepted = set(inspect.signature(config_class.__init__).parameters) | set(default.to_dict())
-    sizes = {key: value for key, value in SIZES.items() if key in accepted and getattr(default, key, 0) is not None}
-    return config_class(**{**sizes, **OVERRIDES.get(model_type, {}), **changes})
+    sizes = {key: value for key, value in SIZES.items() if key in accepted and not is_unset(default, key)}
+    if "vision" in model_type:
+        sizes |= {key: value for key, value in VISION_SIZES.items() if key in accepted}
+    parts = {
+        key: tiny_config(type(part), {}).to_dict()
+        for key in getattr(config_class, "sub_configs", {})
+        if isinstance(part := getattr(default, key, None), PretrainedConfig)
+    }
+    return config_class(**{**sizes, **parts, **OVERRIDES.get(model_type, {}), **changes})
+
+
+def is_unset(config: Any, key: str) -> bool:
+    """Of Gemma 4, whose layers differ in some keys, these are not asked for."""
+    return vars(config).get(key, 0) is None
 
 
 def config_of(name: str) -> Any:

@@ -82,12 +82,16 @@ def save_random_model(shape: str, folder: Path, device: str, dtype: str) -> None
         with torch.device(device):
             model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
         model.save_pretrained(work)
-        # A token for every byte, and numbers for the rest: different tokens are different text.
-        words = tuple(f"Ġ{number}" for number in range(config.vocab_size - len(SPECIAL_TOKENS) - 256))
-        special = {"pad_token": SPECIAL_TOKENS[0], "bos_token": SPECIAL_TOKENS[1], "eos_token": NEVER_SAMPLED}
-        byte_tokenizer(SPECIAL_TOKENS, words, use_regex=False, **special).save_pretrained(work)
+        save_tokenizer(work, config.vocab_size)
 
     write_whole_folder(folder, write)
+
+
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A token for every byte, and numbers for the rest: different tokens are different text."""
+    words = tuple(f"Ġ{number}" for number in range(vocab_size - len(SPECIAL_TOKENS) - 256))
+    special = {"pad_token": SPECIAL_TOKENS[0], "bos_token": SPECIAL_TOKENS[1], "eos_token": NEVER_SAMPLED}
+    byte_tokenizer(SPECIAL_TOKENS, words, use_regex=False, **special).save_pretrained(folder)
 
 
 def endless_copy(source: Path, folder: Path) -> None:
