@@ -12,7 +12,8 @@ from corral.migrate.config_sources import migrate_file
 from corral.migrate.migration import recipe_text
 
 GOLDEN = Path(__file__).parent.parent / "migrate" / "golden"
-TOGETHER, WITH_A_SERVICE = "verl_dstack/input.sh", "search_r1_multinode/input.sh"
+TOGETHER = "search_r1_multinode/input.sh"
+"""With a service beside it."""
 APART = "rlinf_devices_apart/input.yaml"
 
 
@@ -26,7 +27,7 @@ def lab() -> Iterator[Lab]:
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.xdist_group("foreign")
-@pytest.mark.parametrize("name", [TOGETHER, WITH_A_SERVICE, APART])
+@pytest.mark.parametrize("name", [TOGETHER, APART])
 def test_shrunk_it_trains_a_step_on_two_hosts(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -15,8 +15,8 @@ CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=2")
 APART = (*NODES, "cluster.placement={rollout: 0-1, actor: 2-3}")
 """Rollout on the first host, training on the second."""
-ONE_ROLLOUT_WORKER = (*NODES, "cluster.placement={rollout: 0, actor: 2-3}")
-"""The same, where one rollout worker is enough."""
+ONE_ROLLOUT_WORKER = (*NODES, "cluster.placement={rollout: 0, actor: 2}")
+"""The same, where one of each is enough."""
 LIMIT_S = 180.0
 
 

@@ -19,7 +19,7 @@ SLOWLY = (
 )
 LONG = ("schedule.steps=12", "batch.prompts_per_step=8")
 """Enough to see that it learns."""
-FEW = 8
+FEW = 6
 SHORT = (f"schedule.steps={FEW}", "batch.prompts_per_step=8")
 """Enough to see that it computes the same."""
 MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "policy/entropy", "length/mean")
@@ -113,8 +113,9 @@ def test_a_trainer_that_dies_costs_the_steps_since_the_last_checkpoint(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *ONE_ROLLOUT_WORKER, *SHORT, *slowly, "checkpoint.every=2")
-    run.wait_until(lambda: run.num_steps >= 5)
+    placed = (*NODES, "cluster.placement={rollout: 0, actor: 2-3}", "checkpoint.every=2")
+    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *placed, *SHORT, *slowly)
+    run.wait_until(lambda: run.num_steps >= 3)
     run.kill_workers(host=1)
     output = run.wait()
     assert run.code == 0, output
@@ -129,14 +130,15 @@ def test_without_a_node_the_run_goes_on_with_the_rest(
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
     with Lab(2) as lab:
-        lab.start_ray(devices=2, health_checks={})
+        lab.start_ray(devices=1, health_checks={})
         patience = ("cluster.min_nodes=1", "cluster.node_timeout_s=5", "checkpoint.every=2")
-        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *NODES, *SHORT, *slowly, *patience)
+        small = ("cluster.nodes=2", "cluster.devices_per_node=1")
+        run = ClusterRun(lab, tmp_path, tiny_model, "colocated", *small, *SHORT, *slowly, *patience)
         run.wait_until(lambda: run.num_steps >= 3)
         lab.cut(1)
         output = run.wait()
     assert run.code == 0, output
-    assert f"node 1, h2 ({lab.hosts[1].address}), with devices 2-3, was lost" in output
+    assert f"node 1, h2 ({lab.hosts[1].address}), with device 1, was lost" in output
     assert_same(steps_of(run.path), alone)
     assert_all_trained(run)
 

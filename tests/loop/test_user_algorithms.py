@@ -106,14 +106,13 @@ def test_an_estimator_that_whitens_without_declaring_it_is_refused(
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("pipelined", ["false", "true"], ids=["synchronous", "pipelined"])
-def test_on_ray_workers_it_is_the_run_of_one_process(folder: Path, tiny_model: Path, pipelined: str) -> None:
+def test_pipelined_on_ray_workers_it_is_the_run_of_one_process(folder: Path, tiny_model: Path) -> None:
     options = ("algorithm.loss.cap=1.5", "algorithm.advantage.scale=2")
     alone = steps_here(folder, tiny_model, *own(folder), *options)
     apart = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
     write_recipe(folder, tiny_model)
     parts = ("algorithm.loss=own.py:capped", "algorithm.advantage=own.py:by_group")
-    mode = f"schedule.pipelined={pipelined}"
-    run = start_corral(folder, "train", "recipe.yaml", "name=apart", mode, *apart, *parts, *options).wait(LIMIT_S)
+    changes = ("name=apart", "schedule.pipelined=true", *apart, *parts, *options)
+    run = start_corral(folder, "train", "recipe.yaml", *changes).wait(LIMIT_S)
     assert run.code == 0, run.stderr
     assert_same(steps_of(folder / "runs" / "apart"), alone)

@@ -122,6 +122,7 @@ def problems(system: str, *overrides: str) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.parametrize("system", VALUES)
 @given(data=st.data())

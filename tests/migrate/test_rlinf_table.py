@@ -127,6 +127,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(VALUES)), max_size=12, unique=True).flatmap(

@@ -148,6 +148,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_whatever_is_written_gives_a_recipe_with_a_plan_or_an_error(chosen: dict[str, Any]) -> None:

@@ -19,20 +19,12 @@ from corral.rollout.native_engine import NativeEngine
 
 PATHS = {
     "llama": "fast",
-    "llama-yarn": "fast",
-    "mistral-window8": "fast",
-    "qwen2-window8": "fast",
     "qwen3_moe": "fast",
-    "gpt2": "fast",
     "gemma2-window8": "fast",
-    "cohere2-window8": "fast",
-    "granite-real": "fast",
     "gpt_oss-window8": "fast",
     "deepseek_v3-v<qk": "fast",
     "qwen3_5_text": "general",
-    "lfm2": "general",
     "mamba": "general",
-    "stablelm": "general",
 }
 """What a newcomer's tests compare; the slow ones compare all."""
 NOT_BUILT = {

@@ -86,7 +86,10 @@ CONVERSATIONS: list[list[Message]] = [
 ]
 
 
-@pytest.fixture(params=CONFIGS, scope="module")
+@pytest.fixture(
+    params=["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "qwen2_5_vl")],
+    scope="module",
+)
 def model_spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp(request.param)
     save_blank_vision_model(folder)

@@ -156,6 +156,7 @@ def test_sizes_of_a_large_dense_index_are_known_without_an_encoder(tmp_path: Pat
     assert graph.serve_memory_bytes > flat.serve_memory_bytes
 
 
+@pytest.mark.slow
 def test_an_index_is_estimated_built_and_searched_from_the_command_line(folder: Path) -> None:
     said = corral(folder, "retriever", "build", "corpus.jsonl", "index", "--dry-run", "--json")
     assert json.loads(said.stdout)["num_passages"] == 50

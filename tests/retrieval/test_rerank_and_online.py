@@ -56,6 +56,7 @@ def test_each_query_is_compared_with_its_own_candidates_only(bm25_index: Path, c
         assert [one.score for one in own] == pytest.approx([score for score, _ in expected], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_search_r1s_reranked_body_is_understood(bm25_index: Path, cross_encoder: Path, tmp_path: Path) -> None:
     with serving(tmp_path, str(bm25_index), "--reranker", str(cross_encoder), "--device", "cpu") as served:
         body = {"queries": QUERIES[:1], "topk_retrieval": 8, "topk_rerank": 2, "return_scores": True}
