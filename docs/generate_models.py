@@ -31,22 +31,25 @@ A model takes one of two paths, and `corral plan` says which and why.
   time, and its own cache, in batches of equally long sequences. It is slow and right. `model.implementation: general`
   chooses it for any model, to compare with. Tensor, expert and context parallel training need the fast path.
 
-Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts read **images**, on the general path, with one device for each copy of
-the model (`train.parallel.replicate`). [data.md](data.md#images) says how rows carry images; environments return
-them in `Message.images`, and agents send them to the endpoint. `recipes/pictures.yaml` trains a tiny one on a CPU.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts read **images**, on the general path, with one device for
+each copy of the model (`train.parallel.replicate`). [data.md](data.md#images) says how rows carry images;
+environments return them in `Message.images`, and agents send them to the endpoint. `recipes/pictures.yaml` trains a
+tiny one on a CPU.
 
-What neither computes is refused by name before anything is loaded: encoders, encoder-decoders, other models that read images
-or video, quantized weights. When a model is loaded, a pack of unrelated sequences, and two sequences decoded together, are
-compared with the model's own forward pass on the same weights; a difference that rounding does not explain is an error.
+What neither computes is refused by name before anything is loaded: encoders, encoder-decoders, other models that read
+images or video, quantized weights. When a model is loaded, a pack of unrelated sequences, and two sequences decoded
+together, are compared with the model's own forward pass on the same weights; a difference that rounding does not
+explain is an error.
 
 Sequences longer than a model's positions are refused; with longrope (Phi-3, Phi-4) those longer than the original
 length, because behind it the model changes the positions of all tokens at once.
 
 ## Devices
 
-`model.dtype: auto` is bfloat16 on GPUs that multiply it (NVIDIA since Ampere, AMD), and there the Triton kernels are used. Older
-GPUs such as the V100 (sm_70) compute in float16 with torch's own attention. Wheels of torch for CUDA 13 have no code for
-them; those for CUDA 12.6 (`cu126`) do, up to torch 2.14. On a CPU, auto is bfloat16 where the processor multiplies it, else float32.
+`model.dtype: auto` is bfloat16 on GPUs that multiply it (NVIDIA since Ampere, AMD), and there the Triton kernels are
+used. Older GPUs such as the V100 (sm_70) compute in float16 with torch's own attention. Wheels of torch for CUDA 13
+have no code for them; those for CUDA 12.6 (`cu126`) do, up to torch 2.14. On a CPU, auto is bfloat16 where the
+processor multiplies it, else float32.
 
 ## Families of the fast path
 
