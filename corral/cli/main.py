@@ -84,6 +84,49 @@ def export(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A checkpoint, a model's folder, a hub name, or a run's folder.")],
+    host: Annotated[str, typer.Option(help="Address; if not loopback, needs a token or --insecure.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in answers. Default: as it is given.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_length: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt and its completion.")] = 4096,
+    max_sequences: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at the same time.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A file, instead of the model's own template.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token that each request needs.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may ask without a token.")] = False,
+) -> None:
+    """Serve a model over HTTP: the OpenAI API, and tokens in, tokens out, as vLLM has it."""
+    from corral.recipe.schema import Model
+    from corral.rollout.engine_server import find_model, load_served_model
+    from corral.rollout.engine_server import serve as run_server
+    from corral.runtime.network import is_loopback
+    from corral.runtime.token import read_token
+
+    if not is_loopback(host) and token_file is None and not insecure:
+        raise UserError(f"on {host} other machines could ask too: give --token-file, or --insecure if all of them may")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {dtype} is none of auto, float32, bfloat16, float16")
+    spec = Model.model_validate(
+        {
+            "path": find_model(model),
+            "dtype": dtype,
+            "chat_template": chat_template,
+            "trust_remote_code": trust_remote_code,
+        }
+    )
+    run_server(
+        lambda: load_served_model(spec, max_length, max_sequences),
+        name or model,
+        host,
+        port,
+        token=None if token_file is None else read_token(token_file),
+        report=lambda text: print(text, flush=True),
+    )
+
+
+@app.command()
 def data(
     name: Annotated[str, typer.Argument(help="Name of the data set: gsm8k, math, countries.")],
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),

@@ -15,38 +15,39 @@ of `topk`; documents are objects there too.
 """
 
 import asyncio
-import hmac
 import json
 import logging
-import signal
-import socket
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from corral.recipe.errors import RunError, UserError, first_line
+from corral.http_server import (
+    Histogram,
+    PrometheusText,
+    RequestRefused,
+    TokenMiddleware,
+    client_disconnected,
+    format_validation_error,
+    listen,
+    make_server,
+    read_body,
+    reply,
+    url_of,
+)
+from corral.recipe.errors import RunError, first_line
 from corral.retrieval.searcher import Hit, Retriever, SearchRequest, retriever_extra
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Request, Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from fastapi import FastAPI, Request
 
 MAX_BATCH = 256
 """Queries in one search, at most."""
-RETRY_AFTER_S = 1
-CLOSING_S = 5
-"""Time for requests that are being answered when the server ends."""
-
-BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 PREFIX = "corral_retriever"
 
 QueryHits = list[list[Hit]]
@@ -70,14 +71,6 @@ class ServerLimits:
     timeout_s: float = 25.0
     """Time for a request to arrive, and to be answered; below the 30 s of `RetrievalClient`, so that it learns why."""
     connections: int = 1000
-
-
-class RequestRefused(Exception):
-    """A request that is not answered, with the status and the reason."""
-
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.reason = status, reason
 
 
 class RetrieveBody(BaseModel):
@@ -153,23 +146,6 @@ class RetrieverService:
         return {"ready": True, "state": "ready", **about}
 
 
-async def client_disconnected(request: "Request") -> None:
-    """Returns when the client is gone. Only after the whole body was read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_body(request: "Request", limit: int) -> bytes:
-    """The body, and no more of it than is allowed, whatever its header has."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise RequestRefused(413, "limit", f"the body is larger than {limit} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
 def make_app(service: RetrieverService, token: str | None) -> "FastAPI":
     with retriever_extra():
         from fastapi import FastAPI, Request, Response
@@ -211,28 +187,6 @@ def make_app(service: RetrieverService, token: str | None) -> "FastAPI":
     return app
 
 
-class TokenMiddleware:
-    """Refuses requests without the token before everything else: they learn nothing, not even whether it is loaded."""
-
-    def __init__(self, app: "ASGIApp", token: str) -> None:
-        self.app, self.expected = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
-            await self.app(scope, receive, send)
-        else:
-            refusal = reply(401, {"error": "the token is missing or wrong (Authorization: Bearer TOKEN)"})
-            await refusal(scope, receive, send)
-
-
-def reply(status: int, answer: dict[str, object]) -> "Response":
-    from fastapi import Response
-
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return Response(json.dumps(answer), status, headers, "application/json")
-
-
 def serve(
     load: Callable[[], Retriever],
     host: str,
@@ -244,36 +198,12 @@ def serve(
     report: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises what `load` raises."""
-    with retriever_extra():
-        import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Like uvicorn's own, but a signal that ended it well does not kill the process afterwards."""
-            if threading.current_thread() is not threading.main_thread():
-                yield
-                return
-            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
     limits = limits or ServerLimits()
     service = RetrieverService(topk, limits)
     failures: list[BaseException] = []
     listening = listen(host, port)
-    config = uvicorn.Config(
-        make_app(service, token),
-        log_config=None,
-        access_log=False,
-        limit_concurrency=limits.connections,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=CLOSING_S,
-    )
-    server = Server(config)
+    with retriever_extra():
+        server = make_server(make_app(service, token), limits.connections)
 
     def open_service() -> None:
         began = time.monotonic()
@@ -288,8 +218,7 @@ def serve(
         about = f"; {searcher.about}" if searcher.about else ""
         report(f"ready after {time.monotonic() - began:.1f} s: {searcher.kind}{passages}{about}")
 
-    address = f"[{host}]" if ":" in host else host
-    report(f"listening on http://{address}:{listening.getsockname()[1]}; loading")
+    report(f"listening on {url_of(host, listening)}; loading")
     threading.Thread(target=open_service, daemon=True).start()
     try:
         server.run(sockets=[listening])
@@ -300,21 +229,6 @@ def serve(
     if failures:
         raise failures[0]
     report("ended")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Its protocol is named, because asyncio looks at that before it turns Nagle's algorithm off: with it, an answer
-    that is written in two pieces waits 40 ms."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(1024)
-    except OSError as error:
-        listening.close()
-        raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; see --host, --port") from error
-    return listening
 
 
 # --- requests of many clients become few searches
@@ -408,36 +322,24 @@ class ServerMetrics:
     """Queries answered."""
     searches: int = 0
     searched: int = 0
-    latencies: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    latency_sum_s: float = 0.0
+    latency: Histogram = field(default_factory=Histogram)
 
     def answered(self, num_queries: int, seconds: float) -> None:
         self.queries += num_queries
-        self.latencies[bisect_left(BUCKETS_S, seconds)] += 1
-        self.latency_sum_s += seconds
+        self.latency.add(seconds)
 
     def text(self, queue_depth: int, ready: bool) -> str:
-        lines: list[str] = []
-
-        def add(name: str, kind: str, what: str, values: dict[str, float]) -> None:
-            lines.extend([f"# HELP {PREFIX}_{name} {what}", f"# TYPE {PREFIX}_{name} {kind}"])
-            lines.extend(f"{PREFIX}_{name}{labels} {value:g}" for labels, value in values.items())
-
-        statuses: dict[str, float] = {f'{{code="{code}"}}': n for code, n in sorted(self.requests.items())}
-        reasons: dict[str, float] = {f'{{reason="{why}"}}': n for why, n in sorted(self.refused.items())}
-        add("requests_total", "counter", "Requests to /retrieve, by status.", statuses)
-        add("refused_total", "counter", "Requests that were not searched, by reason.", reasons)
-        add("queries_total", "counter", "Queries answered.", {"": self.queries})
-        add("searches_total", "counter", "Calls of the index.", {"": self.searches})
-        add("searched_queries_total", "counter", "Queries in these calls.", {"": self.searched})
-        add("queue_depth", "gauge", "Queries that wait.", {"": queue_depth})
-        add("ready", "gauge", "1 when the index is loaded.", {"": int(ready)})
-        bounds = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
-        sums = list(accumulate(self.latencies))
-        buckets: dict[str, float] = {f'_bucket{{le="{le}"}}': n for le, n in zip(bounds, sums, strict=True)}
-        whole = {"_sum": self.latency_sum_s, "_count": sums[-1]}
-        add("latency_seconds", "histogram", "From a request's last byte to its answer.", buckets | whole)
-        return "\n".join(lines) + "\n"
+        page = PrometheusText(PREFIX)
+        page.add("requests_total", "counter", "Requests to /retrieve, by status.", page.by("code", self.requests))
+        page.add("refused_total", "counter", "Requests not searched, by reason.", page.by("reason", self.refused))
+        page.add("queries_total", "counter", "Queries answered.", self.queries)
+        page.add("searches_total", "counter", "Calls of the index.", self.searches)
+        page.add("searched_queries_total", "counter", "Queries in these calls.", self.searched)
+        page.add("queue_depth", "gauge", "Queries that wait.", queue_depth)
+        page.add("ready", "gauge", "1 when the index is loaded.", int(ready))
+        latency = "From a request's last byte to its answer."
+        page.add("latency_seconds", "histogram", latency, self.latency.values())
+        return page.text
 
 
 # --- the wire format
@@ -471,12 +373,6 @@ def parse_body(content: bytes, limits: ServerLimits, default_topk: int, reranks:
     if body.topk and body.topk_rerank:
         raise RequestRefused(422, "invalid", "topk and topk_rerank are two names of one thing; send one of them")
     return SearchRequest(body.queries, topk, body.topk_retrieval), body.return_scores
-
-
-def format_validation_error(error: ValidationError) -> str:
-    problems = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
-    answer = "; ".join(f"{where}: {what}" if where else what for where, what in problems[:3])
-    return answer if len(problems) <= 3 else f"{answer}; and {len(problems) - 3} more"
 
 
 def format_result(hits: Sequence[Sequence[Hit]], return_scores: bool) -> dict[str, Any]:

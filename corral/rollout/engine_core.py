@@ -1,7 +1,7 @@
 """What the native engine and its two cores have in common: requests, statistics, and the core's interface."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -30,6 +30,11 @@ class GenerationRequest:
     keep_prefix: bool = False
     images: Mapping[int, bytes] = field(default_factory=dict)
     """The images whose ids are in the prompt."""
+    on_tokens: Callable[[list[int]], None] | None = None
+    """Called in the event loop with tokens that are new since the last call."""
+    num_told: int = 0
+    is_cancelled: bool = False
+    """Whether nobody waits for it any more: it ends with its next token."""
 
     @cached_property
     def prefix_key(self) -> PrefixKey:
@@ -45,7 +50,7 @@ class GenerationRequest:
 
     def _find_end(self, tokens: list[int], tokenizer: Any) -> tuple[int, FinishReason | None]:
         """(how many of `tokens` belong to the completion, why the last of them finishes it)"""
-        sampling, left = self.sampling, self.sampling.max_tokens - len(self.tokens)
+        sampling, left = self.sampling, 1 if self.is_cancelled else self.sampling.max_tokens - len(self.tokens)
         if sampling.stop or not sampling.stop_tokens.isdisjoint(tokens):
             for num_tokens, token in enumerate(tokens[:left], start=1):
                 if token in sampling.stop_tokens:
@@ -61,6 +66,12 @@ class GenerationRequest:
         last = [*self.tokens[-num_decoded:], *tokens][-num_decoded:]
         tail = tokenizer.decode(last, skip_special_tokens=False)
         return any(stop in tail for stop in self.sampling.stop)
+
+    def tell(self) -> None:
+        """Passes new tokens to who listens."""
+        if self.on_tokens is not None and len(self.tokens) > self.num_told:
+            new, self.num_told = self.tokens[self.num_told :], len(self.tokens)
+            self.on_tokens(new)
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None

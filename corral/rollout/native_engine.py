@@ -14,7 +14,7 @@ prefilled again.
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -122,7 +122,9 @@ class NativeEngine:
         prefix: PrefixHandle | None = None,
         keep_prefix: bool = False,
         images: Mapping[int, bytes] = NO_IMAGES,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Completion:
+        """`on_tokens` is called with tokens as they are generated. A call that is cancelled is dropped."""
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         if len(tokens) + sampling.max_tokens > self.max_length:
@@ -133,14 +135,25 @@ class NativeEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         request = GenerationRequest(
-            np.array(tokens, np.int64), sampling, seed, future, prefix=prefix, keep_prefix=keep_prefix, images=images
+            np.array(tokens, np.int64),
+            sampling,
+            seed,
+            future,
+            prefix=prefix,
+            keep_prefix=keep_prefix,
+            images=images,
+            on_tokens=on_tokens,
         )
         del prefix  # the core frees the handle as soon as its content is in the cache; this frame must not hold it
         self.in_flight.add(request)
         self.waiting.append(request)
         if self.decode_loop is None or self.decode_loop.done():
             self.decode_loop = loop.create_task(self._decode_until_idle())
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            request.is_cancelled = True
+            raise
 
     async def compute_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
         loop = asyncio.get_running_loop()
@@ -183,7 +196,10 @@ class NativeEngine:
         try:
             while self.waiting or self.core.is_busy:
                 await self.has_weights.wait()
-                for request in await loop.run_in_executor(self.thread, self.step):
+                finished = await loop.run_in_executor(self.thread, self.step)
+                for request in self.in_flight:
+                    request.tell()
+                for request in finished:
                     self.in_flight.discard(request)
                     if request.future is not None and not request.future.done():
                         request.future.set_result(request.completion())

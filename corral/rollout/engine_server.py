@@ -1,0 +1,696 @@
+"""`corral serve`: the native engine behind HTTP, for people and for programs that want tokens.
+
+- `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`: the OpenAI API, with streaming.
+- `POST /inference/v1/generate`: tokens in, tokens and their log-probs out, as vLLM has it.
+- `GET /health`, `GET /metrics` (Prometheus).
+
+It listens at once and loads meanwhile; until it is ready it answers 503. A request whose client hangs up is dropped.
+What would make an answer another thing than what was asked for is refused with its name.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from corral.data.images import images_by_id
+from corral.data.rows import Message, Row
+from corral.data.sources import render_prompt
+from corral.envs.chat_endpoint import (
+    BadRequest,
+    ChatReply,
+    ChatRequest,
+    as_sent,
+    assistant_message,
+    read_message,
+    usage,
+)
+from corral.http_server import (
+    Histogram,
+    PrometheusText,
+    RequestRefused,
+    TokenMiddleware,
+    client_disconnected,
+    format_validation_error,
+    listen,
+    make_server,
+    read_body,
+    reply,
+    url_of,
+)
+from corral.model.families import check_length
+from corral.model.model_loading import default_device, end_tokens, load_model, load_tokenizer
+from corral.observe.console import quiet_libraries
+from corral.recipe.errors import UserError, first_line
+from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Model
+from corral.rollout.engine import Completion, FinishReason, Sampling
+from corral.rollout.native_engine import NativeEngine
+from corral.training.checkpoint import find_checkpoint
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+
+MAX_BODY_BYTES = 64 * 2**20
+MAX_CONNECTIONS = 4096
+MAX_SAMPLES = 128
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion or a token-in request that does not say; a chat goes on until the model ends it."""
+PREFIX = "corral_engine"
+CHAT, TEXT, TOKENS, MODELS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models"
+
+log = logging.getLogger(__name__)
+
+
+# --- what is asked for
+
+
+class SamplingFields(BaseModel):
+    """How to sample, in the words of OpenAI and vLLM. What is not listed here and would change the answer is refused;
+    what would not (`user`, `metadata`, ...) is ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+
+    def sampling(self, max_tokens: int, end_tokens: frozenset[int]) -> Sampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        own = frozenset() if self.ignore_eos else end_tokens
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            stop=tuple(text for text in stop if text),
+            stop_tokens=own | frozenset(self.stop_token_ids or ()),
+        )
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class ApiBody(SamplingFields):
+    """What the routes of the OpenAI API have in common."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(ApiBody):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    logprobs: bool = False
+
+
+class TextBody(ApiBody):
+    prompt: str | list[int] | list[str]
+    logprobs: int | None = Field(None, ge=0, le=1)
+
+
+class TokensBody(BaseModel):
+    """vLLM's token-in request."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: "TokensSampling"
+    request_id: str = ""
+    model: str | None = None
+    stream: Literal[False] = False
+
+
+class TokensSampling(SamplingFields):
+    logprobs: int | None = Field(None, ge=0, le=1)
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+}
+"""Fields that this server does not know, and values of them that ask for nothing."""
+
+
+def parse(kind: type[BaseModel], content: bytes) -> Any:
+    try:
+        body = kind.model_validate_json(content)
+    except ValidationError as error:
+        raise RequestRefused(400, "invalid", format_validation_error(error)) from error
+    for fields in (body, getattr(body, "sampling_params", None)):
+        for name, value in ((fields and fields.model_extra) or {}).items():
+            if name in REFUSED and value is not None and value not in REFUSED[name]:
+                raise RequestRefused(400, "unsupported", f"`{name}: {json.dumps(value)[:60]}` is not supported")
+    return body
+
+
+# --- answers
+
+
+@dataclass
+class ServedModel:
+    """`max_length`: prompt and completion together, in tokens."""
+
+    engine: NativeEngine
+    tokenizer: Any
+    end_tokens: frozenset[int]
+    max_length: int
+    chat: bool = True
+    """Whether there is a chat template."""
+
+    async def complete(
+        self,
+        tokens: list[int],
+        asked: SamplingFields,
+        max_tokens: int | None,
+        images: dict[int, bytes],
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> list[Completion]:
+        """`asked.n` completions of a prompt. `on_tokens` gets the number of the completion and what is new of it."""
+        left = self.max_length - len(tokens)
+        if left < 1 or (max_tokens or 1) > left:
+            raise RequestRefused(
+                400,
+                "limit",
+                f"{len(tokens)} prompt tokens and {max_tokens or 1} new ones are more than the {self.max_length} that "
+                "this server takes (--max-length)",
+            )
+        vocabulary = self.engine.model.get_input_embeddings().num_embeddings
+        if any(token >= vocabulary or (token < 0 and token not in images) for token in tokens):
+            raise RequestRefused(400, "invalid", f"a token is outside of the vocabulary of {vocabulary}")
+        sampling = asked.sampling(max_tokens or left, self.end_tokens)
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**62
+
+        def listener(number: int) -> Callable[[list[int]], None] | None:
+            return None if on_tokens is None else lambda new: on_tokens(number, new)
+
+        calls = [
+            self.engine.generate(tokens, sampling, seed + i, images=images, on_tokens=listener(i))
+            for i in range(asked.n)
+        ]
+        return list(await asyncio.gather(*calls))
+
+    def text_of(self, completion: Completion, stop: Sequence[str]) -> str:
+        text: str = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return text[: end_before_stop(text, stop)]
+
+
+def end_before_stop(text: str, stop: Sequence[str]) -> int:
+    """Where a text ends that does not include the first of the stop strings."""
+    found = [place for one in stop if (place := text.find(one)) >= 0]
+    return min(found, default=len(text))
+
+
+class TextStream:
+    """Turns tokens into pieces of text, each of which is final: characters of several tokens are held back, and what
+    may be the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens: list[int] = []
+        self.text = ""
+        self.num_sent = 0
+        self.start = self.read = 0
+        """A token's text may depend on those before it: what is decoded begins at `start`, and is known up to
+        `read`."""
+
+    def add(self, tokens: Sequence[int], is_last: bool) -> str:
+        self.tokens += tokens
+        before = self._decode(self.tokens[self.start : self.read])
+        now = self._decode(self.tokens[self.start :])
+        if is_last or not now.endswith("\ufffd"):
+            self.text += now[len(before) :]
+            self.start, self.read = self.read, len(self.tokens)
+        end = end_before_stop(self.text, self.stop)
+        if end == len(self.text) and not is_last:
+            end -= max((len(one) - 1 for one in self.stop), default=0)
+        piece = self.text[self.num_sent : max(end, self.num_sent)]
+        self.num_sent += len(piece)
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def finish_name(reason: FinishReason) -> str:
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+@dataclass
+class EngineMetrics:
+    requests: "Counter[tuple[str, int]]" = field(default_factory=Counter)
+    """By route and status."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    latency: Histogram = field(default_factory=Histogram)
+
+    def text(self, served: ServedModel | None) -> str:
+        page = PrometheusText(PREFIX)
+        requests = {f'{{route="{route}",code="{code}"}}': n for (route, code), n in sorted(self.requests.items())}
+        page.add("requests_total", "counter", "Requests, by route and status.", requests)
+        page.add("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens)
+        page.add("generated_tokens_total", "counter", "Tokens generated for answers.", self.generated_tokens)
+        page.add("ready", "gauge", "1 when the model is loaded.", int(served is not None))
+        page.add("in_flight", "gauge", "Completions in progress.", served.engine.num_in_flight if served else 0)
+        page.add("decode_steps_total", "counter", "Decode steps.", served.engine.num_decode_steps if served else 0)
+        page.add("latency_seconds", "histogram", "From a request to its last byte.", self.latency.values())
+        return page.text
+
+
+class EngineService:
+    """What the routes share. Without a model it is still loading."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.metrics = name, EngineMetrics()
+        self.served: ServedModel | None = None
+
+    def ready(self) -> ServedModel:
+        if self.served is None:
+            raise RequestRefused(503, "loading", "the model is being loaded")
+        return self.served
+
+    async def chat(self, request: "Request") -> "Response":
+        served = self.ready()
+        body: ChatBody = parse(ChatBody, await read_body(request, MAX_BODY_BYTES))
+        if not served.chat:
+            raise RequestRefused(400, "unsupported", f"the model has no chat template; there is {TEXT}")
+        try:
+            messages = [read_message(message, number) for number, message in enumerate(body.messages)]
+        except BadRequest as error:
+            raise RequestRefused(400, "invalid", str(error)) from error
+        if messages[-1]["role"] == "assistant":
+            raise RequestRefused(
+                400, "invalid", "the last message is the assistant's, which this server does not continue"
+            )
+        tools = body.tools or []
+        asked = ChatRequest(messages, tools, body.model, bool(tools) and body.tool_choice != "none", body.stream, False)
+        tokens = await asyncio.to_thread(self._render, served, messages, tools)
+        limit = body.max_completion_tokens or body.max_tokens
+        writer = ChatWriter(self.name, body, asked, served, len(tokens))
+        return await self._answer(request, served, tokens, body, limit, images_by_id(messages), writer)
+
+    def _render(self, served: ServedModel, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        try:
+            return render_prompt(served.tokenizer, Row(messages, None, "", {}), True, tools)
+        except (UserError, ValueError) as error:
+            raise RequestRefused(400, "invalid", str(error)) from error
+
+    async def text(self, request: "Request") -> "Response":
+        served = self.ready()
+        body: TextBody = parse(TextBody, await read_body(request, MAX_BODY_BYTES))
+        prompt = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
+        if isinstance(prompt, int):
+            prompt = [prompt]
+        if isinstance(prompt, list) and isinstance(prompt[0] if prompt else "", str):
+            raise RequestRefused(400, "unsupported", "one prompt in a request, please")
+        tokens: list[int] = served.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+        if not tokens:
+            raise RequestRefused(400, "invalid", "the prompt is empty")
+        limit = body.max_tokens or DEFAULT_MAX_TOKENS
+        writer = TextWriter(self.name, body, served, len(tokens))
+        return await self._answer(request, served, tokens, body, limit, {}, writer)
+
+    async def tokens(self, request: "Request") -> "Response":
+        served = self.ready()
+        body: TokensBody = parse(TokensBody, await read_body(request, MAX_BODY_BYTES))
+        asked = body.sampling_params
+        limit = asked.max_tokens or DEFAULT_MAX_TOKENS
+        completions = await self._while_connected(request, served.complete(body.token_ids, asked, limit, {}))
+        self._count(len(body.token_ids), completions)
+        choices: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "finish_reason": finish_name(completion.finish_reason),
+                "token_ids": completion.tokens,
+                "logprobs": None
+                if asked.logprobs is None
+                else {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                        for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
+                    ]
+                },
+                "versions": completion.versions,
+            }
+            for index, completion in enumerate(completions)
+        ]
+        return reply(200, {"request_id": body.request_id or secrets.token_hex(8), "choices": choices})
+
+    async def _answer(
+        self,
+        request: "Request",
+        served: ServedModel,
+        tokens: list[int],
+        body: ApiBody,
+        limit: int | None,
+        images: dict[int, bytes],
+        writer: "ChatWriter | TextWriter",
+    ) -> "Response":
+        from fastapi.responses import StreamingResponse
+
+        if not body.stream:
+            completions = await self._while_connected(request, served.complete(tokens, body, limit, images))
+            self._count(len(tokens), completions)
+            return reply(200, writer.whole(completions))
+        pieces: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
+        work = asyncio.ensure_future(
+            served.complete(tokens, body, limit, images, lambda number, new: pieces.put_nowait((number, new)))
+        )
+        work.add_done_callback(lambda _: pieces.put_nowait(None))
+        if (first := await pieces.get()) is None and work.exception() is not None:
+            raise work.exception() or RuntimeError  # before anything was sent, so that it has a status
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                piece = first
+                while piece is not None:
+                    for event in writer.piece(*piece):
+                        yield f"data: {json.dumps(event)}\n\n"
+                    piece = await pieces.get()
+                completions = await work
+                self._count(len(tokens), completions)
+                for event in writer.end(completions):
+                    yield f"data: {json.dumps(event)}\n\n"
+                yield "data: [DONE]\n\n"
+            finally:
+                work.cancel()  # the client has hung up, if it is not done
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _while_connected(self, request: "Request", work: Awaitable[list[Completion]]) -> list[Completion]:
+        """What is computed for the request; it is dropped when the client hangs up."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(client_disconnected(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise RequestRefused(499, "gone", "the client has hung up")
+            return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    def _count(self, num_prompt_tokens: int, completions: Sequence[Completion]) -> None:
+        self.metrics.prompt_tokens += num_prompt_tokens
+        self.metrics.generated_tokens += sum(len(completion.tokens) for completion in completions)
+
+
+class _Writer:
+    """Formats the completions of one request, whole or piece by piece."""
+
+    def __init__(self, name: str, body: ApiBody, served: ServedModel, num_prompt_tokens: int, kind: str) -> None:
+        self.body, self.served, self.num_prompt_tokens, self.kind = body, served, num_prompt_tokens, kind
+        self.stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        self.head = {"id": f"{kind}-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model or name}
+        self.streams = [TextStream(served.tokenizer, self.stop) for _ in range(body.n)]
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        num_new = sum(len(completion.tokens) for completion in completions)
+        return usage(ChatReply(Message(role="assistant", content=""), "", self.num_prompt_tokens, num_new))
+
+    def with_usage(self, completions: Sequence[Completion], event: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.body.stream_options is None or not self.body.stream_options.include_usage:
+            return []
+        return [{**event, "choices": [], "usage": self.usage(completions)}]
+
+
+class ChatWriter(_Writer):
+    def __init__(
+        self, name: str, body: ChatBody, asked: ChatRequest, served: ServedModel, num_prompt_tokens: int
+    ) -> None:
+        super().__init__(name, body, served, num_prompt_tokens, "chatcmpl")
+        self.asked, self.wants_logprobs = asked, body.logprobs
+        self.chunk = {**self.head, "object": "chat.completion.chunk"}
+
+    def message(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+        """(the message, why it ended)"""
+        text = self.served.text_of(completion, self.stop)
+        message = as_sent(assistant_message(text, self.asked, "hermes", index))
+        return message, "tool_calls" if "tool_calls" in message else finish_name(completion.finish_reason)
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for index, completion in enumerate(completions):
+            message, reason = self.message(index, completion)
+            choices.append(
+                {"index": index, "message": message, "logprobs": self.logprobs(completion), "finish_reason": reason}
+            )
+        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage(completions)}
+
+    def logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        texts = [self.served.tokenizer.decode([token]) for token in completion.tokens]
+        return {
+            "content": [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in zip(texts, completion.logprobs, strict=True)
+            ]
+        }
+
+    def piece(self, index: int, new: list[int]) -> list[dict[str, Any]]:
+        if self.asked.parse_calls or self.wants_logprobs:  # only the whole reply can be read for calls
+            return []
+        text = self.streams[index].add(new, is_last=False)
+        return [self.delta(index, {"role": "assistant", "content": text})] if text else []
+
+    def delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {**self.chunk, "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
+
+    def end(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        events = []
+        for index, completion in enumerate(completions):
+            message, reason = self.message(index, completion)
+            if self.asked.parse_calls or self.wants_logprobs:
+                if "tool_calls" in message:
+                    message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+                event = self.delta(index, message)
+                event["choices"][0]["logprobs"] = self.logprobs(completion)
+                events.append(event)
+            elif rest := self.streams[index].add([], is_last=True):
+                events.append(self.delta(index, {"content": rest}))
+            events.append(self.delta(index, {}, reason))
+        return [*events, *self.with_usage(completions, self.chunk)]
+
+
+class TextWriter(_Writer):
+    def __init__(self, name: str, body: TextBody, served: ServedModel, num_prompt_tokens: int) -> None:
+        super().__init__(name, body, served, num_prompt_tokens, "cmpl")
+        self.wants_logprobs = body.logprobs is not None
+        self.head["object"] = "text_completion"
+
+    def choice(self, index: int, text: str, reason: str | None, logprobs: Any = None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            self.choice(i, self.served.text_of(one, self.stop), finish_name(one.finish_reason), self.logprobs(one))
+            for i, one in enumerate(completions)
+        ]
+        return {**self.head, "choices": choices, "usage": self.usage(completions)}
+
+    def logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        texts = [self.served.tokenizer.decode([token]) for token in completion.tokens]
+        return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": []}
+
+    def piece(self, index: int, new: list[int]) -> list[dict[str, Any]]:
+        text = self.streams[index].add(new, is_last=False)
+        return [{**self.head, "choices": [self.choice(index, text, None)]}] if text else []
+
+    def end(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        events = [
+            {
+                **self.head,
+                "choices": [
+                    self.choice(
+                        index,
+                        self.streams[index].add([], is_last=True),
+                        finish_name(completion.finish_reason),
+                        self.logprobs(completion),
+                    )
+                ],
+            }
+            for index, completion in enumerate(completions)
+        ]
+        return [*events, *self.with_usage(completions, self.head)]
+
+
+# --- the server
+
+
+def find_model(path: str) -> str:
+    """The model that a path means: of a run's folder, its newest checkpoint."""
+    checkpoints = Path(path).expanduser() / "checkpoints"
+    if not checkpoints.is_dir():
+        return path
+    newest = find_checkpoint(checkpoints, "auto")
+    if newest is None:
+        raise UserError(f"{path} has no checkpoint that is whole")
+    return str(newest)
+
+
+def load_served_model(spec: Model, max_length: int, max_sequences: int | None) -> ServedModel:
+    device, tokenizer = default_device(), load_tokenizer(spec)
+    quiet_libraries()  # transformers was imported just now
+    model = load_model(spec, device)
+    config = model.config.get_text_config(decoder=True)
+    max_length = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
+    check_length(model.config, max_length)
+    engine = NativeEngine(
+        model,
+        tokenizer,
+        max_sequences=max_sequences or MAX_SEQUENCES[device.type],
+        max_prefill_tokens=MAX_PREFILL_TOKENS[device.type],
+        max_length=max_length,
+    )
+    engine.check(spec.path)
+    return ServedModel(engine, tokenizer, end_tokens(model, tokenizer), max_length, bool(tokenizer.chat_template))
+
+
+def make_app(service: EngineService, token: str | None) -> "FastAPI":
+    from fastapi import FastAPI, Request, Response
+    from starlette.exceptions import HTTPException
+
+    app = FastAPI(title="corral serve", docs_url=None, redoc_url=None, openapi_url=None)
+    if token is not None:
+        app.add_middleware(TokenMiddleware, token=token)
+
+    async def answered(route: str, request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        began = time.perf_counter()
+        try:
+            response = await answer(request)
+        except RequestRefused as refused:
+            response = error_reply(refused.status, str(refused))
+        except Exception as error:
+            log.exception("a request failed")
+            response = error_reply(500, f"the request failed: {type(error).__name__}: {first_line(error)}")
+        service.metrics.requests[route, response.status_code] += 1
+        service.metrics.latency.add(time.perf_counter() - began)
+        return response
+
+    @app.post(CHAT)
+    async def chat(request: Request) -> Response:
+        return await answered(CHAT, request, service.chat)
+
+    @app.post(TEXT)
+    async def text(request: Request) -> Response:
+        return await answered(TEXT, request, service.text)
+
+    @app.post(TOKENS)
+    async def tokens(request: Request) -> Response:
+        return await answered(TOKENS, request, service.tokens)
+
+    @app.get(MODELS)
+    async def models() -> Response:
+        limit = None if service.served is None else service.served.max_length
+        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "corral", "max_model_len": limit}
+        return reply(200, {"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        served = service.served
+        answer = {"ready": served is not None, "model": service.name}
+        return reply(200 if served else 503, answer | ({"in_flight": served.engine.num_in_flight} if served else {}))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(service.served), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        routes = f"POST {CHAT}, {TEXT}, {TOKENS}, GET {MODELS}, /health, /metrics"
+        return error_reply(
+            error.status_code, f"{request.method} {request.url.path}: {error.detail}; there are {routes}"
+        )
+
+    return app
+
+
+def error_reply(status: int, message: str) -> "Response":
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return reply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def serve(
+    load: Callable[[], ServedModel],
+    name: str,
+    host: str,
+    port: int,
+    *,
+    token: str | None = None,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C. Raises what `load` raises."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError("corral serve needs an extra: pip install 'corral[serve]'") from error
+    service = EngineService(name)
+    failures: list[BaseException] = []
+    listening = listen(host, port)
+    server = make_server(make_app(service, token), MAX_CONNECTIONS)
+
+    def open_service() -> None:
+        began = time.monotonic()
+        try:
+            service.served = load()
+        except BaseException as error:
+            failures.append(error)
+            server.should_exit = True
+            return
+        report(f"ready after {time.monotonic() - began:.1f} s: {name}, up to {service.served.max_length} tokens")
+
+    report(f"listening on {url_of(host, listening)}; loading {name}")
+    loading = threading.Thread(target=open_service, daemon=True)
+    loading.start()
+    try:
+        server.run(sockets=[listening])
+    finally:
+        listening.close()
+        if service.served is not None:
+            with suppress(Exception):
+                service.served.engine.close()
+    if failures:
+        raise failures[0]
+    report("ended")

@@ -1,0 +1,254 @@
+"""`corral serve`, asked by the clients that people use."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corral.http_server import make_server
+from corral.model.model_loading import load_tokenizer
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Model
+from corral.rollout.engine_server import EngineService, TextStream, find_model, load_served_model, make_app
+
+WAIT_S = 30.0
+MESSAGES: Any = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@dataclass
+class Server:
+    service: EngineService
+    url: str
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    service = EngineService("tiny")
+    running = make_server(make_app(service, None), 100)
+    running.config.port = 0
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    wait_until(lambda: running.started)
+    url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    loading = httpx.get(f"{url}/health")
+    assert (loading.status_code, loading.json()["ready"]) == (503, False)
+    early = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES})
+    assert early.status_code == 503
+    assert "is being loaded" in early.json()["error"]["message"]
+    service.served = load_served_model(Model(path=str(tiny_model), dtype="float32"), 256, 4)
+    yield Server(service, url)
+    running.should_exit = True
+    thread.join(WAIT_S)
+    service.served.engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+
+
+def test_a_greedy_chat_is_what_transformers_generates(server: Server, plain: tuple[Any, Any]) -> None:
+    model, tokenizer = plain
+    inputs = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    answer = server.client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=20)
+    [choice] = answer.choices
+    assert choice.message.content == tokenizer.decode(expected, skip_special_tokens=True)
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == inputs["input_ids"].shape[1]
+    assert answer.usage.completion_tokens == len(expected)
+    assert server.client.models.list().data[0].id == "tiny"
+
+
+def test_a_stream_is_the_whole_in_pieces(server: Server) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 4, "n": 2, "max_tokens": 40}
+    whole = server.client.chat.completions.create(**asked)
+    texts, ends, usages = ["", ""], {}, []
+    for event in server.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usages += [event.usage] if event.usage else []
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts[0] != texts[1]
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert usages == [whole.usage]
+
+
+def test_text_is_completed_up_to_a_stop_string(server: Server, plain: tuple[Any, Any]) -> None:
+    free = server.client.completions.create(model="tiny", prompt="Hello", seed=1, max_tokens=30).choices[0].text
+    stop = free[8:10]
+    stopped = server.client.completions.create(model="tiny", prompt="Hello", seed=1, max_tokens=30, stop=[stop])
+    assert stopped.choices[0].text == free[: free.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    pieces = server.client.completions.create(
+        model="tiny", prompt="Hello", seed=1, max_tokens=30, stop=stop, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == stopped.choices[0].text
+    tokens = plain[1].encode("Hello")
+    by_tokens = server.client.completions.create(model="tiny", prompt=tokens, seed=1, max_tokens=30)
+    assert by_tokens.choices[0].text == free
+
+
+def test_tokens_go_in_and_out_with_the_log_probs_they_were_sampled_with(server: Server, plain: tuple[Any, Any]) -> None:
+    prompt = [5, 6, 7, 8]
+    sampling = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 0, "n": 2, "stop_token_ids": []}
+    answer = server.post("/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling}).json()
+    assert answer["request_id"]
+    for choice in answer["choices"]:
+        tokens = [*prompt, *choice["token_ids"]]
+        with torch.no_grad():
+            logits = plain[0](input_ids=torch.tensor([tokens])).logits[0, 3:-1] / 0.8
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
+        computed = torch.tensor([one["logprob"] for one in choice["logprobs"]["content"]])
+        torch.testing.assert_close(computed, expected, atol=1e-4, rtol=0)
+        assert choice["versions"] == [0] * len(choice["token_ids"])
+
+
+def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
+    answer = server.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, seed=2, max_tokens=6, logprobs=True, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
+    assert len(content) == 6
+    assert all(one.logprob <= 0 for one in content)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"content": "?"}]}, "no `role`"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1000}, "more than the 256"),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "presence_penalty": 1},
+            "`presence_penalty: 1` is not supported",
+        ),
+        ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        ("/v1/chat/completions", {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]}, "does not continue"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "one prompt"),
+        ("/v1/completions", {"prompt": ""}, "empty"),
+        ("/inference/v1/generate", {"token_ids": [10**6], "sampling_params": {}}, "outside of the vocabulary"),
+        ("/inference/v1/generate", {"token_ids": [-5], "sampling_params": {}}, "outside of the vocabulary"),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"guided_json": {}}}, "not supported"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_words(server: Server, path: str, body: Any, expected: str) -> None:
+    refused = server.post(path, body)
+    assert refused.status_code == 400
+    assert expected in refused.json()["error"]["message"]
+
+
+def test_other_routes_are_named(server: Server) -> None:
+    assert "/v1/chat/completions" in httpx.get(f"{server.url}/v2").json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_hangs_up_is_not_generated_for(server: Server, stream: bool) -> None:
+    served = server.service.served
+    assert served is not None
+    body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 4}
+    steps = served.engine.num_decode_steps
+    timeout = httpx.Timeout(WAIT_S, read=0.1)
+    with (
+        suppress(httpx.ReadTimeout),
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=timeout) as it,
+    ):
+        next(it.iter_raw())  # of a stream the first piece, of an answer as a whole nothing
+    wait_until(lambda: served.engine.num_in_flight == 0)
+    assert served.engine.num_decode_steps - steps < 200
+
+
+def test_health_and_metrics(server: Server) -> None:
+    assert httpx.get(f"{server.url}/health").json() == {"ready": True, "model": "tiny", "in_flight": 0}
+    server.client.completions.create(model="tiny", prompt="Hello", max_tokens=3)
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'corral_engine_requests_total{route="/v1/completions",code="200"}' in text
+    assert "corral_engine_ready 1" in text
+    assert "corral_engine_latency_seconds_count" in text
+
+
+def test_many_at_once_are_answered_each_with_its_own(server: Server) -> None:
+    async def ask() -> list[str]:
+        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            bodies = [{"prompt": f"{i}", "max_tokens": 5, "seed": 7, "temperature": 0} for i in range(24)]
+            answers = await asyncio.gather(*(client.post(f"{server.url}/v1/completions", json=body) for body in bodies))
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    together = asyncio.run(ask())
+    alone = [server.post("/v1/completions", {"prompt": f"{i}", "max_tokens": 5, "temperature": 0}) for i in range(24)]
+    assert together == [answer.json()["choices"][0]["text"] for answer in alone]
+
+
+def test_characters_of_several_tokens_are_streamed_whole() -> None:
+    tokenizer = load_tokenizer(Model(path="blank-1m"))
+    text = "naïve 日本 🙂 end"
+    stream = TextStream(tokenizer, [" end"])
+    pieces = [stream.add([token], is_last=False) for token in tokenizer.encode(text)]
+    pieces.append(stream.add([], is_last=True))
+    assert "".join(pieces) == "naïve 日本 🙂"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_the_command_serves_until_it_is_interrupted_and_wants_its_token(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open-sesame-open-sesame")
+    command = [sys.executable, "-m", "corral.cli.main", "serve", str(tiny_model), "--port=0", "--name=mine"]
+    process = subprocess.Popen(
+        [*command, f"--token-file={tmp_path}/token"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        url = first.split("listening on ")[1].split(";")[0]
+        assert "ready after" in process.stdout.readline()
+        assert httpx.get(f"{url}/health").status_code == 401
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="open-sesame-open-sesame")
+        assert client.models.list().data[0].id == "mine"
+        assert client.chat.completions.create(model="mine", messages=MESSAGES, max_tokens=3).choices[0].message.content
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, output, errors) == (0, "ended\n", "")
+
+
+def test_other_machines_need_a_token_and_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "corral.cli.main", "serve", "x", "--host=0.0.0.0"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "give --token-file" in refused.stderr
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="no checkpoint that is whole"):
+        find_model(str(tmp_path))
+    assert find_model("openai/some-model") == "openai/some-model"
