@@ -19,7 +19,15 @@ from annotated_types import Gt, Le
 
 from corral.algorithms import ragged
 from corral.algorithms.declarations import ADVANTAGES as ADVANTAGES
-from corral.algorithms.declarations import AdvantageDeclaration, AlgorithmPart, Needs, NoOptions, advantage
+from corral.algorithms.declarations import SHAPINGS as SHAPINGS
+from corral.algorithms.declarations import (
+    AdvantageDeclaration,
+    AlgorithmPart,
+    Needs,
+    NoOptions,
+    advantage,
+    reward_shaping,
+)
 from corral.algorithms.ragged import torch
 
 if TYPE_CHECKING:
@@ -445,15 +453,45 @@ def _result(batch: RewardedBatch, advantages: Tensor, returns: Tensor) -> Advant
 # --- what happens to rewards before they become advantages, and to groups whose rewards have no variance
 
 
-def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """[N]: soft penalty on length, to be added to rewards (DAPO, Yu et al., 2025, arXiv 2503.14476).
+@dataclass(frozen=True)
+class ShapedResponses:
+    """What a shaping sees of the trajectories of a batch."""
+
+    lengths: Tensor
+    """[N] generated tokens."""
+    max_tokens: int
+    """The limit of a response."""
+
+
+@dataclass(frozen=True)
+class OverlongOptions:
+    buffer_tokens: Annotated[int, Gt(0)] = 4096
+    """Tokens before the limit in which the penalty grows from 0."""
+    penalty: Annotated[float, Gt(0)] = 1.0
+    """Penalty at the limit."""
+
+
+@reward_shaping("none", "rewards as they are")
+def no_shaping(responses: ShapedResponses, options: NoOptions) -> Tensor:
+    return torch.zeros(len(responses.lengths))
+
+
+@reward_shaping(
+    "overlong",
+    "up to `penalty` off the reward of a response that ends in the last `buffer_tokens` before the limit",
+    options=OverlongOptions,
+)
+def overlong_penalty(responses: ShapedResponses, options: OverlongOptions) -> Tensor:
+    """Yu et al., 2025, arXiv 2503.14476 (DAPO).
 
     0 up to `max_tokens - buffer_tokens` generated tokens, from there falling linearly to `-penalty` at `max_tokens`.
     """
-    if not 0 < buffer_tokens <= max_tokens:
-        raise ValueError(f"the buffer of {buffer_tokens} tokens must be within 1 and the limit of {max_tokens} tokens")
-    excess = lengths - (max_tokens - buffer_tokens)
-    return -penalty * (excess / buffer_tokens).clamp(0, 1)
+    if options.buffer_tokens > responses.max_tokens:
+        raise ValueError(
+            f"the buffer of {options.buffer_tokens} tokens must be within the limit of {responses.max_tokens} tokens"
+        )
+    excess = responses.lengths - (responses.max_tokens - options.buffer_tokens)
+    return -options.penalty * (excess / options.buffer_tokens).clamp(0, 1)
 
 
 def clipped_rewards(token_rewards: Tensor, mask: Tensor, offsets: Tensor, bound: float) -> Tensor:

@@ -41,7 +41,7 @@ class Needs:
 @dataclass(frozen=True)
 class Declaration:
     kind: str
-    """`loss`, `advantage`, `aggregation`, `correction`, `KL estimator` or `KL controller`."""
+    """`loss`, `advantage`, `aggregation`, `correction`, `shaping`, `KL estimator` or `KL controller`."""
     name: str
     """The name in a recipe: of a user's function, `file.py:function` or `module:function`."""
     summary: str
@@ -123,6 +123,7 @@ ADVANTAGES: dict[str, AdvantageDeclaration] = {}
 LOSSES: dict[str, LossDeclaration] = {}
 AGGREGATIONS: dict[str, AggregationDeclaration] = {}
 CORRECTIONS: dict[str, Declaration] = {}
+SHAPINGS: dict[str, Declaration] = {}
 KL_ESTIMATORS: dict[str, Declaration] = {}
 KL_CONTROLLERS: dict[str, Declaration] = {}
 DECLARED: dict[Callable[..., Any], Declaration] = {}
@@ -170,6 +171,11 @@ def aggregation(
 
 def correction(name: str, summary: str, *, options: type[Any] = NoOptions) -> Callable[[Function], Function]:
     return _declaring(CORRECTIONS, lambda function: Declaration("correction", name, summary, function, options))
+
+
+def reward_shaping(name: str, summary: str, *, options: type[Any] = NoOptions) -> Callable[[Function], Function]:
+    """Declares a function of `ShapedResponses` and its options that returns what is added to each one's reward."""
+    return _declaring(SHAPINGS, lambda function: Declaration("shaping", name, summary, function, options))
 
 
 def kl_estimator(name: str, summary: str) -> Callable[[Function], Function]:

@@ -43,6 +43,25 @@ def for_template(messages: Sequence["Message"]) -> list[Any]:
     return [message if not message.get("images") else _in_parts(message) for message in messages]
 
 
+def for_api(messages: Sequence["Message"]) -> list[Any]:
+    """The messages as the OpenAI API has them: images are parts with a `data:` URL."""
+    sent = []
+    for message, parts in zip(messages, for_template(messages), strict=True):
+        if message.get("images"):
+            images = iter(load_images([message]))
+            content = [part if part["type"] == "text" else _as_url(next(images)) for part in parts["content"]]
+            sent.append({"role": message["role"], "content": content})
+        else:
+            sent.append(parts)
+    return sent
+
+
+def _as_url(data: bytes) -> dict[str, Any]:
+    kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _in_parts(message: "Message") -> dict[str, Any]:
     texts = message["content"].split(MARK)
     if len(texts) - 1 != len(message["images"]):

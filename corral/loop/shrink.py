@@ -92,8 +92,8 @@ def shrink_algorithm(algorithm: dict[str, Any]) -> None:
     algorithm.get("aggregation", {}).pop("norm", None)
     if "max_rounds" in algorithm.get("dynamic_sampling", {}):
         algorithm["dynamic_sampling"]["max_rounds"] = 1
-    if algorithm.get("overlong", {}).get("buffer_tokens"):
-        algorithm["overlong"]["buffer_tokens"] = min(algorithm["overlong"]["buffer_tokens"], 8)
+    if algorithm.get("shaping", {}).get("buffer_tokens"):
+        algorithm["shaping"]["buffer_tokens"] = min(algorithm["shaping"]["buffer_tokens"], 8)
 
 
 def small_cluster(recipe: Recipe, nodes: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.algorithms.advantages import RewardedBatch, Turns, clipped_rewards, compute_advantages, overlong_penalty
+from corral.algorithms.advantages import RewardedBatch, ShapedResponses, Turns, clipped_rewards, compute_advantages
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.losses import GlobalCounts, divisor, kl_penalty, num_preserved
 from corral.algorithms.ragged import segment_mean, whiten
@@ -307,12 +307,12 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
     mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
     rewards = torch.from_numpy(batch.token_rewards.copy())
     old = torch.from_numpy(batch.columns["old_logprobs"])
-    if algorithm.overlong_buffer is not None:
+    if algorithm.shaping.name != "none":
         lengths = torch.tensor([trajectory.num_generated for trajectory in rollout.trajectories])
-        limit = parts.recipe.rollout.max_response_tokens
-        penalties = overlong_penalty(lengths, limit, algorithm.overlong_buffer, algorithm.overlong_penalty)
-        rewards[last_generated(batch)] += penalties
-        metrics["reward/overlong_penalty"] = float(penalties.mean())
+        responses = ShapedResponses(lengths, parts.recipe.rollout.max_response_tokens)
+        added = algorithm.shaping.declaration.function(responses, algorithm.shaping.options)
+        rewards[last_generated(batch)] += added
+        metrics["reward/shaping"] = float(added.mean())
     baselines = torch.tensor([rollout.baselines.get(int(group), 0.0) for group in batch.groups])
     if algorithm.reward_clip is not None:
         rewards = clipped_rewards(rewards, mask, offsets, algorithm.reward_clip)

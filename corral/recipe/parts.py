@@ -24,6 +24,7 @@ KINDS: dict[tuple[str, ...], PartKind] = {
     ("algorithm", "loss"): PartKind("loss", losses.LOSSES, LossDeclaration),
     ("algorithm", "aggregation"): PartKind("aggregation", losses.AGGREGATIONS),
     ("algorithm", "correction"): PartKind("correction", corrections.CORRECTIONS),
+    ("algorithm", "shaping"): PartKind("shaping", advantages.SHAPINGS),
     ("algorithm", "kl", "estimator"): PartKind("KL estimator", losses.KL_ESTIMATORS),
     ("algorithm", "kl", "controller"): PartKind("KL controller", losses.KL_CONTROLLERS),
 }

@@ -301,9 +301,8 @@ def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     if algorithm.dynamic_sampling:
         rounds = f"in up to {algorithm.max_rounds} rounds"
         lines["dynamic sampling"] = f"zero-variance groups are replaced by other prompts, {rounds}"
-    if (buffer := algorithm.overlong_buffer) is not None:
-        penalty = f"up to {algorithm.overlong_penalty:g} off the reward"
-        lines["overlong"] = f"{penalty} in the last {buffer} tokens before the limit"
+    if algorithm.shaping.name != "none":
+        lines["shaping"] = algorithm.shaping.describe()
     return lines
 
 

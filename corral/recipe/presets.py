@@ -60,13 +60,12 @@ class ResolvedAlgorithm:
     advantage_clip: float | None
     entropy_coefficient: float
     llds_coefficient: float
-    engine_difference: str | None
+    engine_difference: str | None = dataclasses.field(compare=False)
     """Why the log-probs that tokens are sampled with are not the trainers'; None where they are, rounding apart."""
     old_logprobs: Literal["engine", "recompute"]
     dynamic_sampling: bool
     max_rounds: int
-    overlong_buffer: int | None
-    overlong_penalty: float
+    shaping: AnyPart
 
     @property
     def needs_critic(self) -> bool:
@@ -137,8 +136,7 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         old_logprobs=either(written.old_logprobs, "engine" if difference is None else "recompute"),
         dynamic_sampling=either(written.dynamic_sampling.enabled, preset.dynamic_sampling),
         max_rounds=either(written.dynamic_sampling.max_rounds, 10),
-        overlong_buffer=written.overlong.buffer_tokens,
-        overlong_penalty=either(written.overlong.penalty, 1.0),
+        shaping=parts["shaping"],
     )
 
 
@@ -179,6 +177,7 @@ def default_parts(algorithm: Mapping[str, Any], engine_differs: bool) -> dict[Ke
         ("algorithm", "loss"): (preset.loss, preset.loss_options),
         ("algorithm", "aggregation"): (preset.aggregation, {}),
         ("algorithm", "correction"): ("token_tis" if engine_differs else "none", {}),
+        ("algorithm", "shaping"): ("none", {}),
         ("algorithm", "kl", "estimator"): ("k1" if kl_where == "reward" else "k3", {}),
         ("algorithm", "kl", "controller"): ("fixed", {}),
     }

@@ -20,6 +20,7 @@ RENAMED = {
     "algorithm.aggregation_norm": "algorithm.aggregation.norm",
     "algorithm.kl.target": "algorithm.kl.controller.target",
     "algorithm.kl.horizon": "algorithm.kl.controller.horizon",
+    "algorithm.overlong": "algorithm.shaping",
     "batch.passes": "batch.ppo_epochs",
     "train.recompute": "train.gradient_checkpointing",
     "environments.*.share": "environments.*.weight",
@@ -27,7 +28,13 @@ RENAMED = {
 }
 """Old to new; a section stands for all keys below it, and `*` for a name of the user's choice."""
 
-NOTES = {"train.recompute": ", which is true or false (full is now true)"}
+OVERLONG = ", with `algorithm.shaping.name: overlong`"
+NOTES = {
+    "train.recompute": ", which is true or false (full is now true)",
+    "algorithm.overlong": OVERLONG,
+    "algorithm.overlong.buffer_tokens": OVERLONG,
+    "algorithm.overlong.penalty": OVERLONG,
+}
 
 
 def new_path(path: KeyPath) -> KeyPath | None:

@@ -243,14 +243,8 @@ def shaping_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if not algorithm.dynamic_sampling:
         reason = "dynamic sampling is off; `algorithm.dynamic_sampling.enabled` turns it on"
         yield from unused(written.dynamic_sampling, "algorithm.dynamic_sampling", ["max_rounds"], reason)
-    if algorithm.overlong_buffer is None:
-        reason = "there is no `algorithm.overlong.buffer_tokens` in which it would apply"
-        yield from unused(written.overlong, "algorithm.overlong", ["penalty"], reason)
-    elif algorithm.overlong_buffer > limit:
-        yield (
-            f"`algorithm.overlong.buffer_tokens: {algorithm.overlong_buffer}` is more than "
-            f"`rollout.max_response_tokens: {limit}`"
-        )
+    if algorithm.shaping.name == "overlong" and (buffer := algorithm.shaping.options.buffer_tokens) > limit:
+        yield f"`algorithm.shaping.buffer_tokens: {buffer}` is more than `rollout.max_response_tokens: {limit}`"
 
 
 def optimizer_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:

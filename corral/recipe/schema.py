@@ -241,15 +241,6 @@ class DynamicSampling(Section):
     """Rounds of refilling in one step before it goes on with the groups it has. Not written: 10."""
 
 
-class Overlong(Section):
-    """Soft penalty for responses that come close to the limit (DAPO)."""
-
-    buffer_tokens: PositiveInt | None = None
-    """Tokens before the limit in which the penalty grows from 0. Not written: no penalty."""
-    penalty: PositiveFloat | None = None
-    """Penalty at the limit. Not written: 1."""
-
-
 class Algorithm(Section):
     """How rewards become updates."""
 
@@ -285,7 +276,8 @@ class Algorithm(Section):
     """How tokens are weighted that were sampled by another policy than the one that is trained (other engine, older
     weights). Not written: none where `old_logprobs` are the engine's by default, else token_tis."""
     dynamic_sampling: DynamicSampling = DynamicSampling()
-    overlong: Overlong = Overlong()
+    shaping: PartChoice = PartChoice()
+    """What is added to rewards before they become advantages. Not written: none."""
 
 
 class Optimizer(Section):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class ModelShape:
     mlp_matrices: int = 3
     qkv_bias: bool = False
     qk_norm: bool = False
+    vision_parameters: int = 0
+    """Of the part that reads images, where there is one; about."""
 
     @classmethod
     def find(cls, path: str) -> "ModelShape | None":
@@ -48,6 +50,8 @@ class ModelShape:
             return SMOLLM2_135M
         if path.lower() == "blank-1m":
             return BLANK_1M
+        if path.lower() == "blank-vision-1m":
+            return BLANK_VISION_1M
         folder = Path(path).expanduser()
         try:
             return cls.from_folder(folder) if folder.is_dir() else None
@@ -94,6 +98,7 @@ class ModelShape:
             mlp_matrices=2 if kind in PLAIN_MLP else 3,
             qkv_bias=bool(keys.config.get("attention_bias")) or kind in QKV_BIAS,
             qk_norm=kind in ("qwen3", "qwen3_moe"),
+            vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
         )
 
     @property
@@ -110,7 +115,8 @@ class ModelShape:
         norms = 2 * self.hidden_size
         mlps = self.num_dense_layers * self._mlp(self.dense_intermediate_size)
         mlps += (self.num_layers - self.num_dense_layers) * self._sparse_mlp()
-        return embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
+        text = embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
+        return text + self.vision_parameters
 
     @property
     def active_intermediate_size(self) -> int:
@@ -147,6 +153,7 @@ BLANK_1M = ModelShape(
     vocab_size=259,
     tie_word_embeddings=True,
 )
+BLANK_VISION_1M = replace(BLANK_1M, num_layers=3, vocab_size=263, qkv_bias=True, vision_parameters=213_000)
 
 
 @dataclass(frozen=True)
@@ -170,3 +177,13 @@ def _num_dense_layers(keys: _Keys, layers: int) -> int:
     listed = keys.config.get("mlp_only_layers") or []
     every = keys.number("decoder_sparse_step", default=1)
     return max(keys.number("first_k_dense_replace", default=0), len(listed), layers - layers // max(1, every))
+
+
+def _vision_parameters(config: Any, hidden: int) -> int:
+    """Of a vision transformer as Qwen has it, whose last layer merges four patches into a token; 0 where the
+    configuration is not of that kind."""
+    keys = _Keys(config if isinstance(config, dict) else {}, "vision_config")
+    width, depth = keys.number("embed_dim", "hidden_size", default=0), keys.number("depth", default=0)
+    mlp = keys.number("intermediate_size", default=4 * width)
+    matrices = 3 if keys.config.get("hidden_act") == "silu" else 2
+    return depth * (4 * width * width + matrices * width * mlp) + (4 * width) * (4 * width + hidden)

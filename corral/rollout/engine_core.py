@@ -32,7 +32,7 @@ class GenerationRequest:
     """The images whose ids are in the prompt."""
     on_tokens: Callable[[list[int]], None] | None = None
     """Called in the event loop with tokens that are new since the last call."""
-    num_told: int = 0
+    num_reported: int = 0
     is_cancelled: bool = False
     """Whether nobody waits for it any more: it ends with its next token."""
 
@@ -67,10 +67,10 @@ class GenerationRequest:
         tail = tokenizer.decode(last, skip_special_tokens=False)
         return any(stop in tail for stop in self.sampling.stop)
 
-    def tell(self) -> None:
+    def report_tokens(self) -> None:
         """Passes new tokens to who listens."""
-        if self.on_tokens is not None and len(self.tokens) > self.num_told:
-            new, self.num_told = self.tokens[self.num_told :], len(self.tokens)
+        if self.on_tokens is not None and len(self.tokens) > self.num_reported:
+            new, self.num_reported = self.tokens[self.num_reported :], len(self.tokens)
             self.on_tokens(new)
 
     def completion(self) -> Completion:

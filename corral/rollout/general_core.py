@@ -123,7 +123,7 @@ class GeneralCore:
         if not self.uses_cache:
             return self.model(**inputs, use_cache=False).logits[:, -1], None
         if batch.cache is not None and hasattr(self.model, "vision"):
-            # Said here, because the model would take the positions of the batch that it prefilled last.
+            # Given here, because the model would take the positions of the batch that it prefilled last.
             index = torch.full((len(tokens), 1), batch.cache.get_seq_length(), device=self.device)
             inputs["position_ids"] = (index if batch.shift is None else index + batch.shift).expand(3, -1, -1)
         output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)

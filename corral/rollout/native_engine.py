@@ -198,7 +198,7 @@ class NativeEngine:
                 await self.has_weights.wait()
                 finished = await loop.run_in_executor(self.thread, self.step)
                 for request in self.in_flight:
-                    request.tell()
+                    request.report_tokens()
                 for request in finished:
                     self.in_flight.discard(request)
                     if request.future is not None and not request.future.done():

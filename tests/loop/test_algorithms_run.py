@@ -95,9 +95,13 @@ def test_correction_of_recomputed_log_probs(tmp_path: Path, tiny_model: Path, na
 
 
 def test_overlong_answers_are_penalised(tmp_path: Path, tiny_model: Path) -> None:
-    overrides = ("algorithm.overlong.buffer_tokens=4", "algorithm.overlong.penalty=0.5")
+    overrides = (
+        "algorithm.shaping=overlong",
+        "algorithm.shaping.buffer_tokens=4",
+        "algorithm.shaping.penalty=0.5",
+    )
     for row in steps_here(tmp_path, tiny_model, *overrides):
-        assert -0.5 <= row["reward/overlong_penalty"] < -0.3  # nearly all answers of a random model are cut off
+        assert -0.5 <= row["reward/shaping"] < -0.3  # nearly all answers of a random model are cut off
         assert row["reward/mean"] >= 0  # what is reported is what was earned
 
 

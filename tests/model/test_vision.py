@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from transformers import (
 )
 
 from corral.data.batch import Batch, Trajectory
-from corral.data.images import decode_tokens, image_id, images_by_id
+from corral.data.images import decode_tokens, for_api, image_id, images_by_id
 from corral.data.rows import Message, Row, row_from_mapping
 from corral.data.sources import render_prompt
 from corral.envs.base import EnvSet
+from corral.envs.chat_endpoint import read_message
 from corral.model.builtin_models import BLANK_VISION_SHAPE, save_blank_vision_model
 from corral.model.model_loading import load_model, load_tokenizer
 from corral.observe.run_files import read_metrics
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Environment, Model, Optimizer, Reward, Rollout, Source
+from corral.recipe.shape import ModelShape
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
@@ -253,6 +256,12 @@ def test_images_of_a_row(tmp_path: Path) -> None:
             prompt_of("<image>What?", images=given)
 
 
+def test_messages_for_the_api_are_read_back_as_they_were() -> None:
+    for messages in CONVERSATIONS:
+        again = [read_message(json.loads(json.dumps(message)), 0) for message in for_api(messages)]
+        assert again == messages
+
+
 def prompt_image(file: str) -> bytes:
     with io.BytesIO() as png:
         Image.open(file).save(png, format="PNG")
@@ -341,6 +350,15 @@ def test_a_model_learns_to_read_pictures(tmp_path: Path) -> None:
     again = load_tokenizer(Model(path=str(saved)))
     assert rendered(again, CONVERSATIONS[0]) == rendered(load_tokenizer(BLANK), CONVERSATIONS[0])
     load_model(Model(path=str(saved), dtype="float32"), torch.device("cpu"))
+
+
+def test_the_plan_counts_what_reads_the_images(model_spec: Model) -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model_spec.path))
+    actual = sum(parameter.numel() for parameter in model.parameters())
+    shape = ModelShape.find(model_spec.path)
+    assert shape is not None
+    assert shape.num_parameters == pytest.approx(actual, rel=0.15)
 
 
 def test_a_model_that_reads_images_is_not_sharded(tmp_path: Path) -> None:

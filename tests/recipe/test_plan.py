@@ -112,7 +112,7 @@ def test_the_plan_describes_the_algorithm(load):
         ("algorithm.name=dr_grpo", "divided by a constant, mean over trajectories; norm 256"),
         ("algorithm.name=dapo", "replaced by other prompts, in up to 10 rounds"),
         ("algorithm.name=reinforce algorithm.advantage.gamma=0.9", "gamma 0.9"),
-        ("algorithm.overlong.buffer_tokens=64", "up to 1 off the reward in the last 64 tokens"),
+        ("algorithm.shaping=overlong algorithm.shaping.buffer_tokens=64", "buffer_tokens 64, penalty 1"),
         ("algorithm.llds_coefficient=0.2", "penalty with coefficient 0.2"),
         ("algorithm.kl.where=loss algorithm.kl.controller=adaptive", "target 0.1, horizon 10000"),
         ("algorithm.old_logprobs=recompute", "recomputed by the trainer"),

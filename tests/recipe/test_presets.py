@@ -39,7 +39,7 @@ def test_dapo_clips_higher_and_samples_dynamically(load):
     dapo = resolve_algorithm(load("algorithm.name=dapo"))
     assert (dapo.loss.options.clip_low, dapo.loss.options.clip_high) == (0.2, 0.28)
     assert dapo.dynamic_sampling
-    assert dapo.overlong_buffer is None
+    assert dapo.shaping.name == "none"
 
 
 def test_gspo_clips_far_closer_and_means_over_sequences(load):

@@ -65,11 +65,6 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
             "only boards to validate on, and `environments.lake.validation_weight` says how many",
         ),
         ("algorithm.dynamic_sampling.max_rounds=3", "algorithm.dynamic_sampling.max_rounds", "dynamic sampling is off"),
-        (
-            "algorithm.overlong.penalty=1",
-            "algorithm.overlong.penalty",
-            "there is no `algorithm.overlong.buffer_tokens`",
-        ),
         ("validation.every=5", "validation.every", "there is no `data.validation`"),
         ("validation.before_training=false", "validation.before_training", "there is no `data.validation`"),
         (f"{VALIDATED} validation.top_p=0.9", "validation.top_p", "the most likely token is taken"),
@@ -122,7 +117,7 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         "algorithm.name=gspo algorithm.loss.clip_low=1e-4 algorithm.aggregation=seq_mean_token_mean",
         "algorithm.name=dr_grpo algorithm.aggregation.norm=100",
         "algorithm.name=dapo algorithm.dynamic_sampling.max_rounds=3",
-        "algorithm.overlong.buffer_tokens=64 algorithm.overlong.penalty=0.5",
+        "algorithm.shaping=overlong algorithm.shaping.buffer_tokens=64 algorithm.shaping.penalty=0.5",
         "algorithm.correction.name=rejection algorithm.correction.level=sequence algorithm.old_logprobs=recompute",
         "data.train.path=hf:openai/gsm8k data.train.split=train data.train.subset=main",
         "data.train.path=reasoning_gym:chain_sum data.train.size=100 data.train.seed=1 data.train.options.x=1",
@@ -256,8 +251,8 @@ def test_a_micro_batch_holds_a_whole_trajectory(load):
 
 
 def test_the_overlong_buffer_is_part_of_the_response(load):
-    assert problems_of(load("algorithm.overlong.buffer_tokens=257")) == [
-        "`algorithm.overlong.buffer_tokens: 257` is more than `rollout.max_response_tokens: 256`"
+    assert problems_of(load("algorithm.shaping=overlong", "algorithm.shaping.buffer_tokens=257")) == [
+        "`algorithm.shaping.buffer_tokens: 257` is more than `rollout.max_response_tokens: 256`"
     ]
 
 

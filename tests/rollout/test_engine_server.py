@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 import torch
+from guides import block
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.http_server import make_server
@@ -223,6 +224,8 @@ def test_characters_of_several_tokens_are_streamed_whole() -> None:
 
 def test_the_command_serves_until_it_is_interrupted_and_wants_its_token(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("open-sesame-open-sesame")
+    guide = block("serve").text.split()
+    assert guide == ["corral", "serve", "runs/quickstart"]
     command = [sys.executable, "-m", "corral.cli.main", "serve", str(tiny_model), "--port=0", "--name=mine"]
     process = subprocess.Popen(
         [*command, f"--token-file={tmp_path}/token"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

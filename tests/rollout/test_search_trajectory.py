@@ -1,7 +1,7 @@
 """A search trajectory of three turns, token by token: what was generated, and what everything else may see of it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
-from corral.rollout.engine import Completion, FinishReason, PrefixHandle, Sampling
+from corral.rollout.engine import NO_IMAGES, Completion, FinishReason, PrefixHandle, Sampling
 
 REPLIES = [
     "<think>who?</think><search>who wrote it</search>",
@@ -52,6 +52,7 @@ class Scripted:
         *,
         prefix: PrefixHandle | None = None,
         keep_prefix: bool = False,
+        images: Mapping[int, bytes] = NO_IMAGES,
     ) -> Completion:
         self.seen.append(list(tokens))
         said = self.tokenizer.encode(self.replies.pop(0), add_special_tokens=False)  # type: ignore[attr-defined]

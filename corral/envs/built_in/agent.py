@@ -25,6 +25,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, get_args
 
 from corral.child_process import command_dying_with_parent, describe_exit, last_lines, signal_group
+from corral.data.images import for_api
 from corral.data.plugins import error_line, load_object
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult, final_step, without_exit
@@ -251,7 +252,7 @@ async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, 
     """The last line of its output, if that is JSON with `score`. RuntimeError if it ends with another code than 0."""
     # Files, because a pipe is open until everything that the program started has ended, too.
     with TemporaryFile() as row_file, TemporaryFile() as output, TemporaryFile() as errors:
-        fields = {"prompt": row.prompt, "answer": row.answer, "source": row.source, "extra": row.extra}
+        fields = {"prompt": for_api(row.prompt), "answer": row.answer, "source": row.source, "extra": row.extra}
         row_file.write(json.dumps(fields, default=str).encode() + b"\n")
         row_file.seek(0)
         process = await asyncio.create_subprocess_exec(
