@@ -78,7 +78,8 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     register()
-    dtype = resolve_dtype(model.dtype, computes_on or device)
+    computes_on = computes_on or device
+    dtype = resolve_dtype(model.dtype, computes_on)
     if model.exact and dtype != torch.float32:
         raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
     config = load_config(model)
@@ -105,7 +106,7 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
     if vision is not None:
         loaded.vision = vision
     # The Triton kernels are for GPUs that have bfloat16; older ones compute layer by layer with torch's own.
-    if device.type == "cuda" and path.kind == "fast" and not model.exact and has_bfloat16(device):
+    if computes_on.type == "cuda" and path.kind == "fast" and not model.exact and has_bfloat16(computes_on):
         fuse(loaded)
     check_model(loaded, model.path)
     return loaded

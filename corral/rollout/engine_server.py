@@ -126,7 +126,7 @@ class ChatBody(ApiBody):
 
 
 class TextBody(ApiBody):
-    prompt: str | list[int] | list[str]
+    prompt: str | list[int] = Field(min_length=1)
     logprobs: int | None = Field(None, ge=0, le=1)
 
 
@@ -291,7 +291,8 @@ class EngineMetrics:
         page.add("ready", "gauge", "1 when the model is loaded.", int(served is not None))
         page.add("in_flight", "gauge", "Completions in progress.", served.engine.num_in_flight if served else 0)
         page.add("decode_steps_total", "counter", "Decode steps.", served.engine.num_decode_steps if served else 0)
-        page.add("latency_seconds", "histogram", "From a request to its last byte.", self.latency.values())
+        latency = "From a request to its answer, or to the first piece of it."
+        page.add("latency_seconds", "histogram", latency, self.latency.values())
         return page.text
 
 
@@ -336,14 +337,7 @@ class EngineService:
     async def text(self, request: "Request") -> "Response":
         served = self.ready()
         body: TextBody = parse(TextBody, await read_body(request, MAX_BODY_BYTES))
-        prompt = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
-        if isinstance(prompt, int):
-            prompt = [prompt]
-        if isinstance(prompt, list) and isinstance(prompt[0] if prompt else "", str):
-            raise RequestRefused(400, "unsupported", "one prompt in a request, please")
-        tokens: list[int] = served.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
-        if not tokens:
-            raise RequestRefused(400, "invalid", "the prompt is empty")
+        tokens: list[int] = served.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
         limit = body.max_tokens or DEFAULT_MAX_TOKENS
         writer = TextWriter(self.name, body, served, len(tokens))
         return await self._answer(request, served, tokens, body, limit, {}, writer)
@@ -395,8 +389,9 @@ class EngineService:
             served.complete(tokens, body, limit, images, lambda number, new: pieces.put_nowait((number, new)))
         )
         work.add_done_callback(lambda _: pieces.put_nowait(None))
-        if (first := await pieces.get()) is None and work.exception() is not None:
-            raise work.exception() or RuntimeError  # before anything was sent, so that it has a status
+        first = await pieces.get()
+        if first is None:
+            work.result()  # raises what is wrong before anything was sent, so that it has a status
 
         async def events() -> AsyncIterator[str]:
             try:

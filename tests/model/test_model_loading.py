@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from corral.model import model_loading
+from corral.model.fused_layers import fused_layers
 from corral.model.model_loading import load_config, load_model, load_tokenizer, resolve_dtype
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
@@ -63,11 +64,12 @@ def test_auto_is_what_the_gpu_multiplies(
     assert resolve_dtype("auto", torch.device("cuda")) == dtype
 
 
-def test_a_model_that_is_sharded_later_has_the_dtype_of_the_device_that_computes(
+def test_a_model_that_is_sharded_later_is_loaded_for_the_device_that_computes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_loading, "has_bfloat16", lambda _: True)
     settings = Model(path=str(tiny_model))
     loaded = load_model(settings, torch.device("cpu"), computes_on=SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
     assert loaded.dtype == torch.bfloat16
+    assert fused_layers(loaded) is not None
     assert next(loaded.parameters()).device.type == "cpu"

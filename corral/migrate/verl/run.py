@@ -30,9 +30,8 @@ REWARD_PLACES = ("reward.custom_reward_function", "custom_reward_function")
 VALIDATION = f"{ROLLOUT}.val_kwargs"
 TURNS = f"{ROLLOUT}.multi_turn"
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-VISION_MODEL = re.compile(r"(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNORECASE)
-"""Qwen2.5-VL-7B-Instruct, InternVL3-2B, GLM-4.1V-9B"""
-QWEN_VISION = re.compile(r"qwen(?:2|2\.5|3)-vl(?![a-z0-9])", re.IGNORECASE)
+VISION_MODEL = re.compile(r"^(?!.*qwen(2|2\.5|3)-vl).*(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNORECASE)
+"""InternVL3-2B, GLM-4.1V-9B; not Qwen2.5-VL-7B-Instruct, which is trained with images"""
 SCHEDULE_KEYS = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
 """Spellings of verl's engines, of which the first that was written counts."""
 
@@ -243,9 +242,8 @@ def max_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def looks_at_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
-    """A vision model is known by its name only: its rows need no key that says so. Qwen's are trained with images."""
-    name = PurePosixPath(given.value or "").name
-    return VISION_MODEL.search(name) is not None and QWEN_VISION.search(name) is None
+    """A vision model is known by its name only: its rows need no key that says so."""
+    return VISION_MODEL.search(PurePosixPath(given.value or "").name) is not None
 
 
 # --- names and folders
