@@ -170,7 +170,8 @@ async def update_policy(parts: RunComponents, batch: Batch, rows: Sequence[int],
 
 async def step_policy(parts: RunComponents, stats: LossStats, result: "TrainResult", scale: float = 1.0) -> None:
     """Makes one update with the gradients times `scale`, unless the policy is too far from the one that sampled."""
-    check_first_update(parts, stats)
+    check_agreement(parts, stats.sums.get("policy/approx_kl", 0.0) / max(stats.num_tokens, 1))
+    parts.has_updated = True
     limit = parts.algorithm.max_mean_ratio
     if limit is not None and stats.mean_ratio > limit:
         await parts.actor.group.all(ActorWorker.zero_grad)
@@ -179,17 +180,15 @@ async def step_policy(parts: RunComponents, stats: LossStats, result: "TrainResu
         result.add_policy(stats.loss * scale, stats, await parts.actor.step(scale))
 
 
-def check_first_update(parts: RunComponents, stats: LossStats) -> None:
+def check_agreement(parts: RunComponents, approx_kl: float) -> None:
     """Raises if engine and trainer, which have the same weights until the first update, do not agree on what the engine
     sampled: whatever differs then is a mistake in one of them, and training would go on with it."""
-    approx_kl = stats.sums.get("policy/approx_kl", 0.0) / max(stats.num_tokens, 1)
     if not parts.has_updated and approx_kl > MAX_FIRST_KL:
         raise RunError(
             f"before the first update, engine and trainer disagree about the sampled tokens by {approx_kl:.2g} nats "
             f"(approximate KL; rounding gives less than {MAX_FIRST_KL}): one of them does not compute this model as "
             "transformers does; please report it, and set `model.implementation: general` meanwhile"
         )
-    parts.has_updated = True
 
 
 def terms_of(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> UpdateTerms:
@@ -307,6 +306,9 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
     mask, offsets = torch.from_numpy(batch.generated), torch.from_numpy(batch.offsets)
     rewards = torch.from_numpy(batch.token_rewards.copy())
     old = torch.from_numpy(batch.columns["old_logprobs"])
+    if algorithm.old_logprobs == "recompute":  # else the first update compares them
+        log_ratio = (old - torch.from_numpy(batch.logprobs))[mask].double()
+        check_agreement(parts, float((log_ratio.exp() - 1 - log_ratio).mean()))
     if algorithm.shaping.name != "none":
         lengths = torch.tensor([trajectory.num_generated for trajectory in rollout.trajectories])
         responses = ShapedResponses(lengths, parts.recipe.rollout.max_response_tokens)

@@ -44,7 +44,7 @@ def test_a_sound_class_of_ones_own_passes_without_a_solver() -> None:
         ("Infinite", "the reward must be a finite number; it is inf"),
         ("Untyped", "step returned ('and?', 0.1, False), which is not a StepResult"),
         ("Waits", "step('2'): no answer within 0.3 s"),
-        ("Blocks", "it did not even yield within 1.3 s"),
+        pytest.param("Blocks", "it did not even yield within 1.3 s", marks=pytest.mark.slow),
         ("Leaves", "close before reset: AttributeError"),
     ],
 )

@@ -126,6 +126,7 @@ def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_s
     assert not list((run.path / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Path, tiny_model: Path) -> None:
     run = Watched(tmp_path, tiny_model, "checkpoint.resume=never", seconds=0.02)
     finished = run.interrupt(is_rolling_out_step_3)

@@ -98,8 +98,9 @@ def test_other_families_learn_too(tmp_path: Path, name: str, path: str) -> None:
     assert all(abs(row["policy/approx_kl"]) < 0.01 for row in steps[:1])
 
 
+@pytest.mark.parametrize("old_logprobs", ["engine", "recompute"])
 def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_logprobs: str
 ) -> None:
     """A hybrid on the fast path, which the guard at load would have refused."""
     config = config_of("qwen3_5_text")
@@ -111,7 +112,7 @@ def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
     monkeypatch.setattr("corral.model.model_loading.check_model", lambda *_: None)
     monkeypatch.setattr("corral.rollout.native_engine.NativeEngine.check", lambda *_: None)
     with pytest.raises(RunError, match=r"before the first update, engine and trainer disagree .* by \d"):
-        steps_here(tmp_path, tmp_path / "model")
+        steps_here(tmp_path, tmp_path / "model", f"algorithm.old_logprobs={old_logprobs}")
 
 
 def test_a_model_that_is_decoded_without_a_cache_is_trained_and_says_so(tmp_path: Path) -> None:

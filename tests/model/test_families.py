@@ -80,6 +80,7 @@ def test_the_general_path_is_right_where_there_is_a_fast_one(name: str, folder: 
     assert found.is_right, found
 
 
+@pytest.mark.slow
 def test_every_configuration_of_transformers_has_a_path_or_a_refusal(tmp_path: Path) -> None:
     kinds: Counter[str] = Counter()
     for model_type, config_class in CONFIG_MAPPING.items():

@@ -222,6 +222,7 @@ def test_characters_of_several_tokens_are_streamed_whole() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted_and_wants_its_token(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("open-sesame-open-sesame")
     guide = block("serve").text.split()
@@ -246,6 +247,7 @@ def test_the_command_serves_until_it_is_interrupted_and_wants_its_token(tiny_mod
     assert (process.returncode, output, errors) == (0, "ended\n", "")
 
 
+@pytest.mark.slow
 def test_other_machines_need_a_token_and_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "corral.cli.main", "serve", "x", "--host=0.0.0.0"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)

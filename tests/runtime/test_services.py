@@ -117,6 +117,7 @@ time.sleep(600)
     until(lambda: not is_alive(pid))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "timeout_s", "expected"),
     [
@@ -131,6 +132,7 @@ def test_what_a_service_lacks_is_said(start: Start, command: list[str], timeout_
     assert expected in problem
 
 
+@pytest.mark.slow
 def test_a_port_that_somebody_else_has_is_not_taken_for_the_service(start: Start, port: int) -> None:
     first = start()
     assert first.wait() == []
