@@ -98,8 +98,9 @@ def test_when_all_rollout_workers_die_the_next_ones_go_on(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
+    placed = (*NODES, "cluster.placement={rollout: 0-1, actor: 2}")
     ahead = ("schedule.max_staleness=1", "cluster.transfer=object")
-    run = ClusterRun(lab, tmp_path, tiny_model, "rollout", *APART, *LONG, *slowly, *ahead)
+    run = ClusterRun(lab, tmp_path, tiny_model, "rollout", *placed, *LONG, *slowly, *ahead)
     run.wait_until(lambda: run.num_steps >= 2)
     run.kill_workers(host=0, number=2)
     output = run.wait()
@@ -113,8 +114,7 @@ def test_a_trainer_that_dies_costs_the_steps_since_the_last_checkpoint(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
     slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    placed = (*NODES, "cluster.placement={rollout: 0, actor: 2-3}", "checkpoint.every=2")
-    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *placed, *SHORT, *slowly)
+    run = ClusterRun(lab, tmp_path, tiny_model, "trainer", *ONE_ROLLOUT_WORKER, *SHORT, *slowly, "checkpoint.every=2")
     run.wait_until(lambda: run.num_steps >= 3)
     run.kill_workers(host=1)
     output = run.wait()
