@@ -159,7 +159,7 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]}, "does not continue"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
-        ("/v1/completions", {"prompt": ""}, "at least 1 character"),
+        ("/v1/completions", {"prompt": ""}, "at least 1"),
         ("/inference/v1/generate", {"token_ids": [10**6], "sampling_params": {}}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [-5], "sampling_params": {}}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"guided_json": {}}}, "not supported"),
