@@ -28,7 +28,7 @@ PRELOAD = [
     "corral.cli.main",
     "corral.loop.train",
 ]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True)
