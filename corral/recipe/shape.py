@@ -89,7 +89,9 @@ class ModelShape:
             head_dim=keys.number("head_dim", default=hidden // heads),
             intermediate_size=expert_size if experts else dense,
             vocab_size=keys.number("vocab_size"),
-            tie_word_embeddings=bool(keys.config.get("tie_word_embeddings", kind == "gpt2")),
+            tie_word_embeddings=bool(
+                config.get("tie_word_embeddings", keys.config.get("tie_word_embeddings", kind == "gpt2"))
+            ),
             num_experts=experts,
             experts_per_token=keys.number("num_experts_per_tok", "moe_topk", default=0),
             shared_expert_size=keys.number("shared_expert_intermediate_size", default=shared),
@@ -180,10 +182,11 @@ def _num_dense_layers(keys: _Keys, layers: int) -> int:
 
 
 def _vision_parameters(config: Any, hidden: int) -> int:
-    """Of a vision transformer as Qwen has it, whose last layer merges four patches into a token; 0 where the
-    configuration is not of that kind."""
+    """Of a vision transformer as Qwen has it, which merges four patches into a token, behind its last layer and in
+    Qwen3-VL behind others (`deepstack_visual_indexes`); 0 where the configuration is not of that kind."""
     keys = _Keys(config if isinstance(config, dict) else {}, "vision_config")
     width, depth = keys.number("embed_dim", "hidden_size", default=0), keys.number("depth", default=0)
     mlp = keys.number("intermediate_size", default=4 * width)
     matrices = 3 if keys.config.get("hidden_act") == "silu" else 2
-    return depth * (4 * width * width + matrices * width * mlp) + (4 * width) * (4 * width + hidden)
+    num_mergers = 1 + len(keys.config.get("deepstack_visual_indexes") or ())
+    return depth * (4 * width * width + matrices * width * mlp) + num_mergers * 4 * width * (4 * width + hidden)
