@@ -102,9 +102,8 @@ def read_parts(content: Sequence[Any], folder: Path = Path()) -> tuple[str, list
             texts.append(MARK)
         else:
             raise ValueError(f"a part of its content must be text or an image; it is {kind or type(part).__name__}")
-    # Text without images is joined as it always was: by lines.
-    text = "" if images else "\n"
-    return text.join(texts), images
+    # Parts that are text alone are paragraphs; around an image there is no line break, as in chat templates.
+    return ("" if images else "\n").join(texts), images
 
 
 def read_image(value: Any, folder: Path = Path()) -> str | bytes:

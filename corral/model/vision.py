@@ -77,7 +77,9 @@ def open_image(data: bytes) -> Any:
     except ImportError as error:
         raise UserError("images need Pillow: pip install pillow") from error
     try:
-        return Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data))
+        image.load()  # now, and not in the forward pass, where a file that is cut off would fail others with it
+        return image
     except Exception as error:  # of many kinds, by format
         raise UserError(f"an image of {len(data)} bytes cannot be read: {error}") from error
 

@@ -204,6 +204,8 @@ class ServedModel:
         on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> list[Completion]:
         """`asked.n` completions of a prompt. `on_tokens` gets the number of the completion and what is new of it."""
+        if not tokens:
+            raise RequestRefused(400, "invalid", "the prompt has no tokens")
         left = self.max_length - len(tokens)
         if left < 1 or (max_tokens or 1) > left:
             raise RequestRefused(

@@ -268,6 +268,12 @@ def prompt_image(file: str) -> bytes:
         return png.getvalue()
 
 
+def test_an_image_that_is_cut_off_is_refused_before_it_is_computed_with(model_spec: Model) -> None:
+    cut = Message(role="user", content="<image>?", images=[picture(0)[:-500]])
+    with pytest.raises(UserError, match="cannot be read"):
+        rendered(load_tokenizer(model_spec), [cut])
+
+
 def test_a_model_of_text_refuses_images(tiny_tokenizer_of_text: Any) -> None:
     with pytest.raises(UserError, match="the model reads none"):
         rendered(tiny_tokenizer_of_text, CONVERSATIONS[0])
