@@ -1,0 +1,266 @@
+"""The worker's side of an engine that runs in a process of its own (`corral/rollout/engine_process.py`)."""
+
+import asyncio
+import itertools
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import corral
+from corral.child_process import describe_exit, last_lines, start_child, terminate_group
+from corral.recipe.errors import RunError, UserError
+from corral.rollout.engine import NO_IMAGES, Completion, FinishReason, PrefixHandle, Sampling, WeightLayout
+from corral.rollout.engine_core import GenerationRequest
+from corral.rollout.engine_process import Answer, Call, EngineSettings, Generated, Progress, Ready, WeightBucket, checksum
+from corral.runtime.transfer_channels import BUCKET_BYTES, IpcDeviceMemory, MemoryFile, SentBucket, pack
+
+START_S = 900.0
+"""For a process to load its model: large ones come over a network."""
+CALL_S = 600.0
+"""For calls that are no requests: weights, log-probs, memory."""
+CLOSE_S = 10.0
+
+
+class EngineLost(RunError):
+    """The engine's process ended while it was needed."""
+
+
+class ProcessEngine:
+    """Starts the process, and is the engine that the worker sees. `python`: the interpreter to run it with. `device`:
+    where the weights are that come here."""
+
+    warning: str | None = None
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        tokenizer: Any,
+        weight_layout: WeightLayout,
+        device: torch.device,
+        *,
+        python: str | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.settings, self.tokenizer, self.weight_layout, self.device = settings, tokenizer, weight_layout, device
+        self.max_sequences, self.is_reproducible = settings.max_sequences, settings.name == "native"
+        self.version = 0
+        self.num_in_flight = self.num_decode_steps = 0
+        self.has_weights = asyncio.Event()
+        """Cleared while weights are being replaced, and after a replacement that failed half-way."""
+        self.has_weights.set()
+        self.memory: MemoryFile | IpcDeviceMemory | None = None
+        self.ids = itertools.count()
+        self.pending: dict[int, Future[Any]] = {}
+        self.lock = threading.Lock()
+        self.lost: str | None = None
+        """Why there is no process any more."""
+        self.folder = Path(tempfile.mkdtemp(prefix="corral-engine-"))
+        self.log = log or self.folder / "engine.log"
+        try:
+            self._start(python or sys.executable)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, python: str) -> None:
+        # Its environment may not have Corral, and must not get our other packages: a folder with Corral alone is added.
+        (self.folder / "corral").symlink_to(Path(corral.__file__).parent, target_is_directory=True)
+        search_path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own, other = socket.socketpair()
+        with other, self.log.open("ab") as log:
+            try:
+                self.process = start_child(
+                    [python, "-m", "corral.rollout.engine_process", str(other.fileno())],
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "PYTHONPATH": search_path},
+                    pass_fds=[other.fileno()],
+                )
+            except OSError as error:
+                own.close()
+                raise UserError(f"rollout.engine: {python} could not be started: {error.strerror}") from error
+        self.wire = Connection(own.detach())
+        try:
+            self.wire.send(self.settings)
+            if not self.wire.poll(START_S):
+                raise RunError(f"the engine's process was not ready after {START_S:g} s; its output is in {self.log}")
+            ready: Ready = self.wire.recv()
+        except (EOFError, OSError):
+            raise RunError(self._why_it_ended()) from None
+        if ready.error is not None:
+            raise UserError(ready.error)
+        threading.Thread(target=self._read, name="corral-engine-wire", daemon=True).start()
+
+    def _why_it_ended(self) -> str:
+        code = terminate_group(self.process)
+        lines = "".join(f"\n  {line}" for line in last_lines(self.log, 5))
+        return f"the engine's process ({self.settings.name}) {describe_exit(code)}; the last lines of {self.log}:{lines}"
+
+    # --- the wire
+
+    def _read(self) -> None:
+        """Consumes answers and reports, until the process ends."""
+        try:
+            while True:
+                message: Progress | Answer = self.wire.recv()
+                self.num_decode_steps = message.num_steps
+                if isinstance(message, Answer) and (future := self.pending.pop(message.id, None)) is not None:
+                    self._resolve(future, message)
+        except (EOFError, OSError):
+            self.lost = self._why_it_ended()
+            with self.lock:
+                pending, self.pending = self.pending, {}
+            for future in pending.values():
+                with suppress(Exception):
+                    future.set_exception(EngineLost(self.lost))
+
+    def _resolve(self, future: "Future[Any]", answer: Answer) -> None:
+        with suppress(Exception):  # nobody waits for it any more
+            if answer.error is None:
+                future.set_result(answer.result)
+            else:
+                future.set_exception((ValueError if answer.is_users else RunError)(answer.error))
+
+    def _call(self, method: str, *arguments: Any) -> "tuple[int, Future[Any]]":
+        number, future = next(self.ids), Future[Any]()
+        with self.lock:
+            if self.lost is not None:
+                raise EngineLost(self.lost)
+            self.pending[number] = future
+            with suppress(OSError):  # then it has ended, which the reader sees
+                self.wire.send(Call(number, method, arguments))
+        return number, future
+
+    def _call_and_wait(self, method: str, *arguments: Any) -> Any:
+        return self._call(method, *arguments)[1].result(CALL_S)
+
+    # --- the engine seam
+
+    async def generate(
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        prefix: PrefixHandle | None = None,
+        keep_prefix: bool = False,
+        images: Mapping[int, bytes] = NO_IMAGES,
+    ) -> Completion:
+        """`prefix` and `keep_prefix` are not used: the engine finds cached prefixes by itself."""
+        if not tokens:
+            raise ValueError("a prompt needs at least one token")
+        if images:
+            raise ValueError("an engine in a process of its own takes no images")
+        limit = self.settings.max_length
+        if len(tokens) + sampling.max_tokens > limit:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and up to {sampling.max_tokens} new ones pass the limit of {limit}"
+            )
+        request = GenerationRequest(np.array(tokens, np.int64), sampling, seed, None)
+        self.num_in_flight += 1
+        try:
+            while request.finish_reason is None:
+                await self.has_weights.wait()
+                left = replace(sampling, max_tokens=sampling.max_tokens - len(request.tokens))
+                generated = await self._generate([*tokens, *request.tokens], left, seed)
+                self._extend(request, generated)
+        finally:
+            self.num_in_flight -= 1
+        return request.completion()
+
+    async def _generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Generated:
+        number, future = self._call("generate", tokens, sampling, seed)
+        try:
+            generated: Generated = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            with suppress(EngineLost):
+                self._call("cancel", number)
+            raise
+        return generated
+
+    def _extend(self, request: GenerationRequest, generated: Generated) -> None:
+        """The end is found here, whichever engine it was: a stop string may begin in one part and end in the next."""
+        start = 0
+        for version, group in groupby(generated.versions):
+            end = start + len(list(group))
+            request.extend(generated.tokens[start:end], generated.logprobs[start:end], version, self.tokenizer)
+            if request.finish_reason is not None:
+                return
+            start = end
+        if not generated.interrupted:  # the engine has decoded a stop string where this side sees none
+            request.finish_reason = FinishReason.STOP_STRING
+
+    async def compute_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
+        _, future = self._call("compute_logprobs", list(tokens), temperature)
+        logprobs: list[float] = await asyncio.wrap_future(future)
+        return logprobs
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        assert not self.num_in_flight, "requests are in flight: this is for `update`"
+        self._replace_weights(weights, version)
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
+        if self.has_weights.is_set():  # a new one, since an event belongs to the loop in which it was waited for
+            self.has_weights = asyncio.Event()
+        started = time.perf_counter()
+        await asyncio.to_thread(self._replace_weights, weights, version)
+        self.has_weights.set()  # not reached after an error
+        return time.perf_counter() - started
+
+    def _replace_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        iterator = iter(weights)
+        first = next(iterator, None)
+        if first is None:
+            self._call_and_wait("set_version", version)
+        else:
+            self._call_and_wait("begin_update")
+            for places, content in pack(itertools.chain([first], iterator), BUCKET_BYTES, self._allocate):
+                assert self.memory is not None
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                bucket = WeightBucket(SentBucket(places, self.memory.handle()), checksum(content))
+                self._call_and_wait("load", bucket)
+            self._call_and_wait("finish_update", version)
+        self.version = version
+
+    def _allocate(self, size: int) -> Tensor:
+        """Memory that the engine's process can map, the same for one bucket after the other."""
+        if self.memory is None or len(self.memory.content) < size:
+            self._free()
+            on_gpu = self.device.type == "cuda"
+            self.memory = IpcDeviceMemory(size, self.device) if on_gpu else MemoryFile(size)
+        return self.memory.content[:size]
+
+    def _free(self) -> None:
+        if isinstance(self.memory, MemoryFile):
+            os.close(self.memory.file)
+        self.memory = None
+
+    def release_cache(self) -> None:
+        assert not self.num_in_flight, "requests are in flight"
+        if self.device.type == "cuda":
+            self._free()
+            torch.cuda.ipc_collect()
+        self._call_and_wait("release_memory")
+
+    def close(self) -> None:
+        if hasattr(self, "process"):
+            terminate_group(self.process, CLOSE_S if self.lost is None else 0)
+        self._free()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,176 @@
+"""Engines in processes of their own: through the contract, and when a process ends.
+
+The native engine always; vLLM where `CORRAL_TEST_VLLM_PYTHON` names the interpreter of an environment that has it.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_contract import ENGINE_CONTRACT, PROMPTS, MakeEngine, log_probs_are_those_before_truncation
+from tiny import tiny_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from corral.recipe.errors import RunError, UserError
+from corral.rollout.engine import FinishReason, Sampling
+from corral.rollout.engine_process import EngineSettings
+from corral.rollout.process_engine import EngineLost, ProcessEngine
+
+VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Heads of 32: vLLM has no kernels for smaller ones."""
+    tokenizer = tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    folder = tmp_path_factory.mktemp("models") / "served"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, model
+
+
+def start_engine(model: tuple[Path, Any], name: str, python: str | None = None, **changes: Any) -> ProcessEngine:
+    settings = {
+        "name": name,
+        "model": str(model[0]),
+        "dtype": "float32",
+        "max_length": 256,
+        "max_sequences": 4,
+        "max_prefill_tokens": 4096,
+        "seed": 0,
+        "truncates": False,
+    }
+    layout = [(key, parameter.shape, parameter.dtype) for key, parameter in model[1].named_parameters()]
+    return ProcessEngine(EngineSettings(**{**settings, **changes}), tiny_tokenizer(), layout, CPU, python=python)
+
+
+ENGINES = ["native", *(["vllm", "vllm-raw"] if VLLM_PYTHON else [])]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[ProcessEngine]:
+    name, _, mode = request.param.partition("-")
+    made = start_engine(model, name, VLLM_PYTHON if name == "vllm" else None, truncates=mode == "raw")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", ENGINE_CONTRACT, ids=lambda check: check.__name__)
+def test_engine_keeps_its_contract(
+    engine: ProcessEngine, model: tuple[Path, Any], check: Callable[[MakeEngine], Awaitable[None]]
+) -> None:
+    if engine.settings.name == "vllm" and engine.settings.truncates != (check is log_probs_are_those_before_truncation):
+        pytest.skip("vLLM's log-probs are either before the temperature, or after truncation")
+
+    def reset() -> ProcessEngine:
+        engine.load(model[1].named_parameters(), 0)
+        return engine
+
+    async def run() -> None:
+        await check(reset)
+
+    asyncio.run(run())
+
+
+def test_greedy_decoding_is_that_of_transformers(engine: ProcessEngine, model: tuple[Path, Any]) -> None:
+    engine.load(model[1].named_parameters(), 0)
+    prompt = PROMPTS[0]
+    expected = model[1].generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    completion = asyncio.run(engine.generate(prompt, Sampling(max_tokens=20, temperature=0.0), 0))
+    assert completion.tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_a_stop_string_over_token_borders_ends_a_completion(engine: ProcessEngine, model: tuple[Path, Any]) -> None:
+    engine.load(model[1].named_parameters(), 0)
+    greedy = Sampling(max_tokens=30, temperature=0.0)
+    free = asyncio.run(engine.generate(PROMPTS[2], greedy, 0)).tokens
+    text = tiny_tokenizer().decode(free)
+    stop = text[5:9]
+    stopped = asyncio.run(engine.generate(PROMPTS[2], Sampling(max_tokens=30, temperature=0.0, stop=(stop,)), 0))
+    assert stopped.finish_reason is FinishReason.STOP_STRING
+    assert stopped.tokens == free[: len(stopped.tokens)]
+    assert stop in tiny_tokenizer().decode(stopped.tokens)
+    assert stop not in tiny_tokenizer().decode(stopped.tokens[:-1])
+
+
+def test_a_cancelled_request_is_dropped(engine: ProcessEngine) -> None:
+    async def run() -> None:
+        task = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=200), 0))
+        before = engine.num_decode_steps
+        while engine.num_decode_steps < before + 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert engine.num_in_flight == 0
+        assert len((await engine.generate(PROMPTS[1], Sampling(max_tokens=3), 0)).tokens) == 3
+
+    asyncio.run(run())
+
+
+def test_a_bucket_that_arrives_changed_is_refused(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.rollout.process_engine.checksum", lambda content: 1)
+    name, shape, dtype = engine.weight_layout[0]
+    with pytest.raises(RunError, match="checksum"):
+        engine.load([(name, torch.ones(shape, dtype=dtype))], 5)
+
+
+def test_a_process_that_is_killed_fails_what_waits_for_it_and_says_how(model: tuple[Path, Any]) -> None:
+    engine = start_engine(model, "native")
+
+    async def run() -> None:
+        task = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=200), 0))
+        while engine.num_decode_steps < 3:
+            await asyncio.sleep(0.001)
+        os.kill(engine.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLost, match=r"the engine's process \(native\) was killed by signal 9"):
+            await task
+        with pytest.raises(EngineLost, match="killed by signal 9"):
+            await engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)
+
+    asyncio.run(run())
+    folder = engine.folder
+    engine.close()
+    assert not folder.exists()
+
+
+def test_what_keeps_an_engine_from_starting_is_told(model: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="could not be started: No such file"):
+        start_engine(model, "native", str(tmp_path / "python"))
+    with pytest.raises(UserError, match="is not a folder"):
+        start_engine((tmp_path / "nothing", model[1]), "native")
+
+
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="CORRAL_TEST_VLLM_PYTHON names no interpreter that has vLLM")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"max_num_seq": 3}, "the installed vLLM has no argument `max_num_seq`; did you mean `max_num_seqs`"),
+        ({"seed": 3}, "rollout.engine.arguments.seed: this is decided by seed"),
+    ],
+)
+def test_arguments_of_vllm_are_checked(model: tuple[Path, Any], arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        start_engine(model, "vllm", VLLM_PYTHON, arguments=arguments)
