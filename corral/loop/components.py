@@ -140,7 +140,12 @@ async def open_components(
                 critic=trainers.get("critic"),
                 kl=kl_controller(algorithm),
                 publisher=WeightPublisher(
-                    trainers["actor"], scheduler, transfer_kind(recipe, runtime.placement), dtype, train[0].tokens
+                    trainers["actor"],
+                    scheduler,
+                    transfer_kind(recipe, runtime.placement),
+                    dtype,
+                    train[0].tokens,
+                    in_process=recipe.rollout.engine.in_process,
                 ),
             )
 

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
         fuse(loaded)
     check_model(loaded, model.path)
     return loaded
+
+
+def load_skeleton(model: Model, dtype: torch.dtype) -> Any:
+    """The model without its weights, which are on the meta device: names, shapes, and how it ends its turns."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config, source = load_config(model), model_source(model.path)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    with suppress(OSError):  # not all have one
+        skeleton.generation_config = GenerationConfig.from_pretrained(source)
+    return skeleton
 
 
 def prefer_blas() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic.fields import FieldInfo
 
 from corral.recipe.parts import KINDS
-from corral.recipe.schema import PartChoice, Recipe, Section
+from corral.recipe.schema import NamedChoice, PartChoice, Recipe, Section
 
 KeyPath = tuple[str, ...]
 
@@ -91,8 +91,8 @@ class Key:
 
     @property
     def is_part(self) -> bool:
-        """A declared part of the algorithm: its name, or a section with its name and options."""
-        return self.section is PartChoice
+        """A name, or a section with the name and options: a declared part of the algorithm, an engine."""
+        return self.section is not None and issubclass(self.section, NamedChoice)
 
 
 @cache

@@ -103,11 +103,15 @@ def drop_empty_sections(values: dict[str, Any], path: KeyPath) -> None:
 
 
 def problems_of_parts(values: dict[str, Any]) -> list[Problem]:
-    algorithm, schedule, train = (values.get(name, {}) for name in ("algorithm", "schedule", "train"))
+    algorithm, schedule, train, rollout = (
+        values.get(name, {}) for name in ("algorithm", "schedule", "train", "rollout")
+    )
     parallel = train.get("parallel", {}) if isinstance(train, dict) else {}
-    if not all(isinstance(section, dict) for section in (algorithm, schedule, parallel)):
+    engine = rollout.get("engine", {}) if isinstance(rollout, dict) else {}
+    if not all(isinstance(section, dict) for section in (algorithm, schedule, parallel, engine)):
         return []  # which is reported
-    difference = engine_difference(schedule.get("max_staleness"), {} if algorithm.get("old_logprobs") else parallel)
+    parallel = {} if algorithm.get("old_logprobs") else parallel
+    difference = engine_difference(schedule.get("max_staleness"), parallel, engine.get("name"))
     return choose_parts(algorithm, difference is not None)[1]
 
 

@@ -105,9 +105,8 @@ def plain_value(value: Any) -> Any:
 def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
     """Raises a RecipeError where a part does not exist or an option does not belong to its part."""
     written, preset = recipe.algorithm, PRESETS[recipe.algorithm.name]
-    difference = engine_difference(
-        recipe.schedule.max_staleness, {} if written.old_logprobs else recipe.train.parallel.model_dump()
-    )
+    parallel = {} if written.old_logprobs else recipe.train.parallel.model_dump()
+    difference = engine_difference(recipe.schedule.max_staleness, parallel, recipe.rollout.engine.name)
     chosen, problems = choose_parts(written.model_dump(exclude_unset=True), difference is not None)
     if problems:
         raise RecipeError(message for _, message in problems)
@@ -140,8 +139,10 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
     )
 
 
-def engine_difference(max_staleness: Any, parallel: Mapping[str, Any]) -> str | None:
+def engine_difference(max_staleness: Any, parallel: Mapping[str, Any], engine: Any) -> str | None:
     """Why the log-probs that tokens are sampled with are not those that the trainers compute; None where they are."""
+    if engine not in (None, "native"):
+        return f"{engine} computes with other kernels than the trainers"
     if max_staleness:
         return "older weights may have sampled the tokens"
     cut = next((key for key in ("tensor", "context", "expert") if parallel.get(key) not in (None, 1)), None)

@@ -231,10 +231,29 @@ def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
             "set `algorithm.old_logprobs: recompute`"
         )
     else:
+        stale, engine = recipe.schedule.max_staleness, recipe.rollout.engine.name
+        bringer = f"`schedule.max_staleness: {stale}`" if stale else f"`rollout.engine: {engine}`"
         yield (
             f"`algorithm.old_logprobs: engine` leaves the correction without effect that "
-            f"`schedule.max_staleness: {recipe.schedule.max_staleness}` brings with it ({name}): {why}; leave out "
+            f"{bringer} brings with it ({name}): {why}; leave out "
             "`algorithm.old_logprobs`, or set `algorithm.correction.name: none`"
+        )
+
+
+def engine_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    rollout, engine = recipe.rollout, recipe.rollout.engine
+    others = ["memory_fraction", "quantization", "arguments"]
+    if engine.name == "native":
+        yield from unused(engine, "rollout.engine", others, "only vLLM has it")
+        if engine.in_process:
+            yield from unused(engine, "rollout.engine", ["python"], "the native engine runs in the trainers' process")
+        return
+    yield from unused(engine, "rollout.engine", ["own_process"], f"{engine.name} always has a process of its own")
+    if rollout.temperature != 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        yield (
+            f"`rollout.engine: {engine.name}` with `rollout.temperature: {rollout.temperature:g}` and top_p, top_k or "
+            "min_p: its log-probs are either those before the temperature or those after the exclusion of tokens, and "
+            "training needs them in between; leave one of the two out, or take the native engine"
         )
 
 
@@ -420,6 +439,7 @@ RULES: tuple[Rule, ...] = (
     advantage_keys,
     kl_keys,
     correction_keys,
+    engine_keys,
     shaping_keys,
     optimizer_keys,
     length_of_the_run,

@@ -153,11 +153,44 @@ MAX_PREFILL_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Where `rollout.max_sequences` and `rollout.max_prefill_tokens` say nothing."""
 
 
+class NamedChoice(Section):
+    """One of several things, by its name alone or with options: `vllm`, or `{name: vllm, memory_fraction: 0.5}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def from_name(cls, written: Any) -> Any:
+        return {"name": written} if isinstance(written, str) else written
+
+
+class EngineChoice(NamedChoice):
+    """The engine that generates, by its name alone or with options; see [engines](engines.md)."""
+
+    name: Literal["native", "vllm"] = "native"
+    """`native` is Corral's own, in the trainers' process and with their tensors where it can. `vllm` is vLLM, which has
+    to be installed, in a process of its own."""
+    own_process: bool | None = None
+    """Whether the native engine has a process and a copy of the weights of its own, as others always have."""
+    python: str | None = None
+    """Python interpreter that runs the engine's process, of an environment that has the engine. None: the one that runs
+    Corral."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Part of the device's memory that vLLM takes for its weights and KV cache. None: its own default of 0.9, or 0.4
+    where trainers are on the same device."""
+    quantization: str | None = None
+    """How vLLM quantizes the weights, such as fp8."""
+    arguments: dict[str, Any] = {}
+    """More arguments of vLLM, by their names there; the installed version has to have them."""
+
+    @property
+    def in_process(self) -> bool:
+        return self.name == "native" and not self.own_process
+
+
 class Rollout(Section):
     """How answers are sampled."""
 
-    engine: Literal["native"] = "native"
-    """The engine that generates."""
+    engine: EngineChoice = EngineChoice()
+    """The engine that generates: `native`, `vllm`, or one of them with options."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in sampling and in training alike."""
     top_p: Fraction = 1.0
@@ -201,7 +234,7 @@ class BatchSizes(Section):
     """Most tokens in one forward and backward pass; tokens with the same prefix count once."""
 
 
-class PartChoice(Section):
+class PartChoice(NamedChoice):
     """A declared part of the algorithm, and options of it: `sapo`, or `{name: sapo, tau_positive: 2}`.
 
     Which names and options there are is not known here but to `corral/algorithms`, and to the user's own files.
@@ -210,11 +243,6 @@ class PartChoice(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def from_name(cls, written: Any) -> Any:
-        return {"name": written} if isinstance(written, str) else written
 
 
 class KL(Section):

@@ -42,8 +42,8 @@ class EngineLost(RunError):
 
 
 class ProcessEngine:
-    """Starts the process, and is the engine that the worker sees. `python`: the interpreter to run it with. `device`:
-    where the weights are that come here."""
+    """Starts the process, and is the engine that the worker sees. `skeleton`: transformers' model, whose weights may be
+    on the meta device. `device`: where the weights are that come here. `python`: the interpreter of the process."""
 
     warning: str | None = None
 
@@ -51,13 +51,13 @@ class ProcessEngine:
         self,
         settings: EngineSettings,
         tokenizer: Any,
-        weight_layout: WeightLayout,
+        skeleton: Any,
         device: torch.device,
         *,
         python: str | None = None,
         log: Path | None = None,
     ) -> None:
-        self.settings, self.tokenizer, self.weight_layout, self.device = settings, tokenizer, weight_layout, device
+        self.settings, self.tokenizer, self.skeleton, self.device = settings, tokenizer, skeleton, device
         self.max_sequences, self.is_reproducible = settings.max_sequences, settings.name == "native"
         self.version = 0
         self.num_in_flight = self.num_decode_steps = 0
@@ -152,6 +152,10 @@ class ProcessEngine:
 
     # --- the engine seam
 
+    @property
+    def weight_layout(self) -> WeightLayout:
+        return [(name, parameter.shape, parameter.dtype) for name, parameter in self.skeleton.named_parameters()]
+
     async def generate(
         self,
         tokens: list[int],
@@ -224,7 +228,7 @@ class ProcessEngine:
         return time.perf_counter() - started
 
     def _replace_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        iterator = iter(weights)
+        iterator = iter(weights) if self.settings.name == "native" else as_in_checkpoints(self.skeleton, weights)
         first = next(iterator, None)
         if first is None:
             self._call_and_wait("set_version", version)
@@ -264,3 +268,12 @@ class ProcessEngine:
             terminate_group(self.process, CLOSE_S if self.lost is None else 0)
         self._free()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def as_in_checkpoints(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights under the names and in the shapes that a checkpoint has, which is what other engines read:
+    transformers joins the matrices of experts, for one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in weights:
+        yield from revert_weight_conversion(model, {name: tensor.detach()}).items()

@@ -232,3 +232,7 @@ class WeightLoader:
         if self.corral_waiting:
             self.model_runner.reload_weights(weights_iterator=iter(self.corral_waiting))
             self.corral_waiting.clear()
+            # A head that is tied to the embeddings was packed from them once, and vLLM does not do it again.
+            for module in self.model_runner.model.modules():
+                if type(module).__name__ == "ParallelLMHead" and self.model_runner.model.config.tie_word_embeddings:
+                    module.quant_method.process_weights_after_loading(module)

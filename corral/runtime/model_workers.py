@@ -385,7 +385,8 @@ class WeightPublisher:
     """Sends the actor's weights to all rollout workers that are there.
 
     `scheduler`: knows which rollout workers there are, and whom to tell when one is lost. `kind`: shared, collective,
-    object or ipc. `prompt`: some tokens to probe with. Whoever calls it holds the lock of the trainers.
+    object or ipc. `in_process`: whether engines are in the process of their rollout worker. `prompt`: some tokens to
+    probe with. Whoever calls it holds the lock of the trainers.
     """
 
     def __init__(
@@ -396,7 +397,10 @@ class WeightPublisher:
         dtype: str,
         prompt: Sequence[int],
         version: int = 0,
+        *,
+        in_process: bool = True,
     ) -> None:
+        self.in_process = in_process
         self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.probe = probe_batch(prompt if len(prompt) > 1 else [*prompt, *prompt])
@@ -435,7 +439,7 @@ class WeightPublisher:
         await self.rollout.all(RolloutWorker.ping, ranks=ranks)
         if self.kind == "shared":
             pauses = await self.rollout.all(RolloutWorker.load_local_weights, self.version)
-            if self.actor.mesh.is_whole:  # the engine's tensors are the trainer's
+            if self.in_process and self.actor.mesh.is_whole:  # the engine's tensors are the trainer's
                 return {}
         else:
             try:

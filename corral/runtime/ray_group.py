@@ -93,7 +93,14 @@ class DeviceProcess:
         announce("worker", setup.run, setup.device, setup.roles)
         self.debugger = setup.debugger
         self.debugger.install()
-        self.worker = Worker(setup.rank, setup.size, setup.address, timeout_s=setup.timeout_s, threads=setup.threads)
+        self.worker = Worker(
+            setup.rank,
+            setup.size,
+            setup.address,
+            timeout_s=setup.timeout_s,
+            threads=setup.threads,
+            can_be_replaced=True,
+        )
 
     async def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Calls a role's method. Arguments come one by one: Ray fetches those that are in its object store."""

@@ -9,6 +9,8 @@ import asyncio
 import heapq
 import itertools
 import logging
+import os
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,19 +19,32 @@ from typing import Any
 from corral.data.batch import Trajectory
 from corral.envs.base import EnvSet
 from corral.model.families import check_length
-from corral.model.model_loading import end_tokens, load_tokenizer
-from corral.recipe.errors import RunError
+from corral.model.model_loading import (
+    end_tokens,
+    load_model,
+    load_skeleton,
+    load_tokenizer,
+    model_source,
+    resolve_dtype,
+)
+from corral.recipe.errors import RunError, UserError
+from corral.recipe.rules import max_trajectory_tokens
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Engine, Sampling
+from corral.rollout.engine_process import EngineSettings
 from corral.rollout.native_engine import NativeEngine
+from corral.rollout.process_engine import EngineLost, ProcessEngine
 from corral.runtime.group import Group, WorkerLost
 from corral.runtime.transfer_channels import Channel, TransferHandle, make_channel
 from corral.runtime.worker import Role, WorkerContext
 
 logger = logging.getLogger(__name__)
+
+SHARED_MEMORY_FRACTION = 0.4
+"""Part of a device's memory that an engine of others takes where trainers are on it, too."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +66,22 @@ FinishedRequest = tuple[int, list[Trajectory]]
 
 
 class RolloutWorker(Role):
-    """Rolls out requests. `model`: the engine's own copy, or the trainer's where that is in this process and whole."""
+    """Rolls out requests. `path`: of the model that the engine begins with."""
 
     channel: Channel | None = None
 
-    def __init__(self, context: WorkerContext, recipe: Recipe, model: Any, pools: ScorerPools) -> None:
+    def __init__(self, context: WorkerContext, recipe: Recipe, path: str, pools: ScorerPools) -> None:
         self.context, self.recipe = context, recipe
-        tokenizer = load_tokenizer(recipe.model)
-        self.engine = make_engine(recipe, model, tokenizer)
+        spec, tokenizer = recipe.model.model_copy(update={"path": path}), load_tokenizer(recipe.model)
+        if recipe.rollout.engine.in_process:
+            # The engine decodes with the trainer's own tensors where these are here and whole, else with a copy.
+            model = context.roles["actor"].trainer.whole_model if "actor" in context.roles else None
+            if model is None:
+                model = load_model(spec, context.device).requires_grad_(False)
+            self.engine: Engine = native_engine(recipe, model, tokenizer)
+        else:
+            model = load_skeleton(spec, resolve_dtype(spec.dtype, context.device))
+            self.engine = process_engine(context, recipe, model, tokenizer, path)
         self.driver = RolloutDriver(
             engine=self.engine,
             envs=EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout),
@@ -141,6 +164,13 @@ class RolloutWorker(Role):
                 first.purpose,
                 on_group,
             )
+        except EngineLost as lost:
+            if self.context.can_be_replaced:
+                # A new process of the engine would have to get the current weights, as a new worker does.
+                print(f"this worker ends, for another to take its place: {lost}", file=sys.stderr, flush=True)
+                os._exit(1)
+            self.failure = lost
+            self.has_news.set()
         except Exception as error:
             self.failure = error
             self.has_news.set()
@@ -184,19 +214,45 @@ class RolloutWorker(Role):
         self.engine.close()
 
 
-def make_engine(recipe: Recipe, model: Any, tokenizer: Any) -> Engine:
-    rollout = recipe.rollout
-    limit = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-    check_length(model.config, limit)
+def native_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
+    check_length(model.config, max_trajectory_tokens(recipe))
     engine = NativeEngine(
         model,
         tokenizer,
-        max_sequences=rollout.max_sequences or MAX_SEQUENCES[model.device.type],
-        max_prefill_tokens=rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[model.device.type],
-        max_length=limit,
+        max_sequences=recipe.rollout.max_sequences or MAX_SEQUENCES[model.device.type],
+        max_prefill_tokens=recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[model.device.type],
+        max_length=max_trajectory_tokens(recipe),
     )
     engine.check(recipe.model.path)
     return engine
+
+
+def process_engine(
+    context: WorkerContext, recipe: Recipe, skeleton: Any, tokenizer: Any, path: str
+) -> ProcessEngine:
+    """Starts an engine in a process of its own. It loads the model itself, and gets new weights from then on."""
+    model, rollout, device = recipe.model, recipe.rollout, context.device.type
+    if tokenizer.vision is not None:
+        raise UserError(f"rollout.engine: {model.path} reads images, which only the native engine takes, in process")
+    shares_device = device == "cuda" and "actor" in context.roles
+    settings = EngineSettings(
+        name=rollout.engine.name,
+        model=model_source(path),
+        dtype=str(next(skeleton.parameters()).dtype).removeprefix("torch."),
+        max_length=max_trajectory_tokens(recipe),
+        max_sequences=rollout.max_sequences or MAX_SEQUENCES[device],
+        max_prefill_tokens=rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[device],
+        seed=recipe.seed + context.rank,
+        truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
+        trust_remote_code=model.trust_remote_code,
+        config_overrides=model.config_overrides,
+        exact=model.exact,
+        implementation=model.implementation,
+        memory_fraction=rollout.engine.memory_fraction or (SHARED_MEMORY_FRACTION if shares_device else None),
+        quantization=rollout.engine.quantization,
+        arguments=rollout.engine.arguments,
+    )
+    return ProcessEngine(settings, tokenizer, skeleton, context.device, python=rollout.engine.python)
 
 
 # --- at the controller: requests go to who has capacity, and those of a lost worker to the others

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from corral.envs.base import EnvSet, uses_rewards
-from corral.model.model_loading import default_device, load_model
+from corral.model.model_loading import default_device
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 
@@ -43,6 +43,8 @@ class WorkerContext:
     device: torch.device
     timeout_s: float
     """Deadline for collectives and calls."""
+    can_be_replaced: bool = False
+    """Whether another process takes this one's place when it ends."""
     roles: dict[str, Any] = field(default_factory=dict)
     """Roles that were built here before, by name."""
 
@@ -61,10 +63,19 @@ class Role:
 class Worker:
     """Hosts roles, and calls their methods. Made in the process in which they are to live."""
 
-    def __init__(self, rank: int, size: int, address: str, *, timeout_s: float, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        *,
+        timeout_s: float,
+        threads: int | None = None,
+        can_be_replaced: bool = False,
+    ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.context = WorkerContext(rank, size, address, default_device(), timeout_s)
+        self.context = WorkerContext(rank, size, address, default_device(), timeout_s, can_be_replaced)
         self.store: TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
@@ -139,12 +150,7 @@ def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
         case "critic":
             return CriticWorker("critic", context, recipe, recipe.critic.path)
         case "rollout":
-            # The engine decodes with the trainer's own tensors where these are here and whole, else with a copy.
-            model = context.roles["actor"].trainer.whole_model if "actor" in context.roles else None
-            if model is None:
-                settings = recipe.model.model_copy(update={"path": policy_path})
-                model = load_model(settings, context.device).requires_grad_(False)
-            return RolloutWorker(context, recipe, model, context.roles["rewards"].pools)
+            return RolloutWorker(context, recipe, policy_path, context.roles["rewards"].pools)
     raise ValueError(f"there is no role {role}")
 
 
