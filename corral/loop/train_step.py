@@ -77,7 +77,7 @@ class StepTraining:
         self.metric_sums: dict[str, float] = {}
         """Metrics of the advantages, summed over trajectories."""
         self.stats = LossStats()
-        self.result = TrainResult()
+        self.result = new_result(parts)
         self.is_broken = False
 
     def updates_of(self, batch: Batch) -> list[list[int]]:
@@ -143,7 +143,7 @@ async def train(parts: RunComponents, batch: Batch, updates: list[list[int]], st
     Consumes a batch with advantages, produces new weights in the trainers. Waits for critic and actor, one after the
     other; a trainer that is lost ends the wait.
     """
-    result = TrainResult()
+    result = new_result(parts)
     if is_broken(batch, result):
         return result
     only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
@@ -239,7 +239,10 @@ def nothing_to_train_on(parts: RunComponents, step: int, rollout: RolloutResult)
 class TrainResult:
     """Sums over a step's updates, and what became of each update."""
 
-    def __init__(self) -> None:
+    def __init__(self, compares_engine: bool) -> None:
+        """`compares_engine`: whether the first update's old log-probs are the engine's."""
+        self.compares_engine = compares_engine
+        self.mismatch: dict[str, float] = {}
         self.stats = LossStats()
         self.losses: list[float] = []
         self.value_losses: list[float] = []
@@ -257,7 +260,7 @@ class TrainResult:
         self.num_overflows = 0
 
     def add_policy(self, loss: float, stats: LossStats, update: UpdateResult) -> None:
-        self.stats.merge(stats)
+        self._add(stats)
         self.losses.append(loss)
         self.gradient_norms.append(update.gradient_norm)
         self.learning_rate = update.learning_rate
@@ -267,8 +270,14 @@ class TrainResult:
         elif update.skipped:
             self.skipped.append(f"policy loss {loss:g}, gradient norm {update.gradient_norm:g}")
 
-    def add_too_far(self, loss: float, stats: LossStats, limit: float) -> None:
+    def _add(self, stats: LossStats) -> None:
+        if self.compares_engine and not self.losses:  # the weights are still those that sampled
+            self.mismatch["policy/mismatch_kl"] = stats.sums.get("policy/approx_kl", 0.0) / max(stats.num_tokens, 1)
+            self.mismatch["policy/mismatch_max"] = stats.maxima.get("policy/ratio_deviation", 0.0)
         self.stats.merge(stats)
+
+    def add_too_far(self, loss: float, stats: LossStats, limit: float) -> None:
+        self._add(stats)
         self.losses.append(loss)
         self.too_far.append(f"mean ratio {stats.mean_ratio:.4g}, above algorithm.max_mean_ratio: {limit:g}")
 
@@ -283,6 +292,7 @@ class TrainResult:
         metrics = {
             **mean,
             **self.stats.maxima,
+            **self.mismatch,
             "policy/loss": float(np.mean(self.losses)) if self.losses else 0.0,
             "policy/gradient_norm": float(np.mean(finite)) if finite else 0.0,
             "policy/learning_rate": self.learning_rate,
@@ -297,6 +307,10 @@ class TrainResult:
         return metrics
 
 
+def new_result(parts: RunComponents) -> TrainResult:
+    return TrainResult(compares_engine=parts.algorithm.old_logprobs == "engine")
+
+
 # --- rewards become advantages
 
 
@@ -308,7 +322,9 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
     old = torch.from_numpy(batch.columns["old_logprobs"])
     if algorithm.old_logprobs == "recompute":  # else the first update compares them
         log_ratio = (old - torch.from_numpy(batch.logprobs))[mask].double()
-        check_agreement(parts, float((log_ratio.exp() - 1 - log_ratio).mean()))
+        kl = float((log_ratio.exp() - 1 - log_ratio).mean())
+        check_agreement(parts, kl)
+        metrics |= {"policy/mismatch_kl": kl, "policy/mismatch_max": float((log_ratio.exp() - 1).abs().max())}
     if algorithm.shaping.name != "none":
         lengths = torch.tensor([trajectory.num_generated for trajectory in rollout.trajectories])
         responses = ShapedResponses(lengths, parts.recipe.rollout.max_response_tokens)

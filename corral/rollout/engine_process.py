@@ -14,6 +14,7 @@ nothing but the standard library, torch, and modules of Corral that do the same.
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -46,8 +47,8 @@ class EngineSettings:
     max_prefill_tokens: int
     seed: int
     truncates: bool
-    """Whether log-probs are wanted of requests that exclude tokens (top-k, top-p, min-p). An engine that gives log-probs
-    either before the temperature or after the exclusion gives the former then, and the temperature is 1."""
+    """Whether log-probs are wanted of requests that exclude tokens (top-k, top-p, min-p). An engine whose log-probs are
+    either those before the temperature or those after the exclusion gives the former then; the temperature is 1."""
     trust_remote_code: bool = False
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = False
@@ -94,8 +95,10 @@ def checksum(content: Tensor) -> int:
 class EngineBackend(Protocol):
     """What an engine does in its own process."""
 
-    num_steps: int
-    """Number of decode steps so far."""
+    @property
+    def num_steps(self) -> int:
+        """Number of decode steps so far."""
+        ...
 
     async def generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Generated: ...
 
@@ -148,10 +151,10 @@ class Progress:
 
 
 class EngineHost:
-    """Answers calls on the wire."""
+    """Answers calls on the wire. `folder`: the worker's, to be removed when that is gone."""
 
-    def __init__(self, wire: Connection, backend: EngineBackend) -> None:
-        self.wire, self.backend = wire, backend
+    def __init__(self, wire: Connection, backend: EngineBackend, folder: str) -> None:
+        self.wire, self.backend, self.folder = wire, backend, folder
         self.loop = asyncio.get_running_loop()
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -169,6 +172,7 @@ class EngineHost:
             while True:
                 self.loop.call_soon_threadsafe(self._start, self.wire.recv())
         except (EOFError, OSError):
+            shutil.rmtree(self.folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
     def _start(self, call: Call) -> None:
@@ -205,14 +209,14 @@ async def make_backend(settings: EngineSettings) -> EngineBackend:
     return NativeBackend(settings)
 
 
-async def run(wire: Connection) -> None:
+async def run(wire: Connection, folder: str) -> None:
     try:
         backend = await make_backend(wire.recv())
     except Exception as error:
         traceback.print_exc()
         wire.send(Ready(describe(error)))
         return
-    host = EngineHost(wire, backend)
+    host = EngineHost(wire, backend, folder)
     wire.send(Ready())
     await host.serve()
 
@@ -221,4 +225,4 @@ if __name__ == "__main__":
     # Under its real name, too: what is pickled here must be of the same classes as there.
     from corral.rollout import engine_process
 
-    asyncio.run(engine_process.run(Connection(int(sys.argv[1]))))
+    asyncio.run(engine_process.run(Connection(int(sys.argv[1])), sys.argv[2]))

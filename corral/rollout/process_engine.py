@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +27,16 @@ from corral.child_process import describe_exit, last_lines, start_child, termina
 from corral.recipe.errors import RunError, UserError
 from corral.rollout.engine import NO_IMAGES, Completion, FinishReason, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import GenerationRequest
-from corral.rollout.engine_process import Answer, Call, EngineSettings, Generated, Progress, Ready, WeightBucket, checksum
+from corral.rollout.engine_process import (
+    Answer,
+    Call,
+    EngineSettings,
+    Generated,
+    Progress,
+    Ready,
+    WeightBucket,
+    checksum,
+)
 from corral.runtime.transfer_channels import BUCKET_BYTES, IpcDeviceMemory, MemoryFile, SentBucket, pack
 
 START_S = 900.0
@@ -70,23 +79,28 @@ class ProcessEngine:
         self.lock = threading.Lock()
         self.lost: str | None = None
         """Why there is no process any more."""
+        self.python = python or sys.executable
         self.folder = Path(tempfile.mkdtemp(prefix="corral-engine-"))
         self.log = log or self.folder / "engine.log"
+        # Its environment may not have Corral, and must not get our other packages: a folder with Corral alone is added.
+        (self.folder / "corral").symlink_to(Path(corral.__file__).parent, target_is_directory=True)
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process, also one in place of a lost one: that has the weights of the beginning."""
         try:
-            self._start(python or sys.executable)
+            self._start(self.python)
         except BaseException:
             self.close()
             raise
 
     def _start(self, python: str) -> None:
-        # Its environment may not have Corral, and must not get our other packages: a folder with Corral alone is added.
-        (self.folder / "corral").symlink_to(Path(corral.__file__).parent, target_is_directory=True)
         search_path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         own, other = socket.socketpair()
         with other, self.log.open("ab") as log:
             try:
                 self.process = start_child(
-                    [python, "-m", "corral.rollout.engine_process", str(other.fileno())],
+                    [python, "-m", "corral.rollout.engine_process", str(other.fileno()), str(self.folder)],
                     stdout=log,
                     stderr=log,
                     env={**os.environ, "PYTHONPATH": search_path},
@@ -105,12 +119,15 @@ class ProcessEngine:
             raise RunError(self._why_it_ended()) from None
         if ready.error is not None:
             raise UserError(ready.error)
+        self.lost = None
         threading.Thread(target=self._read, name="corral-engine-wire", daemon=True).start()
 
     def _why_it_ended(self) -> str:
         code = terminate_group(self.process)
         lines = "".join(f"\n  {line}" for line in last_lines(self.log, 5))
-        return f"the engine's process ({self.settings.name}) {describe_exit(code)}; the last lines of {self.log}:{lines}"
+        return (
+            f"the engine's process ({self.settings.name}) {describe_exit(code)}; the last lines of {self.log}:{lines}"
+        )
 
     # --- the wire
 
@@ -220,10 +237,22 @@ class ProcessEngine:
         self._replace_weights(weights, version)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
+        return await self._while_requests_wait(self._replace_weights, weights, version)
+
+    async def restart(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Starts a process in place of a lost one, with these weights."""
+        await self._while_requests_wait(self.restart_and_load, weights, version)
+
+    def restart_and_load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The same where nothing is in flight."""
+        self.start()
+        self._replace_weights(weights, version)
+
+    async def _while_requests_wait(self, replace: Callable[..., None], *arguments: Any) -> float:
         if self.has_weights.is_set():  # a new one, since an event belongs to the loop in which it was waited for
             self.has_weights = asyncio.Event()
         started = time.perf_counter()
-        await asyncio.to_thread(self._replace_weights, weights, version)
+        await asyncio.to_thread(replace, *arguments)
         self.has_weights.set()  # not reached after an error
         return time.perf_counter() - started
 

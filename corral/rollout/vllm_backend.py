@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at the first request, which needs a CUDA toolkit
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would leave a core idle
 }
 OWN = {
     "model": "model.path",

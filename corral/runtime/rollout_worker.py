@@ -12,9 +12,13 @@ import logging
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from corral.data.batch import Trajectory
 from corral.envs.base import EnvSet
@@ -98,6 +102,9 @@ class RolloutWorker(Role):
         self.finished: list[FinishedRequest] = []
         self.failure: BaseException | None = None
         self.has_news = asyncio.Event()
+        self.num_restarts = 0
+        """How often the engine's process was started again since a request has finished."""
+        self.replacing = asyncio.Lock()
         self.tasks: set[asyncio.Task[None]] = set()
 
     def facts(self) -> dict[str, Any]:
@@ -149,37 +156,61 @@ class RolloutWorker(Role):
 
     async def _roll_out(self, requests: Sequence[RolloutRequest]) -> None:
         """Consumes requests, produces finished ones; waits for the engine and environments, which have deadlines."""
-        ids = {id(request.prompt): request.id for request in requests}
+        remaining = {id(request.prompt): request for request in requests}
         first = requests[0]
 
         def on_group(prompt: Prompt, trajectories: list[Trajectory]) -> None:
-            self.finished.append((ids[id(prompt)], trajectories))
+            self.finished.append((remaining.pop(id(prompt)).id, trajectories))
+            self.num_restarts = 0
             self.has_news.set()
 
         try:
-            await self.driver.roll_out(
-                [request.prompt for request in requests],
-                first.num_samples,
-                replace(first.sampling, stop_tokens=self.end_tokens),
-                first.purpose,
-                on_group,
-            )
-        except EngineLost as lost:
-            if self.context.can_be_replaced:
-                # A new process of the engine would have to get the current weights, as a new worker does.
-                print(f"this worker ends, for another to take its place: {lost}", file=sys.stderr, flush=True)
-                os._exit(1)
-            self.failure = lost
-            self.has_news.set()
+            while remaining:
+                try:
+                    await self.driver.roll_out(
+                        [request.prompt for request in remaining.values()],
+                        first.num_samples,
+                        replace(first.sampling, stop_tokens=self.end_tokens),
+                        first.purpose,
+                        on_group,
+                    )
+                except EngineLost as lost:
+                    await self._replace_engine(lost)
         except Exception as error:
             self.failure = error
             self.has_news.set()
+
+    async def _replace_engine(self, lost: EngineLost) -> None:
+        engine, trainer = self._lost_engine(lost)
+        async with self.replacing:  # all requests in flight come here
+            if engine.lost is not None:
+                await engine.restart(trainer.weights(), engine.version)
+
+    def _lost_engine(self, lost: EngineLost) -> tuple[ProcessEngine, Any]:
+        """Returns the engine, whose process can be started again because its weights are at hand: the trainer's in this
+        process, which do not change during a rollout. Else this process ends, and the one that takes its place gets the
+        weights that others get."""
+        assert isinstance(self.engine, ProcessEngine)
+        trainer = self.context.roles["actor"].trainer if "actor" in self.context.roles else None
+        if trainer is None or trainer.whole_model is None or self.recipe.schedule.max_staleness:
+            if not self.context.can_be_replaced:
+                raise lost
+            print(f"this worker ends, for another to take its place: {lost}", file=sys.stderr, flush=True)
+            self.engine.close()
+            os._exit(1)
+        self.num_restarts += self.engine.lost is not None and not self.replacing.locked()
+        if self.num_restarts > MAX_DEATHS:
+            raise RunError(f"the engine's process ended {self.num_restarts} times, one after the other: {lost}")
+        if not self.replacing.locked():
+            logger.warning("%s\nit is started again", lost)
+        return self.engine, trainer
 
     def release_cache(self) -> None:
         """Gives the cache's memory to who computes next on this device; the next request takes it again. Does nothing
         while trajectories are in progress, whose keys and values are in it."""
         if not self.tasks:
-            self.engine.release_cache()
+            with suppress(EngineLost):  # which has given all it had
+                self.engine.release_cache()
 
     # --- new weights
 
@@ -193,21 +224,37 @@ class RolloutWorker(Role):
     async def receive_weights(self, handle: TransferHandle, version: int) -> float:
         """Receives weights from a trainer in another process. Returns the seconds for which decoding paused."""
         assert self.channel is not None
-        return await self.engine.update(self.channel.receive(handle, self.engine.weight_layout), version)
+        try:
+            return await self.engine.update(self.channel.receive(handle, self.engine.weight_layout), version)
+        except EngineLost as lost:
+            self._lost_engine(lost)  # ends this process, or raises
+            raise
 
     def load_local_weights(self, version: int) -> float:
         """Takes the weights of the trainer in this process. Where its tensors are the engine's own there is nothing to
         do but note the version; sharded ones are put together and copied. Returns the pause, which is none."""
-        self.engine.load(() if self.shares_weights else self.context.roles["actor"].trainer.weights(), version)
+        trainer = self.context.roles["actor"].trainer
+        self._load(() if self.shares_weights else trainer.weights(), version)
         return 0.0
 
     def set_version(self, version: int) -> None:
         """Notes that the weights are of this version."""
-        self.engine.load((), version)
+        self._load((), version)
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        try:
+            self.engine.load(weights, version)
+        except EngineLost as lost:
+            engine, trainer = self._lost_engine(lost)
+            engine.restart_and_load(trainer.weights(), version)
 
     async def compute_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Returns log-probs of all tokens behind the first, under the weights that the engine decodes with."""
-        return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
+        try:
+            return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
+        except EngineLost as lost:
+            await self._replace_engine(lost)
+            return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
 
     def close(self) -> None:
         self.driver.envs.close()
@@ -227,9 +274,7 @@ def native_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     return engine
 
 
-def process_engine(
-    context: WorkerContext, recipe: Recipe, skeleton: Any, tokenizer: Any, path: str
-) -> ProcessEngine:
+def process_engine(context: WorkerContext, recipe: Recipe, skeleton: Any, tokenizer: Any, path: str) -> ProcessEngine:
     """Starts an engine in a process of its own. It loads the model itself, and gets new weights from then on."""
     model, rollout, device = recipe.model, recipe.rollout, context.device.type
     if tokenizer.vision is not None:
@@ -252,7 +297,9 @@ def process_engine(
         quantization=rollout.engine.quantization,
         arguments=rollout.engine.arguments,
     )
-    return ProcessEngine(settings, tokenizer, skeleton, context.device, python=rollout.engine.python)
+    logs = Path(recipe.logging.runs) / recipe.name / "logs"
+    log = logs / f"engine-{context.rank}.log" if logs.is_dir() else None
+    return ProcessEngine(settings, tokenizer, skeleton, context.device, python=rollout.engine.python, log=log)
 
 
 # --- at the controller: requests go to who has capacity, and those of a lost worker to the others

@@ -1,0 +1,82 @@
+"""Training with an engine in a process of its own: the same run, and one that goes on when that process is killed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import start_corral
+from runs import steps_here, steps_of, write_recipe
+
+from corral.observe.ledger import Ledger
+
+OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
+MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")
+LIMIT_S = 240
+APART = "cluster.placement={rollout: 0-1, actor: 2}"
+
+
+def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    assert len(rows) == len(others) > 0
+    for row, other in zip(rows, others, strict=True):
+        for name in MEASURED:
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
+
+
+def test_it_is_the_run_of_one_process(tmp_path: Path, tiny_model: Path) -> None:
+    rows = steps_here(tmp_path, tiny_model, OWN_PROCESS)
+    assert_same(rows, steps_here(tmp_path, tiny_model))
+    assert all(row["transfer/probe_deviation"] < 2e-4 for row in rows)
+    assert all(row["policy/mismatch_kl"] < 1e-6 for row in rows)
+
+
+def engine_processes(folder: Path) -> list[int]:
+    """Ids of the engines' processes of a run in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"corral.rollout.engine_process" in (path / "cmdline").read_bytes() and (path / "cwd").samefile(folder):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [((), "it is started again"), (("cluster.devices_per_node=3", APART), "are rolled out elsewhere")],
+    ids=["colocated", "apart"],
+)
+def test_it_goes_on_when_the_engine_is_killed(
+    tmp_path: Path, tiny_model: Path, placement: tuple[str, ...], expected: str
+) -> None:
+    long = ("schedule.steps=4", "batch.prompts_per_step=8")
+    alone = steps_here(tmp_path, tiny_model, *long)
+    (tmp_path / "calls").touch()
+    write_recipe(tmp_path, tiny_model)
+    reward = {"name": "vowels.py:slowly", "options": {"calls": str(tmp_path / "calls"), "seconds": 0.03}, "workers": 1}
+    run = start_corral(
+        tmp_path,
+        "train",
+        "recipe.yaml",
+        f"environment.reward={json.dumps(reward)}",
+        "name=killed",
+        OWN_PROCESS,
+        *placement,
+        *long,
+    )
+    run.wait_until(lambda: (tmp_path / "calls").stat().st_size > 40, LIMIT_S)
+    os.kill(engine_processes(tmp_path)[0], signal.SIGKILL)
+    finished = run.wait(LIMIT_S)
+    assert finished.code == 0, finished.stderr
+    assert "was killed by signal 9" in finished.stdout + finished.stderr
+    assert expected in finished.stdout + finished.stderr
+    assert_same(steps_of(tmp_path / "runs" / "killed"), alone)
+    audit = Ledger(tmp_path / "runs" / "killed" / "ledger.jsonl").audit()
+    assert audit.clean
+    assert audit.trained == 8 * 4
+    assert not engine_processes(tmp_path)
