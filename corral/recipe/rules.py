@@ -244,12 +244,12 @@ def engine_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     rollout, engine = recipe.rollout, recipe.rollout.engine
     others = ["memory_fraction", "quantization", "arguments"]
     if engine.name == "native":
-        yield from unused(engine, "rollout.engine", others, "only vLLM has it")
+        yield from unused(engine, "rollout.engine", others, "only vllm and sglang have it")
         if engine.in_process:
             yield from unused(engine, "rollout.engine", ["python"], "the native engine runs in the trainers' process")
         return
     yield from unused(engine, "rollout.engine", ["own_process"], f"{engine.name} always has a process of its own")
-    if rollout.temperature != 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+    if engine.name == "vllm" and rollout.temperature != 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
         yield (
             f"`rollout.engine: {engine.name}` with `rollout.temperature: {rollout.temperature:g}` and top_p, top_k or "
             "min_p: its log-probs are either those before the temperature or those after the exclusion of tokens, and "

@@ -165,21 +165,22 @@ class NamedChoice(Section):
 class EngineChoice(NamedChoice):
     """The engine that generates, by its name alone or with options; see [engines](engines.md)."""
 
-    name: Literal["native", "vllm"] = "native"
-    """`native` is Corral's own, in the trainers' process and with their tensors where it can. `vllm` is vLLM, which has
-    to be installed, in a process of its own."""
+    name: Literal["native", "vllm", "sglang"] = "native"
+    """`native` is Corral's own, in the trainers' process and with their tensors where it can. `vllm` and `sglang` have
+    to be installed, and run in processes of their own."""
     own_process: bool | None = None
     """Whether the native engine has a process and a copy of the weights of its own, as others always have."""
     python: str | None = None
     """Python interpreter that runs the engine's process, of an environment that has the engine. None: the one that runs
     Corral."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Part of the device's memory that vLLM takes for its weights and KV cache. None: its own default of 0.9, or 0.4
+    """Part of the device's memory that vLLM or SGLang take for weights and KV cache. None: their own default, or 0.4
     where trainers are on the same device."""
     quantization: str | None = None
-    """How vLLM quantizes the weights, such as fp8."""
+    """How vLLM or SGLang quantize the weights, such as fp8."""
     arguments: dict[str, Any] = {}
-    """More arguments of vLLM, by their names there; the installed version has to have them."""
+    """More arguments of vLLM's engine or SGLang's server, by their names there; the installed version has to have
+    them."""
 
     @property
     def in_process(self) -> bool:
@@ -190,7 +191,7 @@ class Rollout(Section):
     """How answers are sampled."""
 
     engine: EngineChoice = EngineChoice()
-    """The engine that generates: `native`, `vllm`, or one of them with options."""
+    """The engine that generates: `native`, `vllm`, `sglang`, or one of them with options."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in sampling and in training alike."""
     top_p: Fraction = 1.0

@@ -13,13 +13,14 @@ nothing but the standard library, torch, and modules of Corral that do the same.
 """
 
 import asyncio
+import difflib
 import os
 import shutil
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -199,11 +200,26 @@ def describe(error: Exception) -> str:
     return str(error) if isinstance(error, UserError | RunError) else f"{type(error).__name__}: {error}"
 
 
+def check_arguments(engine: str, arguments: Iterable[str], own: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raises for arguments that the installed engine does not have, and for those that are decided elsewhere, `own`."""
+    for name in arguments:
+        if name in own:
+            raise UserError(f"rollout.engine.arguments.{name}: this is decided by {own[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            raise UserError(f"rollout.engine.arguments: the installed {engine} has no argument `{name}`{hint}")
+
+
 async def make_backend(settings: EngineSettings) -> EngineBackend:
     if settings.name == "vllm":
         from corral.rollout.vllm_backend import VllmBackend
 
         return await VllmBackend.start(settings)
+    if settings.name == "sglang":
+        from corral.rollout.sglang_backend import SglangBackend
+
+        return await SglangBackend.start(settings)
     from corral.rollout.native_backend import NativeBackend
 
     return NativeBackend(settings)

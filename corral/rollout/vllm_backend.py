@@ -8,7 +8,6 @@ the two is right unless a recipe has both, which is refused before it starts.
 import asyncio
 import base64
 import dataclasses
-import difflib
 import itertools
 import os
 import pickle
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from corral.recipe.errors import UserError
 from corral.rollout.engine import Sampling
-from corral.rollout.engine_process import EngineSettings, Generated, WeightBucket
+from corral.rollout.engine_process import EngineSettings, Generated, WeightBucket, check_arguments
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -69,7 +68,7 @@ class VllmBackend:
                 f"rollout.engine: this Python has no vLLM ({error}); install it, or name the interpreter of an "
                 "environment that has it: rollout.engine: {name: vllm, python: /path/to/bin/python}"
             ) from error
-        check_arguments(settings.arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        check_arguments("vLLM", settings.arguments, OWN, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         on_gpu = torch.cuda.is_available()
         arguments: dict[str, Any] = {
             "model": settings.model,
@@ -199,16 +198,6 @@ class VllmBackend:
         if self.sleeps:
             self.sleeps = False
             await self.engine.wake_up()
-
-
-def check_arguments(arguments: Any, known: list[str]) -> None:
-    for name in arguments:
-        if name in OWN:
-            raise UserError(f"rollout.engine.arguments.{name}: this is decided by {OWN[name]}")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            raise UserError(f"rollout.engine.arguments: the installed vLLM has no argument `{name}`{hint}")
 
 
 class WeightLoader:
