@@ -1,5 +1,5 @@
-"""The quickstart with each engine, one after the other: what they learn, how far their log-probs are from the trainers',
-and where the time goes.
+"""The quickstart with each engine, one after the other: what they learn, how far their log-probs are from those of the
+trainers, and where the time goes.
 
     python benchmarks/engines.py [--engines native,vllm,sglang] [--steps 30] [--results FOLDER] [KEY=VALUE ...]
 
