@@ -93,7 +93,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
-    "kimi_linear": {**LATENT, "layer_types": HYBRID},
+    "kimi_linear": {**LATENT, "layer_types": HYBRID, "linear_head_dim": 8, "linear_num_heads": 2},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "expand": 2},
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2,

@@ -49,11 +49,11 @@ async def a_completion_has_a_log_prob_and_a_version_for_each_token(make: MakeEng
 async def more_requests_than_sequences_wait_and_finish(make: MakeEngine) -> None:
     engine = make()
     prompts = [PROMPTS[i % 3] for i in range(2 * engine.max_sequences + 1)]
-    running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=4), prompts))
+    running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=40), prompts))
     while not engine.num_in_flight:
         await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     assert engine.num_in_flight == len(prompts)
-    assert [len(completion.tokens) for completion in await running] == [4] * len(prompts)
+    assert [len(completion.tokens) for completion in await running] == [40] * len(prompts)
 
 
 async def a_stop_token_ends_a_completion_and_is_part_of_it(make: MakeEngine) -> None:

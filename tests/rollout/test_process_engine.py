@@ -23,6 +23,8 @@ from corral.rollout.engine import FinishReason, Sampling
 from corral.rollout.engine_process import EngineSettings
 from corral.rollout.process_engine import EngineLost, ProcessEngine
 
+pytestmark = pytest.mark.slow
+
 VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
 PYTHONS = {"native": None, "vllm": VLLM_PYTHON, "sglang": os.environ.get("CORRAL_TEST_SGLANG_PYTHON")}
 ON_GPU = DEVICE.type == "cuda"
