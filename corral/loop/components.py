@@ -90,7 +90,9 @@ async def open_rollout_components(
             facts = await runtime.build("rollout", recipe, None)
         if warning := facts[0].get("warning"):
             console.warn(warning)
-        async with open_scheduler(runtime, facts[0]["max_sequences"]) as scheduler:
+        async with open_scheduler(
+            runtime, facts[0]["max_sequences"], recipe.rollout.engine.tensor_parallel
+        ) as scheduler:
             yield RolloutComponents(recipe, tokenizer, validation[: recipe.validation.max_prompts], runtime, scheduler)
 
 
@@ -118,7 +120,9 @@ async def open_components(
             facts = {role: await runtime.build(role, recipe, resume_from) for role in roles}
         if warning := facts["rollout"][0].get("warning"):
             console.warn(warning)
-        async with open_scheduler(runtime, facts["rollout"][0]["max_sequences"]) as scheduler:
+        async with open_scheduler(
+            runtime, facts["rollout"][0]["max_sequences"], recipe.rollout.engine.tensor_parallel
+        ) as scheduler:
             dtype = facts["actor"][0]["dtype"]
             meshes = resolve_meshes(recipe, runtime.placement)
             trainers: dict[str, TrainerGroup[Any]] = {
@@ -183,11 +187,13 @@ async def open_runtime(
 
 
 @asynccontextmanager
-async def open_scheduler(runtime: Runtime, max_sequences: int) -> AsyncIterator[RolloutScheduler]:
+async def open_scheduler(
+    runtime: Runtime, max_sequences: int, devices_per_engine: int
+) -> AsyncIterator[RolloutScheduler]:
     """`max_sequences`: sequences that an engine decodes at the same time."""
     rollout = runtime.groups["rollout"]
     scheduler = RolloutScheduler(rollout, math.inf if rollout.size == 1 else OVERSUBSCRIPTION * max_sequences)
-    for rank in range(rollout.size):
+    for rank in range(0, rollout.size, devices_per_engine):
         scheduler.add_worker(rank)
     try:
         yield scheduler

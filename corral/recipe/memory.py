@@ -79,8 +79,10 @@ class _Estimate:
         for role in ("actor", "critic", "reference"):
             if role in roles:
                 yield MemoryItem(f"{role} weights", self.held("parameters", self.weights(role), self.computes(role)))
-        if "rollout" in roles and ("actor" not in roles or not self.meshes["actor"].is_whole):
-            yield MemoryItem("rollout weights", self.always(self.shape.num_parameters * self.weight_bytes))
+        engine = self.recipe.rollout.engine
+        if "rollout" in roles and not ("actor" in roles and self.meshes["actor"].is_whole and engine.in_process):
+            held = self.shape.num_parameters * self.weight_bytes // engine.tensor_parallel
+            yield MemoryItem("rollout weights", self.always(held))
         for role in ("actor", "critic"):
             if role in roles:
                 yield MemoryItem(f"{role} optimizer", self.held("optimizer", self.optimizer(role), ["train"]))
@@ -131,7 +133,8 @@ class _Estimate:
         needed; on a GPU it is taken at once, or as much of it as fits, and given back for training."""
         shape = self.shape
         per_token = shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * self.weight_bytes
-        return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token
+        spread = min(self.recipe.rollout.engine.tensor_parallel, shape.num_kv_heads)
+        return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token // spread
 
     def decode_logits(self) -> int:
         """sequences x vocabulary: in float32, and their probabilities; on a GPU as they come."""

@@ -256,12 +256,18 @@ def describe_mode(plan: Plan) -> str:
 
 
 def describe_cluster(plan: Plan) -> list[str]:
-    weights = describe_transfer(transfer_kind(plan.recipe, plan.placement), plan.meshes["actor"])
+    engine, kind = plan.recipe.rollout.engine, transfer_kind(plan.recipe, plan.placement)
+    weights = describe_transfer(kind, plan.meshes["actor"], engine.in_process)
     runtime, address = "this process", plan.recipe.cluster.address
     if runs_on_ray(plan.recipe):
         known = "the cluster that runs on this machine, else one that is started for the run"
         runtime = f"Ray, {known if address == 'auto' else f'at {address}'}"
-    return [f"weights  {weights}", f"runtime  {runtime}"]
+    lines = [f"weights  {weights}", f"runtime  {runtime}"]
+    if engine.in_process:
+        return lines
+    number = len(plan.placement.roles["rollout"]) // engine.tensor_parallel
+    devices = f" of {engine.tensor_parallel} devices each" if engine.tensor_parallel > 1 else ""
+    return [f"engine   {engine.name}: {count(number, 'engine')}{devices}, in processes of their own", *lines]
 
 
 def describe_mesh(mesh: MeshShape) -> str:
@@ -270,7 +276,9 @@ def describe_mesh(mesh: MeshShape) -> str:
     return " x ".join(f"{size} {noun}" for noun, size in sizes.items() if size > 1)
 
 
-def describe_transfer(kind: TransferKind, actor: MeshShape) -> str:
+def describe_transfer(kind: TransferKind, actor: MeshShape, in_process: bool) -> str:
+    if kind == "shared" and not in_process:
+        return "shared: through memory of the node that a worker and its engine's process map"
     if kind == "shared" and actor.is_whole:
         return "shared: nothing travels, the engine decodes with the trainer's own tensors"
     return TRANSFERS[kind]

@@ -243,6 +243,11 @@ def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
 def engine_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     rollout, engine = recipe.rollout, recipe.rollout.engine
     others = ["memory_fraction", "quantization", "arguments"]
+    if engine.tensor_parallel > 1 and engine.name != "vllm":
+        yield (
+            f"`rollout.engine.tensor_parallel: {engine.tensor_parallel}`: with {engine.name} each device has a whole "
+            "model; one that does not fit is for `rollout.engine: vllm`"
+        )
     if engine.name == "native":
         yield from unused(engine, "rollout.engine", others, "only vllm and sglang have it")
         if engine.in_process:
@@ -370,6 +375,18 @@ def running_ahead(recipe: Recipe, placement: Placement) -> Findings:
         )
 
 
+def engines_on_nodes(recipe: Recipe, placement: Placement) -> Findings:
+    size, devices = recipe.rollout.engine.tensor_parallel, placement.roles["rollout"]
+    written = f"`rollout.engine.tensor_parallel: {size}`"
+    if len(devices) % size:
+        yield f"{written} does not divide the {len(devices)} devices of the rollout"
+        return
+    for start in range(0, len(devices), size):
+        span = devices[start : start + size]
+        if len({device // recipe.cluster.devices_per_node for device in span}) > 1:
+            yield f"{written}: an engine would have devices {format_devices(span)}, which are on several nodes"
+
+
 def ways_of_weights(recipe: Recipe, placement: Placement) -> Findings:
     cluster = recipe.cluster
     if cluster.transfer == "auto":
@@ -450,4 +467,4 @@ RULES: tuple[Rule, ...] = (
     enough_nodes,
     environment_names,
 )
-PLACED_RULES: tuple[PlacedRule, ...] = (running_ahead, ways_of_weights, mesh_sizes, offloaded_parts)
+PLACED_RULES: tuple[PlacedRule, ...] = (running_ahead, engines_on_nodes, ways_of_weights, mesh_sizes, offloaded_parts)

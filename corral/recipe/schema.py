@@ -173,6 +173,8 @@ class EngineChoice(NamedChoice):
     python: str | None = None
     """Python interpreter that runs the engine's process, of an environment that has the engine. None: the one that runs
     Corral."""
+    tensor_parallel: PositiveInt = 1
+    """Devices of a node over which vLLM spreads one model. The rollout's devices form engines of so many in order."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Part of the device's memory that vLLM or SGLang take for weights and KV cache. None: their own default, or 0.4
     where trainers are on the same device."""

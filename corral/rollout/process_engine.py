@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class ProcessEngine:
         *,
         python: str | None = None,
         log: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.settings, self.tokenizer, self.skeleton, self.device = settings, tokenizer, skeleton, device
         self.max_sequences, self.is_reproducible = settings.max_sequences, settings.name == "native"
@@ -79,7 +81,7 @@ class ProcessEngine:
         self.lock = threading.Lock()
         self.lost: str | None = None
         """Why there is no process any more."""
-        self.python = python or sys.executable
+        self.python, self.environment = python or sys.executable, environment
         self.folder = Path(tempfile.mkdtemp(prefix="corral-engine-"))
         self.log = log or self.folder / "engine.log"
         # Its environment may not have Corral, and must not get our other packages: a folder with Corral alone is added.
@@ -103,7 +105,7 @@ class ProcessEngine:
                     [python, "-m", "corral.rollout.engine_process", str(other.fileno()), str(self.folder)],
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, "PYTHONPATH": search_path},
+                    env={**os.environ, **self.environment, "PYTHONPATH": search_path},
                     pass_fds=[other.fileno()],
                 )
             except OSError as error:

@@ -49,6 +49,7 @@ class WorkerSetup:
     address: str
     timeout_s: float
     threads: int | None
+    accelerators: tuple[str, ...]
     log: Path
     folder: Path | None
     """Folder in which the controller was started; files that the recipe names are relative to it. None: Ray has put a
@@ -99,6 +100,7 @@ class DeviceProcess:
             setup.address,
             timeout_s=setup.timeout_s,
             threads=setup.threads,
+            accelerators=setup.accelerators,
             can_be_replaced=True,
         )
 

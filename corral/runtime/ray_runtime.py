@@ -273,15 +273,18 @@ class RayRuntime(Runtime):
         if threads is None and self.resource == WORKER_SLOT:
             threads = max(1, facts.num_cores // len(device.node.devices))
         interfaces = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
+        rank = own.devices.index(device.number)
+        span = own.devices[rank : rank + self.recipe.rollout.engine.tensor_parallel]
         setup = WorkerSetup(
             device=device.number,
             roles=own.roles,
             run=self.recipe.name,
-            rank=own.devices.index(device.number),
+            rank=rank,
             size=len(own.devices),
             address=device.node.address,
             timeout_s=self.cluster.call_timeout_s,
             threads=threads,
+            accelerators=tuple(name for number in span for name in self.devices[number].process.accelerators),
             log=device.log,
             folder=own_folder(),
             environment={name: value for name, value in interfaces.items() if value is not None},

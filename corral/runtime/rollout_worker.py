@@ -261,6 +261,24 @@ class RolloutWorker(Role):
         self.engine.close()
 
 
+class EngineMember(Role):
+    """Holds a device for an engine that begins on another one (`rollout.engine.tensor_parallel`)."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def load_local_weights(self, version: int) -> float:
+        """Helps to put together the sharded tensors that the engine's worker sends."""
+        for _ in self.context.roles["actor"].trainer.weights():
+            pass
+        return 0.0
+
+    def set_version(self, version: int) -> None: ...
+
+    def release_cache(self) -> None:
+        """The engine's worker does it, for all of its devices, before the trainers begin together."""
+
+
 def native_engine(recipe: Recipe, model: Any, tokenizer: Any) -> NativeEngine:
     check_length(model.config, max_trajectory_tokens(recipe))
     engine = NativeEngine(
@@ -293,13 +311,23 @@ def process_engine(context: WorkerContext, recipe: Recipe, skeleton: Any, tokeni
         config_overrides=model.config_overrides,
         exact=model.exact,
         implementation=model.implementation,
+        tensor_parallel=rollout.engine.tensor_parallel,
         memory_fraction=rollout.engine.memory_fraction or (SHARED_MEMORY_FRACTION if shares_device else None),
         quantization=rollout.engine.quantization,
         arguments=rollout.engine.arguments,
     )
     logs = Path(recipe.logging.runs) / recipe.name / "logs"
     log = logs / f"engine-{context.rank}.log" if logs.is_dir() else None
-    return ProcessEngine(settings, tokenizer, skeleton, context.device, python=rollout.engine.python, log=log)
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(context.accelerators)} if len(context.accelerators) > 1 else {}
+    return ProcessEngine(
+        settings,
+        tokenizer,
+        skeleton,
+        context.device,
+        python=rollout.engine.python,
+        log=log,
+        environment=environment,
+    )
 
 
 # --- at the controller: requests go to who has capacity, and those of a lost worker to the others

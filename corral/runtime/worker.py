@@ -43,6 +43,8 @@ class WorkerContext:
     device: torch.device
     timeout_s: float
     """Deadline for collectives and calls."""
+    accelerators: tuple[str, ...] = ()
+    """Names of the GPUs of an engine that begins on this device (`rollout.engine.tensor_parallel`), as Ray has them."""
     can_be_replaced: bool = False
     """Whether another process takes this one's place when it ends."""
     roles: dict[str, Any] = field(default_factory=dict)
@@ -71,11 +73,12 @@ class Worker:
         *,
         timeout_s: float,
         threads: int | None = None,
+        accelerators: tuple[str, ...] = (),
         can_be_replaced: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.context = WorkerContext(rank, size, address, default_device(), timeout_s, can_be_replaced)
+        self.context = WorkerContext(rank, size, address, default_device(), timeout_s, accelerators, can_be_replaced)
         self.store: TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
@@ -130,7 +133,7 @@ class RewardWorker(Role):
 def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
     """Makes a role. `resume_from`: a checkpoint whose model the policy starts as."""
     from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker  # these import this module
-    from corral.runtime.rollout_worker import RolloutWorker
+    from corral.runtime.rollout_worker import EngineMember, RolloutWorker
 
     policy_path = recipe.model.path if resume_from is None else str(resume_from)
     match role:
@@ -150,6 +153,8 @@ def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
         case "critic":
             return CriticWorker("critic", context, recipe, recipe.critic.path)
         case "rollout":
+            if context.rank % recipe.rollout.engine.tensor_parallel:
+                return EngineMember(context)
             return RolloutWorker(context, recipe, policy_path, context.roles["rewards"].pools)
     raise ValueError(f"there is no role {role}")
 

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import start_corral
 from runs import steps_here, steps_of, write_recipe
+from tiny import SHAPE, tiny_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from corral.observe.ledger import Ledger
 
 OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
+VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
 MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")
 LIMIT_S = 240
 APART = "cluster.placement={rollout: 0-1, actor: 2}"
@@ -79,4 +83,42 @@ def test_it_goes_on_when_the_engine_is_killed(
     audit = Ledger(tmp_path / "runs" / "killed" / "ledger.jsonl").audit()
     assert audit.clean
     assert audit.trained == 8 * 4
+    assert not engine_processes(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64: vLLM has no kernels for small ones."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "heads_of_64", tiny_tokenizer()
+    shape = {**SHAPE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**shape, tie_word_embeddings=True)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="CORRAL_TEST_VLLM_PYTHON names no interpreter that has vLLM")
+@pytest.mark.parametrize(
+    ("engine", "placement"),
+    [
+        ({}, ()),
+        ({"tensor_parallel": 2}, ("cluster.devices_per_node=3", APART)),
+        ({"tensor_parallel": 2}, ("cluster.devices_per_node=2", "train.parallel.shard=2")),
+    ],
+    ids=["one process", "two devices apart", "two devices with sharded trainers"],
+)
+def test_vllm_trains(tmp_path: Path, model: Path, engine: dict[str, Any], placement: tuple[str, ...]) -> None:
+    """It samples other tokens than the native engine; what it is given is the same."""
+    write_recipe(tmp_path, model)
+    chosen = json.dumps({"name": "vllm", "python": VLLM_PYTHON, **engine})
+    long = ("schedule.steps=8", "batch.prompts_per_step=8")
+    run = start_corral(tmp_path, "train", "recipe.yaml", f"rollout.engine={chosen}", *placement, *long)
+    finished = run.wait(LIMIT_S)
+    assert finished.code == 0, finished.stderr
+    rows = steps_of(tmp_path / "runs" / "tiny")
+    assert all(row["transfer/probe_deviation"] < 2e-4 for row in rows)
+    assert all(row["policy/mismatch_kl"] < 1e-6 for row in rows)
+    assert rows[-1]["reward/mean"] > 2 * rows[0]["reward/mean"]
     assert not engine_processes(tmp_path)
