@@ -8,11 +8,12 @@ travel, are left out.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.placement import Placement, resolve_meshes
+from corral.recipe.placement import Placement, format_devices, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.recipe_warnings import needs_logprobs
 from corral.recipe.rules import max_trajectory_tokens
@@ -22,6 +23,8 @@ from corral.recipe.shape import ModelShape
 Phase = Literal["rollout", "logprobs", "train"]
 PHASES: tuple[Phase, ...] = ("rollout", "logprobs", "train")
 FLOAT32 = 4
+KV_CACHE = "KV cache"
+GIB = 2**30
 
 
 def phases_of(algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
@@ -49,6 +52,37 @@ class DeviceMemory:
         return {phase: sum(item.bytes_by_phase.get(phase, 0) for item in self.items) for phase in self.phases}
 
 
+def check_memory(recipe: Recipe, groups: Sequence[DeviceMemory]) -> None:
+    """Raises a RecipeError where a device has less than it needs. The KV cache is left out: an engine takes what there
+    is for it."""
+    available = recipe.cluster.device_memory
+    problems = []
+    for group in groups:
+        cache = next((item.bytes_by_phase for item in group.items if item.name == KV_CACHE), {})
+        needed = {phase: (total - cache.get(phase, 0)) / GIB for phase, total in group.totals.items()}
+        phase = max(needed, key=lambda one: needed[one])
+        if available is not None and needed[phase] > available:
+            problems.append(
+                f"device {format_devices(group.devices)} ({'+'.join(group.roles)}) needs {needed[phase]:.0f} GiB for "
+                f"{phase}, without a KV cache, and has {available:g} (`cluster.device_memory`)"
+                + what_would_fit(recipe, group, needed, available)
+            )
+    if problems:
+        raise RecipeError(problems)
+
+
+def what_would_fit(recipe: Recipe, group: DeviceMemory, needed: dict[Phase, float], available: float) -> str:
+    """The engine's part, which is the only one that is not spread over the devices by itself."""
+    weights = next((item.bytes_by_phase for item in group.items if item.name == "rollout weights"), {})
+    whole = weights.get("rollout", 0) * recipe.rollout.engine.tensor_parallel / GIB
+    others = {phase: value - weights.get(phase, 0) / GIB for phase, value in needed.items()}
+    for size in (2, 4, 8, 16):
+        fits = others["rollout"] + whole / size < available and max(others.values()) < available
+        if whole and fits and recipe.cluster.devices_per_node % size == 0 and len(group.devices) % size == 0:
+            return f"; `rollout.engine: {{name: vllm, tensor_parallel: {size}}}` would fit"
+    return ""
+
+
 def estimate_memory(
     recipe: Recipe,
     algorithm: ResolvedAlgorithm,
@@ -59,10 +93,24 @@ def estimate_memory(
 ) -> list[DeviceMemory]:
     estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, weight_bytes, on_gpu)
     phases = phases_of(algorithm)
-    return [
+    groups = [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
         for roles, devices in placement.groups().items()
     ]
+    available = recipe.cluster.device_memory
+    return groups if available is None else [with_cache_that_fits(group, int(available * GIB)) for group in groups]
+
+
+def with_cache_that_fits(group: DeviceMemory, available: int) -> DeviceMemory:
+    """An engine has a smaller KV cache, and decodes fewer sequences at a time, where there is not room for all."""
+    over = max(0, group.totals.get("rollout", 0) - available)
+    items = [
+        MemoryItem(item.name, {phase: max(0, size - over) for phase, size in item.bytes_by_phase.items()})
+        if item.name == KV_CACHE
+        else item
+        for item in group.items
+    ]
+    return replace(group, items=tuple(items))
 
 
 @dataclass(frozen=True)
@@ -82,12 +130,13 @@ class _Estimate:
         engine = self.recipe.rollout.engine
         if "rollout" in roles and not ("actor" in roles and self.meshes["actor"].is_whole and engine.in_process):
             held = self.shape.num_parameters * self.weight_bytes // engine.tensor_parallel
-            yield MemoryItem("rollout weights", self.always(held))
+            sleeps = self.on_gpu and engine.name == "vllm" and "actor" in roles  # and has its weights on the host then
+            yield MemoryItem("rollout weights", {"rollout": held} if sleeps else self.always(held))
         for role in ("actor", "critic"):
             if role in roles:
                 yield MemoryItem(f"{role} optimizer", self.held("optimizer", self.optimizer(role), ["train"]))
         if "rollout" in roles:
-            yield MemoryItem("KV cache", {"rollout": self.kv_cache()})
+            yield MemoryItem(KV_CACHE, {"rollout": self.kv_cache()})
             if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
                 yield MemoryItem("KV of turns before, at most", {"rollout": self.kv_cache()})
             yield MemoryItem("logits of a decode step", {"rollout": self.decode_logits()})

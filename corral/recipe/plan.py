@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from corral.recipe.memory import DeviceMemory, estimate_memory, human_bytes, human_count
+from corral.recipe.memory import DeviceMemory, check_memory, estimate_memory, human_bytes, human_count
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import (
     Placement,
@@ -141,10 +141,12 @@ def make_plan(
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
     rows = known_rows(recipe, num_rows)
-    weight_bytes = DTYPE_BYTES.get(recipe.model.dtype, dtype_bytes or (4 if device == "cpu" else 2))
+    on_gpu = device != "cpu" or recipe.cluster.device_memory is not None
+    weight_bytes = DTYPE_BYTES.get(recipe.model.dtype, dtype_bytes or (2 if on_gpu else 4))
     memory: list[DeviceMemory] = []
     if model_shape is not None:
-        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes, on_gpu=device != "cpu")
+        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes, on_gpu)
+        check_memory(recipe, memory)
     return Plan(
         recipe=recipe,
         algorithm=algorithm,
@@ -327,6 +329,7 @@ def memory_title(plan: Plan) -> str:
     return (
         f"memory per device, estimated: {human_count(plan.shape.num_parameters)} parameters of "
         f"{plan.weight_bytes} bytes"
+        + (f", of {available:g} GiB" if (available := plan.recipe.cluster.device_memory) else "")
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from corral.recipe.errors import RecipeError
 from corral.recipe.memory import human_bytes, human_count
 from corral.recipe.plan import make_plan, update_sizes
-from corral.recipe.shape import SMOLLM2_135M
+from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
 BATCH = ["batch.prompts_per_step=64", "batch.samples_per_prompt=8", "batch.max_tokens_per_micro_batch=16384"]
 
@@ -360,3 +360,55 @@ def test_bytes_are_said_in_human_units(size, words):
 )
 def test_counts_are_said_in_human_units(number, words):
     assert human_count(number) == words
+
+
+# --- engines, and models that do not fit one device
+
+QWEN_72B = ModelShape(8192, 80, 64, 8, 128, 29568, 152064, tie_word_embeddings=False, qkv_bias=True)
+FOUR_NODES = (
+    "cluster.nodes=4",
+    "cluster.devices_per_node=8",
+    "cluster.device_memory=80",
+    "train.gradient_checkpointing=true",
+    "data.max_prompt_tokens=1024",
+    "rollout.max_response_tokens=3072",
+    "batch.max_tokens_per_micro_batch=8192",
+)
+
+
+def test_another_engine_has_corrected_log_probs_by_default_and_the_plan_says_why(load):
+    lines = lines_of(load("rollout.engine=vllm"))
+    assert any("recomputed" in line and "vllm computes with other kernels than the trainers" in line for line in lines)
+    assert any(line.startswith("correction") and "token_tis" in line for line in lines)
+    assert "engine   vllm: 1 engine, in processes of their own" in lines
+    assert not any("other kernels" in line for line in lines_of(load()))
+
+
+def test_a_model_of_72_billion_parameters_is_spread_over_four_devices_of_an_engine(load):
+    recipe = load(*FOUR_NODES, "rollout.engine=vllm", "rollout.engine.tensor_parallel=4")
+    plan = make_plan(recipe, QWEN_72B)
+    [group] = plan.memory
+    items = {item.name: item.bytes_by_phase for item in group.items}
+    assert items["rollout weights"] == {"rollout": 2 * QWEN_72B.num_parameters // 4}
+    assert items["actor weights"]["train"] == 2 * QWEN_72B.num_parameters // 32
+    assert items["KV cache"]["rollout"] > 2**30
+    assert all(total <= 80 * 2**30 for total in group.totals.values())
+    text = plan.text()
+    assert "engine   vllm: 8 engines of 4 devices each, in processes of their own" in text
+    assert "of 2 bytes, of 80 GiB" in text
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_what_does_not_fit_is_an_error_that_says_what_would(load, engine):
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load(*FOUR_NODES, f"rollout.engine={engine}"), QWEN_72B)
+    [problem] = caught.value.problems
+    assert problem.startswith("device 0-31 (actor+rollout) needs 1")
+    assert "and has 80 (`cluster.device_memory`)" in problem
+    assert problem.endswith("`rollout.engine: {name: vllm, tensor_parallel: 4}` would fit")
+
+
+def test_trainers_that_do_not_fit_are_not_helped_by_an_engine(load):
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load("cluster.devices_per_node=8", "cluster.device_memory=80"), QWEN_72B)
+    assert "would fit" not in caught.value.problems[0]

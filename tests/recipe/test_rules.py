@@ -37,6 +37,13 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
     ("overrides", "key", "reason"),
     [
         ("algorithm.kl.coefficient=0.1", "algorithm.kl.coefficient", "there is no KL in this recipe"),
+        ("rollout.engine.memory_fraction=0.3", "rollout.engine.memory_fraction", "only vllm and sglang have it"),
+        ("rollout.engine.python=x", "rollout.engine.python", "the native engine runs in the trainers' process"),
+        (
+            "rollout.engine=vllm rollout.engine.own_process=true",
+            "rollout.engine.own_process",
+            "vllm always has a process of its own",
+        ),
         ("algorithm.kl.estimator=k1", "algorithm.kl.estimator", "there is no KL in this recipe"),
         ("algorithm.kl.controller=fixed", "algorithm.kl.controller", "there is no KL in this recipe"),
         ("reference.path=x", "reference.path", "there is no KL in this recipe"),
@@ -456,3 +463,40 @@ def test_a_pipeline_with_nothing_to_do_is_a_warning(load):
 def test_all_problems_are_reported_at_once(load):
     text = MINIMAL + "reference: {path: x}\ncritic: {path: x}\nvalidation: {every: 1}\n"
     assert len(problems_of(load("schedule.epochs=2", text=text))) == 4
+
+
+# --- engines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            "rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9",
+            "its log-probs are either those before the temperature or those after the exclusion of tokens",
+        ),
+        (
+            f"rollout.engine.tensor_parallel=2 {APART}",
+            "with native each device has a whole model; one that does not fit is for `rollout.engine: vllm`",
+        ),
+        (
+            "rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.devices_per_node=3",
+            "`rollout.engine.tensor_parallel: 2` does not divide the 3 devices of the rollout",
+        ),
+        (
+            "rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.nodes=2 cluster.devices_per_node=3",
+            "an engine would have devices 2-3, which are on several nodes",
+        ),
+        (
+            "rollout.engine=vllm algorithm.old_logprobs=engine",
+            "leaves the correction without effect that `rollout.engine: vllm` brings with it (token_tis)",
+        ),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(load, overrides, problem):
+    assert any(problem in found for found in problems_of(load(*overrides.split())))
+
+
+@pytest.mark.parametrize("overrides", ["rollout.temperature=0.7", "rollout.top_p=0.9", APART])
+def test_what_vllm_can_do_is_not(load, overrides):
+    check(load("rollout.engine=vllm", *overrides.split()))
