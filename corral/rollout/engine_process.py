@@ -33,6 +33,8 @@ from corral.rollout.engine import Sampling
 from corral.runtime.transfer_channels import SentBucket, TensorPlace
 
 REPORT_EVERY_S = 0.02
+CANCEL = "cancel"
+"""Call that ends an earlier one with the same id; neither is answered."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class EngineBackend(Protocol):
     @property
     def num_steps(self) -> int:
         """Number of decode steps so far."""
+        ...
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a process that the engine has started has ended, without which it computes nothing more."""
         ...
 
     async def generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Generated: ...
@@ -174,13 +181,17 @@ class EngineHost:
                 self.loop.call_soon_threadsafe(self._start, self.wire.recv())
         except (EOFError, OSError):
             shutil.rmtree(self.folder, ignore_errors=True)
-            os.killpg(0, signal.SIGKILL)
+            self._end()
+
+    def _end(self) -> None:
+        """Ends this process and all that the engine has started."""
+        sys.stderr.flush()
+        os.killpg(0, signal.SIGKILL)
 
     def _start(self, call: Call) -> None:
-        if call.method == "cancel":
-            for number in call.arguments:
-                if number in self.tasks:
-                    self.tasks[number].cancel()
+        if call.method == CANCEL:
+            if call.id in self.tasks:
+                self.tasks[call.id].cancel()
             return
         self.tasks[call.id] = task = self.loop.create_task(self._answer(call))
         task.add_done_callback(lambda _: self.tasks.pop(call.id))
@@ -191,6 +202,8 @@ class EngineHost:
             answer = Answer(call.id, self.backend.num_steps, result)
         except Exception as error:
             traceback.print_exc()
+            if self.backend.is_dead:
+                self._end()
             is_users = isinstance(error, UserError | ValueError)
             answer = Answer(call.id, self.backend.num_steps, error=describe(error), is_users=is_users)
         self.wire.send(answer)

@@ -11,6 +11,8 @@ from corral.rollout.native_engine import NativeEngine, copy_weights
 
 
 class NativeBackend:
+    is_dead = False
+
     def __init__(self, settings: EngineSettings) -> None:
         spec = Model(
             path=settings.model,

@@ -29,6 +29,7 @@ from corral.recipe.errors import RunError, UserError
 from corral.rollout.engine import NO_IMAGES, Completion, FinishReason, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import GenerationRequest
 from corral.rollout.engine_process import (
+    CANCEL,
     Answer,
     Call,
     EngineSettings,
@@ -56,6 +57,7 @@ class ProcessEngine:
     on the meta device. `device`: where the weights are that come here. `python`: the interpreter of the process."""
 
     warning: str | None = None
+    wire: "Connection[Any, Any]"
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class ProcessEngine:
         self.ids = itertools.count()
         self.pending: dict[int, Future[Any]] = {}
         self.lock = threading.Lock()
+        self.reader: threading.Thread | None = None
         self.lost: str | None = None
         """Why there is no process any more."""
         self.python, self.environment = python or sys.executable, environment
@@ -111,6 +114,8 @@ class ProcessEngine:
             except OSError as error:
                 own.close()
                 raise UserError(f"rollout.engine: {python} could not be started: {error.strerror}") from error
+        if self.lost is not None:
+            self.wire.close()
         self.wire = Connection(own.detach())
         try:
             self.wire.send(self.settings)
@@ -122,7 +127,8 @@ class ProcessEngine:
         if ready.error is not None:
             raise UserError(ready.error)
         self.lost = None
-        threading.Thread(target=self._read, name="corral-engine-wire", daemon=True).start()
+        self.reader = threading.Thread(target=self._read, name="corral-engine-wire", daemon=True)
+        self.reader.start()
 
     def _why_it_ended(self) -> str:
         code = terminate_group(self.process)
@@ -212,8 +218,9 @@ class ProcessEngine:
         try:
             generated: Generated = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            with suppress(EngineLost):
-                self._call("cancel", number)
+            self.pending.pop(number, None)  # it gets no answer
+            with self.lock, suppress(OSError):
+                self.wire.send(Call(number, CANCEL, ()))
             raise
         return generated
 
@@ -297,6 +304,9 @@ class ProcessEngine:
     def close(self) -> None:
         if hasattr(self, "process"):
             terminate_group(self.process, CLOSE_S if self.lost is None else 0)
+        if self.reader is not None:
+            self.reader.join()
+            self.wire.close()
         self._free()
         shutil.rmtree(self.folder, ignore_errors=True)
 

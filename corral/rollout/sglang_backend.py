@@ -35,6 +35,9 @@ STREAM_INTERVAL = 8
 
 
 class SglangBackend:
+    is_dead = False
+    """It ends this process itself when one of its own has ended."""
+
     def __init__(self, engine: Any) -> None:
         self.engine, self.manager = engine, engine.tokenizer_manager
         self.num_steps = 0

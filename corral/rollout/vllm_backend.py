@@ -108,6 +108,10 @@ class VllmBackend:
         made.append(cls(engine, on_gpu))
         return made[0]
 
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.engine.errored)
+
     async def generate(self, tokens: list[int], sampling: Sampling, seed: int) -> Generated:
         """`seed` is not used: vLLM samples requests with seeds one by one, and a token depends on the batch anyway."""
         from vllm import SamplingParams

@@ -185,6 +185,24 @@ def test_what_keeps_an_engine_from_starting_is_told(model: tuple[Path, Any], tmp
 
 
 @pytest.mark.skipif(VLLM_PYTHON is None, reason="CORRAL_TEST_VLLM_PYTHON names no interpreter that has vLLM")
+def test_a_process_that_vllm_has_started_is_part_of_the_engine(model: tuple[Path, Any]) -> None:
+    engine = start_engine(model, "vllm")
+
+    async def run() -> None:
+        task = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=200), 0))
+        while engine.num_decode_steps < 3:
+            await asyncio.sleep(0.001)
+        children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children").read_text().split()
+        [core] = [pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(core), signal.SIGKILL)
+        with pytest.raises(EngineLost):
+            await task
+
+    asyncio.run(run())
+    engine.close()
+
+
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="CORRAL_TEST_VLLM_PYTHON names no interpreter that has vLLM")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
