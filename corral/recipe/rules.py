@@ -242,7 +242,7 @@ def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
 
 def engine_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     rollout, engine = recipe.rollout, recipe.rollout.engine
-    others = ["memory_fraction", "quantization", "arguments"]
+    others = ["memory_fraction", "arguments"]
     if engine.tensor_parallel > 1 and engine.name != "vllm":
         yield (
             f"`rollout.engine.tensor_parallel: {engine.tensor_parallel}`: with {engine.name} each device has a whole "

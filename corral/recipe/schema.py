@@ -178,8 +178,6 @@ class EngineChoice(NamedChoice):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Part of the device's memory that vLLM or SGLang take for weights and KV cache. None: their own default, or 0.4
     where trainers are on the same device."""
-    quantization: str | None = None
-    """How vLLM or SGLang quantize the weights, such as fp8."""
     arguments: dict[str, Any] = {}
     """More arguments of vLLM's engine or SGLang's server, by their names there; the installed version has to have
     them."""

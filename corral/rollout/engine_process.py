@@ -58,7 +58,6 @@ class EngineSettings:
     implementation: str = "auto"
     tensor_parallel: int = 1
     memory_fraction: float | None = None
-    quantization: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own arguments, by their names there."""
 

@@ -35,7 +35,7 @@ OWN = {
     "max_num_batched_tokens": "rollout.max_prefill_tokens",
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
     "gpu_memory_utilization": "rollout.engine.memory_fraction",
-    "quantization": "rollout.engine.quantization",
+    "quantization": "nobody yet: it was not tried with weights that change",
     "seed": "seed",
     "trust_remote_code": "model.trust_remote_code",
     "hf_overrides": "model.config_overrides",
@@ -88,8 +88,6 @@ class VllmBackend:
         }
         if settings.config_overrides:
             arguments["hf_overrides"] = dict(settings.config_overrides)
-        if settings.quantization is not None:
-            arguments["quantization"] = settings.quantization
         if settings.memory_fraction is not None:
             arguments["gpu_memory_utilization"] = settings.memory_fraction
 

@@ -313,7 +313,6 @@ def process_engine(context: WorkerContext, recipe: Recipe, skeleton: Any, tokeni
         implementation=model.implementation,
         tensor_parallel=rollout.engine.tensor_parallel,
         memory_fraction=rollout.engine.memory_fraction or (SHARED_MEMORY_FRACTION if shares_device else None),
-        quantization=rollout.engine.quantization,
         arguments=rollout.engine.arguments,
     )
     logs = Path(recipe.logging.runs) / recipe.name / "logs"
