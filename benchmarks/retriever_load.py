@@ -146,7 +146,7 @@ async def load(url: str, num_clients: int, queries: list[str], seconds: float) -
         rng = random.Random(number)
         while (asked := time.perf_counter()) < end:
             body = json.dumps({"queries": [rng.choice(queries)], "topk": 3, "return_scores": True}).encode()
-            writer.write(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.write(b"POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
             assert length is not None

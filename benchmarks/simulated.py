@@ -82,10 +82,15 @@ def rows(num_rows: int, prompt_tokens: int) -> Iterator[dict[str, Any]]:
         yield {"prompt": f"{row:08d}".ljust(prompt_tokens, "?"), "answer": ""}
 
 
+class NoRewards(Role):
+    async def try_out(self, rows: Any) -> dict[str, str]:
+        return {}
+
+
 def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
     match role:
         case "rewards":
-            return Role()
+            return NoRewards()
         case "rollout":
             return SimulatedRolloutWorker(recipe)
     return SimulatedTrainer(recipe)
@@ -159,7 +164,7 @@ class SimulatedRolloutWorker(Role):
 
     # --- new weights
 
-    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int) -> None:
+    async def join_channel(self, *ends: Any) -> None:
         """There is no channel."""
 
     async def receive_weights(self, handle: Any, version: int) -> float:
@@ -205,7 +210,7 @@ class SimulatedTrainer(Role):
         self.device = asyncio.Lock()
 
     def facts(self) -> dict[str, Any]:
-        return {"dtype": "float32"}
+        return {"dtype": "float32", "address": "simulated"}
 
     async def compute_logprobs(self, shares: Sequence[Batch | None]) -> list[FloatArray]:
         for share in shares:
@@ -226,7 +231,7 @@ class SimulatedTrainer(Role):
     async def open_channel(self, kind: str) -> str:
         return ""
 
-    async def join_channel(self, rendezvous: str, size: int) -> None:
+    async def join_channel(self, *ends: Any) -> None:
         """There is no channel."""
 
     async def send_weights(self) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from corral.algorithms.declarations import policy_loss as loss
     from corral.api import Run, evaluate, load_recipe, plan, reward, train
     from corral.data.batch import Trajectory
-    from corral.envs.base import BlockingEnv, Env, StepResult
+    from corral.envs.base import BlockingEnv, Env, StepResult, final_step
     from corral.recipe.errors import RecipeError, RunError, UserError
     from corral.recipe.plan import Plan
     from corral.recipe.schema import Recipe
@@ -21,7 +21,7 @@ _HOMES = {
     "corral.algorithms.declarations": ("Needs", "advantage", "policy_loss"),
     "corral.api": ("Run", "evaluate", "load_recipe", "plan", "reward", "train"),
     "corral.data.batch": ("Trajectory",),
-    "corral.envs.base": ("BlockingEnv", "Env", "StepResult"),
+    "corral.envs.base": ("BlockingEnv", "Env", "StepResult", "final_step"),
     "corral.recipe.errors": ("RecipeError", "RunError", "UserError"),
     "corral.recipe.plan": ("Plan",),
     "corral.recipe.schema": ("Recipe",),
@@ -43,6 +43,7 @@ __all__ = [
     "UserError",
     "advantage",
     "evaluate",
+    "final_step",
     "load_recipe",
     "loss",
     "plan",

@@ -5,7 +5,6 @@ machinery finds again (`data/plugins.py`), and everything behind is the code tha
 """
 
 import asyncio
-import inspect
 import io
 import json
 import sys
@@ -25,6 +24,7 @@ from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan, describe_batch, describe_schedule, make_plan
 from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
+from corral.rewards.reward_function import takes_responses
 
 if TYPE_CHECKING:
     import pyarrow
@@ -46,6 +46,7 @@ def train(
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
     quiet: bool = False,
+    resume_anyway: bool = False,
     **overrides: Any,
 ) -> "Run":
     """Train as the recipe says, and return the finished run.
@@ -53,7 +54,8 @@ def train(
     Objects take the place of names: a reward function, an environment class, rows to train and validate on, a policy
     loss, an advantage. Any section of the recipe is a keyword with a mapping of what to change in it
     (`schedule={"steps": 5}`), and any key is one with dots (`**{"schedule.steps": 5}`). A run of the same name that was
-    stopped continues, as it does with `corral train`. On a Ray cluster objects must be importable there.
+    stopped continues, as it does with `corral train`; one that was trained with another model, data, reward,
+    environment or algorithm is refused, unless `resume_anyway`. On a Ray cluster objects must be importable there.
     """
     from corral.loop.train import train as run_training
     from corral.loop.training_loop import Interrupt
@@ -68,16 +70,15 @@ def train(
     }
     loaded = _load(recipe, overrides, objects)
     planned = checked_plan(loaded)
-    console = Console(io.StringIO()) if quiet else Console()
+    # What may be wrong is printed all the same.
+    console = Console(io.StringIO(), warnings=sys.stderr) if quiet else Console()
     for warning in planned.warnings:
-        if quiet:  # what may be wrong is printed all the same
-            print(f"warning: {warning}", file=sys.stderr)
-        else:
-            console.warn(warning)
+        console.warn(warning)
     lines = [*describe_batch(planned), *describe_schedule(planned)]
     interrupt = Interrupt(console.warn)
     folder = _outside_of_event_loops(
-        lambda: run_training(loaded, planned.text(), lines, console, interrupt=interrupt), interrupt.request
+        lambda: run_training(loaded, planned.text(), lines, console, interrupt=interrupt, resume_anyway=resume_anyway),
+        interrupt.request,
     )
     return Run(folder)
 
@@ -126,13 +127,12 @@ def load_recipe(recipe: RecipeSource, **overrides: Any) -> Recipe:
 def reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a reward function, and check at once that it can be called as one.
 
-    It takes `response` and any of `answer`, `prompt`, `extra` and `source`, by name, and returns a number, or a dict
-    with `score` whose other numbers become metrics. It may be `async`.
+    It takes `response` and any of `answer`, `prompt`, `extra` and `source`, by name, and returns a number, a dict
+    with `score` whose other numbers become metrics, or None for a sample without a reward. One that takes `responses`
+    gets all samples of a prompt, and returns a list. It may be `async`.
     """
-    names = inspect.signature(function).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
-    if not takes_any and not {"response", "solution_str"} & {parameter.name for parameter in names}:
-        raise UserError(f"the reward function `{function.__name__}` must have a parameter `response`")
+    if not takes_responses(function):
+        raise UserError(f"the reward function `{function.__name__}` must have a parameter `response` or `responses`")
     return function
 
 

@@ -2,21 +2,25 @@
 how it ended.
 
 The file is also a program, the shim around each worker of a run: Ray only says that an actor died, and the one who
-knows how is the process's parent. `python -I -S child_process.py FOLDER COMMAND...` runs the command as its child,
-passes signals on, and writes the exit code to `FOLDER/exit-PID`. So this file needs nothing but the standard library.
+knows how is the process's parent. `python -I -S child_process.py FOLDER NAME COMMAND...` runs the command as its child,
+passes signals on, and writes the exit code to `FOLDER/exit-NAME`. With `--remove FOLDER` it removes a folder that no
+process holds any more. So this file needs nothing but the standard library.
 """
 
 import ctypes
+import fcntl
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 POLL_EVERY_S = 0.02
 TAIL_BYTES = 64 * 1024
@@ -32,6 +36,23 @@ _SET_DEATH_SIGNAL_AND_EXEC = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[1])); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
+
+
+ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|COLUMNS|TZ|TMPDIR|LANG|LANGUAGE|LC_\w+|PYTHON\w+|VIRTUAL_ENV|CONDA_PREFIX|"
+    r"LD_LIBRARY_PATH|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|CUDA_VISIBLE_DEVICES|XDG_\w+|SSL_CERT_(FILE|DIR)|"
+    r"(REQUESTS|CURL)_CA_BUNDLE|HF_(HOME|ENDPOINT|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|"
+    r"(HIP|ROCR)_VISIBLE_DEVICES|NO_PROXY|no_proxy|CORRAL_UP"
+)
+"""Environment variables that processes with somebody's code get: none that has a password, a key or a token in it.
+The last is the mark by which `corral down` finds processes."""
+
+
+def allowed_environment(names: Iterable[str] = ()) -> dict[str, str]:
+    """The environment of a process that runs rewards, environments, tools or agents: variables that are no secret, and
+    those that the recipe names."""
+    named = set(names)
+    return {name: value for name, value in os.environ.items() if name in named or ALLOWED.fullmatch(name)}
 
 
 def start_child(
@@ -102,6 +123,27 @@ def last_lines(output: Path | IO[bytes], number: int) -> list[str]:
     return [line for line in lines if line][-number:]
 
 
+class ProcessStat(NamedTuple):
+    """State of a process or thread, as the kernel has it."""
+
+    state: str
+    """A letter: R runs, S waits, D waits for a disk, T is stopped, Z has ended."""
+    cpu_ticks: int
+    """CPU time that it has used."""
+    started: int
+    """Start time in ticks since the machine was started: tells it from a later process with the same id."""
+
+
+def read_stat(pid: int, thread: int | None = None) -> ProcessStat | None:
+    """The state of a process, or of one of its threads; None where there is no such process."""
+    folder = f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}"
+    try:
+        fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended, perhaps just now
+        return None
+    return ProcessStat(fields[0], int(fields[11]) + int(fields[12]), int(fields[19]))
+
+
 # --- dying with the parent. Linux only: elsewhere a child may outlive it.
 
 
@@ -136,7 +178,7 @@ def die_with_stdin() -> None:
 # --- the shim that records how a worker ended
 
 
-def run_and_record_exit(folder: Path, command: list[str]) -> int:
+def run_and_record_exit(folder: Path, name: str, command: list[str]) -> int:
     child = os.fork()
     if child == 0:
         die_with_parent()
@@ -149,20 +191,57 @@ def run_and_record_exit(folder: Path, command: list[str]) -> int:
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if folder.is_dir():  # it is removed at the end of a run, when nobody asks any more
-        work = folder / f".exit-{child}"
+        work = folder / f".exit-{name}"
         work.write_text(str(code))
-        work.rename(folder / f"exit-{child}")
+        work.rename(folder / f"exit-{name}")
     return code if code >= 0 else 128 - code
 
 
-def read_exit(folder: Path, pid: int) -> int | None:
-    """The exit code that the shim has recorded; negative: the signal that ended it. None: not known, or still
-    running."""
+def read_exit(folder: Path, name: str) -> int | None:
+    """The exit code that the shim has recorded; negative: the signal that ended the process. None: not known, or still
+    running. The name is not the process id: a process that dies while it starts could not report its own."""
     try:
-        return int((folder / f"exit-{pid}").read_text())
+        return int((folder / f"exit-{name}").read_text())
     except FileNotFoundError:
         return None
 
 
+# --- folders that go when the last process that uses them has ended, however it ended
+
+
+def hold_folder(folder: Path) -> int:
+    """Makes the folder where it is missing, and holds it until this process ends, or closes the descriptor that is
+    returned."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # it was removed just now, for another process that had held it
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if folder.exists() and folder.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+            os.close(descriptor)
+
+
+def remove_when_released(folder: Path) -> None:
+    """Starts a process that outlives this one, waits until nobody holds the folder, and removes it."""
+    command = [sys.executable, "-I", "-S", __file__, "--remove", str(folder)]
+    start_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait()
+
+
+def remove_released_folder(folder: Path) -> None:
+    """Removes a folder, once nobody holds it, unless there are logs in it. The process that was started returns at
+    once, and a child does it: so it is nobody's child, and is not ended with those of a worker by Ray."""
+    if os.fork():
+        return
+    with suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits
+        if not any(folder.glob("*.log")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    sys.exit(run_and_record_exit(Path(sys.argv[1]), sys.argv[2:]))
+    if sys.argv[1] == "--remove":
+        remove_released_folder(Path(sys.argv[2]))
+        sys.exit()
+    sys.exit(run_and_record_exit(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -3,27 +3,36 @@ signal, and metrics in Prometheus' text format. Needs FastAPI and uvicorn, and i
 """
 
 import hmac
+import ipaddress
 import json
 import signal
 import socket
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import Request, Response
+    from fastapi import FastAPI, Request, Response
     from pydantic import ValidationError
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 RETRY_AFTER_S = 1
 CLOSING_S = 5
 """Time for requests that are being answered when the server ends."""
+REQUEST_S = 20.0
+"""Time for a new connection to send its first request."""
+KEEP_ALIVE_S = 75
+"""Time between an answer and the whole of the next request. Who has come so far has the token, if there is one: a
+connection without it is closed after the first answer."""
+CHECK_S = 5.0
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -47,7 +56,44 @@ class TokenMiddleware:
             await self.app(scope, receive, send)
         else:
             refusal = reply(401, {"error": "the token is missing or wrong (Authorization: Bearer TOKEN)"})
+            refusal.headers["Connection"] = "close"
             await refusal(scope, receive, send)
+
+
+class HostMiddleware:
+    """Where there is no token: refuses requests that came to loopback under another name. A page in a browser of this
+    machine can have a name of its own stand for 127.0.0.1, and would then ask as if it were a program here."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] != "http" or not is_loopback(str(scope["server"][0])):
+            return await self.app(scope, receive, send)
+        given = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+        try:
+            name = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            name = given
+        if name == "localhost" or is_loopback(name):
+            return await self.app(scope, receive, send)
+        refusal = reply(403, {"error": f"this server is localhost, not {name}"})
+        await refusal(scope, receive, send)
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, or what is none
+        return False
+
+
+def protect(app: "FastAPI", token: str | None) -> None:
+    """Requests need the token or, where there is none, come from programs and not from pages in a browser."""
+    if token is None:
+        app.add_middleware(HostMiddleware)
+    else:
+        app.add_middleware(TokenMiddleware, token=token)
 
 
 def reply(status: int, answer: Mapping[str, object]) -> "Response":
@@ -119,13 +165,59 @@ def make_server(app: "ASGIApp", max_connections: int) -> "uvicorn.Server":
 
     config = uvicorn.Config(
         app,
+        http=guarded_protocol(max_connections // 2),
         log_config=None,
         access_log=False,
         limit_concurrency=max_connections,
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )
     return Server(config)
+
+
+def guarded_protocol(max_silent: int) -> Any:
+    """The protocol of a connection, as uvicorn has it, with an end for those that send nothing: each has REQUEST_S for
+    its first request, and of more than `max_silent` that have sent none the oldest of the peer with the most of them is
+    closed. Otherwise idle connections, for which nobody needs a token, use up all that the server accepts."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
+    except ImportError:
+        from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol  # type: ignore[assignment]
+
+    silent: dict[Any, str] = {}  # connections that have not sent a request yet, oldest first, and their peers
+
+    class GuardedProtocol(Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.waits_since, self.watch = self.loop.time(), self.loop.call_later(CHECK_S, self.check)
+            silent[self] = str((transport.get_extra_info("peername") or ("",))[0])
+            if len(silent) > max_silent:
+                [(peer, _)] = Counter(silent.values()).most_common(1)
+                oldest = next(one for one, own in silent.items() if own == peer)
+                del silent[oldest]
+                oldest.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            silent.pop(self, None)
+            self.watch.cancel()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.more_body:
+                silent.pop(self, None)
+
+        def check(self) -> None:
+            """Closes the connection if its next request takes too long to come, however little of it arrives."""
+            now = self.loop.time()
+            if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+                self.waits_since = now  # it is being answered, which may take long
+            elif now - self.waits_since > (REQUEST_S if self in silent else KEEP_ALIVE_S):
+                self.transport.abort()
+                return
+            self.watch = self.loop.call_later(CHECK_S, self.check)
+
+    return GuardedProtocol
 
 
 class PrometheusText:

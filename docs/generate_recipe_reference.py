@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.algorithms.declarations import AdvantageDeclaration, Declaration, LossDeclaration, format_option
+from corral.loop.resuming import ON_RESUME
 from corral.recipe.keys import ANY, Key, KeyPath, all_keys, describe, dotted
 from corral.recipe.parts import KINDS, PRESETS
 from corral.recipe.presets import resolve_algorithm
@@ -41,6 +42,7 @@ def generated() -> dict[Path, str]:
     return {
         DOCS / "recipe.md": with_tables("recipe.md", {"keys": key_tables}),
         DOCS / "algorithms.md": with_tables("algorithms.md", tables),
+        DOCS / "runs-and-checkpoints.md": with_tables("runs-and-checkpoints.md", {"resume": resume_table}),
     }
 
 
@@ -60,6 +62,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 # --- keys of the recipe
+
+
+def resume_table() -> str:
+    """What becomes of a changed key when a run goes on; sections without their exceptions."""
+    keys: dict[str, list[str]] = {}
+    for key, rule in ON_RESUME.items():
+        keys.setdefault(rule, []).append(f"`{key}`")
+    return table(["a change of", "is"], [[", ".join(own), rule] for rule, own in keys.items()])
 
 
 def key_tables() -> str:
@@ -179,6 +189,7 @@ def preset_table() -> str:
         if resolved.kl is not None:
             numbers = f"{resolved.kl.estimator.name}, {resolved.kl.coefficient:g}"
             besides.append(f"KL in the {resolved.kl.where} ({numbers}), so a reference model")
+        besides += ["a reference model"] * resolved.loss.declaration.needs_reference
         besides += ["a critic"] * resolved.needs_critic
         besides += ["a greedy answer to each prompt"] * resolved.needs_greedy_baseline
         besides += ["dynamic sampling"] * resolved.dynamic_sampling
@@ -210,7 +221,9 @@ def part_table(noun: str, declared: Mapping[str, Declaration]) -> str:
 
 def needs_text(declared: Declaration) -> str:
     if isinstance(declared, LossDeclaration):
-        return f"aggregation {declared.aggregation}" if declared.aggregation else ""
+        needs = [f"aggregation {declared.aggregation}"] if declared.aggregation else []
+        needs += ["pairs of answers"] * declared.trains_on_pairs + ["a reference"] * declared.needs_reference
+        return ", ".join(needs)
     if isinstance(declared, AdvantageDeclaration):
         needs = dataclasses.asdict(declared.needs)
         return ", ".join(name.replace("_", " ") for name, needed in needs.items() if needed)

@@ -11,9 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Ray would start Python processes in advance for every run. Corral's actors, whose environment is their own, use none.
 os.environ |= {"RAY_prestart_worker_first_driver": "false"}
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; read when transformers, below, imports triton
-
-from tiny import save_tiny_model
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; read when transformers imports triton
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,6 +23,8 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face layout; the same weights in every run."""
+    from tiny import save_tiny_model  # with transformers: the process of xdist that runs no test does without
+
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model(folder)
     return folder

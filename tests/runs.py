@@ -16,6 +16,7 @@ from corral.observe.run_folder import RunFolder
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
 from corral.recipe.rules import check
+from corral.recipe.schema import Recipe
 
 RECIPE = """\
 name: tiny
@@ -70,12 +71,16 @@ def train_here(folder: Path, model: Path, *overrides: str) -> Path:
 
 def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:
     """The rows of a run's steps, without its last checkpoint and picture: faster."""
-    recipe = load_recipe(write_recipe(folder, model), overrides)
+    return [row for row in rows_here(load_recipe(write_recipe(folder, model), overrides)) if "reward/mean" in row]
+
+
+def rows_here(recipe: Recipe, resume_from: Path | None = None) -> list[dict[str, Any]]:
+    """The metrics of a run in this process, without its last checkpoint and picture."""
     check(recipe)
     console = Console(io.StringIO())
 
     async def run_here(run_folder: RunFolder, interrupt: Interrupt) -> None:
-        async with running(recipe, run_folder, console, interrupt) as run:
+        async with running(recipe, run_folder, console, interrupt, resume_from) as run:
             await run_steps(run)
 
     with (
@@ -83,7 +88,7 @@ def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any
         Interrupt(console.warn) as interrupt,
     ):
         asyncio.run(run_here(run_folder, interrupt))
-    return steps_of(run_folder.path)
+    return rows_of(run_folder.path)
 
 
 def steps_in_mode(folder: Path, model: Path, pipelined: bool, *overrides: str) -> list[dict[str, Any]]:

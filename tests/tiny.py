@@ -7,6 +7,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -68,5 +69,37 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def save_tiny_classifier(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> None:
+    """A random reward model. `changes`: of its configuration."""
+    torch.manual_seed(seed)
+    config = tiny_config(family)
+    for key, value in {"num_labels": 1, **changes}.items():
+        setattr(config, key, value)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        model.score.weight.normal_()  # scores that differ by more than rounding
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def save_vowel_classifier(folder: Path) -> None:
+    """A reward model that prefers conversations with many vowels: attention is the mean over all tokens, and writes how
+    many are vowels where the head looks."""
+    config = tiny_config("llama")
+    config.num_labels, config.num_hidden_layers = 1, 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        for module in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
+            module.weight.zero_()
+        model.score.weight.zero_()
+        model.model.embed_tokens.weight.zero_()
+        for number, token in enumerate([*SPECIAL, *CHARACTERS]):
+            model.model.embed_tokens.weight[number, 0 if token in tuple("aeiou") else 1] = 1.0
+        layer.self_attn.v_proj.weight[0, 0] = layer.self_attn.o_proj.weight[2, 0] = model.score.weight[0, 2] = 1.0
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

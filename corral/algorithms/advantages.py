@@ -7,7 +7,7 @@ They compute in float64 whatever came in. What they agree on:
 - A trajectory without a generated token is no sample: it does not enter its group's statistics.
 - Estimators that compare the samples of a prompt give a group of one an advantage of 0 (before whitening, where there
   is any): alone, it says nothing about better or worse. Some implementations let it keep its raw reward instead,
-  which trains a lone failure not at all and a lone success at full strength.
+  which trains a lone failure not at all and a lone success at full strength (`with_lone_rewards`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
 from corral.algorithms import ragged
 from corral.algorithms.declarations import ADVANTAGES as ADVANTAGES
@@ -66,6 +66,9 @@ class RewardedBatch:
     """[T] The critic's. None unless the estimator needs a critic."""
     baselines: Tensor | None = None
     """[N] Reward of the prompt's greedy answer. None unless the estimator needs it."""
+    teacher_lead: Tensor | None = None
+    """[T] Log-prob of the token under the teacher minus that under the policy that sampled it. None unless the
+    estimator needs a teacher."""
     turns: Turns | None = None
     """None unless the estimator needs turns; then None means that every trajectory is one turn."""
     is_whole: bool = True
@@ -124,6 +127,7 @@ class RewardedBatch:
             self.groups[rows],
             None if self.values is None else self.values[tokens],
             None if self.baselines is None else self.baselines[rows],
+            None if self.teacher_lead is None else self.teacher_lead[tokens],
             turns,
             self.is_whole,
         )
@@ -148,6 +152,7 @@ def compute_advantages(part: AlgorithmPart[AdvantageDeclaration], batch: Rewarde
         batch,
         values=batch.values if needs.critic else None,
         baselines=batch.baselines if needs.greedy_baseline else None,
+        teacher_lead=batch.teacher_lead if needs.teacher else None,
         turns=batch.turns if needs.turns else None,
         is_whole=needs.whole_batch,
     )
@@ -195,6 +200,11 @@ class TurnOptions:
 class GigpoOptions(TurnOptions):
     turn_weight: Annotated[float, Gt(0)] = 1.0
     """Weight of the comparison of single turns, beside the comparison of whole trajectories."""
+
+
+@advantage("none", "1 for every trained token: rows are trained on as they are", needs=Needs(whole_batch=False))
+def none(batch: RewardedBatch, options: NoOptions) -> Tensor:
+    return batch.mask.double()
 
 
 @advantage(
@@ -292,6 +302,32 @@ def remax(batch: RewardedBatch, options: NoOptions) -> Advantages:
         raise ValueError("remax needs the rewards of greedy answers (baselines), and this batch has none")
     returns = _returns(batch, 1.0)
     return _result(batch, returns - ragged.expand(batch.baselines.double(), batch.offsets), returns)
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    task_weight: Annotated[float, Ge(0)] = 0.0
+    """Weight of the task's rewards beside the teacher: of their advantage as in grpo. 0: the teacher alone."""
+
+
+@advantage(
+    "distill",
+    "the teacher's log-prob of the token minus the policy's own",
+    options=DistillOptions,
+    needs=Needs(teacher=True, whole_batch=False),
+)
+def distill(batch: RewardedBatch, options: DistillOptions) -> Advantages:
+    """On-policy distillation (Agarwal et al., 2023, arXiv 2306.13649; Lu et al., 2025): `log p_teacher - log p`, token
+    by token, without discount. Its mean over samples of the policy is minus the reverse KL to the teacher, and its
+    policy gradient that KL's gradient, but for what later tokens would add.
+    """
+    if batch.teacher_lead is None:
+        raise ValueError("distill needs a teacher's log-probs (teacher_lead), and this batch has none")
+    advantages = batch.teacher_lead.double()
+    if options.task_weight:
+        task = batch.centered_rewards / (batch.reward_std + EPSILON)
+        advantages = advantages + options.task_weight * ragged.expand(task, batch.offsets)
+    return _result(batch, advantages, advantages)
 
 
 @advantage("opo", "reward minus the length-weighted mean of the prompt's samples", needs=BY_GROUP)
@@ -504,6 +540,13 @@ def clipped_rewards(token_rewards: Tensor, mask: Tensor, offsets: Tensor, bound:
     is_beyond = ragged.expand(totals.abs() > bound, offsets)
     fractions = token_rewards.double() / ragged.expand(totals.abs(), offsets)
     return torch.where(is_beyond, fractions * bound, token_rewards.double())
+
+
+def with_lone_rewards(advantages: Tensor, batch: RewardedBatch) -> Tensor:
+    """[T]: the advantages, but a trajectory that is alone in its group has its reward, as in verl."""
+    is_lone = ragged.group_count(batch.has_tokens, batch.groups) == 1
+    own = ragged.expand(batch.rewards, batch.offsets).to(advantages.dtype)
+    return torch.where(ragged.expand(is_lone, batch.offsets) & batch.mask, own, advantages)
 
 
 def informative_groups(rewards: Tensor, groups: Tensor) -> Tensor:

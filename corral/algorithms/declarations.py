@@ -31,6 +31,9 @@ class Needs:
     """A critic's value for every token (`batch.values`)."""
     greedy_baseline: bool = False
     """The reward of a greedy answer to each prompt (`batch.baselines`)."""
+    teacher: bool = False
+    """By how much a teacher's log-prob of every token is above the policy's (`batch.teacher_lead`). The teacher is the
+    model of `reference.path`."""
     turns: bool = False
     """Where each turn ends and in which state it was taken (`batch.turns`)."""
     whole_batch: bool = True
@@ -67,6 +70,14 @@ class LossDeclaration(Declaration):
     skips_zero_advantage: bool = False
     """Whether tokens with an advantage of zero have no gradient, so that trajectories of such tokens need not be
     computed."""
+    trains_on_rows: bool = False
+    """Whether the loss is of the answers that the rows of the data have: nothing is rolled out, and there are neither
+    rewards nor old log-probs."""
+    trains_on_pairs: bool = False
+    """Whether these are two answers to each prompt, of which one was preferred (`terms.is_chosen`). The two are always
+    in one micro-batch."""
+    needs_reference: bool = False
+    """Whether the loss compares with the log-probs of the reference model (`terms.reference_logprobs`)."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +164,13 @@ def policy_loss(
     aggregation: str | None = None,
     uses_old_policy: bool = True,
     skips_zero_advantage: bool = False,
+    trains_on_rows: bool = False,
+    trains_on_pairs: bool = False,
+    needs_reference: bool = False,
 ) -> Callable[[Function], Function]:
     """Declares a function of `PolicyTerms` and its options that returns a loss for each token: a tensor, or a
     `TokenLoss` with numbers to report."""
-    facts = aggregation, uses_old_policy, skips_zero_advantage
+    facts = aggregation, uses_old_policy, skips_zero_advantage, trains_on_rows, trains_on_pairs, needs_reference
     return _declaring(LOSSES, lambda function: LossDeclaration("loss", name, summary, function, options, *facts))
 
 

@@ -3,16 +3,16 @@ which makes one number of them.
 
 In policy losses x = log pi - log pi_old of a token (clamped to [-20, 20]), rho = exp(x), and sg[] is "no gradient
 through this". Losses of whole sequences (gspo, gmpo) are written per token such that `seq_mean_token_mean` gives the
-paper's loss and gradient, and declare that they need this aggregation.
+paper's loss and gradient, and declare that they need this aggregation; so are those of pairs (dpo, ipo, simpo).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 from corral.algorithms import ragged
 from corral.algorithms.declarations import AGGREGATIONS as AGGREGATIONS
@@ -51,6 +51,12 @@ class PolicyTerms:
     """[T] bool, generated tokens."""
     offsets: Tensor
     """[N + 1]"""
+    reference_logprobs: Tensor | None = None
+    """[T] Of the reference model. None unless the loss needs them."""
+    pairs: Tensor | None = None
+    """[N] int, counted from 0: the two answers of a pair have the same number. None unless pairs are trained on."""
+    is_chosen: Tensor | None = None
+    """[N] bool, which answer of its pair is the chosen one. None unless pairs are trained on."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -60,6 +66,20 @@ class PolicyTerms:
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[T] -> [T]: every token gets the mean over its sequence's generated tokens."""
         return ragged.expand(ragged.segment_mean(values, self.mask, self.offsets), self.offsets)
+
+    @property
+    def reference_log_ratio(self) -> Tensor:
+        """[T]: how much more likely a token is than under the reference, as a difference of log-probs."""
+        if self.reference_logprobs is None:
+            raise ValueError("this loss needs a reference's log-probs; declare it with needs_reference=True")
+        return self.logprobs - self.reference_logprobs
+
+    def margin(self, of_sequences: Tensor) -> Tensor:
+        """[N] -> [N]: the value of a pair's chosen answer minus that of the other one; both get it."""
+        if self.pairs is None or self.is_chosen is None:
+            raise ValueError("this loss compares the answers of a pair; declare it with trains_on_pairs=True")
+        signed = torch.where(self.is_chosen, of_sequences, -of_sequences)
+        return torch.zeros_like(signed).index_add(0, self.pairs, signed)[self.pairs]
 
 
 @dataclass(frozen=True)
@@ -76,6 +96,8 @@ class TokenLoss:
     """`ratio` (the one the loss uses), `clipped` (tokens whose gradient a bound changed), `approx_kl` (to old, k3)."""
     maxima: dict[str, Tensor]
     """`ratio_deviation`: |ratio - 1|."""
+    pair_sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over pairs, where pairs are trained on; divide by the number of pairs in the end."""
 
 
 def policy_token_loss(part: AlgorithmPart[LossDeclaration], terms: PolicyTerms) -> TokenLoss:
@@ -85,10 +107,15 @@ def policy_token_loss(part: AlgorithmPart[LossDeclaration], terms: PolicyTerms) 
         logprobs=ragged.only(terms.logprobs, terms.mask),
         old_logprobs=ragged.only(terms.old_logprobs, terms.mask),
         advantages=ragged.only(terms.advantages, terms.mask),
+        reference_logprobs=None
+        if terms.reference_logprobs is None or not part.declaration.needs_reference
+        else ragged.only(terms.reference_logprobs, terms.mask),
     )
     found = part.declaration.function(terms, part.options)
     if isinstance(found, TokenLoss):
         return found
+    if part.declaration.trains_on_rows:  # nobody sampled them, so there is no ratio
+        return TokenLoss(ragged.only(found, terms.mask), {}, maxima={})
     return _report(ragged.only(found, terms.mask), terms.log_ratio.exp(), torch.zeros_like(terms.mask), terms)
 
 
@@ -261,6 +288,128 @@ def gmpo(terms: PolicyTerms, options: GmpoOptions) -> TokenLoss:
 def gpg(terms: PolicyTerms, options: NoOptions) -> Tensor:
     """GPG (Chu et al., 2025, arXiv 2504.02546), and plain REINFORCE: `-A log pi`."""
     return -terms.advantages * terms.logprobs
+
+
+@policy_loss("nll", "negative log-probability of the rows' own answers", uses_old_policy=False, trains_on_rows=True)
+def nll(terms: PolicyTerms, options: NoOptions) -> TokenLoss:
+    """Supervised fine-tuning: `-log pi` of every trained token. `sums`: `nll`, the same. No `maxima`."""
+    loss = -terms.logprobs
+    return TokenLoss(loss, {"nll": loss.detach().sum()}, maxima={})
+
+
+# --- losses of pairs: two answers to a prompt, of which one was preferred
+#
+# Each is a function of the margin: a number of the chosen answer (its implicit reward) minus that of the other one.
+# Every token has its pair's loss, so `seq_mean_token_mean` gives the mean over pairs, and its gradient.
+
+
+@dataclass(frozen=True)
+class DpoOptions:
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Weight of the KL to the reference in what DPO maximizes: the higher, the nearer the model stays."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Fraction of pairs that are taken to be labeled the wrong way round (conservative DPO)."""
+
+
+@dataclass(frozen=True)
+class IpoOptions:
+    beta: Annotated[float, Gt(0)] = 0.1
+    """The paper's tau: the margin is drawn to `1 / (2 beta)` nats per token."""
+
+
+@dataclass(frozen=True)
+class SimpoOptions:
+    beta: Annotated[float, Gt(0)] = 2.0
+    """Scale of the mean log-prob of an answer's tokens, which is its reward."""
+    gamma: Annotated[float, Ge(0)] = 1.0
+    """Margin by which the reward of the chosen answer should be above the other one's."""
+
+
+@policy_loss(
+    "dpo",
+    "log-sigmoid of the margin between the two answers' log-ratios to the reference",
+    options=DpoOptions,
+    aggregation="seq_mean_token_mean",
+    uses_old_policy=False,
+    trains_on_rows=True,
+    trains_on_pairs=True,
+    needs_reference=True,
+)
+def dpo(terms: PolicyTerms, options: DpoOptions) -> TokenLoss:
+    """DPO (Rafailov et al., 2023, arXiv 2305.18290): `-log sigmoid(m)`, where m is the margin of the implicit rewards
+    `beta (log pi(y) - log ref(y))`, sums over an answer's tokens.
+
+    With label smoothing e (Mitchell, 2023) `-(1 - e) log sigmoid(m) - e log sigmoid(-m)`.
+    """
+    rewards = options.beta * ragged.segment_sum(terms.reference_log_ratio, terms.mask, terms.offsets)
+    margin, smoothing = terms.margin(rewards), options.label_smoothing
+    loss = (smoothing - 1) * _log_sigmoid(margin) - smoothing * _log_sigmoid(-margin)
+    return _report_pairs(loss, rewards, margin, terms)
+
+
+@policy_loss(
+    "ipo",
+    "squared distance from `1 / (2 beta)` of the margin between the answers' log-ratios per token to the reference",
+    options=IpoOptions,
+    aggregation="seq_mean_token_mean",
+    uses_old_policy=False,
+    trains_on_rows=True,
+    trains_on_pairs=True,
+    needs_reference=True,
+)
+def ipo(terms: PolicyTerms, options: IpoOptions) -> TokenLoss:
+    """IPO (Azar et al., 2023, arXiv 2310.12036): `(h - 1 / (2 beta))^2`, where h is the margin of
+    `log pi(y) - log ref(y)`, means over an answer's tokens.
+
+    The paper writes sums. Means are what TRL computes, by its account the form that the paper's results were made with.
+    Implicit rewards that are reported are sums, as those of dpo.
+    """
+    log_ratio = terms.reference_log_ratio
+    margin = terms.margin(ragged.segment_mean(log_ratio, terms.mask, terms.offsets))
+    rewards = options.beta * ragged.segment_sum(log_ratio.detach(), terms.mask, terms.offsets)
+    return _report_pairs((margin - 1 / (2 * options.beta)).square(), rewards, terms.margin(rewards), terms)
+
+
+@policy_loss(
+    "simpo",
+    "log-sigmoid of the margin between the two answers' log-probs per token, less `gamma`; no reference",
+    options=SimpoOptions,
+    aggregation="seq_mean_token_mean",
+    uses_old_policy=False,
+    trains_on_rows=True,
+    trains_on_pairs=True,
+)
+def simpo(terms: PolicyTerms, options: SimpoOptions) -> TokenLoss:
+    """SimPO (Meng et al., 2024, arXiv 2405.14734): `-log sigmoid(m - gamma)`, where m is the margin of the rewards
+    `beta log pi(y) / |y|`, means over an answer's tokens. Defaults are those that the authors recommend to begin with:
+    beta 2 and gamma half of it.
+    """
+    rewards = options.beta * ragged.segment_mean(terms.logprobs, terms.mask, terms.offsets)
+    margin = terms.margin(rewards)
+    return _report_pairs(-_log_sigmoid(margin - options.gamma), rewards, margin, terms)
+
+
+def _log_sigmoid(values: Tensor) -> Tensor:
+    found: Tensor = torch.nn.functional.logsigmoid(values)
+    return found
+
+
+def _report_pairs(loss: Tensor, rewards: Tensor, margin: Tensor, terms: PolicyTerms) -> TokenLoss:
+    """`loss`, `rewards` and `margin` are [N]: of a pair, both answers have the same loss and margin."""
+    assert terms.is_chosen is not None
+    chosen, rejected = terms.is_chosen, ~terms.is_chosen
+    logprobs = ragged.segment_sum(terms.logprobs, terms.mask, terms.offsets)
+    sums = {
+        "loss": loss[chosen].sum(),
+        "accuracy": ((margin[chosen].sign() + 1) / 2).sum(),  # a tie, as before the first update, counts half
+        "margin": margin[chosen].sum(),
+        "chosen_reward": rewards[chosen].sum(),
+        "rejected_reward": rewards[rejected].sum(),
+        "chosen_logprob": logprobs[chosen].sum(),
+        "rejected_logprob": logprobs[rejected].sum(),
+    }
+    pair_sums = {name: value.detach() for name, value in sums.items()}
+    return TokenLoss(ragged.only(ragged.expand(loss, terms.offsets), terms.mask), {}, {}, pair_sums)
 
 
 @policy_loss(

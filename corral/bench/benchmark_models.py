@@ -36,6 +36,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "rope_theta": 1e6,
     },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -78,7 +89,7 @@ def save_random_model(shape: str, folder: Path, device: str, dtype: str) -> None
 
     def write(work: Path) -> None:
         torch.manual_seed(0)
-        config = Qwen2Config(**SHAPES[shape], **COMMON_CONFIG)
+        config = Qwen2Config(**(COMMON_CONFIG | SHAPES[shape]))
         with torch.device(device):
             model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
         model.save_pretrained(work)

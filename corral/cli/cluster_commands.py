@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
+from corral.cli.planning import AsJson, Overrides, RecipeFile, ResumeAnyway, planned
 from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def up(
     dashboard_port: Annotated[int, typer.Option(help="Port of the dashboard; the next free one is taken.")] = 8265,
     debugger: Annotated[str | None, typer.Option(help="legacy: allow `ray debug`.")] = None,
     beside: Annotated[bool, typer.Option("--beside", help="Another Ray may run on this node.")] = False,
-    temp_dir: Annotated[Path | None, typer.Option(help="Folder for Ray's logs and spilled objects.")] = None,
+    temp_dir: Annotated[Path | None, typer.Option(help="Folder of your own, mode 0700, for what Ray writes.")] = None,
     ray_options: Annotated[
         list[str] | None, typer.Argument(help="Options for `ray start`, after --.", metavar="[-- RAY OPTIONS]")
     ] = None,
@@ -223,7 +225,8 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for any one answer of a node.")] = 120.0,
 ) -> None:
     """Look for what is wrong with this node, or with all nodes of the cluster: devices, memory, disks, network,
-    versions, shared folders; with a recipe, what that needs. Exits with 1 if there is an error."""
+    versions, shared folders; with a recipe, what that needs: the code that it names is imported, its reward function is
+    called. Exits with 1 if there is an error."""
     from corral.cluster.doctor.diagnose import DoctorOptions, diagnose
 
     if here and (everywhere or address):
@@ -249,6 +252,7 @@ def submit(
     overrides: Overrides = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the job's output.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Only go on with a run that has a checkpoint.")] = False,
+    resume_anyway: ResumeAnyway = False,
     env: Annotated[list[str] | None, typer.Option(help="Variable for the job and workers: NAME or NAME=VALUE.")] = None,
     runtime_env: Annotated[Path | None, typer.Option(help="A YAML file with a runtime_env for Ray (pip, ...).")] = None,
     code: Annotated[Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.")] = None,
@@ -285,6 +289,7 @@ def submit(
         variables={**its_variables, **variables},
         runtime_env=for_ray,
         resume=resume,
+        resume_anyway=resume_anyway,
     )
     package = prepare(request)
     api = open_jobs(address)
@@ -369,4 +374,30 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-VERBS = (up, down, check, status, stacks, doctor, submit, jobs, logs, stop)
+def on_linux(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb, which on other systems ends with one line instead of what it would meet there."""
+
+    @wraps(verb)
+    def checked(*arguments: Any, **options: Any) -> None:
+        if sys.platform != "linux":
+            raise UserError(
+                f"`corral {verb.__name__}` needs Linux, and this is {sys.platform}: run it on a cluster's node"
+            )
+        verb(*arguments, **options)
+
+    return checked
+
+
+VERBS: dict[Callable[..., None], str] = {
+    up: "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 corral up",
+    down: "corral down",
+    check: "corral check 16 --nodes 2",
+    status: "corral status",
+    stacks: "corral stacks --native",
+    doctor: "corral doctor recipe.yaml --all --shared /data",
+    submit: "corral submit recipe.yaml schedule.steps=100 --env WANDB_API_KEY",
+    jobs: "corral jobs --json",
+    logs: "corral logs my-run -f",
+    stop: "corral stop my-run",
+}
+"""Each with an example."""

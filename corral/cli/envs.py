@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from corral.cli.planning import examples
 from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from corral.data.rows import Row
 
-app = typer.Typer(help="Try environments out.", no_args_is_help=True)
+EXAMPLES = examples("corral env test frozen_lake --options '{size: 5}'", "corral env test my_env.py:MyEnv")
+
+app = typer.Typer(help="Try environments out.", no_args_is_help=True, epilog=EXAMPLES)
 
 
 @app.callback()
@@ -18,7 +21,7 @@ def env() -> None:
     """Try environments out."""
 
 
-@app.command("test")
+@app.command("test", epilog=EXAMPLES)
 def try_environment(
     name: Annotated[str, typer.Argument(help="frozen_lake, sokoban, ..., module:Class or file.py:Class.")],
     options: Annotated[str, typer.Option(help="Its options, as in a recipe: '{size: 5, slippery: true}'.")] = "{}",

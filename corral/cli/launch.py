@@ -8,18 +8,22 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from corral.cli.planning import Overrides, RecipeFile
+from corral.cli.planning import Overrides, RecipeFile, examples
 from corral.recipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from corral.cluster.launchers.containers import ContainerCluster
     from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
 
-app = typer.Typer(no_args_is_help=True, help="Write what a launcher needs to run a recipe, and start it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Write what a launcher needs to run a recipe, and start it.",
+    epilog=examples("corral launch slurm recipe.yaml cluster.nodes=2 cluster.devices_per_node=8"),
+)
 LONGEST_CONTAINER_NAME = 60
 OutputFolder = Annotated[Path, typer.Option(help="Folder for the files that are written.")]
 Go = Annotated[bool, typer.Option("--go", help="Run the commands as well.")]
@@ -28,6 +32,9 @@ Image = Annotated[str, typer.Option(help="Image with Corral in it, where the nod
 VariableNames = Annotated[list[str] | None, typer.Option(help="Name of a variable for the containers: WANDB_API_KEY.")]
 HeadName = Annotated[str | None, typer.Option(help="The first node's name or address, as the others know it.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Leave the cluster up at the end.")]
+CodeFolder = Annotated[Path | None, typer.Option(help="The folder whose Python files are sent, if not this one.")]
+Include = Annotated[list[str] | None, typer.Option(help="Other texts of it to send, such as 'prompts/*.json'.")]
+NoCode = Annotated[bool, typer.Option("--no-code", help="Send no code: the image has it.")]
 HeadPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of the head.")]
 
 
@@ -41,6 +48,31 @@ def make_spec(recipe: Path, overrides: Sequence[str] | None, accelerator: str = 
         raise UserError(f"--accelerator {accelerator} is not one of {known}")
     loaded, _ = planned(recipe, overrides)
     return LaunchSpec(loaded, recipe, tuple(overrides or ()), accelerator)  # type: ignore[arg-type]
+
+
+def with_own_code(
+    spec: "LaunchSpec", code: Path | None, include: Sequence[str] | None, no_code: bool, max_bytes: int
+) -> "LaunchSpec":
+    from corral.cluster.launchers.launch_spec import with_code
+
+    if no_code and (code or include):
+        raise UserError("--code and --include have no effect with --no-code, which sends nothing")
+    if code is not None and not code.is_dir():
+        raise UserError(f"{code} is not a folder")
+    root = None if no_code else (code or Path.cwd()).resolve()
+    return with_code(spec, Path.cwd(), root, include or (), max_bytes)
+
+
+def read_mapping(option: str, text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{option} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{option} must be a mapping")
+    return found
 
 
 def write_files(launch: "LaunchFiles", out: Path, go: bool) -> None:
@@ -73,7 +105,12 @@ def end_cleanly() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "corral launch slurm recipe.yaml cluster.nodes=2 --partition gpu --time 2-00:00:00 --go",
+        "corral launch slurm recipe.yaml cluster.nodes=2 --container docker --image me/corral",
+    )
+)
 def slurm(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -92,19 +129,25 @@ def slurm(
     check_timeout: Annotated[int, typer.Option(min=1, help="Seconds for the nodes to come up.")] = 600,
     grace: Annotated[int, typer.Option(min=1, help="Seconds before the time limit, to save a checkpoint.")] = 120,
     port: Annotated[int | None, typer.Option(help="Port of Ray's head; default: made of the job's number.")] = None,
-    container: Annotated[str | None, typer.Option(help="Engine for containers: docker or podman.")] = None,
-    image: Annotated[str | None, typer.Option(help="Image with Corral in it, for containers.")] = None,
-    shm: Annotated[str, typer.Option(help="Size of the containers' /dev/shm.")] = "10g",
+    container: Annotated[str | None, typer.Option(help="Containers: docker, podman, pyxis or apptainer.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Image with Corral in it; a .sqsh file for pyxis, a .sif file for apptainer.")
+    ] = None,
+    shm: Annotated[str | None, typer.Option(help="Size of docker's and podman's /dev/shm. Default: 10g.")] = None,
     mount: Annotated[list[str] | None, typer.Option(help="Folder for containers: /here[:/there[:ro]].")] = None,
     env: VariableNames = None,
 ) -> None:
     """Write a batch script that starts a cluster on the job's nodes, trains, and ends it."""
     from corral.cluster.launchers.slurm import SlurmOptions, slurm_launch
 
-    if container not in (None, "docker", "podman"):
-        raise UserError(f"--container {container} is not docker or podman")
+    if container not in (None, "docker", "podman", "pyxis", "apptainer"):
+        raise UserError(f"--container {container} is not docker, podman, pyxis or apptainer")
     if (container is None) != (image is None):
-        raise UserError("--container docker|podman and --image go together")
+        raise UserError("--container and --image go together")
+    if container not in ("docker", "podman") and shm is not None:
+        raise UserError("--shm is for docker and podman; others have the node's own /dev/shm")
+    if container == "apptainer" and env:
+        raise UserError("--env is not needed: containers of apptainer have the whole environment of the job")
     if container is None and (mount or env):
         raise UserError(
             "--mount and --env are for containers; without --container the job has your files and variables"
@@ -129,7 +172,7 @@ def slurm(
         port=port,
         engine=container,  # type: ignore[arg-type]
         image=image or "",
-        shm=shm,
+        shm=shm or "10g",
         mounts=tuple(mount or ()),
         environment=tuple(env or ()),
     )
@@ -141,8 +184,16 @@ def slurm(
 CONTAINER_HELP = "Print how to start each node as a {} container, check them, and train."
 
 
-@app.command("podman", help=CONTAINER_HELP.format("podman"))
-@app.command("docker", help=CONTAINER_HELP.format("docker"))
+@app.command(
+    "podman",
+    help=CONTAINER_HELP.format("podman"),
+    epilog=examples("corral launch podman recipe.yaml cluster.nodes=2 --accelerator none --local --go"),
+)
+@app.command(
+    "docker",
+    help=CONTAINER_HELP.format("docker"),
+    epilog=examples("corral launch docker recipe.yaml cluster.nodes=2 --head node1"),
+)
 def containers(
     context: typer.Context,
     recipe: RecipeFile,
@@ -251,7 +302,11 @@ def run_containers(cluster: "ContainerCluster", is_kept: bool) -> None:
                 subprocess.run(command, stdout=subprocess.DEVNULL)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "corral launch dstack recipe.yaml logging.runs=/runs --image me/corral --gpu 80GB --volume results:/runs"
+    )
+)
 def dstack(
     recipe: RecipeFile,
     image: Image,
@@ -264,13 +319,16 @@ def dstack(
     env: VariableNames = None,
     volume: Annotated[list[str] | None, typer.Option(help="/on/the/instance:/path, or name-of-a-volume:/path.")] = None,
     fleet: Annotated[list[str] | None, typer.Option(help="Fleet to run on.")] = None,
+    code: CodeFolder = None,
+    include: Include = None,
+    no_code: NoCode = False,
 ) -> None:
-    """Write a dstack task that starts a cluster on its nodes and trains on the first."""
-    from corral.cluster.launchers.dstack import TOKEN, dstack_launch
+    """Write a dstack task that starts a cluster on its nodes and trains on the first. The run folder is on a volume."""
+    from corral.cluster.launchers.dstack import MAX_CODE_BYTES, TOKEN, dstack_launch
     from corral.runtime.token import find_token, make_token
 
     launch = dstack_launch(
-        make_spec(recipe, overrides, accelerator),
+        with_own_code(make_spec(recipe, overrides, accelerator), code, include, no_code, MAX_CODE_BYTES),
         folder=absolute(out),
         image=image,
         gpu=gpu,
@@ -284,7 +342,9 @@ def dstack(
     write_files(launch, out, go)
 
 
-@app.command()
+@app.command(
+    epilog=examples("corral launch kuberay recipe.yaml logging.runs=/runs --image me/corral --claim results:/runs")
+)
 def kuberay(
     recipe: RecipeFile,
     image: Image,
@@ -302,9 +362,23 @@ def kuberay(
     token_secret: Annotated[str | None, typer.Option(help="Secret with auth_token; default: KubeRay's own.")] = None,
     ray_version: Annotated[str | None, typer.Option(help="Version of Ray in the image; default: this one.")] = None,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds for a job's pods to start.")] = 1800,
+    code: CodeFolder = None,
+    include: Include = None,
+    no_code: NoCode = False,
+    toleration: Annotated[list[str] | None, typer.Option(help="KEY[=VALUE][:EFFECT] of a taint. Repeatable.")] = None,
+    node_selector: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that nodes must have.")] = None,
+    service_account: Annotated[str | None, typer.Option(help="Service account of the pods.")] = None,
+    pull_secret: Annotated[list[str] | None, typer.Option(help="Secret with which the image is pulled.")] = None,
+    security_context: Annotated[
+        str | None, typer.Option(help="The pods' security context: '{runAsUser: 1000, fsGroup: 1000}'")
+    ] = None,
+    rdma: Annotated[str | None, typer.Option(help="RDMA resource of each pod: rdma/hca_shared_devices_a=1")] = None,
+    pod_patch: Annotated[
+        Path | None, typer.Option(help="YAML file, merged into each pod's template; its container is `ray`.")
+    ] = None,
 ) -> None:
-    """Write a RayJob or RayCluster for KubeRay, with the recipe as a ConfigMap."""
-    from corral.cluster.launchers.kuberay import kuberay_launch
+    """Write a RayJob or RayCluster for KubeRay; recipe and code are a ConfigMap. The run folder is on a claim."""
+    from corral.cluster.launchers.kuberay import MAX_CODE_BYTES, PodOptions, kuberay_launch
     from corral.cluster.node_report import installed_version
 
     if kind not in ("job", "cluster"):
@@ -312,8 +386,17 @@ def kuberay(
     ray_version = ray_version or installed_version("ray")
     if ray_version == "none":
         raise UserError("Ray is not installed here: say with --ray-version which one the image has")
+    pod = PodOptions(
+        tolerations=toleration or (),
+        node_selectors=node_selector or (),
+        service_account=service_account,
+        pull_secrets=pull_secret or (),
+        security_context={} if security_context is None else read_mapping("--security-context", security_context),
+        rdma=rdma,
+        patch={} if pod_patch is None else read_mapping(f"--pod-patch {pod_patch}", pod_patch.read_text()),
+    )
     launch = kuberay_launch(
-        make_spec(recipe, overrides, accelerator),
+        with_own_code(make_spec(recipe, overrides, accelerator), code, include, no_code, MAX_CODE_BYTES),
         folder=absolute(out),
         image=image,
         kind=kind,  # type: ignore[arg-type]
@@ -326,11 +409,12 @@ def kuberay(
         secrets=secret or (),
         token_secret=token_secret,
         start_timeout_s=timeout,
+        pod=pod,
     )
     write_files(launch, out, go)
 
 
-@app.command("host-setup")
+@app.command("host-setup", epilog=examples("corral launch host-setup --family apt > setup.sh"))
 def host_setup(
     family: Annotated[str | None, typer.Option(help="Package manager, apt or yum; default: this machine's.")] = None,
     amd: Annotated[bool, typer.Option("--amd", help="Prepare for AMD's GPUs instead of NVIDIA's.")] = False,
@@ -346,7 +430,7 @@ def host_setup(
     print(make_script(found, amd), end="")  # type: ignore[arg-type]
 
 
-@app.command()
+@app.command(epilog=examples("corral launch ssh recipe.yaml cluster.nodes=2 --hosts hosts.txt --go"))
 def ssh(
     recipe: RecipeFile,
     hosts: Annotated[Path, typer.Option(help="A file: [user@]host[:port] [devices=N] per line; the head first.")],

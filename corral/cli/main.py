@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from corral.cli import bench, cluster_commands, envs, launch, migrate, planning, retriever
-from corral.cli.planning import AsJson, Overrides, RecipeFile, planned
-from corral.recipe.errors import RunError, UserError
+from corral.cli.planning import AsJson, Overrides, RecipeFile, examples, planned
+from corral.cli.starter import init
+from corral.recipe.errors import RunError, UserError, without_controls
 
 app = typer.Typer(
     name="corral",
@@ -20,12 +21,35 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples("corral init", "corral plan recipe.yaml", "corral train recipe.yaml batch.prompts_per_step=16"),
 )
 
 INTERRUPTED = 130  # exit code of a process that SIGINT ended, by convention of the shell
 
 
-@app.command()
+def print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(describe_version("corral"))
+        raise typer.Exit
+
+
+def describe_version(package: str) -> str:
+    from corral.cluster.node_report import installed_version
+
+    found = installed_version(package)
+    return f"{package} is not installed as a package" if found == "none" else f"{package} {found}"
+
+
+@app.callback()
+def corral(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print Corral's version and exit.")
+    ] = False,
+) -> None:
+    """Options that are no verb's."""
+
+
+@app.command(epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo --shrink 1"))
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -33,26 +57,46 @@ def train(
     debug: planning.Debug = False,
     post_mortem: planning.PostMortem = False,
     insecure: planning.Insecure = False,
+    resume_anyway: planning.ResumeAnyway = False,
 ) -> None:
     """Train as the recipe says. The same command again continues a stopped run."""
     from corral.runtime.local_debugger import Debugging
 
     debugging = Debugging(debug, post_mortem, insecure)
-    planning.train_recipe(planning.load_own_recipe(recipe, overrides or []), shrink, debugging)
+    planning.train_recipe(planning.load_own_recipe(recipe, overrides or []), shrink, debugging, resume_anyway)
 
 
-@app.command()
+@app.command(epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))
+def sft(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    shrink: planning.Shrink = None,
+    debug: planning.Debug = False,
+    post_mortem: planning.PostMortem = False,
+    insecure: planning.Insecure = False,
+    resume_anyway: planning.ResumeAnyway = False,
+) -> None:
+    """Train on the answers of the recipe's rows: `corral train` with algorithm.name=sft."""
+    train(recipe, [*(overrides or []), "algorithm.name=sft"], shrink, debug, post_mortem, insecure, resume_anyway)
+
+
+@app.command(
+    epilog=examples(
+        "corral plan recipe.yaml cluster.nodes=4 cluster.devices_per_node=8", "corral plan recipe.yaml --json"
+    )
+)
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     shrink: planning.Shrink = None,
     as_json: AsJson = False,
+    check: planning.Check = False,
 ) -> None:
     """Print what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
-    planning.print_plan(planning.load_own_recipe(recipe, overrides or []), shrink, as_json)
+    planning.print_plan(planning.load_own_recipe(recipe, overrides or []), shrink, as_json, check)
 
 
-@app.command()
+@app.command(epilog=examples("corral evaluate recipe.yaml --model runs/my-run/checkpoints/step_000040"))
 def evaluate(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -70,20 +114,21 @@ def evaluate(
         print(json.dumps(metrics, indent=2))
 
 
-@app.command()
+@app.command(epilog=examples("corral export runs/my-run/checkpoints/step_000040 my-model --dtype bfloat16"))
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
+    merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into their base model.")] = False,
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.training.checkpoint import export_model
 
-    export_model(checkpoint, out, dtype)
+    export_model(checkpoint, out, dtype, merge)
     print(f"wrote {out}")
 
 
-@app.command()
+@app.command(epilog=examples("corral serve runs/my-run --port 8000"))
 def serve(
     model: Annotated[str, typer.Argument(help="A checkpoint, a model's folder, a hub name, or a run's folder.")],
     host: Annotated[str, typer.Option(help="Address; if not loopback, needs a token or --insecure.")] = "127.0.0.1",
@@ -126,7 +171,7 @@ def serve(
     )
 
 
-@app.command()
+@app.command(epilog=examples("corral data gsm8k --out data/gsm8k"))
 def data(
     name: Annotated[str, typer.Argument(help="Name of the data set: gsm8k, math, countries.")],
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
@@ -139,7 +184,7 @@ def data(
         print(f"wrote {path}")
 
 
-@app.command()
+@app.command(epilog=examples("corral ledger runs/my-run", "corral ledger runs/my-run --prompt 12"))
 def ledger(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     prompt: Annotated[int | None, typer.Option(min=0, help="Print the history of this prompt instead.")] = None,
@@ -163,24 +208,27 @@ def ledger(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=examples("corral version"))
 def version() -> None:
     """Print the versions of Corral and of the libraries that it is built on."""
-    from corral.cluster.node_report import installed_version
-
     for package in ("corral", "torch", "transformers"):
-        found = installed_version(package)
-        print(f"{package} is not installed as a package" if found == "none" else f"{package} {found}")
+        print(describe_version(package))
 
 
-for verb in (*cluster_commands.VERBS, migrate.migrate):
-    app.command()(verb)
+app.command(epilog=examples("corral init", "corral init mine.yaml --model Qwen/Qwen2.5-1.5B-Instruct --data gsm8k"))(
+    init
+)
+for verb, example in cluster_commands.VERBS.items():
+    app.command(epilog=examples(example))(cluster_commands.on_linux(verb))
+app.command(epilog=examples("corral migrate train.sh > recipe.yaml", "corral migrate train.sh --plan"))(migrate.migrate)
 for name, group in {"bench": bench.app, "env": envs.app, "launch": launch.app, "retriever": retriever.app}.items():
     app.add_typer(group, name=name)
 
 
 def main() -> None:
     """Errors that a user can fix or that a run can explain are one line each; others are bugs and show where."""
+    if sys.platform == "win32":
+        sys.exit(print_error("Corral does not run on Windows itself: use WSL, the Windows Subsystem for Linux", 2))
     logging.basicConfig(level=logging.ERROR)
     # Threads that wait for each other sleep instead of spinning: as fast on a quiet machine, and up to twice as fast
     # when anything else runs. Read when torch is loaded, which is later.
@@ -206,7 +254,7 @@ def main() -> None:
 
 def print_error(message: str, code: int = 1) -> int:
     """Returns the exit code."""
-    for line in message.splitlines():
+    for line in without_controls(message).splitlines():
         print(f"error: {line}", file=sys.stderr)
     return code
 

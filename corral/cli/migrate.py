@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.cli.planning import Debug, Insecure, PostMortem, Shrink, print_plan, train_recipe
+from corral.cli.planning import Debug, Insecure, PostMortem, ResumeAnyway, Shrink, print_plan, train_recipe
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def migrate(
     debug: Debug = False,
     post_mortem: PostMortem = False,
     insecure: Insecure = False,
+    resume_anyway: ResumeAnyway = False,
 ) -> None:
     """Print the recipe that a command or configuration of verl, Search-R1, ROLL or RLinf amounts to, or run it.
 
@@ -73,8 +74,8 @@ def migrate(
 
     if (allow_unsupported or shrink is not None) and not (plan or train):
         raise UserError("--allow-unsupported and --shrink belong to --plan and --train")
-    if (debug or post_mortem or insecure) and not train:
-        raise UserError("--debug, --post-mortem and --insecure belong to --train")
+    if (debug or post_mortem or insecure or resume_anyway) and not train:
+        raise UserError("--debug, --post-mortem, --insecure and --resume-anyway belong to --train")
     words = list(source or [])
     for option, value in (("--config_path", config_path), ("--config_name", config_name)):
         words += [option, value] if value is not None else []
@@ -97,7 +98,7 @@ def migrate(
     if plan:
         print_plan(recipe, shrink, as_json)
     else:
-        train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure))
+        train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
 def is_file_with_overrides(words: Sequence[str]) -> bool:

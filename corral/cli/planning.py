@@ -14,9 +14,32 @@ if TYPE_CHECKING:
     from corral.recipe.schema import Recipe
     from corral.runtime.local_debugger import Debugging
 
+
+def examples(*commands: str) -> str:
+    """The end of a command's help. Blank lines keep what comes before and after them on lines of their own."""
+    return "\n\n".join(["Examples:", *commands]).replace("[", r"\[")
+
+
+def complete_override(incomplete: str) -> list[tuple[str, str]]:
+    """Keys of the recipe that begin so, for the shell; behind `=` the names among which a key chooses."""
+    from corral.recipe.keys import ANY, all_keys, choices_of, describe, dotted, find_key
+    from corral.recipe.parts import KINDS
+
+    written, equals, value = incomplete.partition("=")
+    if equals:
+        key = find_key(path := tuple(written.split(".")))
+        choices = KINDS[path].declared if path in KINDS else [] if key is None else choices_of(key.annotation)
+        return [(f"{written}={choice}", "") for choice in choices if choice.startswith(value)]
+    keys = (key for key in all_keys().values() if (key.section is None or key.is_part) and ANY not in key.path)
+    return [(f"{name}=", describe(key.annotation)) for key in keys if (name := dotted(key.path)).startswith(written)]
+
+
 RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5")
+    list[str] | None,
+    typer.Argument(
+        help="Changes to it: batch.prompts_per_step=16 optimizer.learning_rate=1e-5", autocompletion=complete_override
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -41,6 +64,11 @@ PostMortem = Annotated[
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
+]
+
+Check = Annotated[bool, typer.Option("--check", help="Also read the first rows, and call environment and reward once.")]
+ResumeAnyway = Annotated[
+    bool, typer.Option("--resume-anyway", help="Go on with a run though its model, data, reward, ... have changed.")
 ]
 
 
@@ -71,7 +99,7 @@ def shrunk(recipe: "Recipe", num_nodes: int | None) -> "Recipe":
     return recipe if num_nodes is None else shrink(recipe, num_nodes)
 
 
-def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging") -> None:
+def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging", resume_anyway: bool = False) -> None:
     """Trains the recipe, or with `num_nodes` a shrunk one."""
     from corral.loop.shrink import prepare_index
     from corral.loop.train import train
@@ -85,10 +113,12 @@ def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging"
     for warning in plan.warnings:
         console.warn(warning)
     with debugging.watching(loaded, console):
-        train(loaded, plan.text(), [*describe_batch(plan), *describe_schedule(plan)], console, debugging)
+        lines = [*describe_batch(plan), *describe_schedule(plan)]
+        train(loaded, plan.text(), lines, console, debugging, resume_anyway=resume_anyway)
 
 
-def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool) -> None:
+def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool, check: bool = False) -> None:
+    """`check`: also looks at trackers, disk and rows, and calls environment and reward once."""
     loaded, plan = with_plan(shrunk(recipe, num_nodes))
     services = describe_services(loaded)
     if as_json:
@@ -97,6 +127,11 @@ def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool) -> None:
     print(plan.text())
     if services:
         print("\n".join(["services", *(f"  {line}" for line in services)]))
+    if check:
+        from corral.loop.preflight import check_here
+
+        checked = check_here(plan, lambda warning: print(f"warning: {warning}"))
+        print("\n".join(["checked", *(f"  {line}" for line in checked)]))
 
 
 def describe_services(recipe: "Recipe") -> list[str]:
@@ -104,7 +139,8 @@ def describe_services(recipe: "Recipe") -> list[str]:
     lines = []
     for name, service in recipe.cluster.services.items():
         what = " ".join(service.command) if service.retriever is None else f"retriever of {service.retriever}"
-        lines.append(f"{name}: {what}, on every node, at http://127.0.0.1:{service.port}")
+        own = f" with {service.devices} of its devices" if service.devices else ""
+        lines.append(f"{name}: {what}, on every node{own}, at http://127.0.0.1:{service.port}")
         if service.retriever is not None:
             lines += [f"  {line}" for line in describe_index(Path(service.retriever), service.corpus)]
     return lines

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.cli.planning import AsJson
+from corral.cli.planning import AsJson, examples
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from corral.retrieval.searcher import Retriever
 
-app = typer.Typer(no_args_is_help=True, help="Search over a corpus of passages: build an index, serve it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Search over a corpus of passages: build an index, serve it.",
+    epilog=examples("corral retriever build corpus.jsonl index", "corral retriever serve index --port 8000"),
+)
 Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
 CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
 EncoderMoved = Annotated[str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.")]
@@ -29,7 +33,12 @@ FOR_VECTORS = (
 FOR_WORDS = ("language", "k1", "b")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "corral retriever build corpus.jsonl index",
+        "corral retriever build corpus.jsonl index --kind flat --encoder intfloat/e5-base-v2 --dry-run",
+    )
+)
 def build(
     context: typer.Context,
     corpus: Annotated[Path, typer.Argument(help='JSONL file: {"id", "contents"} or {"id", "title", "text"}.')],
@@ -95,7 +104,7 @@ def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> 
             raise UserError(f"{option} has no effect {where}")
 
 
-@app.command()
+@app.command(epilog=examples("corral retriever serve index --port 8000 --topk 3"))
 def serve(
     context: typer.Context,
     index: Annotated[Path | None, typer.Argument(help="The folder of the index.")] = None,
@@ -142,7 +151,7 @@ def serve(
     run_server(load, host, port, token=token, topk=topk, limits=limits, report=lambda text: print(text, flush=True))
 
 
-@app.command()
+@app.command(epilog=examples("corral retriever search index 'capital of France' --topk 5"))
 def search(
     context: typer.Context,
     index: Index,

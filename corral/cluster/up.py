@@ -27,7 +27,7 @@ from corral.cluster.node_processes import free_port, is_connected_to, is_free, p
 from corral.cluster.node_report import NodeReport
 from corral.observe.status_line import Countdown, StatusLine
 from corral.recipe.errors import RunError, UserError, first_line
-from corral.runtime.connection import CLOSED, HEALTH_CHECKS, ON_LOOPBACK
+from corral.runtime.connection import CLOSED, ON_LOOPBACK, RAY_SETTINGS
 from corral.runtime.membership import (
     MARK_VARIABLE,
     RECORD,
@@ -35,6 +35,7 @@ from corral.runtime.membership import (
     marked_processes,
     member_folder,
     own_memberships,
+    private_folder,
     state_folder,
 )
 from corral.runtime.network import answers, is_loopback, split_address
@@ -49,6 +50,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 START_S = 180.0
 CLIENT_PORT, AGENT_PORT = 10001, 52365  # Ray's own defaults; a second cluster on the node gets the next ones
+SOCKET_PATH = 107  # bytes that the kernel allows for the path of a socket
+LONGEST_SOCKET = "/session_2026-11-17_04-07-19_123456_1234567/sockets/dash_TaskEventsHead"
 STOP_S = 5.0  # for processes to end after SIGTERM, before they are killed
 
 
@@ -256,10 +259,22 @@ def new_membership(
         dashboard=dashboard,
         token_file=None if options.is_insecure else str(folder / "token"),
         devices=options.devices if options.devices is not None else num_gpus() or 1,
-        temp_dir=str(options.temp_dir or folder),
+        temp_dir=str(folder if options.temp_dir is None else check_temp_dir(options.temp_dir)),
         head_file=None if options.head_file is None else str(options.head_file.resolve()),
         started=time.time(),
     )
+
+
+def check_temp_dir(folder: Path) -> Path:
+    """Returns the absolute path of the folder of --temp-dir, which only this user can open and in which there is room
+    for the paths of Ray's sockets."""
+    folder, room = folder.absolute(), SOCKET_PATH - len(LONGEST_SOCKET)
+    if (length := len(os.fsencode(folder))) > room:
+        raise UserError(
+            f"--temp-dir: Ray's sockets are below it, and the kernel allows {SOCKET_PATH} bytes for their paths: "
+            f"{folder} has {length} bytes, and {room} are left for it"
+        )
+    return private_folder(folder)
 
 
 @contextmanager
@@ -419,7 +434,7 @@ def ray_environment(member: Membership, debugger: str | None) -> dict[str, str]:
         **kept,
         **token_variables(None if member.token_file is None else Path(member.token_file)),
         **interface_variables(member.node_address),
-        **{f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()},
+        **{f"RAY_{name}": str(value) for name, value in RAY_SETTINGS.items()},
         MARK_VARIABLE: member.mark,
         # Jobs are to find this Python.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),

@@ -10,13 +10,15 @@ can share a system message, and two samples that start with the same words can s
 are the same as if each sequence were computed alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+from corral.data.rows import Conversation
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -64,12 +66,24 @@ class Trajectory:
     """Index of the prompt in its data set."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    tool_errors: list[str] = field(default_factory=list)
+    """What its tools raised. The model is shown it, and the trajectory goes on."""
     tag: str = ""
     """Tag of its environment, where the recipe has several."""
     turn_states: list[int] = field(default_factory=list)
     """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
     images: dict[int, bytes] = field(default_factory=dict)
     """The images whose ids are among the tokens (`corral.data.images`)."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """What each of several rewards gave (`environment.rewards`), before its weight; None: nothing."""
+    is_dropped: bool = False
+    """Whether a turn has no reward: the trajectory is counted and recorded, and is in no batch."""
+    conversation: Conversation | None = None
+    """What the reward model has yet to score; None: nothing."""
+    is_masked: bool = False
+    """Whether the trajectory is in no loss, though its reward is in the statistics of its group and batch."""
+    is_chosen: bool | None = None
+    """Whether it is the chosen answer of its pair; None: it is in none."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -119,10 +133,15 @@ class Batch:
     """[trajectories + 1]"""
     groups: IntArray
     """[trajectories], the id of each one's prompt."""
+    is_masked: BoolArray
+    """[trajectories], whether each one is left out of the loss and of the counts that losses are divided by."""
     columns: dict[str, FloatArray] = field(default_factory=dict)
     """What later stages computed, [tokens] each."""
     images: dict[int, bytes] = field(default_factory=dict)
     """By their ids among the tokens."""
+    is_chosen: BoolArray | None = None
+    """[trajectories], which answer of its pair is the chosen one. None: a group is no pair. A loss compares the two of
+    a pair, so they stay in one update, one shard and one micro-batch."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> "Batch":
@@ -140,7 +159,9 @@ class Batch:
             token_rewards,
             offsets,
             groups=np.array([t.prompt_id for t in trajectories]),
+            is_masked=np.array([t.is_masked for t in trajectories]),
             images={id: data for t in trajectories for id, data in t.images.items()},
+            is_chosen=None if trajectories[0].is_chosen is None else np.array([t.is_chosen for t in trajectories]),
         )
 
     def __len__(self) -> int:
@@ -172,7 +193,9 @@ class Batch:
             images={id: self.images[id] for id in self.images if id in ids},
             offsets=np.cumsum([0, *np.diff(self.offsets)[list(rows)]]),
             groups=self.groups[list(rows)],
+            is_masked=self.is_masked[list(rows)],
             columns={name: column[flat] for name, column in self.columns.items()},
+            is_chosen=None if self.is_chosen is None else self.is_chosen[list(rows)],
         )
 
     @classmethod
@@ -183,9 +206,24 @@ class Batch:
             **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in TOKEN_ARRAYS},
             offsets=np.concatenate([[0], *(b.offsets[1:] + start for b, start in zip(batches, starts, strict=False))]),
             groups=np.concatenate([batch.groups for batch in batches]),
+            is_masked=np.concatenate([batch.is_masked for batch in batches]),
             images={id: data for batch in batches for id, data in batch.images.items()},
             columns={name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
+            is_chosen=None if batches[0].is_chosen is None else np.concatenate([b.is_chosen for b in batches]),
         )
+
+    def units(self, rows: Iterable[int] | None = None) -> list[list[int]]:
+        """Trajectories that have to stay together: the two of a pair, or each one alone."""
+        chosen = range(len(self)) if rows is None else rows
+        if self.is_chosen is None:
+            return [[row] for row in chosen]
+        return list(self.by_group(chosen).values())
+
+    def by_group(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(int(self.groups[row]), []).append(row)
+        return found
 
     def split(self, parts: int, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Shards of about equal work, groups kept together where that is possible.
@@ -196,12 +234,9 @@ class Batch:
         chosen = list(range(len(self))) if rows is None else list(rows)
         if parts == 1:
             return [chosen]
-        by_group: dict[int, list[int]] = {}
-        for row in chosen:
-            by_group.setdefault(int(self.groups[row]), []).append(row)
-        units = list(by_group.values())
+        units = list(self.by_group(chosen).values())
         if len(units) < parts:
-            units = [[row] for row in chosen]
+            units = self.units(chosen)
         work = [distinct_tokens([self.inputs(row) for row in unit]) for unit in units]
         shards: list[list[int]] = [[] for _ in range(parts)]
         load = [0] * parts
@@ -215,21 +250,22 @@ class Batch:
         """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to compute.
 
         Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
-        what it adds to the micro-batch is its length without that common prefix.
+        what it adds to the micro-batch is its length without that common prefix. The two of a pair are taken together,
+        in the order of the first of them.
         """
-        chosen = list(range(len(self))) if rows is None else list(rows)
-        sequences = [self.inputs(row) for row in chosen]
+        units = self.units(rows)
         packed: list[list[int]] = []
         used = 0
-        for i, num_shared in in_prefix_order(sequences):
-            length = len(sequences[i])
+        for i, num_shared in in_prefix_order([self.inputs(unit[0]) for unit in units]):
+            length = distinct_tokens([self.inputs(row) for row in units[i]])
             if length > max_tokens:
-                raise ValueError(f"a trajectory with {length} tokens to read does not fit into {max_tokens}")
+                what = "trajectory" if len(units[i]) == 1 else "pair"
+                raise ValueError(f"a {what} with {length} tokens to read does not fit into {max_tokens}")
             used += length - num_shared
             if not packed or used > max_tokens:
                 packed.append([])
                 used = length
-            packed[-1].append(chosen[i])
+            packed[-1] += units[i]
         return [Pack(self, tuple(rows)) for rows in packed]
 
 
@@ -274,6 +310,15 @@ class Pack:
 
     def column(self, name: str) -> FloatArray:
         return self.batch.columns[name][self.flat]
+
+    @property
+    def pairs(self) -> IntArray:
+        """[rows]: the pair of each trajectory, counted from 0."""
+        return np.unique(self.batch.groups[list(self.rows)], return_inverse=True)[1]
+
+    @property
+    def is_chosen(self) -> BoolArray | None:
+        return None if self.batch.is_chosen is None else self.batch.is_chosen[list(self.rows)]
 
 
 @dataclass(frozen=True)

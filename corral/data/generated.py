@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from corral.data.plugins import did_you_mean, error_line
 from corral.recipe.errors import UserError
-from corral.recipe.schema import NaturalInt, Part, PositiveInt, Source
+from corral.recipe.schema import NaturalInt, Part, PositiveInt, SourceRows
 
 DEFAULT_SIZE = 1000
 OPERATORS = {"addition": "+", "subtraction": "-", "multiplication": "*"}
@@ -43,6 +43,8 @@ class ArithmeticOptions(BaseModel):
     part: Literal["train", "validation"] | None = None
     """Every question belongs to one of the two by a hash of its terms, whatever the options, size and seed are. A
     source of one part never shares a question with a source of the other. None: from both."""
+    pairs: bool = False
+    """Rows have two answers, `chosen` and `rejected`: the right number, and one that is wrong in one digit."""
 
     @model_validator(mode="after")
     def _check(self) -> "ArithmeticOptions":
@@ -65,7 +67,7 @@ class ArithmeticOptions(BaseModel):
         return largest + 1 - self.smallest
 
 
-def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
+def arithmetic_rows(task: str, source: SourceRows) -> Iterator[dict[str, Any]]:
     """Distinct questions such as `What is 12 + 7?`, in random order. `mixed` has all operations, one per question."""
     if task != "mixed" and task not in OPERATORS:
         raise UserError(f"there is no `arithmetic:{task}`; there are {', '.join(OPERATORS)} and mixed")
@@ -80,10 +82,12 @@ def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
     for operator, terms in _problems(operators, options, source):
         if options.part in (None, _part(operator, terms)):
             num_found += 1
+            answer = str(functools.reduce({"+": add, "-": sub, "*": mul}[operator], terms))
             yield {
                 "prompt": options.question.replace("{expression}", f" {operator} ".join(map(str, terms))),
-                "answer": str(functools.reduce({"+": add, "-": sub, "*": mul}[operator], terms)),
+                "answer": answer,
                 "data_source": f"arithmetic/{task}",
+                **({"chosen": answer, "rejected": _wrong(answer, operator, terms)} if options.pairs else {}),
             }
         if num_found == (source.size or DEFAULT_SIZE):
             return
@@ -93,7 +97,16 @@ def arithmetic_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
         )
 
 
-def _problems(operators: list[str], options: ArithmeticOptions, source: Source) -> Iterator[tuple[str, list[int]]]:
+def _wrong(answer: str, operator: str, terms: list[int]) -> str:
+    """The answer with one digit changed, which one and to what by a hash of the question."""
+    chosen = _hash(f"{terms} {operator}")
+    places = [place for place, character in enumerate(answer) if character.isdigit()]
+    place = places[chosen % len(places)]
+    digit = (int(answer[place]) + 1 + chosen // len(places) % 9) % 10
+    return f"{answer[:place]}{digit}{answer[place + 1 :]}"
+
+
+def _problems(operators: list[str], options: ArithmeticOptions, source: SourceRows) -> Iterator[tuple[str, list[int]]]:
     """All problems once, in random order. Each is a number, whose digits are the operator and the terms."""
     num_problems = len(operators) * options.num_choices**options.num_terms
     for code in _shuffled(num_problems, random.Random(source.seed)):
@@ -121,7 +134,7 @@ def _part(operator: str, terms: list[int]) -> str:
     return "validation" if _hash(f"{operator} {canonical}") % VALIDATION_EVERY == 0 else "train"
 
 
-def reasoning_gym_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
+def reasoning_gym_rows(task: str, source: SourceRows) -> Iterator[dict[str, Any]]:
     """Entries of a reasoning-gym task, with what its own scorer needs to score them."""
     try:
         import reasoning_gym
@@ -154,7 +167,7 @@ CORNERS = {"1": (0, 0), "2": (16, 0), "3": (0, 16), "4": (16, 16)}
 PICTURE_QUESTIONS = {"colors": "Color: r, g, b or y?", "corners": "Corner: 1, 2, 3 or 4?"}
 
 
-def picture_rows(task: str, source: Source) -> Iterator[dict[str, Any]]:
+def picture_rows(task: str, source: SourceRows) -> Iterator[dict[str, Any]]:
     """Pictures of a colored square in one of four corners, with noise, and a question about its color or its corner.
     `mixed` asks for either."""
     if task != "mixed" and task not in PICTURE_QUESTIONS:
@@ -188,7 +201,7 @@ def _square(color: tuple[int, ...], corner: tuple[int, int], rng: random.Random)
     return b"".join([b"\x89PNG\r\n\x1a\n", *packed])
 
 
-def board_rows(source: Source, environments: Mapping[str, float], part: Part = "train") -> Iterator[dict[str, Any]]:
+def board_rows(source: SourceRows, environments: Mapping[str, float], part: Part = "train") -> Iterator[dict[str, Any]]:
     """Boards, distributed over environments (tags, with their mixing weights, which may not all be 0) so that every
     prefix of the rows is mixed by the weights.
 

@@ -11,9 +11,12 @@ import difflib
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +26,13 @@ from corral.recipe.errors import UserError
 MAX_ERROR_CHARACTERS = 500
 IN_MEMORY = "corral_objects"
 """The module, in memory only, of objects that cannot be imported."""
+PLACE = re.compile(r"\(([^()]+:\d+)\)$")
+"""How a text of `error_line` ends."""
+EXCEPTION = re.compile(r"\b\w+(?:Error|Exception|Exit|Interrupt)\b")
+FOLDERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+BROKEN_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")
+NOT_USERS = (*(f"{folder}/" for folder in FOLDERS), "<frozen", "<string>")
+"""How the names of files begin that are Corral's, Python's or installed, and not the user's."""
 
 
 def load_object(spec: str, setting: str) -> Any:
@@ -89,12 +99,61 @@ def adopt(spec: str, code: bytes | None) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """The traceback's last line, with the place it came from: `ValueError: no digits (rewards.py:12)`."""
+    """The traceback's last line, with the place it came from: `ValueError: no digits (rewards.py:12)`. The place is the
+    innermost frame in a file of the user's, or the innermost one where none is."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_ERROR_CHARACTERS]
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or isinstance(error, SyntaxError):  # a SyntaxError's text has its own place
+    if isinstance(error, SyntaxError) or PLACE.search(text):  # the text has a place: of a file, or of another process
         return text
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    if hasattr(error, "place"):
+        return with_place(text, error.place)
+    if not frames:
+        return text
+    users = [frame for frame in frames if is_users_file(frame.filename)]
+    frame = (users or frames)[-1]
+    return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def is_users_file(filename: str) -> bool:
+    """Whether code is the user's, and not of Corral, of Python, or installed with packages."""
+    return not filename.startswith(NOT_USERS)
+
+
+def place_of(function: Any) -> str | None:
+    """Where a function of the user's is defined: `rewards.py:12`. None: it is not the user's, or nobody knows."""
+    method = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
+    code = getattr(function, "__code__", None) or getattr(method, "__code__", None)
+    if code is None or not is_users_file(code.co_filename):
+        return None
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def with_place(text: str, place: str | None) -> str:
+    return text if place is None else f"{text} ({place})"
+
+
+@contextmanager
+def blamed_on(function: Any) -> Iterator[None]:
+    """For errors about what a function returned, which have no frame in it: their place is where it is defined."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.place = place_of(function)  # type: ignore[union-attr]
+        raise
+
+
+def is_broken_code(text: str) -> bool:
+    """Whether a text of `error_line` is about a name or module that is missing, whatever the arguments were."""
+    return any(name in BROKEN_CODE for name in EXCEPTION.findall(text))
+
+
+def error_kind(text: str) -> str:
+    """What texts of `error_line` have in common that say the same of different samples: the exceptions and the place;
+    without a place, all but numbers and what is quoted."""
+    place = PLACE.search(text)
+    if place is not None:
+        return f"{' '.join(EXCEPTION.findall(text))} {place[1]}"
+    return re.sub(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?", "_", text)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from corral.data.answers import after_hashes, last_boxed
 from corral.data.plugins import did_you_mean
-from corral.data.sources import READERS, Located, parse_json, read_files, read_hub
+from corral.data.sources import READERS, Located, columns_of, parse_json, read_files, read_hub
 from corral.recipe.errors import UserError
 
 SPLITS = ("train", "test")
@@ -86,7 +86,7 @@ def prepare(name: str, out_dir: Path, local: Path | None = None) -> list[Path]:
         located = (
             read_hub(data_set.hub_name, data_set.hub_subset, split) if local is None else _read_local(local, split)
         )
-        rows = [_verl_row(data_set, where, columns, split, index) for index, (where, columns) in enumerate(located)]
+        rows = [_verl_row(data_set, where, columns_of(row), split, index) for index, (where, row) in enumerate(located)]
         tables[split] = pyarrow.Table.from_pylist(rows)
     out_dir.mkdir(parents=True, exist_ok=True)
     paths = [out_dir / f"{split}.parquet" for split in SPLITS]

@@ -16,13 +16,14 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from corral.data.plugins import did_you_mean, is_spec, load_object
+from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Message, Row
 from corral.envs import built_in
 from corral.recipe.errors import UserError
-from corral.rewards.reward_function import Score
+from corral.rewards.reward_function import Score, reward_on_error
 from corral.rewards.scorer_pool import RewardScorer
 
 if TYPE_CHECKING:
@@ -38,17 +39,21 @@ Answer = TypeVar("Answer")
 class StepResult:
     messages: list[Message]
     """What the model sees next; nothing when done."""
-    reward: float
-    """The reward of this step."""
+    reward: float | None
+    """The reward of this step. None: it has none, and so the trajectory is not trained on."""
     done: bool
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that are summed over the steps of a trajectory."""
     error: str | None = None
     """What failed, if something did; the reward stands for it."""
+    tool_errors: list[str] = field(default_factory=list)
+    """What tools raised in this step; the messages tell the model."""
     closing: str = ""
     """The end of the last message, which stays when the rest is cut to `rollout.max_observation_tokens`."""
     state: str | None = None
     """The state that the model is in now: equal texts are equal states. None: the messages say it."""
+    score: Score | None = field(default=None, compare=False)
+    """What the reward function returned for the trajectory, at its end (`final_step`)."""
 
 
 class SharedResource(Protocol):
@@ -192,17 +197,19 @@ class EnvFactory:
     def __init__(self, tag: str, environment: "Environment", pool: RewardScorer | None, rollout: "Rollout") -> None:
         """`options` are arguments of the class, of its `open_shared`, or of both. Either also gets those of the others
         below that it names."""
-        self.tag = tag
+        self.tag, self.pool = tag, pool
         self.timeout_s = environment.timeout_s
         """Deadline of one reset or step."""
-        self.on_error = environment.reward.on_error
-        """Reward of a trajectory whose environment failed."""
-        env_class = find_class(environment.name)
+        self.on_error = reward_on_error(environment.reward.on_error)
+        """Reward of a trajectory whose environment failed. None: it is dropped."""
+        self.env_class = env_class = find_class(environment.name)
         offered: dict[str, Any] = {
             "pool": pool,
             "max_turns": rollout.max_turns,
             "max_response_tokens": rollout.max_response_tokens,
             "timeout_s": environment.timeout_s,
+            "num_processes": environment.processes,
+            "passed_variables": environment.env,
         }
         for_shared = inspect.signature(env_class.open_shared).parameters
         given = {name: value for name, value in {**offered, **environment.options}.items() if name in for_shared}
@@ -228,7 +235,9 @@ class EnvFactory:
                 self._run_in_processes(env_class, environment, arguments)
                 # More would wait for a process while others wait for them to begin.
                 concurrency = min(environment.processes, concurrency or environment.processes)
-            elif not is_spec(environment.name):
+            elif "in_process" in names:
+                self.make_in_process = lambda: env_class(**{**arguments, "in_process": True})
+            if not is_spec(environment.name) and not issubclass(env_class, BlockingEnv):
                 self.make()  # raises what is wrong with its options now, and not in every trajectory
         except BaseException:
             self.close()
@@ -316,7 +325,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 def final_step(score: Score) -> StepResult:
     """The end of a trajectory that the reward function has scored."""
-    return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error)
+    return StepResult([], score.reward, done=True, metrics=score.metrics, error=score.error, score=score)
 
 
 async def without_exit(call: Awaitable[Answer]) -> Answer:
@@ -327,12 +336,33 @@ async def without_exit(call: Awaitable[Answer]) -> Answer:
         raise RuntimeError(f"it called sys.exit({error.code})") from error
 
 
+async def try_once(factory: EnvFactory, row: Row) -> str | None:
+    """Calls an environment once, with a row and its answer as the reply; the reward function, too, where it is used.
+    Returns what failed."""
+    stage, env = "reset", None
+    try:
+        env = factory.make()
+        timeout_s = inf if env.bounds_itself else factory.timeout_s
+        await within(env.reset(row, 0), timeout_s, f"no answer within {timeout_s:g} s")
+        stage = "step"
+        result = await within(env.step(str(row.answer)), timeout_s, f"no answer within {timeout_s:g} s")
+        if factory.pool is None or result.score is None or result.score.response is None:
+            return result.error
+        return (await factory.pool.score_group([result.score], row))[0].error
+    except Exception as error:
+        return f"{stage}: {error_line(error)}"
+    finally:
+        if env is not None:
+            with suppress(Exception):
+                await within(env.close(), factory.timeout_s)
+
+
 async def within(call: Awaitable[Answer], timeout_s: float, late: str = "") -> Answer:
     """TimeoutError, with the text `late`, if it takes longer. A late call is not awaited: it may ignore its
     cancellation."""
     task = asyncio.ensure_future(without_exit(call))
     try:
-        await asyncio.wait({task}, timeout=timeout_s)
+        await asyncio.wait({task}, timeout=None if timeout_s == inf else timeout_s)
     finally:
         task.cancel()
     if not task.done():

@@ -81,7 +81,7 @@ async def run_episode(
             if reply is None:
                 break
             result = await env.step(reply)
-            reward, turns = reward + result.reward, turns + 1
+            reward, turns = reward + (result.reward or 0.0), turns + 1
             if result.done:
                 break
         success = env.summary().get("success")

@@ -29,6 +29,10 @@ from corral.envs.tool_calls import Style, parse_reply
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 5.0
+REQUEST_S, KEEP_ALIVE_S = 20.0, 300.0
+"""Time for the first request of a connection, and between an answer and the whole of the next request."""
+MAX_SILENT = 1024
+"""Connections without a key. The oldest of more than these is closed, so that no user of the machine uses them up."""
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
@@ -135,6 +139,8 @@ class ChatEndpoint:
     def __init__(self, model: str, ignored: Collection[str] = ()) -> None:
         self._model, self._ignored = model, frozenset(ignored)
         self.sessions: dict[str, ChatSession] = {}
+        self._silent: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have sent no request with a key yet, oldest first."""
         self._loop = LoopThread("agents' endpoint")
         listen = asyncio.start_server(self._serve, HOST, 0, limit=MAX_HEAD_BYTES, backlog=1024)
         self._server = self._loop.submit(listen).result(START_TIMEOUT_S)
@@ -153,26 +159,34 @@ class ChatEndpoint:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection's life: one request after the other. Clients come and go as they like, and what is no HTTP is
         not worth an answer."""
+        self._silent[writer] = None
+        if len(self._silent) > MAX_SILENT:
+            next(iter(self._silent)).transport.abort()
         try:
             while await self._serve_one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, TimeoutError):
             pass
         except asyncio.CancelledError:
             pass  # by `close`
         finally:
+            self._silent.pop(writer, None)
             writer.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection is to stay."""
-        method, path, headers = await read_head(reader)
+        deadline = asyncio.get_running_loop().time() + (REQUEST_S if writer in self._silent else KEEP_ALIVE_S)
+        async with asyncio.timeout_at(deadline):
+            method, path, headers = await read_head(reader)
         session = self.sessions.get(headers.get("authorization", "").removeprefix("Bearer ").strip())
         if session is None:  # not even its body is read
             await send_error(writer, 401, NO_KEY)
             return False
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = await read_body(reader, headers)
+        self._silent.pop(writer, None)
+        async with asyncio.timeout_at(deadline):
+            body = await read_body(reader, headers)
         expected = {CHAT: "POST", MODELS: "GET"}.get(path)
         if expected is None:
             await send_error(writer, 404, f"there is no {path}; there are {CHAT} and {MODELS}")

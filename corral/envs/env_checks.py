@@ -6,6 +6,7 @@ end: one that never returns is interrupted, whether it waits or computes.
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -17,16 +18,17 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from corral.child_process import allowed_environment
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, EnvSet, StepResult, uses_rewards
 from corral.envs.baselines import Baseline, baseline_of, random_policy_rng, reply_of
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
-from corral.rewards.scorer_pool import ScorerPool, ScorerPools
+from corral.rewards.scorer_pool import ScorerPool, ScorerPools, make_scorer
 
 NUM_COMPARED = 5
 """Episodes that are run again and compared."""
@@ -158,7 +160,7 @@ class EnvTrial:
             for _ in range(self.max_turns):
                 reply = await self.random_reply(env, rng)
                 result = await self.step(env, reply)
-                transcript.append({"reply": reply, **vars(result)})
+                transcript.append({"reply": reply, **asdict(result)})
                 if result.done:
                     break
         return transcript
@@ -172,7 +174,8 @@ class EnvTrial:
 
 @contextlib.contextmanager
 def open_trial(environment: Environment, rows: Sequence[Row], max_turns: int, seed: int) -> Iterator[EnvTrial]:
-    pools = ScorerPools({"": ScorerPool(environment.reward)} if uses_rewards(environment) else {})
+    make = functools.partial(ScorerPool, variables=environment.env)
+    pools = ScorerPools({"": make_scorer(environment, make)} if uses_rewards(environment) else {})
     with (
         contextlib.closing(pools),
         contextlib.closing(EnvSet({"": environment}, pools.by_tag, Rollout(max_turns=max_turns))) as envs,
@@ -286,7 +289,8 @@ def checked_result(result: Any) -> StepResult:
     if not isinstance(result, StepResult):
         raise CheckFailed(f"step returned {result!r:.100}, which is not a StepResult")
     checked_messages(result.messages, "step", may_be_empty=result.done)
-    for name, value in {"the reward": result.reward, **result.metrics}.items():
+    numbers = result.metrics if result.reward is None else {"the reward": result.reward, **result.metrics}
+    for name, value in numbers.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise CheckFailed(f"step: {name} must be a finite number; it is {value!r}")
     if not isinstance(result.done, bool):
@@ -330,7 +334,7 @@ def run_in_other_process(trial: EnvTrial) -> list[Transcript]:
             input=pickle.dumps(arguments),
             stdout=subprocess.PIPE,
             timeout=OTHER_PROCESS_S,
-            env={**os.environ, "PYTHONHASHSEED": str(1 + trial.seed % 1000)},
+            env={**allowed_environment(trial.environment.env), "PYTHONHASHSEED": str(1 + trial.seed % 1000)},
         )
     except subprocess.TimeoutExpired as error:
         raise CheckFailed(f"in another process it took longer than {OTHER_PROCESS_S:g} s") from error

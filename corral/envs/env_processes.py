@@ -18,11 +18,11 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from corral.data.plugins import adopt, error_line, portable
+from corral.data.plugins import adopt, blamed_on, error_line, place_of, portable, with_place
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, EnvWrapper, StepResult, find_class
 from corral.recipe.errors import UserError
-from corral.rewards.scorer_pool import WorkerPool, WorkerProcess, drained, serve_requests
+from corral.rewards.worker_pool import Served, WorkerPool, WorkerProcess, drained, serve_requests
 
 if TYPE_CHECKING:
     from corral.recipe.schema import Environment
@@ -100,7 +100,7 @@ class EnvProcesses(WorkerPool[EnvSlot]):
                 ) from error
         # A process finds the class by its name, since a class from a file can't be pickled.
         load = pickle.dumps((portable(environment.name), arguments))
-        super().__init__(label, __name__, load, environment.processes)
+        super().__init__(label, __name__, load, environment.processes, environment.env)
         self.env_class, self._timeout_s = env_class, environment.timeout_s
         self._taken: set[EnvSlot] = set()
 
@@ -140,7 +140,8 @@ class EnvProcesses(WorkerPool[EnvSlot]):
             return None
         except TimeoutError:
             self._end_worker(worker)
-            return TimeoutError(f"the environment took longer than {self._timeout_s:g} s and its process was killed")
+            late = f"the environment took longer than {self._timeout_s:g} s and its process was killed"
+            return TimeoutError(with_place(late, place_of(getattr(self.env_class, pickle.loads(request)[0]))))
         except (EOFError, OSError, ValueError):
             ended = self._end_worker(worker)
             return self._unusable or RuntimeError(f"the environment's process died: it {ended}")
@@ -236,7 +237,7 @@ class InProcessEnv(EnvWrapper):
 
 
 def main(descriptor: int) -> None:
-    serve_requests(descriptor, lambda message: EnvServer(*pickle.loads(message)).answer)
+    serve_requests(descriptor, lambda message: Served(EnvServer(*pickle.loads(message)).answer))
 
 
 class EnvServer:
@@ -264,10 +265,12 @@ class EnvServer:
 
     def step(self, reply: str) -> Reply:
         result = self._env.step(reply)
-        if not isinstance(result, StepResult):
-            raise TypeError(f"it returned {result!r:.100}, which is not a StepResult")
-        metrics = {name: float(value) for name, value in result.metrics.items()}
-        numbers = {"reward": float(result.reward), "done": bool(result.done), "metrics": metrics}
+        with blamed_on(self._env.step):
+            if not isinstance(result, StepResult):
+                raise TypeError(f"it returned {result!r:.100}, which is not a StepResult")
+            metrics = {name: float(value) for name, value in result.metrics.items()}
+            reward = None if result.reward is None else float(result.reward)
+        numbers = {"reward": reward, "done": bool(result.done), "metrics": metrics}
         return {"result": {**vars(result), **numbers}, "summary": self._summary()}
 
     def close(self) -> Reply:

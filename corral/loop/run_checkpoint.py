@@ -28,6 +28,7 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
     """Writes a checkpoint. `state`: what only the loop knows."""
     state = {
         "step": step,
+        "num_steps": parts.num_steps,
         "seed": parts.recipe.seed,
         "dtype": parts.dtype,
         "sampler": parts.sampler.state(),
@@ -37,6 +38,10 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
     try:
         with writing_checkpoint(step_folder(folder.checkpoints, step), state) as work:
             (work / "ledger.jsonl").write_text(ledger.snapshot())
+            if parts.history is not None:
+                parts.history.save(work)
+            if parts.reference_cache is not None:
+                parts.reference_cache.save(work)
             parts.tokenizer.save_pretrained(work)
             if parts.tokenizer.vision is not None:
                 parts.tokenizer.vision.processor.save_pretrained(work)
@@ -79,11 +84,15 @@ async def restore(parts: RunComponents, checkpoint: Path, state: dict[str, Any])
     if state["dtype"] != parts.dtype:
         raise UserError(f"{checkpoint} was made with model.dtype {state['dtype']}; now it is {parts.dtype}")
     parts.sampler.load_state(state["sampler"])
+    if parts.history is not None:
+        parts.history.load(checkpoint)
     await parts.actor.group.all(ModelWorker.load, checkpoint)
     if parts.critic is not None:
         if not (checkpoint / "critic").is_dir():
             raise UserError(f"{checkpoint} has no critic; it was made with another algorithm")
         await parts.critic.group.all(ModelWorker.load, checkpoint)
+    if parts.reference_cache is not None:
+        parts.reference_cache.load(checkpoint)
     if parts.kl is not None and state["kl"] is not None:
         parts.kl.load_state(state["kl"])
     parts.publisher.version = int(state["step"])

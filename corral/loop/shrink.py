@@ -37,12 +37,19 @@ def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
         "cluster": {"runtime": "local"},
     }
     values["batch"] = small_batch(recipe, values)
+    if not recipe.needs_engine:
+        del values["rollout"]
     values["train"] = {"gradient_checkpointing": recipe.train.gradient_checkpointing}
     if recipe.data.validation is not None:
         values["validation"] = {"before_training": False, "max_prompts": 2}
     for section, key in (("critic", "path"), ("critic", "warmup_steps"), ("reference", "path")):
         values.get(section, {}).pop(key, None)
     shrink_algorithm(values.get("algorithm", {}))
+    # These are other rows than the reward and the environment are made for.
+    if recipe.needs_engine and not recipe.environments:
+        values.setdefault("environment", {})["max_error_rate"] = None
+    for environment in values.get("environments", {}).values():
+        environment["max_error_rate"] = None
     if nodes > 1:
         values["cluster"] = small_cluster(recipe, nodes)
         if "placement" in values["cluster"]:
@@ -60,7 +67,7 @@ def small_data(recipe: Recipe, max_prompt_tokens: int) -> dict[str, Any]:
             path = "boards" if source.path == "boards" else "arithmetic:addition"
             data[part] = {"path": path, "size": NUM_ROWS, "seed": seed}
             if path != "boards":
-                data[part]["options"] = {"digits": 1}
+                data[part]["options"] = {"digits": 1} | ({"pairs": True} if recipe.trains_on_pairs else {})
     return data | ({"chat": False} if not recipe.data.chat else {})
 
 
@@ -79,6 +86,9 @@ def small_batch(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
     batch = recipe.batch
     prompts, samples = min(batch.prompts_per_step, 4), min(batch.samples_per_prompt, 4)
     longest = values["data"]["max_prompt_tokens"] + values["rollout"]["max_response_tokens"]
+    if recipe.trains_on_rows:
+        updates = min(batch.updates_per_step, prompts)
+        return {"prompts_per_step": prompts, "updates_per_step": updates, "max_tokens_per_micro_batch": 2 * longest}
     return {
         "prompts_per_step": prompts,
         "samples_per_prompt": samples,

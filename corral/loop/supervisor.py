@@ -36,7 +36,7 @@ class Supervisor:
         """Runs the steps. Waits until they end, or something is lost that the run cannot do without: then that is
         raised."""
         task = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._watch_nodes())
+        watching = asyncio.ensure_future(self._watch_losses())
         try:
             await asyncio.wait({task, watching, self.failure}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -62,7 +62,7 @@ class Supervisor:
             return False
         if lost.node is not None:
             self.lost_nodes.add(lost.node)
-        rollout = runtime.placement.roles["rollout"]
+        rollout = runtime.placement.roles.get("rollout", ())
         for rank in [rank for rank, device in enumerate(rollout) if device in devices]:
             if scheduler.remove_worker(rank, lost) and lost.node is None:
                 self.replacing[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
@@ -74,7 +74,7 @@ class Supervisor:
         worker is left."""
         error: Exception | None = None
         try:
-            for _ in range(NUM_ATTEMPTS):
+            for attempt in range(1, NUM_ATTEMPTS + 1):
                 try:
                     await self._start_again(rank, device)
                     return
@@ -82,6 +82,7 @@ class Supervisor:
                     error = lost
                     if lost.node is not None or lost.device != device:
                         break
+                    logger.warning("%s (attempt %d of %d to replace it)", lost, attempt, NUM_ATTEMPTS)
         except Exception as other:
             error = other
         finally:
@@ -101,12 +102,15 @@ class Supervisor:
             parts.scheduler.add_worker(rank)
         logger.warning("device %d takes rollouts again", device)
 
-    async def _watch_nodes(self) -> None:
-        """Runs until a node is lost that is needed, and raises that."""
+    async def _watch_losses(self) -> None:
+        """Runs until a node or worker is lost that is needed, and raises that."""
         while True:
             try:
                 await self.parts.runtime.watch()
             except WorkerLost as lost:
                 if not self.handle_loss(lost):
                     raise
-                logger.warning("%s; the run goes on without it", lost)
+                rollout = self.parts.runtime.placement.roles["rollout"]
+                # What is not replaced is a node, or a device that only lends its GPU to an engine (`tensor_parallel`).
+                if lost.device not in [rollout[rank] for rank in self.replacing]:
+                    logger.warning("%s; the run goes on without it", lost)

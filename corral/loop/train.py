@@ -4,24 +4,38 @@ evaluation of a model alone."""
 import asyncio
 import shlex
 import warnings
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.loop.components import OpenWorkers, open_components, open_rollout_components, open_runtime
+from corral.data.plugins import IN_MEMORY
+from corral.loop.components import CheckpointUnseen, OpenWorkers, open_components, open_rollout_components, open_runtime
+from corral.loop.preflight import check_disk
+from corral.loop.resuming import (
+    RecipeChange,
+    find_changes,
+    how_to_go_on,
+    refuse_changes,
+    refuse_finished,
+    write_inputs,
+)
 from corral.loop.run_checkpoint import restore, truncate_after
+from corral.loop.sample_errors import ErrorCounts, TooManyErrors
 from corral.loop.supervisor import Supervisor
 from corral.loop.training_loop import Interrupt, Interrupted, RunState, run_steps, save_run
 from corral.loop.validation import show_samples, validate
-from corral.observe.console import Console, held_out_score, run_log
+from corral.observe.console import Console, is_validation, run_log
 from corral.observe.curve import draw_curve
 from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
-from corral.observe.trackers import make_trackers
+from corral.observe.trackers import check_trackers, make_trackers
+from corral.recipe.errors import RunError
 from corral.recipe.load import dump_recipe
+from corral.recipe.plan import make_plan
 from corral.recipe.schema import Recipe
+from corral.recipe.shape import ModelShape
 from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
@@ -37,23 +51,82 @@ def train(
     console: Console,
     debugging: Debugging = Debugging(),
     interrupt: Interrupt | None = None,
+    resume_anyway: bool = False,
 ) -> Path:
-    """Runs the recipe to its end and returns the run folder. `interrupt`: the caller's, if it has its own."""
+    """Runs the recipe to its end and returns the run folder. `interrupt`: the caller's, if it has its own.
+    `resume_anyway`: the run of that name goes on, also where it has become another experiment (`resuming.py`)."""
     interrupt = interrupt or Interrupt(console.warn, debugging.on_ctrl_c)
     with (
         event_loop(console) as runner,
         RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder,
     ):
         checkpoint = find_checkpoint(folder.checkpoints, recipe.checkpoint.resume)
+        changes = [] if checkpoint is None else accepted_changes(checkpoint, folder, recipe, console, resume_anyway)
         recipe_file = folder.write_recipe(dump_recipe(recipe))
+        write_inputs(folder.path, recipe)
+        if checkpoint is not None and is_finished(checkpoint, folder, recipe, changes):
+            report_finished(checkpoint, folder, recipe, recipe_file, console)
+            return folder.path
+        check_trackers(recipe.logging)
+        check_disk(make_plan(recipe, ModelShape.find(recipe.model.path)), folder.path, console.warn)
         folder.write_plan(plan_text)
         step = None if checkpoint is None else read_state(checkpoint)["step"]
         announce("controller", folder.name)
         console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
+        for change in changes:
+            console.note(f"changed since: {change}")
         with interrupt, run_log(folder.logs / "main.log", console):
             open_workers = partial(open_runtime, debugging=debugging)
             runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
     return folder.path
+
+
+def accepted_changes(
+    checkpoint: Path, folder: RunFolder, recipe: Recipe, console: Console, resume_anyway: bool
+) -> list[RecipeChange]:
+    """Returns what has changed since the run that the checkpoint is of was trained. Raises where this run was trained
+    with something else, or is finished and asked for more; a new run that begins at another's checkpoint may differ."""
+    step = int(read_state(checkpoint)["step"])
+    changes, note = find_changes(checkpoint.resolve().parents[1], recipe)
+    if note is not None:
+        console.note(note)
+    if is_own(checkpoint, folder):
+        if not resume_anyway:
+            refuse_changes(changes, folder.path, step)
+        if is_finished(checkpoint, folder, recipe, changes):
+            refuse_finished(changes, folder.path, step)
+    return changes
+
+
+def is_own(checkpoint: Path, folder: RunFolder) -> bool:
+    return checkpoint.resolve().is_relative_to(folder.path.resolve())
+
+
+def is_finished(checkpoint: Path, folder: RunFolder, recipe: Recipe, changes: Sequence[RecipeChange]) -> bool:
+    """Whether nothing is left to do, as far as is known before anything is loaded: all steps were made, and the
+    validation after the last one."""
+    state, steps = read_state(checkpoint), recipe.schedule.steps
+    if steps is None and not {change.path[0] for change in changes} & {"schedule", "batch", "data"}:
+        steps = state.get("num_steps")  # as many as the epochs were
+    step = int(state["step"])
+    if steps is None or step < steps or not is_own(checkpoint, folder):
+        return False
+    validates = recipe.data.validation is not None and recipe.validation.after_training
+    return not validates or any(row["step"] == step and is_validation(row) for row in read_rows(folder))
+
+
+def report_finished(checkpoint: Path, folder: RunFolder, recipe: Recipe, recipe_file: Path, console: Console) -> None:
+    step = int(read_state(checkpoint)["step"])
+    rows = read_rows(folder)
+    validations = [row for row in rows if is_validation(row)]
+    console.note(f"{folder.path} is finished: all {step} steps were made. {how_to_go_on(folder.path, step)}")
+    console.summary(
+        folder.path,
+        validations[0] if validations else None,
+        validations[-1] if len(validations) > 1 else None,
+        folder.curve if folder.curve.exists() else None,
+        commands_after(recipe, checkpoint, recipe_file),
+    )
 
 
 def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
@@ -64,6 +137,7 @@ def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[s
             result = await validate(parts, console)
         console.validation(model_path or recipe.model.path, result.metrics, result.num_prompts, result.noun)
         show_samples(parts, result, console)
+        ErrorCounts.of(result.trajectories).check("evaluation", recipe.tagged_environments, is_first=True)
         return result.metrics
 
     with event_loop(console) as runner:
@@ -107,17 +181,36 @@ async def supervise(
     nodes that are left, at most `cluster.max_restarts` times without a new checkpoint in between."""
     lost_nodes: set[str] = set()
     restarts, saved_step, began = 0, -1, False
+    unseen: set[Path] = set()
+    """Checkpoints that not all workers can load, since the last loss."""
     while True:
         try:
             async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes, open_workers) as run:
                 began = True
+                run.parts.runtime.on_ending = interrupt.request
                 try:
                     await run.supervisor.run(run_steps(run))
-                except Interrupted:
+                except (Interrupted, TooManyErrors) as end:
                     await run.parts.scheduler.cancel()
+                    await finish(run, recipe_file)
+                    if isinstance(end, TooManyErrors):
+                        raise
+                    return
                 await finish(run, recipe_file)
+                if run.parts.runtime.ending and not run.is_complete:
+                    raise RunError(
+                        f"{run.parts.runtime.ending}; all {run.step} steps are saved, and the same command goes on"
+                    )
                 return
+        except CheckpointUnseen as error:
+            unseen.add(error.checkpoint)
+            earlier = find_checkpoint(folder.checkpoints, "auto", unseen)
+            if not began or earlier is None:
+                raise
+            checkpoint, saved_step = earlier, int(read_state(earlier)["step"])
+            console.warn(f"{error}; the run goes on from {earlier.name}")
         except WorkerLost as lost:
+            unseen.clear()
             own = find_checkpoint(folder.checkpoints, "auto") if began else None
             step = -1 if own is None else int(read_state(own)["step"])
             restarts = 1 if step > saved_step else restarts + 1
@@ -146,21 +239,30 @@ async def running(
     """Opens a run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
     state = {} if checkpoint is None else read_state(checkpoint)
     lost = set() if lost_nodes is None else lost_nodes
-    async with open_components(recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers) as parts:
-        if checkpoint is not None:
-            await restore(parts, checkpoint, state)
-        step = int(state.get("step", 0))
-        ledger = truncate_after(folder, checkpoint, step if state else -1, console)
-        own = checkpoint is not None and checkpoint.resolve().is_relative_to(folder.path.resolve())
-        trackers = make_trackers(
-            recipe.logging,
-            folder,
-            folder.name,
-            saved_state=state.get("trackers") if own else None,
-            config=recipe.model_dump(mode="json"),
-            console=console,
+    own = checkpoint is not None and is_own(checkpoint, folder)
+    # Before anything is loaded: a tracker without its key, or whose server does not answer, ends a new run.
+    trackers = make_trackers(
+        recipe.logging,
+        folder,
+        folder.name,
+        saved_state=state.get("trackers") if own else None,
+        config=recipe.model_dump(mode="json"),
+        console=console,
+    )
+
+    async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
+        with suppress(Interrupted):  # `run_steps` sees the request, and ends in good order
+            await interrupt.cancel_on_request(work)
+
+    with closing(trackers):
+        components = open_components(
+            recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers, until_stopped
         )
-        try:
+        async with components as parts:
+            if checkpoint is not None:
+                await restore(parts, checkpoint, state)
+            step = int(state.get("step", 0))
+            ledger = truncate_after(folder, checkpoint, step if state else -1, console)
             yield RunState(
                 recipe=recipe,
                 parts=parts,
@@ -173,10 +275,8 @@ async def running(
                 step=step,
                 saved_step=step if own else 0,
                 skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
-                validations={row["step"]: row for row in read_rows(folder) if held_out_score(row) is not None},
+                validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
             )
-        finally:
-            trackers.close()
 
 
 async def finish(run: RunState, recipe_file: Path) -> None:
@@ -208,12 +308,21 @@ def next_commands(run: RunState, recipe_file: Path) -> dict[str, str]:
             change = f" with {shlex.join(changes)}"
         where = f"stopped after step {run.step} of {run.parts.num_steps}"
         return {"resume": f"the same command again{change} ({where})"}
-    if not checkpoint.exists():
-        return {}
-    return {
+    return commands_after(run.recipe, checkpoint, recipe_file) if checkpoint.exists() else {}
+
+
+def commands_after(recipe: Recipe, checkpoint: Path, recipe_file: Path) -> dict[str, str]:
+    """Returns what can be done with the last checkpoint of a run."""
+    commands = {
         "evaluate": shlex.join(["corral", "evaluate", str(recipe_file), "--model", str(checkpoint)]),
         "export": shlex.join(["corral", "export", str(checkpoint), "OUT"]),
     }
+    if recipe.trains_on_rows:
+        commands["RL from here"] = shlex.join(["corral", "train", "RECIPE", f"model.path={checkpoint}"])
+    needs_program = any(name.startswith(f"{IN_MEMORY}:") for name in recipe.code_names.values())
+    if not recipe.validates_by_generation or needs_program:  # there is nothing to evaluate on, or only a program has it
+        del commands["evaluate"]
+    return commands
 
 
 def read_rows(folder: RunFolder) -> list[dict[str, Any]]:

@@ -8,17 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corral.algorithms.advantages import RewardedBatch, ShapedResponses, Turns, clipped_rewards, compute_advantages
+from corral.algorithms.advantages import (
+    RewardedBatch,
+    ShapedResponses,
+    Turns,
+    clipped_rewards,
+    compute_advantages,
+    with_lone_rewards,
+)
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.losses import GlobalCounts, divisor, kl_penalty, num_preserved
 from corral.algorithms.ragged import segment_mean, whiten
-from corral.data.batch import Batch, IntArray, Trajectory
+from corral.data.batch import Batch, FloatArray, IntArray, Trajectory
+from corral.data.reference_cache import ReferenceCache
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
 from corral.recipe.errors import RunError
 from corral.recipe.recipe_warnings import why_training_waits
 from corral.runtime.group import gather_calls
 from corral.runtime.model_workers import ActorWorker, CriticWorker, LossStats, PolicyWorker, TrainerGroup, UpdateTerms
+from corral.runtime.teacher_endpoint import EndpointTeacher
 from corral.training.optimizer import UpdateResult
 
 MAX_FIRST_KL = 0.1
@@ -26,9 +35,13 @@ MAX_FIRST_KL = 0.1
 
 def plan_updates(parts: RunComponents, batch: Batch) -> list[list[int]]:
     """Returns the trajectories of each update of one epoch: groups in the order of their prompts, cut into parts that
-    differ by one at most."""
+    differ by one at most (by one pair, where pairs are trained on). What is masked is in none of them."""
     order = np.argsort(batch.groups, kind="stable")
-    return [rows.tolist() for rows in np.array_split(order, min(parts.recipe.batch.updates_per_step, len(batch)))]
+    units = batch.units(order[~batch.is_masked[order]].tolist())
+    if not units:
+        return []
+    splits = np.array_split(np.arange(len(units)), min(parts.recipe.batch.updates_per_step, len(units)))
+    return [[row for i in split.tolist() for row in units[i]] for split in splits]
 
 
 async def compute_logprobs_and_values(parts: RunComponents, batch: Batch, updates: list[list[int]]) -> None:
@@ -44,6 +57,8 @@ async def compute_logprobs_and_values(parts: RunComponents, batch: Batch, update
         columns["old_logprobs"] = parts.actor, ActorWorker.compute_logprobs
     if parts.reference is not None:
         columns["reference_logprobs"] = parts.reference, PolicyWorker.compute_logprobs
+    elif parts.algorithm.needs_reference and parts.teacher is None:
+        columns["reference_logprobs"] = parts.actor, ActorWorker.compute_reference_logprobs
     if parts.critic is not None:
         columns["values"] = parts.critic, CriticWorker.compute_values
     by_devices: dict[tuple[str, ...], list[str]] = {}
@@ -53,10 +68,27 @@ async def compute_logprobs_and_values(parts: RunComponents, batch: Batch, update
     async def compute_in_turn(names: list[str]) -> None:
         for name in names:
             trainers, method = columns[name]
-            batch.columns[name] = await trainers.compute_column(method, batch, updates)
+            if name == "reference_logprobs" and parts.reference_cache is not None:
+                batch.columns[name] = await cached_logprobs(parts.reference_cache, trainers, method, batch)
+            else:
+                batch.columns[name] = await trainers.compute_column(method, batch, updates)
+
+    async def ask_teacher(teacher: EndpointTeacher) -> None:
+        batch.columns["reference_logprobs"] = await teacher.compute_column(batch)
 
     batch.columns["old_logprobs"] = batch.logprobs
-    await gather_calls(*map(compute_in_turn, by_devices.values()))
+    asking = [] if parts.teacher is None else [ask_teacher(parts.teacher)]
+    await gather_calls(*map(compute_in_turn, by_devices.values()), *asking)
+
+
+async def cached_logprobs(
+    cache: ReferenceCache, trainers: TrainerGroup[Any], method: Callable[..., Any], batch: Batch
+) -> FloatArray:
+    """Returns the reference's log-probs of answers of rows, of which only those are computed that it never was."""
+    if missing := cache.missing(batch):
+        new = batch.take(missing)
+        cache.add(new, await trainers.compute_column(method, new, [list(range(len(new)))]))
+    return cache.column(batch)
 
 
 class StepTraining:
@@ -81,8 +113,12 @@ class StepTraining:
         self.is_broken = False
 
     def updates_of(self, batch: Batch) -> list[list[int]]:
-        """Returns in which parts log-probs of a piece are computed: those of the updates, where the piece is all."""
-        return [list(range(len(batch)))] if self.recipe.schedule.pipelined else plan_updates(self.components, batch)
+        """Returns in which parts log-probs of a piece are computed: those of the updates, where the piece is all, and
+        what is masked by itself, since statistics of the batch need its log-probs too."""
+        if self.recipe.schedule.pipelined:
+            return [list(range(len(batch)))]
+        masked: list[int] = np.flatnonzero(batch.is_masked).tolist()
+        return [*plan_updates(self.components, batch), *([masked] if masked else [])]
 
     async def add(self, rollout: RolloutResult, batch: Batch) -> None:
         """Adds a piece of the step with its log-probs and values; with it the gradient, where that needs no other
@@ -94,7 +130,8 @@ class StepTraining:
         for name, value in add_advantages(parts, batch, rollout).items():
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * len(batch)
         self.is_broken = self.is_broken or is_broken(batch, self.result)
-        trainable = [] if self.is_broken else trainable_rows(parts, batch, range(len(batch)))
+        in_loss: list[int] = np.flatnonzero(~batch.is_masked).tolist()
+        trainable = [] if self.is_broken else trainable_rows(parts, batch, in_loss)
         if trainable:
             terms = UpdateTerms(self.expected_counts, 0, kl_coefficient(parts))
             self.stats.merge(await parts.actor.accumulate(batch, trainable, terms))
@@ -120,7 +157,9 @@ class StepTraining:
         if self.is_broken:
             await parts.actor.group.all(ActorWorker.zero_grad)
         elif self.stats.num_tokens:
-            await step_policy(parts, self.stats, result, self._scale(GlobalCounts(batch.num_generated, len(batch))))
+            in_loss = batch.take(np.flatnonzero(~batch.is_masked).tolist())
+            counts = GlobalCounts(in_loss.num_generated, len(in_loss))
+            await step_policy(parts, self.stats, result, self._scale(counts))
             result.finite.append(not result.skipped)
         else:
             result.num_empty += 1
@@ -146,6 +185,7 @@ async def train(parts: RunComponents, batch: Batch, updates: list[list[int]], st
     result = new_result(parts)
     if is_broken(batch, result):
         return result
+    result.num_empty += not updates  # all samples are masked
     only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
     for _ in range(parts.recipe.batch.ppo_epochs):
         for rows in updates:
@@ -226,10 +266,8 @@ def is_broken(batch: Batch, result: "TrainResult") -> bool:
 
 def nothing_to_train_on(parts: RunComponents, step: int, rollout: RolloutResult) -> str:
     if not rollout.zero_variance:
-        return (
-            f"step {step}: all {rollout.num_failed} trajectories failed in the environment, the last one with: "
-            f"{rollout.last_error}"
-        )
+        num_samples, why = rollout.errors.num_samples, rollout.errors.describe()
+        return f"step {step}: no sample has a reward, all {num_samples} were dropped; {why}"
     return (
         f"step {step}: dynamic sampling found no group with different rewards in {parts.algorithm.max_rounds} rounds: "
         "the task is too easy or too hard for the model, or raise algorithm.dynamic_sampling.max_rounds"
@@ -288,6 +326,7 @@ class TrainResult:
 
     def metrics(self) -> dict[str, float]:
         mean = {name: value / max(self.stats.num_tokens, 1) for name, value in self.stats.sums.items()}
+        mean |= {name: value / max(self.stats.num_pairs, 1) for name, value in self.stats.pair_sums.items()}
         finite = [norm for norm in self.gradient_norms if np.isfinite(norm)]
         metrics = {
             **mean,
@@ -308,7 +347,8 @@ class TrainResult:
 
 
 def new_result(parts: RunComponents) -> TrainResult:
-    return TrainResult(compares_engine=parts.algorithm.old_logprobs == "engine")
+    sampled = not parts.recipe.trains_on_rows
+    return TrainResult(compares_engine=sampled and parts.algorithm.old_logprobs == "engine")
 
 
 # --- rewards become advantages
@@ -347,21 +387,25 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
         correction = correction_weights(algorithm.correction, old, engine, mask, offsets)
         batch.columns["correction"] = correction.weights.numpy()
         metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
-    values = batch.columns.get("values")
+    values, teacher_lead = batch.columns.get("values"), None
     needs = algorithm.advantage.declaration.needs
-    result = compute_advantages(
-        algorithm.advantage,
-        RewardedBatch(
-            token_rewards=rewards,
-            mask=mask,
-            offsets=offsets,
-            groups=torch.from_numpy(batch.groups),
-            values=None if values is None else torch.from_numpy(values),
-            baselines=baselines,
-            turns=turns_of(rollout.trajectories, batch.offsets) if needs.turns else None,
-        ),
+    if needs.teacher:
+        teacher_lead = torch.from_numpy(batch.columns["reference_logprobs"]) - old
+        metrics["distill/reverse_kl"] = -float(teacher_lead[mask].double().mean())
+    rewarded = RewardedBatch(
+        token_rewards=rewards,
+        mask=mask,
+        offsets=offsets,
+        groups=torch.from_numpy(batch.groups),
+        values=None if values is None else torch.from_numpy(values),
+        baselines=baselines,
+        teacher_lead=teacher_lead,
+        turns=turns_of(rollout.trajectories, batch.offsets) if needs.turns else None,
     )
+    result = compute_advantages(algorithm.advantage, rewarded)
     found, bound = result.advantages, algorithm.advantage_clip
+    if algorithm.lone_sample == "raw" and needs.groups:
+        found = with_lone_rewards(found, rewarded)
     if algorithm.whiten:
         found = whiten(found, mask)
     batch.columns["advantages"] = (found if bound is None else found.clamp(-bound, bound)).float().numpy()

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,12 +17,21 @@ import numpy as np
 
 from corral.data.batch import Batch, FloatArray, Trajectory
 from corral.data.images import decode_tokens
+from corral.data.sampler import SKIP_REASONS
 from corral.loop.components import RunComponents
-from corral.loop.rollout_step import AsyncRollouts, PendingRollout, RolloutResult, step_metrics
+from corral.loop.rollout_step import (
+    AsyncRollouts,
+    PendingStep,
+    RolloutResult,
+    row_metrics,
+    source_metrics,
+    step_metrics,
+)
 from corral.loop.run_checkpoint import save
+from corral.loop.sample_errors import ErrorCounts
 from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
-from corral.loop.validation import show_samples, validate
+from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
 from corral.observe.run_files import Trackers, TrajectoryWriter
@@ -32,6 +42,8 @@ from corral.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 3
+IDLE_STEPS = (3, 30, 300)
+"""After so many steps in a row without anything to train on there is a warning."""
 
 
 @dataclass
@@ -54,6 +66,8 @@ class RunState:
     """When that was, or when this process began with the run."""
     skipped_in_a_row: int = 0
     """Number of updates that were skipped, at the end of the training so far."""
+    idle_steps: int = 0
+    """Number of steps without anything to train on, at the end of the training so far."""
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of the validations made so far, by step."""
     times: dict[str, float] = field(default_factory=dict)
@@ -76,9 +90,9 @@ async def run_steps(run: RunState) -> None:
 
     Consumes prompts, produces weights, metrics and checkpoints. A step waits for its rollouts (unblocked by the rollout
     workers; a request to stop ends the wait), then for the trainers. It reads the same in every mode: `AsyncRollouts`
-    may have started the rollouts of steps to come, and a pipelined step comes in pieces, of which the first are trained
-    on while the last are rolled out. Whoever calls the trainers holds `trainer_lock`: they compute together, and so
-    must all be called for the same things in the same order.
+    may have started the rollouts of steps to come, a pipelined step comes in pieces, of which the first are trained on
+    while the last are rolled out, and rows whose answers are trained on are there at once. Whoever calls the trainers
+    holds `trainer_lock`: they compute together, and so must all be called for the same things in the same order.
     """
     parts, trainer_lock, rollouts = run.parts, run.parts.trainer_lock, AsyncRollouts(run.parts, run.ledger)
     await validate_if_due(run)
@@ -103,7 +117,8 @@ async def run_steps(run: RunState) -> None:
                 with run.timed("train"):
                     rollout, batch, metrics, result = await training.finish()  # the others, and the optimizer steps
                 run.step += 1
-                metrics |= await parts.publisher.publish(version=run.step)
+                if not parts.recipe.trains_on_rows or validation_due(run):  # else nobody samples with them
+                    metrics |= await parts.publisher.publish(version=run.step)
         update_kl_coefficient(parts, metrics, len(batch))
         record_step(run, rollout, batch, result, metrics)
         if parts.recipe.schedule.max_staleness:
@@ -112,7 +127,7 @@ async def run_steps(run: RunState) -> None:
         await save_if_due(run)
 
 
-async def rollout_pieces(run: RunState, pending: PendingRollout) -> AsyncGenerator[RolloutResult, None]:
+async def rollout_pieces(run: RunState, pending: PendingStep) -> AsyncGenerator[RolloutResult, None]:
     """Yields the step's trajectories: all of them when they are finished, or piece by piece where it is pipelined. A
     request to stop raises `Interrupted`; nothing has changed the weights then."""
     pipelined = run.recipe.schedule.pipelined
@@ -145,26 +160,42 @@ def record_step(
     record_prompts(run, rollout, result)
     if run.recipe.schedule.max_staleness:
         metrics |= staleness_metrics(batch, run.step - 1)
-    metrics |= step_metrics(rollout, batch, run.recipe.batch.samples_per_prompt) | result.metrics() | run.times
+    if run.recipe.trains_on_rows:
+        metrics |= row_metrics(batch, len(run.parts.train), max(rollout.prompt_ids))
+        if run.parts.reference_cache is not None:
+            metrics["samples/reference_computed"] = float(run.parts.reference_cache.num_missing)
+    else:
+        metrics |= step_metrics(rollout, batch, run.recipe.batch.samples_per_prompt)
+    metrics |= source_metrics(rollout, run.parts)
+    if run.parts.history is not None:
+        for row, rewards in rollout.row_rewards:
+            run.parts.history.record(row, rewards)
+        metrics["samples/skipped"] = float(run.ledger.num_dropped(run.step, SKIP_REASONS))
+        metrics["samples/retired_rows"] = float(run.parts.history.num_retired)
+    if run.parts.algorithm.mask_truncated:
+        metrics["samples/masked"] = float(batch.is_masked.mean())
+    metrics |= result.metrics() | run.times
     metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
     run.trackers.log(run.step, metrics)
-    for one in rollout.trajectories:
-        if one.error:
-            logger.info("step %d, prompt %d, sample %d: %s", run.step, one.prompt_id, one.sample, one.error)
     if run.recipe.logging.trajectories:
         writer = TrajectoryWriter(run.folder.trajectories)
-        writer.write(run.step, trajectory_records(rollout.trajectories, run.parts.tokenizer, batch))
+        records = trajectory_records(rollout.trajectories, run.parts.tokenizer, batch)
+        writer.write(run.step, chain(records, trajectory_records(rollout.dropped, run.parts.tokenizer)))
     check_updates(run, result, batch)
+    warn_if_idle(run, rollout, batch, result)
 
 
 def record_prompts(run: RunState, rollout: RolloutResult, result: TrainResult) -> None:
+    in_loss = list(dict.fromkeys(one.prompt_id for one in rollout.trajectories if not one.is_masked))
     if result.finite and not any(result.finite):
-        run.ledger.dropped(run.step, rollout.prompt_ids, "update not finite")
+        run.ledger.dropped(run.step, in_loss, "update not finite")
     elif result.too_far and len(result.too_far) == len(result.finite):
-        run.ledger.dropped(run.step, rollout.prompt_ids, "mean ratio too high")
+        run.ledger.dropped(run.step, in_loss, "mean ratio too high")
     else:
-        run.ledger.trained(run.step, rollout.prompt_ids)
+        run.ledger.trained(run.step, in_loss)
+    run.ledger.dropped(run.step, set(rollout.prompt_ids) - set(in_loss), "all samples cut off by length")
     run.ledger.dropped(run.step, rollout.failed, "environment failed")
+    run.ledger.dropped(run.step, rollout.without_reward, "no sample with a reward")
     run.ledger.dropped(run.step, rollout.zero_variance, "zero-variance group")
 
 
@@ -189,20 +220,52 @@ def check_updates(run: RunState, result: TrainResult, batch: Batch) -> None:
         )
 
 
+def warn_if_idle(run: RunState, rollout: RolloutResult, batch: Batch, result: TrainResult) -> None:
+    """Warns when nothing could be trained on for some steps in a row: all advantages were zero."""
+    if result.skipped or result.too_far or batch.columns["advantages"].any():
+        run.idle_steps = 0
+        return
+    run.idle_steps += 1
+    if run.idle_steps not in IDLE_STEPS:
+        return
+    rewards = sorted({trajectory.reward for trajectory in rollout.trajectories})
+    seen = f"all of them {rewards[0]:g}" if len(rewards) == 1 else f"from {rewards[0]:g} to {rewards[-1]:g}"
+    logger.warning(
+        "step %d: in %d steps in a row no sample was better or worse than the others of its prompt (rewards of this "
+        "step: %s), so there was nothing to train on. Look at what the model answers and what it gets for it (%s). If "
+        "the reward is right, the task is too hard or too easy: give credit for parts of an answer, sample more per "
+        "prompt (batch.samples_per_prompt), at a higher rollout.temperature, or longer (rollout.max_response_tokens)",
+        run.step,
+        run.idle_steps,
+        seen,
+        run.folder.trajectories if run.recipe.logging.trajectories else "logging.trajectories=true writes it down",
+    )
+
+
 async def validate_if_due(run: RunState) -> None:
     """Also after a resume: the run may have been stopped between a step and its validation."""
     when = validation_due(run)
-    if when is None or run.step in run.validations or not run.parts.validation:
+    parts = run.parts
+    if when is None or run.step in run.validations or not (parts.validation or parts.validation_rows):
         return
     started = time.perf_counter()
-    result = await run.interrupt.cancel_on_request(validate(run.parts, run.console))
-    run.console.validation(when, result.metrics, result.num_prompts, result.noun)
-    show_samples(run.parts, result, run.console)
-    run.trackers.log(run.step, {**result.metrics, "time/validate_s": time.perf_counter() - started})
-    run.validations[run.step] = result.metrics
-    if run.recipe.logging.trajectories:
+    noun = "pair" if parts.recipe.trains_on_pairs else "row"
+    result = ValidationResult({}, [], len(parts.validation_rows), noun)
+    if parts.validation:
+        result = await run.interrupt.cancel_on_request(validate(parts, run.console))
+    metrics = result.metrics
+    if parts.validation_rows:
+        async with parts.trainer_lock:
+            metrics = {**metrics, **await validation_loss(parts)}
+    run.console.validation(when, metrics, result.num_prompts, result.noun)
+    show_samples(parts, result, run.console)
+    run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
+    run.validations[run.step] = metrics
+    if run.recipe.logging.trajectories and result.trajectories:
         writer = TrajectoryWriter(run.folder.trajectories)
         writer.write(run.step, trajectory_records(result.trajectories, run.parts.tokenizer), part="validation")
+    errors = ErrorCounts.of(result.trajectories)
+    errors.check(f"validation {when}", run.recipe.tagged_environments, is_first=run.step == 0)
 
 
 def validation_due(run: RunState) -> str | None:
@@ -254,7 +317,8 @@ def trajectory_records(
             "sample": trajectory.sample,
             "row": trajectory.row,
             "tag": trajectory.tag,
-            "reward": trajectory.reward,
+            "reward": None if trajectory.is_dropped else trajectory.reward,
+            "rewards": trajectory.rewards,
             "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
             "stop": str(trajectory.stop),
             "error": trajectory.error,
@@ -289,6 +353,7 @@ def save_failed_batch(batch: Batch, path: Path) -> None:
         token_rewards=batch.token_rewards,
         offsets=batch.offsets,
         groups=batch.groups,
+        is_masked=batch.is_masked,
         **batch.columns,  # type: ignore[arg-type]
     )
 

@@ -7,6 +7,7 @@ import copy
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ DEFAULT = re.compile(r"[\w./-]{1,200}")
 PACKAGE = re.compile(r"^#\s*@package\s+([\w.]+)", re.MULTILINE)
 YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
+ENGINE_CHOICE = re.compile(r"(actor|ref|critic)@[\w.]+=(dp|megatron|mlite|veomni|torchtitan|automodel)_\1")
+"""Choices of verl's files with the settings of a trainer."""
 MAX_FILES = 100
 MAX_DEPTH = 30
 ESCAPED = re.compile(r"""\\([\\,\[\]{}:='" \t])""")
@@ -91,7 +94,8 @@ class RawConfig:
                 given[key] = ForeignValue(key, leaf, self.where(below) or ".".join(path), key in self.added)
         if self.problems:
             raise RecipeError(dict.fromkeys(self.problems))
-        return given
+        named = {target[0] for target in references.found}
+        return {key: replace(one, referenced=key.split(".")[0] in named) for key, one in given.items()}
 
 
 def leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
@@ -211,6 +215,8 @@ def add_override(config: RawConfig, word: str, where: str) -> None:
     if match["sign"] == "~":
         config.remove(path)
         config.notes.append(f"{where}: `{word}` takes the key away; {match['key']}=null says what is meant")
+    elif ENGINE_CHOICE.fullmatch(word):
+        config.notes.append(f"{where}: `{word}` chooses a trainer of verl's; Corral has its own")
     elif "@" in match["key"] or "/" in match["key"]:
         config.problems.append(f"{where}: `{word}` chooses a file of the other system, which is not at hand")
     elif "" in path or len(path) > MAX_DEPTH:

@@ -2,32 +2,48 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from corral.migrate.config import RawConfig, add_file, add_override
-from corral.migrate.migration import Migration, migrate
-from corral.migrate.shell import ShellCommand, read_script
+from corral.migrate import engines
+from corral.migrate.config import RawConfig, add_file, add_override, leaves
+from corral.migrate.migration import Migration, migrate, value_at
+from corral.migrate.outcome import ABSENT, ForeignValue
+from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
 from corral.migrate.table import KeyTable, load_table
+from corral.migrate.value_kinds import format_value
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Recipe
 
 TABLES = {"verl": "verl", "search_r1": "verl", "roll": "roll", "rlinf": "rlinf"}
-"""Systems, and the packages with the functions that their tables name. Of several tables the one that knows most of the
-keys is taken: for verl also that of Search-R1, which is a verl with keys of its own."""
+"""Systems, and the packages with the functions that their tables name besides those of `engines.py`. Of several tables
+the one that knows most of the keys is taken: for verl also that of Search-R1, which is a verl with keys of its own."""
 
 PROGRAMS = {
-    "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_format|dapo)(?:\.py)?"),
+    "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_sync|ppo_v0|ppo_format|dapo)(?:\.py)?"),
     "roll": re.compile(r"(?:[\w./-]*/)?(?:start_\w+_pipeline\.py|run_\w*pipeline\w*\.sh)"),
     "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
 }
 """Programs that start a training, and so end whatever comes before them: Ray, Slurm, containers."""
+OTHER_KINDS = {
+    r"\w*sft_trainer\w*|train_v\wm?_sft|start_sft_pipeline": "supervised fine-tuning (see docs/sft.md)",
+    r"start_dpo_pipeline": "preference optimization (DPO; see docs/preferences.md)",
+    r"start_\w*distill\w*|main_gkd": "distillation (see docs/distillation.md)",
+    r"main_generation\w*|start_\w+_rollout_pipeline": "rollouts without training",
+    r"main_eval": "an evaluation",
+    r"train_embodied_agent|train_async|train_offline_rl": "embodied reinforcement learning",
+    r"train_reward_model": "the training of a reward model",
+}
+"""Kinds of run that no recipe comes of, by the last part of a program's name."""
+OWN_PROGRAM = re.compile(r"recipe\.(?!dapo\.main_dapo\b)[\w.]+|verl\.experimental\.[\w.]+")
+"""Programs beside verl's trainer, each with code and keys of its own."""
 MAX_PROGRAM_LENGTH = 300
+SHELL = re.compile(r"(?:.*/)?(?:ba|da|z|k)?sh")
 CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
 OTHER_COMMANDS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", "cp", "mv", "sed", "vim", "source", ".")
 """Commands that may name a program and do not start it."""
@@ -50,6 +66,12 @@ class TrainingCommand:
     """The folder in which the command would run."""
     line: int = 0
     pitfalls: list[str] = field(default_factory=list)
+    question: str = ""
+    """The condition of the script that would have to be decided otherwise for this to be the command."""
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.program, *(word.text for word in self.words)]
 
 
 def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
@@ -58,7 +80,25 @@ def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, st
         config = RawConfig(defined)
         add_file(config, path)
         return finish(config, system, [])
-    return migrate_source(read_source(read_text(path), path, defined), system, defined)
+    first, *others = read_sources(read_text(path), path, defined)
+    migration = migrate_source(first, system, defined)
+    problems, remarks = list[str](), list[str]()
+    for other in others:
+        try:
+            found = migrate_source(other, system, defined)
+        except RecipeError as error:
+            remarks.append(f"if it were not for {other.question}, there would be no recipe: {error.problems[0]}")
+            continue
+        for key in dict.fromkeys([*migration.settings, *found.settings]):
+            values = [value_at(one.recipe.model_dump(), key) for one in (migration, found)]
+            if values[0] != values[1]:
+                is_text = key[0] != "algorithm" and all(isinstance(value, str | None) for value in values)
+                shown = " or ".join("nothing" if value is ABSENT else format_value(value) for value in values)
+                open_key = f"`{'.'.join(key)}` is {shown}: {other.question} decides"
+                (remarks if is_text else problems).append(open_key)
+    if problems:
+        raise RecipeError([f"{one}, and nothing is run here; give the variables with --define" for one in problems])
+    return replace(migration, pitfalls=(*migration.pitfalls, *dict.fromkeys(remarks)))
 
 
 def migrate_words(
@@ -86,22 +126,32 @@ def is_own(path: Path) -> bool:
 # --- scripts
 
 
-def read_source(text: str, path: Path, defined: Mapping[str, str] | None) -> TrainingCommand:
-    script = read_script(text, str(path), defined)
-    source = find_program(script.commands, str(path))
-    if source is None:
+def read_sources(text: str, path: Path, defined: Mapping[str, str] | None, folder: str = ".") -> list[TrainingCommand]:
+    """The command that starts a training, and others that may, where the text leaves open what is done."""
+    script = read_script(text, str(path), defined, folder)
+    ways = [("", script), *((f"{path}:{one.node.line}: `{one.what}`", way) for one, way in script.other_ways)]
+    sources: list[TrainingCommand] = []
+    for question, way in ways:
+        source = find_program(way.commands, str(path))
+        if source is not None and all(source.texts != other.texts for other in sources):
+            source.folder, source.question = path.parent, question
+            source.pitfalls = [*script.broken_lines, *source.pitfalls, *lost_in_jobs(way, path)]
+            sources.append(source)
+    if not sources:
         known = "main_ppo (verl, Search-R1), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
-        raise RecipeError(f"{path}: no command in it starts a training that is known: {known}")
-    source.folder = path.parent
-    source.pitfalls = [*script.broken_lines, *source.pitfalls]
+        ends = f"; it ends itself in line {script.exit_line}" if script.exit_line else ""
+        raise RecipeError(f"{path}: no command in it starts a training that is known: {known}{ends}")
+    return sources
+
+
+def lost_in_jobs(script: ShellScript, path: Path) -> Iterator[str]:
     if any(command.texts[:3] == ["ray", "job", "submit"] for command in script.commands):
         limits = ["ulimit"] * any(one.texts[0] == "ulimit" for one in script.commands)
         if lost := [*dict.fromkeys(script.exported), *limits]:
-            source.pitfalls.append(
+            yield (
                 f"{path}: {', '.join(lost)} apply to the shell that submits, not to the job; "
                 "name variables in `cluster.environment` or `corral submit --env`"
             )
-    return source
 
 
 def find_program(commands: Sequence[ShellCommand], file: str) -> TrainingCommand | None:
@@ -118,13 +168,16 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
             continue
         for place, word in enumerate(command.words):
             before = command.words[place - 1].text if place else ""
+            if kind := other_kind(word.text, before):
+                raise RecipeError(f"{file}:{command.line}: `{word.text}` is {kind}, which is not migrated")
             if system := program_of(word.text, before):
                 source = TrainingCommand(system, command.words[place + 1 :], word.text, file, line=command.line)
                 source.pitfalls += address_problems(command.words[:place], file)
                 source.pitfalls += strays(commands[number + 1 :], file)
                 yield source
                 break
-            if re.fullmatch("-[a-z]*c", before) and any(map(str.isspace, word.text)):
+            is_shell = any(SHELL.fullmatch(one.text) for one in command.words[:place])
+            if is_shell and re.fullmatch("-[a-z]*c", before) and any(map(str.isspace, word.text)):
                 yield from programs(read_script(word.text, file).commands, file)
 
 
@@ -133,6 +186,15 @@ def program_of(word: str, before: str) -> str | None:
     if len(word) > MAX_PROGRAM_LENGTH or not (before == "-m" or word.endswith((".py", ".sh"))):
         return None
     return next((name for name, program in PROGRAMS.items() if program.fullmatch(word)), None)
+
+
+def other_kind(word: str, before: str) -> str | None:
+    """What kind of run a program starts, where Corral has no recipe for it."""
+    if len(word) > MAX_PROGRAM_LENGTH or not (before == "-m" or word.endswith(".py")):
+        return None
+    name = re.split("[./]", word.removesuffix(".py"))[-1]
+    own = "a program with code of its own, not verl's trainer" if OWN_PROGRAM.fullmatch(word) else None
+    return next((kind for program, kind in OTHER_KINDS.items() if re.fullmatch(program, name)), own)
 
 
 def address_problems(before: Sequence[ShellValue], file: str) -> Iterator[str]:
@@ -240,9 +302,12 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
 
 
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
-    given = config.flat()
     candidates = tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
     tables = [table_of(name) for name in candidates]
+    written = [ForeignValue(".".join(path), value, config.where(path)) for path, value in leaves((), config.values)]
+    if kind := next(filter(None, (table.other_kind(written) for table in tables)), None):
+        raise RecipeError(kind)
+    given = config.flat()
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and system is None:
@@ -258,4 +323,4 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
 def table_of(name: str) -> KeyTable:
     package = import_module(f"corral.migrate.{TABLES[name]}")
     modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__)]
-    return load_table(name, *modules, base=table_of("verl") if name == "search_r1" else None)
+    return load_table(name, engines, *modules, base=table_of("verl") if name == "search_r1" else None)

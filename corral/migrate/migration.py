@@ -20,8 +20,9 @@ from corral.recipe.load import RecipeDumper, problems_of, problems_of_parts, rec
 from corral.recipe.references import escape_references
 from corral.recipe.schema import Recipe
 
-MEANINGFUL_NULLS = {("algorithm", "kl", "where")}
-"""Keys of a recipe of which a null says something else than nothing."""
+ALWAYS_WRITTEN = {("algorithm", "kl", "where"), ("rollout", "engine", "name")}
+"""Keys that are written with their defaults, too: of one a null says something else than nothing, and of the other the
+line says why the recipe has this engine."""
 TITLES: dict[Status, str] = {
     "mapped": "mapped",
     "converted": "converted",
@@ -84,7 +85,7 @@ def value_at(values: Any, path: KeyPath) -> Any:
 def differs(path: KeyPath, value: Any) -> bool:
     """Whether a value is other than what the key would be if it were left out."""
     key = find_key(path)
-    if key is None or key.required or path in MEANINGFUL_NULLS:
+    if key is None or key.required or path in ALWAYS_WRITTEN:
         return True
     return bool(key.default != value)
 

@@ -24,6 +24,8 @@ class ForeignValue:
     """`train.sh:12`. Empty: nobody wrote it, it is the other system's default."""
     added: bool = False
     """Whether it was written with Hydra's `+`: the other system's own configuration does not have it."""
+    referenced: bool = False
+    """Whether other values refer to it, or to what stands beside it."""
 
     def __str__(self) -> str:
         """The override on one line, without secrets."""

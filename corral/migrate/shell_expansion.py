@@ -1,16 +1,17 @@
-"""The variables of a shell script, and what words become when their values are put in; arithmetic as in `$((...))`."""
+"""The variables of a shell script, and what words become when their values are put in: patterns, braces, defaults."""
 
-import operator
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from corral.migrate.shell_arithmetic import assigned_names, evaluate_arithmetic
 from corral.migrate.shell_lexer import (
     ArithmeticPart,
     ArrayPart,
+    CommandPart,
     LiteralPart,
-    ShellLexer,
     ShellWord,
     UnknownPart,
     VariablePart,
@@ -25,22 +26,15 @@ MAX_CHARACTERS = 5_000_000
 EXTRA_CHARACTERS = 50
 MAX_WARNINGS = 20
 """Number of warnings about one value that are kept; who has read these needs no more."""
-PRINTING = re.compile(r"\s*(?P<program>pwd|date|basename|dirname)(?:\s+(?P<rest>[^\s;|&<>()`]+|\+[^;|&<>()`]+))?\s*")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SPACES = " \t\n"
-WILD = re.compile(r"[*?\[\\]")
-TOKEN = re.compile(
-    r"\s*(?:(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})(?![\w#])|([A-Za-z_][A-Za-z0-9_]*)|(\*\*|\+(?!\+)|-(?!-)|[*/%()]))"
-)
-CHANGED = re.compile(
-    r"(?:\+\+|--)\s*([A-Za-z_]\w*)|\b([A-Za-z_]\w*)(?:\[[^]]{0,100}\])?\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))",
-    re.ASCII,
-)
-STRENGTH = {"+": 1, "-": 1, "*": 2, "/": 2, "%": 2, "**": 3}
-MAX_EXPRESSION = 1000
-"""Characters of a sum."""
-LARGEST = 10**18
-LARGEST_POWER = 64
+MAX_STARS = 6
+"""Number of `*` in a pattern that is compared, and characters of the text: more would take too long."""
+MAX_COMPARED = 2000
+CLASS = re.compile(r"\[([!^]?)((?:\]|\\.|[^\]\\:/])(?:\\.|[^\]\\:/])*)\]")
+RANGE = re.compile(r"(-?[0-9]{1,9}|[A-Za-z])\.\.(-?[0-9]{1,9}|[A-Za-z])(?:\.\.(-?[0-9]{1,9}))?")
+MAX_WORDS = 1000
+"""Number of words that braces make of one."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +69,17 @@ class ShellScope:
         self.num_shifted = 0
         self.caller = "the script"
         """The script or function whose arguments `$1` and so on are."""
-        self.in_branch = False
-        """Whether what is read is run under a condition only."""
+        self.asked_arguments = False
+        """Whether arguments that are not known were asked for."""
+        self.substitute: Callable[[CommandPart], ShellValue] = lambda part: ShellValue("", unknown=part.text)
+        """What the command in `$(...)` prints."""
         self.num_characters = 0
         self._before: list[dict[str, list[ShellValue] | None]] = []
         """What the names that a subshell sets stood for before it, for each subshell that is open."""
 
     # --- variables
 
-    def assign(self, name: str, values: list[ShellValue], line: int, appends: bool = False) -> None:
-        if self.in_branch:
-            warning = f"{self.source}:{line}: ${name} is set inside a branch or a loop; its last value is taken"
-            values = [with_warnings(value, [warning]) for value in values]
+    def assign(self, name: str, values: list[ShellValue], appends: bool = False) -> None:
         if appends:
             self._extend(name, values)
         else:
@@ -116,12 +109,15 @@ class ShellScope:
     def enter_subshell(self) -> None:
         self._before.append({})
 
-    def leave_subshell(self) -> None:
-        for name, values in self._before.pop().items():
+    def leave_subshell(self) -> list[str]:
+        """Names that were set in it."""
+        before = self._before.pop()
+        for name, values in before.items():
             if values is None:
                 self.values.pop(name, None)
             else:
                 self.values[name] = values
+        return list(before)
 
     # --- words
 
@@ -129,7 +125,7 @@ class ShellScope:
         """One may become none or several: `$ARGS`, `"${ARGS[@]}"`. The warnings of none go to its neighbour."""
         found: list[ShellValue] = []
         lost: list[str] = []
-        for word in words:
+        for word in itertools.chain.from_iterable(map(expand_braces, words)):
             *others, last = self._fields(word)
             for pieces in others:
                 value = self.join(pieces, word.line)
@@ -188,7 +184,9 @@ class ShellScope:
             if isinstance(part, LiteralPart):
                 yield WordPiece(ShellValue(part.text), in_default and not part.quoted)
             elif isinstance(part, UnknownPart):
-                yield WordPiece(self._printed(part, line))
+                yield WordPiece(ShellValue(part.written, unknown=part.what))
+            elif isinstance(part, CommandPart):
+                yield WordPiece(self.substitute(part), splits=not part.quoted)
             elif isinstance(part, ArithmeticPart):
                 yield WordPiece(self._sum(part))
             elif isinstance(part, ArrayPart):
@@ -196,35 +194,29 @@ class ShellScope:
             else:
                 yield from self._variable(part, line)
 
-    def _printed(self, part: UnknownPart, line: int) -> ShellValue:
-        """What a command would print, where that is only a text taken apart, or the day."""
-        match = PRINTING.fullmatch(part.what)
-        if match is None:
-            return ShellValue(part.written, unknown=part.what)
-        if match["program"] == "pwd":
-            return ShellValue(".")
-        if match["program"] == "date":
-            return ShellValue("", warnings=(f"{self.source}:{line}: what `date` prints is left out",))
-        [word] = list(ShellLexer(match["rest"], self.source, line).tokens())[:1]
-        value = self.joined(word) if isinstance(word, ShellWord) else ShellValue(part.written, unknown=part.what)
-        folder, _, name = value.text.rstrip("/").rpartition("/")
-        return replace(value, text=name if match["program"] == "basename" else folder or ".")
-
     def _sum(self, part: ArithmeticPart) -> ShellValue:
-        inner = self.joined(part.expression)
+        return self.calculate(part.expression)
+
+    def calculate(self, expression: ShellWord) -> ShellValue:
+        """The result of a sum; variables that it sets are set."""
+        inner = self.joined(expression)
         used: list[ShellValue] = [inner]
 
         def lookup(name: str) -> str | None:
             values = self.values.get(name)
             if not values:
-                used.append(ShellValue("", warnings=(self._unset(name, part.expression.line),)))
+                used.append(ShellValue("", warnings=(self._unset(name, expression.line),)))
                 return "0"
             used.append(values[0])
             return values[0].text if values[0].unknown is None else None
 
-        result = None if inner.unknown is not None else evaluate_arithmetic(inner.text, lookup)
-        if result is not None:
-            return replace(join(used, inner.line), text=str(result))
+        results = None if inner.unknown is not None else evaluate_arithmetic(inner.text, lookup)
+        if results is not None:
+            result, changed = results
+            value = replace(join(used, inner.line), text=str(result))
+            for name, number in changed.items():
+                self.set(name, [replace(value, text=str(number)), *self.values.get(name, [])[1:]])
+            return value
         written = f"$(({inner.text}))"
         for name in assigned_names(inner.text):
             self.forget(name, written)
@@ -243,7 +235,8 @@ class ShellScope:
         elif not values:
             yield from self._nothing(part, line)
         else:
-            yield from self._all(part, self._trimmed(part, values) if operator[:1] in ("#", "%") else values, line)
+            changes = operator[:1] and operator[:1] in "#%/^,"
+            yield from self._all(part, [self._changed(part, value) for value in values] if changes else values, line)
 
     def _takes_argument(self, operator: str, values: Sequence[ShellValue], unknown: str | None) -> bool:
         """Whether `${A:-x}` or `${A:+x}` is `x`. With `:`, what is empty counts as not set."""
@@ -256,7 +249,7 @@ class ShellScope:
             yield WordPiece(ShellValue(part.written, unknown=unknown))
             return
         if part.operator[-1] == "=":
-            self.assign(part.name, [self.joined(part.argument)], line)
+            self.set(part.name, [self.joined(part.argument)])
         yield from self._pieces(part.argument.parts, line, in_default=True)
 
     def _all(self, part: VariablePart, values: Sequence[ShellValue], line: int) -> Iterator[WordPiece]:
@@ -270,11 +263,16 @@ class ShellScope:
     def _stored(self, part: VariablePart) -> list[ShellValue] | None:
         """The values of a variable; None or nothing where it is not set."""
         arguments = self.arguments or []
+        is_argument = part.name in ("@", "*", "#") or (part.name.isdigit() and part.name != "0")
+        self.asked_arguments |= is_argument and self.arguments is None
         if part.name in ("@", "*"):
             skipped = int(part.argument.plain or 0) if part.operator == ":" and part.argument else 1
             return arguments[self.num_shifted + max(skipped - 1, 0) :]
         if part.name == "#":
-            return None if self.arguments is None else [ShellValue(str(max(len(arguments) - self.num_shifted, 0)))]
+            warnings = (self._unset("#", 0),) if self.arguments is None else ()
+            return [ShellValue(str(max(len(arguments) - self.num_shifted, 0)), warnings=warnings)]
+        if part.name == "0":
+            return self.values.get("0")
         if part.name.isdigit() and self.arguments is not None:
             place = int(part.name) + self.num_shifted
             return arguments[place - 1 : place]
@@ -282,7 +280,10 @@ class ShellScope:
         values = self.values.get(name)
         if values is None or part.index in ("@", "*"):
             return values
-        place = int(part.index or 0)
+        index = ShellValue("0") if part.place is None else self.calculate(part.place)
+        if index.unknown is not None:
+            return [ShellValue(part.written, unknown=index.unknown)]
+        place = int(index.text)
         unknown = first_unknown(values if place < 0 else values[: place + 1])
         if place and unknown is not None:
             return [ShellValue(part.written, unknown=unknown)]
@@ -312,42 +313,128 @@ class ShellScope:
         nothing = [] if values else [piece.value for piece in self._nothing(part, line)]
         return replace(join([*values, *nothing], line), text=str(length))
 
-    def _trimmed(self, part: VariablePart, values: Sequence[ShellValue]) -> list[ShellValue]:
-        assert part.argument is not None
-        pieces = list(self._pieces(part.argument.parts, part.argument.line, in_default=True))
-        pattern, warnings = simple_pattern(pieces), [warning for piece in pieces for warning in piece.value.warnings]
-        trimmed = []
-        for value in values:
-            if pattern is None or value.unknown is not None:
-                trimmed.append(ShellValue(part.written, unknown=value.unknown or part.written))
+    def _changed(self, part: VariablePart, value: ShellValue) -> ShellValue:
+        """A value with what `#`, `%`, `/`, `^` or `,` does to it."""
+        text, unknown = None, value.unknown
+        pieces = self.patterns(part.argument)
+        if part.operator[0] in "^,":
+            change = str.upper if part.operator[0] == "^" else str.lower
+            end = len(value.text) if len(part.operator) == 2 else 1
+            text = change(value.text[:end]) + value.text[end:] if value.text.isascii() else None
+        elif (pattern := glob_pattern(pieces)) is not None and len(value.text) <= MAX_COMPARED:
+            text = without_affix(value.text, part.operator, pattern)
+            if part.replacement is not None:
+                pieces.append(WordPiece(new := self.joined(part.replacement)))
+                unknown = unknown or new.unknown
+                text = re.sub(pattern, lambda _: new.text, value.text, count=len(part.operator) == 1, flags=re.DOTALL)
+        if text is None or unknown is not None:
+            return ShellValue(part.written, unknown=unknown or part.written)
+        return with_warnings(replace(value, text=text), [one for piece in pieces for one in piece.value.warnings])
+
+    def patterns(self, word: ShellWord | None) -> list[WordPiece]:
+        """The pieces of a pattern. What is in quotes does not split, and stands for itself."""
+        return [] if word is None else list(self._pieces(word.parts, word.line, in_default=True))
+
+
+def glob_pattern(pieces: Sequence[WordPiece]) -> str | None:
+    """A pattern of the shell as a regular expression. None: it is more than this knows."""
+    found, num_stars = "", 0
+    for value, is_pattern, _ in pieces:
+        if value.unknown is not None:
+            return None
+        text, at = value.text, 0
+        while at < len(text):
+            character = text[at]
+            at += 1
+            if not is_pattern or character not in "*?[\\":
+                found += re.escape(character)
+            elif character == "[":
+                if (match := CLASS.match(text, at - 1)) is None:
+                    return None
+                at = match.end()
+                inside = re.sub(r"([\[\]&~|^])", r"\\\1", match[2].replace("\\", ""))
+                found += f"[{'^' * bool(match[1])}{inside}]"
+            elif character == "\\":
+                found += re.escape(text[at : at + 1])
+                at += 1
             else:
-                value = replace(value, text=without_affix(value.text, part.operator, *pattern))
-                trimmed.append(with_warnings(value, warnings) if warnings else value)
-        return trimmed
+                found += ".*" if character == "*" else "."
+                num_stars += character == "*"
+    return found if num_stars <= MAX_STARS else None
 
 
-def simple_pattern(pieces: Sequence[WordPiece]) -> tuple[str, bool, bool] | None:
-    """A text, and whether a `*` stands before or behind it. None: it is more than that."""
-    shape = "".join(piece.value.text if piece.splits else WILD.sub("x", piece.value.text) for piece in pieces)
-    first, last = shape[:1] == "*", len(shape) > 1 and shape[-1] == "*"
-    plain = slice(int(first), len(shape) - last)
-    if WILD.search(shape[plain]) or (first and last) or any(piece.value.unknown is not None for piece in pieces):
-        return None
-    return "".join(piece.value.text for piece in pieces)[plain], first, last
-
-
-def without_affix(text: str, operator: str, wanted: str, first: bool, last: bool) -> str:
-    """`text` less what fits at its start (#) or end (%). `first`, `last`: anything may stand there."""
-    longest = len(operator) == 2
+def without_affix(text: str, operator: str, pattern: str) -> str:
+    """`text` less what fits at its start (#) or end (%): the shortest, and with two signs the longest."""
+    regex = re.compile(pattern, re.DOTALL)
+    places = range(len(text) + 1)
     if operator[0] == "#":
-        if first:
-            place = text.rfind(wanted) if longest else text.find(wanted)
-            return text if place < 0 else text[place + len(wanted) :]
-        return "" if text.startswith(wanted) and last and longest else text.removeprefix(wanted)
-    if last:
-        place = text.find(wanted) if longest else text.rfind(wanted)
-        return text if place < 0 else text[:place]
-    return "" if text.endswith(wanted) and first and longest else text.removesuffix(wanted)
+        ends = [end for end in (reversed(places) if len(operator) == 2 else places) if regex.fullmatch(text, 0, end)]
+        return text[ends[0] :] if ends else text
+    starts = [start for start in (places if len(operator) == 2 else reversed(places)) if regex.fullmatch(text, start)]
+    return text[: starts[0]] if starts else text
+
+
+def expand_braces(word: ShellWord) -> Iterator[ShellWord]:
+    """`a{b,c}` is two words, `{1..3}` three."""
+    if not any(isinstance(part, LiteralPart) and not part.quoted and "{" in part.text for part in word.parts):
+        yield word
+        return
+    atoms: list[WordPart | str] = []
+    for part in word.parts:
+        atoms += part.text if isinstance(part, LiteralPart) and not part.quoted else [part]
+    for found in itertools.islice(alternatives(tuple(atoms)), MAX_WORDS):
+        parts: list[WordPart] = []
+        for atom in found:
+            before = parts[-1] if parts else None
+            if not isinstance(atom, str):
+                parts.append(atom)
+            elif isinstance(before, LiteralPart) and not before.quoted:
+                parts[-1] = LiteralPart(before.text + atom)
+            else:
+                parts.append(LiteralPart(atom))
+        if parts:
+            yield ShellWord(tuple(parts), word.line)
+
+
+def alternatives(atoms: "tuple[WordPart | str, ...]") -> "Iterator[tuple[WordPart | str, ...]]":
+    """What braces make of a word. A text is one character without quotes; all else is as it is."""
+    for start, atom in enumerate(atoms):
+        if atom != "{":
+            continue
+        depth, commas = 1, [start]
+        for end in range(start + 1, len(atoms)):
+            depth += (atoms[end] == "{") - (atoms[end] == "}")
+            if depth == 0:
+                break
+            if depth == 1 and atoms[end] == ",":
+                commas.append(end)
+        else:
+            continue
+        if len(commas) > 1:
+            inner = [atoms[left + 1 : right] for left, right in itertools.pairwise([*commas, end])]
+            middles = [found for one in inner for found in alternatives(one)]
+        else:
+            middles = [tuple(text) for text in brace_range(atoms[start + 1 : end])]
+        if middles:
+            behind = list(itertools.islice(alternatives(atoms[end + 1 :]), MAX_WORDS))
+            yield from ((*atoms[:start], *middle, *rest) for middle in middles for rest in behind)
+            return
+    yield atoms
+
+
+def brace_range(atoms: "Sequence[WordPart | str]") -> list[str]:
+    """What `1..3` or `a..c` counts; nothing where it is not that."""
+    match = RANGE.fullmatch("".join(atom if isinstance(atom, str) else "$" for atom in atoms))
+    if match is None or match[1].isalpha() != match[2].isalpha():
+        return []
+    first, last = (ord(one) if one.isalpha() else int(one) for one in match.groups()[:2])
+    step = abs(int(match[3] or 1)) or 1
+    numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    if match[1].isalpha():
+        return [chr(number) for number in numbers]
+    padded = any(re.match("-?0[0-9]", one) for one in match.groups()[:2])
+    width = max(len(one) for one in match.groups()[:2]) if padded else 0
+    return [f"{number:0{width}d}" for number in itertools.islice(numbers, MAX_WORDS)]
 
 
 def join(values: Sequence[ShellValue], line: int) -> ShellValue:
@@ -364,83 +451,3 @@ def first_unknown(values: Iterable[ShellValue]) -> str | None:
 
 def with_warnings(value: ShellValue, warnings: Iterable[str]) -> ShellValue:
     return replace(value, warnings=tuple(dict.fromkeys((*value.warnings, *warnings)))[:MAX_WARNINGS])
-
-
-# --- arithmetic with whole numbers, as the shell does it: + - * / % and small powers
-
-
-def evaluate_arithmetic(expression: str, lookup: Callable[[str], str | None]) -> int | None:
-    """The result, or None where it is more than this knows. `lookup` gives a variable's text, or None."""
-    try:
-        sum_ = _ArithmeticReader(expression.strip(), lookup)
-        result = sum_.value(0)
-        return result if sum_.next is None else None
-    except (ValueError, ArithmeticError, RecursionError):
-        return None
-
-
-def assigned_names(expression: str) -> set[str]:
-    """Variables that a sum sets: `A++`, `A=3`."""
-    return {before or behind for before, behind in CHANGED.findall(expression)}
-
-
-class _ArithmeticReader:
-    def __init__(self, text: str, lookup: Callable[[str], str | None]) -> None:
-        if len(text) > MAX_EXPRESSION:
-            raise ValueError("too long")
-        self.text, self.lookup, self.at = text, lookup, 0
-        self.next: str | None = None
-        self._move()
-
-    def _move(self) -> None:
-        match = TOKEN.match(self.text, self.at)
-        if match is None and self.at < len(self.text):
-            raise ValueError(f"what `{self.text[self.at :]}` means is not known")
-        self.next, self.at = (match[0].strip(), match.end()) if match else (None, self.at)
-
-    def value(self, weakest: int) -> int:
-        """The next number with the operators behind it that bind stronger than `weakest`."""
-        left = self._number()
-        while self.next in STRENGTH and (strength := STRENGTH[self.next]) > weakest:
-            sign = self.next
-            self._move()
-            left = apply_operator(left, sign, self.value(strength - (sign == "**")))  # powers from the right
-        return left
-
-    def _number(self) -> int:
-        token = self.next
-        if token is None:
-            raise ValueError("it ends too early")
-        self._move()
-        if token in ("-", "+"):
-            return -self._number() if token == "-" else self._number()
-        if token == "(":
-            inside = self.value(0)
-            if self.next != ")":
-                raise ValueError("a bracket is not closed")
-            self._move()
-            return inside
-        return parse_number(self.lookup(token) if re.match(r"[A-Za-z_]", token) else token)
-
-
-def parse_number(text: str | None) -> int:
-    match = re.fullmatch(r"\s*([-+]?)(0[xX][0-9a-fA-F]{1,15}|0[0-7]{0,18}|[1-9][0-9]{0,17})?\s*", text or "0")
-    if text is None or match is None or (match[1] and not match[2]):
-        raise ValueError("not a whole number")
-    digits = match[2] or "0"
-    base = 16 if digits[:2] in ("0x", "0X") else 8 if digits[0] == "0" else 10
-    return int(match[1] + digits, base)
-
-
-def apply_operator(left: int, sign: str, right: int) -> int:
-    """Division goes towards 0, and the remainder with it; not as in Python."""
-    if sign == "**" and not 0 <= right <= LARGEST_POWER:
-        raise ValueError("too large a power")
-    if sign in "/%":
-        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        result = quotient if sign == "/" else left - quotient * right
-    else:
-        result = {"+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow}[sign](left, right)
-    if abs(result) >= LARGEST:
-        raise ValueError("too large")
-    return result

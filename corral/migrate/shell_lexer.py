@@ -1,4 +1,4 @@
-"""The text of a shell script as words and operators, without redirections and here-documents."""
+"""The text of a shell script as words, operators and redirections, without here-documents."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,19 +6,23 @@ from dataclasses import dataclass
 
 from corral.recipe.errors import RecipeError
 
-OPERATORS = ("&&", "||", ";;", "|&", "|", ";", "&", "(", ")")
-REDIRECTION = re.compile(r"(?:[0-9]*|&)(<<<|<<-?|<>|>>|>\||[<>]&?)")
+OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "|", ";", "&", "(", ")")
+REDIRECTION = re.compile(r"([0-9]*|&)(<<<|<<-?|<>|>>|>\||[<>]&?)")
 PARAMETER = re.compile(
-    r"(?P<length>#)?(?P<name>[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|[@*#])(?:\[(?P<index>[@*]|-?[0-9]{1,6})\])?"
-    r"(?:(?P<operator>:?[-=?+]|##?|%%?|:(?=[0-9]{1,4}$))(?P<argument>.*))?",
+    r"(?P<length>#)?(?P<name>[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|[@*#])(?:\[(?P<index>[@*]|[^]@*\[]{1,60})\])?"
+    r"(?:(?P<operator>:?[-=?+]|##?|%%?|:(?=[0-9]{1,4}$)|(?:\^\^?|,,?)$|//?)(?P<argument>.*))?",
     re.DOTALL,
 )
 SIMPLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?!$-]")
-OF_THE_SHELL = "0?!$-"
-"""`$0` and the like, which only a shell that runs knows."""
+OF_THE_SHELL = "?!$-"
+"""`$?` and the like, which only a shell that runs knows."""
+REPLACED = re.compile(r"((?:\\.|[^/\\'\"$`])+)(?:/(.*))?", re.DOTALL)
+"""The pattern and the replacement of `${NAME/pattern/replacement}`."""
 ARRAY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=")
 COMMENT = re.compile(r"\s*(?:#[^\n]*)?")
 IN_WORD = re.compile(r"[^ \t\n;|&()<>'\"\\`$]+")
+IN_REGEX = re.compile(r"[^ \t\n'\"\\`$]+")
+"""Behind `=~`, where brackets and bars are a part of the word."""
 IN_DEFAULT = re.compile(r"[^'\"\\`$]+")
 IN_QUOTES = re.compile(r"[^\"\\`$]+")
 ESCAPED_IN_QUOTES = '$`"\\\n'
@@ -53,6 +57,18 @@ class VariablePart:
     operator: str = ""
     """`length` is `${#NAME}`; all others are as the shell writes them."""
     argument: "ShellWord | None" = None
+    replacement: "ShellWord | None" = None
+    place: "ShellWord | None" = None
+    """The index as an expression, where it is one."""
+
+
+@dataclass(frozen=True)
+class CommandPart:
+    """`$(...)`"""
+
+    text: str
+    quoted: bool
+    line: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,6 @@ class UnknownPart:
     """What only a shell that runs would know."""
 
     what: str
-    """A command, or what the shell itself would work out, as written."""
     written: str
 
 
@@ -78,7 +93,7 @@ class ArrayPart:
     words: tuple["ShellWord", ...]
 
 
-WordPart = LiteralPart | VariablePart | UnknownPart | ArithmeticPart | ArrayPart
+WordPart = LiteralPart | VariablePart | CommandPart | UnknownPart | ArithmeticPart | ArrayPart
 
 
 @dataclass(frozen=True)
@@ -92,12 +107,25 @@ class ShellWord:
         texts = [part.text for part in self.parts if isinstance(part, LiteralPart)]
         return "".join(texts) if len(texts) == len(self.parts) else None
 
+    @property
+    def keyword(self) -> str:
+        """The word where it may be a keyword of the shell: one text without quotes."""
+        first = self.parts[0] if len(self.parts) == 1 else None
+        return first.text if isinstance(first, LiteralPart) and not first.quoted else ""
+
 
 @dataclass(frozen=True)
 class ArithmeticCommand:
-    """`((...))` as a command, or behind `for`"""
+    """`((...))` as a command, or behind `for`, where it has three expressions."""
 
     text: str
+    expressions: tuple[ShellWord, ...]
+
+
+@dataclass(frozen=True)
+class Redirection:
+    takes_output: bool
+    """Whether what the command prints goes elsewhere."""
 
 
 class ShellLexer:
@@ -106,31 +134,40 @@ class ShellLexer:
         self.at = 0
         self.here: list[str] = []
         """Words that end the here-documents that begin on the next line."""
+        self.in_test = False
+        """Whether `[[` is open: there `<` and `>` compare."""
         self.no_sum_before = 0
         """A `((` that is two brackets: no other is looked at until it ends, or each would look through all of it."""
         if depth > MAX_DEPTH:
             raise self.problem("is nested too deeply")
 
-    def tokens(self) -> Iterator[ShellWord | ArithmeticCommand | str]:
+    def tokens(self) -> Iterator["ShellToken"]:
         """Words and commands; a text is an operator."""
+        word = None
         while self.at < len(self.text):
             if self._skipped():
                 continue
             if self._takes("\n"):
                 yield "\n"
                 self._skip_here_documents()
+            elif self.in_test and word and word.keyword == "=~":
+                yield (word := self._word(IN_REGEX))
+            elif self.in_test and self.text[self.at] in "<>":
+                yield self._moved(self.at + 1)
             elif self._at_process():
-                yield self._word()
+                yield (word := self._word())
             elif match := REDIRECTION.match(self.text, self.at):
                 self.at = match.end()
-                self._redirect(match[1])
+                self._redirect(match[2])
+                yield Redirection(match[1] in ("", "1", "&") and match[2] in (">", ">>", ">|", ">&"))
             elif (expression := self._arithmetic()) is not None:
-                yield ArithmeticCommand(expression)
+                parts = expression.split(";")
+                yield ArithmeticCommand(expression, tuple(self._inner(one, self.line, True) for one in parts))
             elif found := next((one for one in OPERATORS if self.text.startswith(one, self.at)), None):
                 self.at += len(found)
                 yield found
             else:
-                yield self._word()
+                yield (word := self._word())
 
     def problem(self, what: str) -> RecipeError:
         return RecipeError(f"{self.source}:{self.line}: {what}")
@@ -195,10 +232,12 @@ class ShellLexer:
 
     # --- words
 
-    def _word(self, in_array: bool = False) -> ShellWord:
+    def _word(self, plain: "re.Pattern[str]" = IN_WORD, in_array: bool = False) -> ShellWord:
         line, start, parts = self.line, self.at, list[WordPart]()
         while self.at < len(self.text):
-            if self.text[self.at] == "(":
+            if plain is IN_REGEX and self.text[self.at] not in " \t\n":
+                parts += self._parts(plain)
+            elif self.text[self.at] == "(":
                 before = parts[-1] if len(parts) == 1 else None
                 if in_array or not (isinstance(before, LiteralPart) and ARRAY.fullmatch(before.text)):
                     break
@@ -209,7 +248,7 @@ class ShellLexer:
             elif self.text[self.at] in " \t\n;|&)<>":
                 break
             else:
-                parts += self._parts(IN_WORD)
+                parts += self._parts(plain)
         if self.at == start:  # a bracket that nothing belongs to
             self.at += 1
         return ShellWord(tuple(parts), line)
@@ -221,8 +260,8 @@ class ShellLexer:
             escaped = self._moved(min(self.at + 2, len(self.text)))[1:]
             return [] if escaped in ("", "\n") else [LiteralPart(escaped, quoted=True)]
         if character == "`":  # one that is only a comment is a way to write one between continued lines
-            command = self._until("`")
-            return [] if COMMENT.fullmatch(command) else [UnknownPart(command, f"$({command})")]
+            line, command = self.line, re.sub(r"\\([`\\$])", r"\1", self._until("`"))
+            return [] if COMMENT.fullmatch(command) else [CommandPart(command, quoted, line)]
         if character == "'" and not quoted:
             return [LiteralPart(self._until("'"), quoted=True)]
         if character + behind == "$'" and not quoted:
@@ -257,9 +296,9 @@ class ShellLexer:
                 inside = written[len(opening) : -len(closing)]
                 if closing == "}":
                     return self._parameter(written, line, quoted)
-                return (
-                    UnknownPart(inside, written) if closing == ")" else ArithmeticPart(self._inner(inside, line, True))
-                )
+                if closing == ")":
+                    return CommandPart(inside, quoted, line)
+                return ArithmeticPart(self._inner(inside, line, True))
         match = SIMPLE.match(self.text, self.at + 1)
         written = self._moved(match.end() if match else self.at + 1)
         name = written[1:]
@@ -271,16 +310,21 @@ class ShellLexer:
 
     def _parameter(self, written: str, line: int, quoted: bool) -> WordPart:
         match = PARAMETER.fullmatch(written[2:-1])
-        name, operator = (match["name"], match["operator"] or "") if match else ("0", "")
-        if match is None or name == "0" or (match["length"] and operator) or (operator == ":" and name not in "@*"):
+        name, operator = (match["name"], match["operator"] or "") if match else ("", "")
+        if match is None or (match["length"] and operator) or (operator == ":" and name not in "@*"):
             return UnknownPart(written, written)
         index = match["index"] or (name if name in "@*" else None)
-        if match["length"]:
-            return VariablePart(name, quoted, written, index, "length")
-        argument = None
-        if operator:  # quotes count in a pattern, also where double quotes are around all of it
+        place = None if index in (None, "@", "*") else self._inner(index or "", line, True)
+        argument = replacement = None
+        if operator[:1] == "/":
+            found = REPLACED.fullmatch(match["argument"])
+            if found is None or found[1][0] in "#%" or "&" in (found[2] or ""):
+                return UnknownPart(written, written)
+            argument, replacement = self._inner(found[1], line, False), self._inner(found[2] or "", line, quoted)
+        elif operator:  # quotes count in a pattern, also where double quotes are around all of it
             argument = self._inner(match["argument"], line, quoted and operator[0] not in "#%")
-        return VariablePart(name, quoted, written, index, operator, argument)
+        operator = "length" if match["length"] else operator
+        return VariablePart(name, quoted, written, index, operator, argument, replacement, place)
 
     def _inner(self, text: str, line: int, quoted: bool) -> ShellWord:
         """A default or an arithmetic expression as one word, whatever spaces are in it."""
@@ -313,6 +357,9 @@ class ShellLexer:
             if not self._skipped() and not self._takes("\n"):
                 words.append(self._word(in_array=True))
         return ArrayPart(tuple(words))
+
+
+ShellToken = ShellWord | ArithmeticCommand | Redirection | str
 
 
 # --- where quotes and brackets end, without reading what is in them

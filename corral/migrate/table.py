@@ -11,6 +11,8 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
       loss_is: the loss is not {0}    # {0} is the argument, as of `when: loss_is(sapo)`
     constants:                        # what functions look up: config.constants["losses"]
       losses: {vanilla: ppo, geo_mean: gmpo}
+    kinds:                            # other kinds of run, by keys that are on or have a value: no recipe
+      preference optimization: chosen_key runner.task_type=dpo
     own defaults: {save_steps: 50}    # of configurations that is_whole(config), other than those of the rows
     blocks:                           # rows that occur several times, with <names> to be filled in
       optimizer:
@@ -91,7 +93,18 @@ SPEC = {"convert", "cases", "rules", "only", "otherwise", "switch", "off", "null
 """Properties that a key may have in a table's file, besides what it has in common with a rule."""
 DECISION = {"to", "value", "as", "note", "set", "refuse"}
 """What a rule may say, besides a fate."""
-INHERITED = ("aliases", "conditions", "tests", "constants", "own defaults", "blocks", "conversions")
+INHERITED = ("aliases", "kinds", "conditions", "tests", "constants", "own defaults", "blocks", "conversions")
+
+FEATURES = {
+    r"(^|[._])qat([._]|$)": "Corral has no quantization-aware training",
+    r"fp8|float8|fp4|quantiz": "Corral computes with 16 bits or more",
+    r"rout(er|ing)_replay": "experts are chosen again in training",
+    r"(^|[._])pipeline_(model_)?parallel(_size)?$|(^|[._])pp_size$": "Corral has no pipeline parallelism",
+    r"^(rollout|actor_(infer|rollout_ref.rollout))\..*(tensor_(model_)?parallel_size|tp_size)$": "see `rollout.engine`",
+}
+"""Keys of any system that change what is computed: no row for a whole section says of these that they are built in."""
+OFF = (None, False, 0, 1, "", "none", "null", "disabled", "false", "auto")
+SWITCHES = ("enable", "enabled", "mode")
 
 Convert = Callable[["ForeignConfig", ForeignValue], Outcome]
 Test = Callable[["ForeignConfig", ForeignValue], bool]
@@ -105,14 +118,13 @@ class KeyRow:
     convert: Convert
     default: Any = ABSENT
 
-    def fits(self, key: str) -> bool:
-        pattern, names = self.key.split("."), key.split(".")
-        if pattern[-1] == "**":
-            pattern = pattern[:-1]
-            names = names[: len(pattern)] if len(names) > len(pattern) else [""]
-        return len(pattern) == len(names) and all(
-            part in ("*", name) for part, name in zip(pattern, names, strict=True)
-        )
+
+def fits(pattern: str, key: str) -> bool:
+    parts, names = pattern.split("."), key.split(".")
+    if parts[-1] == "**":
+        parts = parts[:-1]
+        names = names[: len(parts)] if len(names) > len(parts) else [""]
+    return len(parts) == len(names) and all(part in ("*", name) for part, name in zip(parts, names, strict=True))
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,18 @@ class KeyTable:
     """Whether a configuration has the file's own defaults, and not those of the rows, which are of an example that the
     pieces in a guide are from."""
 
+    def other_kind(self, written: Iterable[ForeignValue]) -> str | None:
+        """A line about the first key that belongs to another kind of run."""
+        for kind, patterns in self.document["kinds"].items():
+            for pattern in expand_keys(patterns):
+                key, _, value = pattern.partition("=")
+                for one in written:
+                    if fits(key, self.canonical(one.key)) and (
+                        format_value(one.value) == value if value else one.value
+                    ):
+                        return f"{one.where}: `{one}` is of {kind}, which is not migrated"
+        return None
+
     def canonical(self, key: str) -> str:
         if key in self.aliases:
             return self.aliases[key]
@@ -138,7 +162,7 @@ class KeyTable:
 
     def row(self, key: str) -> KeyRow | None:
         if key not in self._by_key:
-            self._by_key[key] = next((row for row in self._patterns if row.fits(key)), None)
+            self._by_key[key] = next((row for row in self._patterns if fits(row.key, key)), None)
         return self._by_key[key]
 
     @cached_property
@@ -461,6 +485,8 @@ class ForeignConfig:
         if row is None and one.added:
             why = f"not in the configuration of {self.table.title} itself: code of yours reads it"
             self.strange.append(KeyReport(one, unsupported(why)))
+        elif row is None and one.referenced and not any(name.startswith(key.split(".")[0]) for name in self._known()):
+            self.strange.append(KeyReport(one, no_effect("other keys refer to it, and nothing else reads it")))
         elif row is None:
             near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1, cutoff=0.8)), None))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
@@ -485,15 +511,13 @@ class ForeignConfig:
         return self.given[key].value if key in self.given else self.default(key)
 
     def value(self, key: str) -> Any:
-        """The same, with the default also where null is written, and with a whole configuration's own defaults."""
-        if key in self:
-            return self.given[key].value
+        """The same, with the default also where null is written."""
+        return self.given[key].value if key in self else self.default(key)
+
+    def default(self, key: str) -> Any:
         own_defaults = self.table.document["own defaults"]
         if key in own_defaults and self.table.is_whole(self):
             return own_defaults[key]
-        return self.default(key)
-
-    def default(self, key: str) -> Any:
         row = self.table.row(key)
         assert row is not None, key
         return None if row.default is ABSENT else row.default
@@ -506,6 +530,16 @@ class ForeignConfig:
         """What was written below it, `a.b` for nested keys."""
         start = prefix + "."
         return {key[len(start) :]: one.value for key, one in self.given.items() if key.startswith(start)}
+
+    def ours(self, key: str) -> list[tuple[KeyPath, Any]]:
+        """What a key sets in the recipe, as written or by its default; nothing where its row refuses the value."""
+        row = self.table.row(key)
+        assert row is not None, key
+        given = self.given.get(key, None if row.default is ABSENT else ForeignValue(key, row.default, ""))
+        try:
+            return [] if given is None else list(row.convert(self, given).ours.items())
+        except (ValueError, ArithmeticError, TypeError):
+            return []
 
     def read(self) -> tuple[dict[KeyPath, RecipeValue], list[KeyReport]]:
         """Raises a RecipeError with all that is wrong."""
@@ -523,15 +557,26 @@ class ForeignConfig:
             raise RecipeError(dict.fromkeys(self.problems))
         return settings, entries
 
+    def _feature(self, one: ForeignValue) -> Outcome | None:
+        """What becomes of a key of FEATURES that is on; None of any other."""
+        key = self.table.canonical(one.key)
+        section = key.rpartition(".")[0]
+        switches = [self.given[name].value for name in (f"{section}.{one}" for one in SWITCHES) if name in self.given]
+        if key.endswith("_target_") or any(value is not True and value in OFF for value in (one.value, *switches)):
+            return None
+        return next((unsupported(why) for name, why in FEATURES.items() if re.search(name, key)), None)
+
     def _outcomes(self) -> Iterator[tuple[ForeignValue, Outcome]]:
         written = defaultdict[int, list[ForeignValue]](list)
         for key, one in self.given.items():
             written[id(self.table.row(key))].append(one)
         for row in self.table.rows:
-            unwritten = [] if row.default is ABSENT else [ForeignValue(row.key, row.default, "")]
+            unwritten = [] if row.default is ABSENT else [ForeignValue(row.key, self.default(row.key), "")]
             for one in written[id(row)] or unwritten:
                 try:
-                    yield one, row.convert(self, one)
+                    outcome = row.convert(self, one)
+                    is_general = "*" in row.key and outcome.status == "built in"
+                    yield one, self._feature(one) or outcome if is_general else outcome
                 except (ValueError, ArithmeticError) as error:
                     self.problem(one, str(error))
                 except TypeError:

@@ -21,6 +21,7 @@ from corral.kernels.rms_norm import add_rms_norm, rms_norm
 from corral.kernels.rotary import rotate, rotate_merged, split_heads
 from corral.kernels.swiglu import silu_mul
 from corral.model.attention import ATTENTION_NAME, corral_attention
+from corral.model.lora import LoraLinear, add_adapter_outputs
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Prefixes of transformers' class names. Other families may compute something else with the same parts."""
@@ -55,15 +56,9 @@ class FusedLayer:
         """The norm between attention and the feed-forward part."""
         return norm_parameters(self.module.post_attention_layernorm)
 
-    @property
-    def qkv_weight(self) -> Tensor:
-        """[(heads + 2 kv_heads) * head_width, width]: queries, keys, values in this order."""
-        return merged([linear.weight for linear in qkv_projections(self.module)])
-
-    @property
-    def qkv_bias(self) -> Tensor | None:
-        biases = biases_of(qkv_projections(self.module))
-        return merged(biases) if biases else None
+    def project_qkv(self, tokens: Tensor) -> Tensor:
+        """[tokens, (heads + 2 kv_heads) * head_width]: queries, keys, values in this order."""
+        return project(tokens, qkv_projections(self.module))
 
     @property
     def q_norm(self) -> NormParameters | None:
@@ -76,34 +71,27 @@ class FusedLayer:
         norm = getattr(self.module.self_attn, "k_norm", None)
         return None if norm is None else norm_parameters(norm)
 
-    @property
-    def o_weight(self) -> Tensor:
-        weight: Tensor = self.module.self_attn.o_proj.weight.detach()
-        return weight
+    def project_output(self, attended: Tensor) -> Tensor:
+        projected: Tensor = self.module.self_attn.o_proj(attended)
+        return projected
 
-    @property
-    def o_bias(self) -> Tensor | None:
-        bias: Tensor | None = self.module.self_attn.o_proj.bias
-        return None if bias is None else bias.detach()
+    def project_gate_up(self, tokens: Tensor) -> Tensor:
+        """[tokens, 2 * intermediate width]: gate, then up."""
+        return project(tokens, gate_up_projections(self.module))
 
-    @property
-    def gate_up_weight(self) -> Tensor:
-        """[2 hidden units, width]: gates first, then ups."""
-        return merged([linear.weight for linear in gate_up_projections(self.module)])
-
-    @property
-    def down_weight(self) -> Tensor:
-        weight: Tensor = self.module.mlp.down_proj.weight.detach()
-        return weight
+    def project_down(self, gated: Tensor) -> Tensor:
+        projected: Tensor = self.module.mlp.down_proj(gated)
+        return projected
 
 
-def fuse(model: Any) -> bool:
-    """Fuses the model, if it is one that can be; returns whether it is."""
+def fuse(model: Any, move_weights: bool = True) -> bool:
+    """Fuses the model, if it is one that can be; returns whether it is. `move_weights`: whether weights of projections
+    with the same input are moved behind each other; without it they are multiplied one by one where they are not."""
     decoder = model.get_decoder()
     if not is_fusible(decoder):
         return False
     for layer in decoder.layers:
-        for linears in (qkv_projections(layer), gate_up_projections(layer)):
+        for linears in (qkv_projections(layer), gate_up_projections(layer)) if move_weights else ():
             make_adjacent([linear.weight for linear in linears])
             if biases := biases_of(linears):
                 make_adjacent(biases)
@@ -175,7 +163,7 @@ def layer_forward(
     normed, residual = add_rms_norm(tokens, None, *norm_parameters(self.input_layernorm))
     attended = attend(self.self_attn, normed, shape[:-1], position_embeddings, context)
     normed, residual = add_rms_norm(attended, residual, *norm_parameters(self.post_attention_layernorm))
-    gated = silu_mul(merged_linear(normed, [linear.weight for linear in gate_up_projections(self)]))
+    gated = silu_mul(project(normed, gate_up_projections(self)))
     output: Tensor = residual + self.mlp.down_proj(gated)
     return output.view(shape)
 
@@ -185,7 +173,7 @@ def attend(
 ) -> Tensor:
     """The attention part of a layer: tokens [tokens, width] -> [tokens, width]; `shape` is (batch, tokens of each)."""
     linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-    merged = merged_linear(tokens, [linear.weight for linear in linears], biases_of(linears))
+    merged = project(tokens, linears)
     num_heads, num_kv_heads = (linear.out_features // attention.head_dim for linear in linears[:2])
     cos, sin = (table.expand(*shape, -1).reshape(-1, table.shape[-1]) for table in position_embeddings)
     if hasattr(attention, "q_norm"):
@@ -208,6 +196,12 @@ def attend(
     )
     projected: Tensor = attention.o_proj(output.reshape(len(tokens), -1))
     return projected
+
+
+def project(tokens: Tensor, linears: tuple[nn.Linear, ...]) -> Tensor:
+    """What linear layers with the same input compute, beside each other: [tokens, all outputs]."""
+    outputs = merged_linear(tokens, [linear.weight for linear in linears], biases_of(linears))
+    return add_adapter_outputs(outputs, tokens, linears)
 
 
 def window_of(attention: Any) -> int | None:
@@ -244,7 +238,7 @@ def is_fusible_layer(layer: nn.Module) -> bool:
     linears = [layer.get_submodule(name) for name in found if name.endswith("_proj")]
     norms = [layer.get_submodule(name) for name in found if name.endswith("norm")]
     return (
-        all(type(linear) is nn.Linear and "forward" not in linear.__dict__ for linear in linears)
+        all(type(linear) in (nn.Linear, LoraLinear) and "forward" not in linear.__dict__ for linear in linears)
         and all(is_norm(norm) for norm in norms)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
@@ -273,12 +267,6 @@ def biases_of(linears: tuple[nn.Linear, ...]) -> list[Tensor]:
 
 def norm_parameters(module: Any) -> NormParameters:
     return NormParameters(module.weight, module.variance_epsilon)
-
-
-def merged(tensors: list[Tensor]) -> Tensor:
-    view = adjacent(tensors)
-    assert view is not None, "fused weights must stay where they are"
-    return view
 
 
 @torch.no_grad()

@@ -1,22 +1,29 @@
 """Loading models and tokenizers: from a folder, by a hub name, or built-in ones."""
 
+import gc
 import json
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.builtin_models import builtin_folder
 from corral.model.families import choose_path
 from corral.model.fused_layers import fuse
+from corral.model.general_forward import is_general
+from corral.model.lora import AdapterFolder, add_adapters, merge_adapters, scale_of
 from corral.model.model_check import check_model
 from corral.model.vision import load_vision
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Model
+from corral.recipe.schema import Lora, Model
+
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def default_device() -> torch.device:
@@ -31,7 +38,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if has_bfloat16(device) else torch.float16
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    has_mkldnn = torch.backends.mkldnn.is_available()  # builds for macOS have not, and then not the operator either
+    return torch.bfloat16 if has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -39,22 +47,42 @@ def has_bfloat16(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def model_source(path: str) -> str:
-    """A folder or a hub name that transformers understands. Built-in models are made on first use."""
+def model_source(path: str, key: str = "model.path") -> str:
+    """A folder or a hub name that transformers understands: of an adapter, that of its base model. Built-in models are
+    made on first use. `key`: of the recipe, for errors."""
+    if (adapter := AdapterFolder.find(path)) is not None:
+        return model_source(adapter.base, key)
     if (builtin := builtin_folder(path)) is not None:
         return str(builtin)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(
-                f"model.path: {folder} is a folder without config.json, so not a model in Hugging Face layout"
-            )
+            raise UserError(f"{key}: {folder} is a folder without config.json, so not a model in Hugging Face layout")
         return str(folder)
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"model.path: {path} is not a folder")
+        raise UserError(f"{key}: {path} is not a folder")
     return path
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses Python's garbage collector, for what imports transformers: that makes 200,000 objects which stay, and the
+    collector would look at them again and again, for a sixth of the time. Not for loading weights, which are large and
+    must be freed at once."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        # Into the oldest generation, as if collections had seen them survive: else the next one would look at all.
+        if not gc.get_freeze_count():  # what a program around Corral has frozen stays so
+            gc.freeze()
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()
 def load_config(model: Model) -> Any:
     """transformers' configuration of the model, with the recipe's changes."""
     from transformers import AutoConfig
@@ -73,14 +101,47 @@ def load_config(model: Model) -> Any:
     return config
 
 
-def load_model(model: Model, device: torch.device, computes_on: torch.device | None = None) -> Any:
-    """A transformers causal model for rollout and training. `computes_on`: the device that will compute, where that is
-    not the one it is loaded to, as with a model that is sharded after it was loaded."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def load_model(model: Model, device: torch.device) -> Any:
+    """A transformers causal model on the device, for rollout and training."""
+    dtype = resolve_dtype(model.dtype, device)
+    loaded = read_model(model, dtype).to(device)
+    load_adapter(loaded, model)
+    if is_fusible_on(device, loaded, model):
+        fuse(loaded)
+    check_model(loaded)
+    return loaded
 
-    register()
-    computes_on = computes_on or device
-    dtype = resolve_dtype(model.dtype, computes_on)
+
+STORED_WEIGHTS = "_stored_weights"
+"""Attribute of a model whose parameters have no memory yet: their weights, by parameter."""
+
+
+def load_to_shard(model: Model, device: torch.device) -> Any:
+    """A model whose parameters have no memory (`torch.device("meta")`), for a trainer that shards it and computes on
+    the device. The whole weights are files mapped into memory in the files' own dtype, so a rank reads only what it
+    copies out of them. The trainer checks the model when it has its weights."""
+    dtype = resolve_dtype(model.dtype, device)
+    loaded = read_model(model, dtype, as_stored=True)
+    kept_in_float32 = loaded._keep_in_fp32_modules or loaded._keep_in_fp32_modules_strict
+    if kept_in_float32 and loaded.dtype != dtype:  # transformers knows what is cast, and does it while it reads
+        loaded = read_model(model, dtype)
+    if model.lora is None and AdapterFolder.find(model.path) is not None:
+        load_adapter(loaded, model)  # merged into the whole weights, which are in memory then
+    setattr(loaded, STORED_WEIGHTS, detach_weights(loaded, cast=(loaded.dtype, dtype)))
+    if model.lora is not None:
+        load_adapter(loaded, model)
+    if is_fusible_on(device, loaded, model):
+        fuse(loaded, move_weights=False)  # the weights that FSDP gathers are not where these are
+    return loaded
+
+
+def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any:
+    """transformers' model on the CPU, with the attention of its path. Its weights are mapped files where they need no
+    conversion. `as_stored`: they keep the dtype of the files."""
+    with collector_paused():
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        register()
     if model.exact and dtype != torch.float32:
         raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
     config = load_config(model)
@@ -92,7 +153,7 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
         loaded = auto_class.from_pretrained(
             source,
             config=config,
-            dtype=dtype,
+            dtype="auto" if as_stored else dtype,
             attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
             trust_remote_code=model.trust_remote_code,
         )
@@ -103,16 +164,56 @@ def load_model(model: Model, device: torch.device, computes_on: torch.device | N
     if model.exact:
         make_exact(loaded)
         prefer_blas()
-    loaded = loaded.to(device).eval()
     if vision is not None:
         loaded.vision = vision
-    # The Triton kernels are for GPUs that have bfloat16; older ones compute layer by layer with torch's own.
-    if computes_on.type == "cuda" and path.kind == "fast" and not model.exact and has_bfloat16(computes_on):
-        fuse(loaded)
-    check_model(loaded, model.path)
-    return loaded
+    return loaded.eval()
 
 
+def load_adapter(loaded: Any, model: Model) -> None:
+    """Gives the model adapters as the recipe has them: new ones, or those in the folder that is the model's path.
+    Without `model.lora`, such a folder's adapter is merged into the weights."""
+    folder = AdapterFolder.find(model.path)
+    lora = folder.lora if model.lora is None and folder is not None else model.lora
+    if lora is None:
+        return
+    if folder is not None and (theirs := adapter_shape(folder.lora)) != (ours := adapter_shape(lora)):
+        raise UserError(f"model.lora: the adapter in {folder.path} has (rank, scale) {theirs}, the recipe {ours}")
+    add_adapters(loaded, lora)
+    if folder is not None:
+        folder.load_into(loaded)
+    if model.lora is None:
+        merge_adapters(loaded)
+
+
+def adapter_shape(lora: Lora) -> tuple[int, float]:
+    return lora.rank, scale_of(lora)
+
+
+def is_fusible_on(device: torch.device, loaded: Any, model: Model) -> bool:
+    """Whether the fused layers are for this device: their Triton kernels need a GPU that has bfloat16. Older ones
+    compute layer by layer with torch's own."""
+    return device.type == "cuda" and not is_general(loaded) and not model.exact and has_bfloat16(device)
+
+
+def detach_weights(model: nn.Module, cast: tuple[torch.dtype, torch.dtype] | None = None) -> dict[nn.Parameter, Tensor]:
+    """Replaces the parameters of a model by ones without memory, and returns what they held, by new parameter. `cast`:
+    parameters of the first dtype get the second; what they held stays as it is."""
+    weights: dict[nn.Parameter, Tensor] = {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                continue
+            if parameter not in replaced:
+                dtype = cast[1] if cast is not None and parameter.dtype == cast[0] else parameter.dtype
+                empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+                replaced[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                weights[replaced[parameter]] = parameter.data
+            setattr(module, name, replaced[parameter])
+    return weights
+
+
+@collector_paused()
 def load_skeleton(model: Model, dtype: torch.dtype) -> Any:
     """The model without its weights, which are on the meta device: names, shapes, and how it ends its turns."""
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -136,13 +237,17 @@ def prefer_blas() -> None:
         torch.backends.mkldnn.set_flags(False)
 
 
+@collector_paused()
 def load_tokenizer(model: Model) -> Any:
     """The model's tokenizer, with the recipe's chat template if it has one. Its attribute `vision` says how the model
     reads images, or is None."""
     from transformers import AutoTokenizer
 
+    source = model_source(model.path)
+    if (Path(model.path).expanduser() / "tokenizer_config.json").is_file():  # of an adapter's folder, its own
+        source = str(Path(model.path).expanduser())
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_source(model.path), trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: no tokenizer could be loaded from {model.path}: {first_line(error)}") from error
     if model.chat_template is not None:
@@ -150,6 +255,8 @@ def load_tokenizer(model: Model) -> Any:
         is_file = len(model.chat_template) < 4096 and "{" not in model.chat_template
         if is_file and not file.is_file():
             raise UserError(f"model.chat_template: {file} is neither a file nor a template")
+        if is_file and file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise UserError(f"model.chat_template: {file} has more than {MAX_TEMPLATE_BYTES} bytes; is it a template?")
         tokenizer.chat_template = file.read_text() if is_file else model.chat_template
     if model.chat_template_arguments and isinstance(tokenizer.chat_template, str):
         # Set within the template, so that everybody who renders with this tokenizer does so, also from a checkpoint.

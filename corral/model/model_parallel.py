@@ -31,6 +31,7 @@ from torch.autograd import Function
 
 from corral.data.batch import TokenTree, TreeChunk
 from corral.model.attention import AttentionKernel, TreeAttention
+from corral.model.lora import LoraLinear, add_adapter_outputs
 from corral.recipe.errors import UserError
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -108,16 +109,28 @@ class TensorParallel:
     def _colwise(self, linear: nn.Linear, packed: bool = False) -> None:
         self._shard(linear.weight, ShardSpec(0, packed))
         self._shard(linear.bias, ShardSpec(0, packed))
-        replace_forward(linear, lambda tokens: F.linear(self._enter(tokens), linear.weight, linear.bias))
+        if isinstance(linear, LoraLinear):
+            self._shard(linear.lora_B, ShardSpec(0, packed))
+            self.partial.add(linear.lora_A)
+
+        def forward(tokens: Tensor) -> Tensor:
+            entered = self._enter(tokens)
+            return add_adapter_outputs(F.linear(entered, linear.weight, linear.bias), entered, [linear])
+
+        replace_forward(linear, forward)
 
     def _packed_colwise(self, linear: nn.Linear) -> None:
         self._colwise(linear, packed=True)
 
     def _rowwise(self, linear: nn.Linear) -> None:
         self._shard(linear.weight, ShardSpec(1))
+        if isinstance(linear, LoraLinear):  # B A x is a sum over the inputs, too: of each rank's B A, and its x
+            self._shard(linear.lora_A, ShardSpec(1))
+            self.partial.add(linear.lora_B)
 
         def forward(tokens: Tensor) -> Tensor:
-            result = reduce_from_group(F.linear(tokens, linear.weight), self.group)
+            part = add_adapter_outputs(F.linear(tokens, linear.weight), tokens, [linear])
+            result = reduce_from_group(part, self.group)
             return result if linear.bias is None else result + linear.bias
 
         replace_forward(linear, forward)

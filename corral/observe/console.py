@@ -9,7 +9,6 @@ import logging
 import math
 import sys
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corral.observe.run_files import Tracker
+from corral.recipe.errors import without_controls
 
 PLAIN_WIDTH = 120
 LINE_EVERY_S = 10.0
@@ -37,7 +37,7 @@ class ShownSample:
     prompt: str
     response: str
     answer: str
-    reward: float
+    reward: float | None
 
 
 class Console(Tracker):
@@ -45,10 +45,15 @@ class Console(Tracker):
     cursor."""
 
     def __init__(
-        self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic, *, live: bool = True
+        self,
+        stream: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        live: bool = True,
+        warnings: IO[str] | None = None,
     ) -> None:
         """`live`: with a progress bar, if it is a terminal. Not where something else writes there too, as a
-        debugger."""
+        debugger. `warnings`: where these are printed as well, if nobody looks at `stream`."""
         stream = stream or sys.stdout
         is_terminal = stream.isatty()
         self._rich = RichConsole(
@@ -58,7 +63,7 @@ class Console(Tracker):
             emoji=False,
         )
         self._is_live = live and is_terminal and self._rich.is_interactive
-        self._clock = clock
+        self._clock, self._warnings = clock, warnings
         self._last_line_at = clock()
         self._total: int | None = None
         self._columns: set[str] = set()
@@ -159,7 +164,7 @@ class Console(Tracker):
         are there."""
         if not samples:
             return
-        rewards = [f"{sample.reward:g}" for sample in samples]
+        rewards = ["none" if sample.reward is None else f"{sample.reward:g}" for sample in samples]
         answers = [cut(visible(sample.answer), 16, "start") for sample in samples]
         fixed = max(6, *map(len, rewards)) + max(6, *map(cell_len, answers))
         room = max(self._rich.width - fixed - 6, 16)
@@ -176,10 +181,13 @@ class Console(Tracker):
         self._print(table)
 
     def note(self, message: str) -> None:
-        self._print(Text(message, "dim"))
+        self._print(Text(without_controls(message), "dim"))
 
     def warn(self, message: str) -> None:
+        message = without_controls(message)
         self._print(Text.assemble(("warning: ", "bold yellow"), (message, "yellow")))
+        if self._warnings is not None:
+            print(f"warning: {message}", file=self._warnings)
 
     def summary(
         self,
@@ -381,6 +389,10 @@ class StepField:
 
 STEP_FIELDS = (
     StepField("reward/mean", "reward", 6, "{:.3f}".format, 9),
+    StepField("policy/nll", "loss", 6, small_number, 9),
+    StepField("preference/loss", "loss", 6, small_number, 9),
+    StepField("preference/accuracy", "accuracy", 7, "{:.1%}".format, 9),
+    StepField("preference/margin", "margin", 8, small_number, 5),
     StepField("kl/mean", "kl", 8, small_number, 5),
     StepField("policy/entropy", "entropy", 5, "{:.2f}".format, 4),
     StepField("length/mean", "length", 7, "{:.1f}".format, 3),
@@ -391,7 +403,9 @@ STEP_FIELDS = (
     StepField("eta_s", "eta", 6, duration, 8),
 )
 TROUBLE_FIELDS = (
+    StepField("samples/error_rate", "failed", 0, "{:.0%}".format, 9),
     StepField("updates/skipped", "skipped updates", 0, "{:.0f}".format, 9),
+    StepField("samples/dropped", "dropped samples", 0, "{:.0f}".format, 9),
     StepField("samples/dropped_groups", "dropped groups", 0, "{:.0f}".format, 9),
 )
 
@@ -419,6 +433,8 @@ def validation_line(when: str, metrics: Mapping[str, float], num_questions: int 
     parts += [f"{name.removeprefix('validation/')} {percent(metrics[name])}" for name in pass_at]
     if num_questions is not None:
         parts[-1] += f" ({num_questions} {noun}{'s' if num_questions != 1 else ''})"
+    if rate := metrics.get("validation/error_rate"):
+        parts.append(f"{percent(rate)} of the samples failed")
     return ", ".join(parts)
 
 
@@ -476,14 +492,24 @@ def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
 
 
 def score_text(metrics: Mapping[str, float | None]) -> str:
-    """31.0 % ± 4.1; scores outside of [0, 1] are not fractions, and stay numbers."""
-    score = held_out_score(metrics)
+    """31.0 % ± 4.1; scores outside of [0, 1] are not fractions, and stay numbers. Where a loss was computed on held-out
+    rows: loss 0.4311, or both, 31.0 % ± 4.1 and loss 0.4311; and in how many pairs the chosen answer is ahead."""
+    score, loss = held_out_score(metrics), metrics.get("validation/loss")
+    if loss is not None:
+        score_alone = {name: value for name, value in metrics.items() if name != "validation/loss"}
+        text = f"loss {loss:.4f}" if score is None else f"{score_text(score_alone)} and loss {loss:.4f}"
+        accuracy = metrics.get("validation/accuracy")
+        return text if accuracy is None else f"{text}, accuracy {percent(accuracy)}"
     if score is None:
         return "no score"
     interval = metrics.get("validation/ci95")
     scale, unit, digits = (100, " %", 1) if 0 <= score <= 1 else (1, "", 3)
     text = f"{scale * score:.{digits}f}{unit}"
     return text if interval is None else f"{text} ± {scale * interval:.{digits}f}"
+
+
+def is_validation(metrics: Mapping[str, Any]) -> bool:
+    return held_out_score(metrics) is not None or "validation/loss" in metrics
 
 
 def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
@@ -497,13 +523,7 @@ def percent(fraction: float) -> str:
 
 def visible(text: str) -> str:
     """The text on one line: line breaks as ⏎, and what could move the cursor or color the terminal as its code."""
-    text = text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " ")
-    return "".join(char.encode("unicode_escape").decode() if _is_control(char) else char for char in text)
-
-
-def _is_control(char: str) -> bool:
-    # The two joiners are part of how Persian, Hindi and emoji are written.
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d"
+    return without_controls(text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " "))
 
 
 def cut(text: str, width: int, keep: Literal["start", "end", "both"]) -> str:

@@ -9,7 +9,17 @@ from corral.observe.console import held_out_score, score_text
 from corral.observe.run_files import replacing
 
 TRAIN, VALIDATION, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
-SMALL_PANELS = {"policy/entropy": "entropy", "kl/mean": "KL", "length/mean": "response length"}
+SMALL_PANELS = {
+    "policy/nll": "loss",
+    "preference/loss": "loss",
+    "validation/loss": "validation loss",
+    "preference/accuracy": "accuracy",
+    "preference/margin": "margin",
+    "policy/entropy": "entropy",
+    "kl/mean": "KL",
+    "length/mean": "response length",
+}
+LOSSES = {"policy/nll": "loss per trained token", "preference/loss": "loss per pair"}
 FEW_POINTS = 40
 BASELINES = ("random", "optimal")
 """Scores that are drawn as horizontal lines."""
@@ -17,15 +27,20 @@ ENVIRONMENT = "validation/environment/"
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Training reward and validation score above; entropy, KL and response length below, those that were measured."""
+    """Training reward and validation score above, or without any the losses where rows are trained on; entropy, KL and
+    response length below, those that were measured."""
     from matplotlib.figure import Figure
 
     small = {name: label for name, label in SMALL_PANELS.items() if points(rows, name)[0]}
     small |= {name: f"success, {tag}" for tag, name in successes(rows).items()}
+    draw = _draw_scores
+    if any(points(rows, loss)[0] for loss in LOSSES) and all(held_out_score(row) is None for row in rows):
+        draw = _draw_losses
+        small = {name: label for name, label in small.items() if label not in ("loss", "validation loss")}
     figure = Figure(figsize=(9, 6.2 if small else 4.5), dpi=150, layout="constrained")
     grid = figure.add_gridspec(2 if small else 1, max(len(small), 1), height_ratios=[2.6, 1] if small else None)
     large = figure.add_subplot(grid[0, :])
-    _draw_scores(large, rows, title)
+    draw(large, rows, title)
     for column, (name, label) in enumerate(small.items()):
         axes = figure.add_subplot(grid[1, column], sharex=large)
         _draw_line(axes, *points(rows, name), QUIET, width=1.6)
@@ -73,6 +88,18 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     _style(axes)
     if steps or validations:
         axes.legend(frameon=False, loc="best")
+
+
+def _draw_losses(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    loss = next(loss for loss in LOSSES if points(rows, loss)[0])
+    _draw_line(axes, *points(rows, loss), TRAIN, width=2.2, label="training loss")
+    steps, held_out = points(rows, "validation/loss")
+    if steps:
+        axes.plot(steps, held_out, color=VALIDATION, linewidth=1.4, marker="o", label="validation loss", zorder=3)
+    axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=13, fontweight="bold", pad=10)
+    axes.set_ylabel(LOSSES[loss])
+    _style(axes)
+    axes.legend(frameon=False, loc="best")
 
 
 def successes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:

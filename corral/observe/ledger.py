@@ -87,6 +87,13 @@ class Ledger:
         steps: list[int] = np.unique(self._prompts.known["issued_for"][self._prompts.is_open]).tolist()
         return steps
 
+    def num_dropped(self, step: int, reasons: Iterable[str]) -> int:
+        """Number of prompts that were issued for that step and dropped for one of these reasons."""
+        known = self._prompts.known
+        numbers = [self._prompts.reasons.index(reason) for reason in reasons if reason in self._prompts.reasons]
+        own = (self._prompts.states == DROPPED) & (known["issued_for"] == step)
+        return int((own & np.isin(known["reason"], numbers)).sum())
+
     def snapshot(self) -> str:
         """The states of all prompts so far, the open ones included, for a checkpoint."""
         return b"".join(map(json_line, self._prompts.summary())).decode()

@@ -2,6 +2,7 @@
 
     runs/<name>/
         recipe.yaml         as it was run; recipe.2.yaml, ... when it was resumed with another one
+        inputs.json         hashes of the files that the last of them names
         plan.txt
         metrics.jsonl
         ledger.jsonl        what happened to every prompt
@@ -22,6 +23,7 @@ import itertools
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -93,14 +95,10 @@ class RunFolder:
 
     def write_recipe(self, text: str) -> Path:
         """Keeps every recipe the run was started with; the one with the highest number is the last that was used."""
-        latest = None
-        for number in itertools.count(1):
-            path = self.recipe if number == 1 else self.path / f"recipe.{number}.yaml"
-            if not path.exists():
-                break
-            latest = path
+        latest = latest_recipe(self.path)
         if latest is not None and latest.read_text(encoding="utf-8") == text:
             return latest
+        path = next(path for path in recipe_files(self.path) if not path.exists())
         write_atomically(path, text)
         return path
 
@@ -132,6 +130,19 @@ class RunFolder:
 
     # A forked worker that outlives this process would otherwise hold the lock of a run that nobody writes.
     _leave_lock_to_parent = close
+
+
+def recipe_files(folder: Path) -> Iterator[Path]:
+    """The names of the recipes that a run is started with, one after the other."""
+    yield folder / "recipe.yaml"
+    for number in itertools.count(2):
+        yield folder / f"recipe.{number}.yaml"
+
+
+def latest_recipe(folder: Path) -> Path | None:
+    """The recipe that a run was last started with."""
+    written = list(itertools.takewhile(Path.exists, recipe_files(folder)))
+    return written[-1] if written else None
 
 
 def _make(path: Path) -> None:

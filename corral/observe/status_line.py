@@ -4,6 +4,8 @@ import sys
 import time
 from typing import TextIO
 
+from corral.recipe.errors import without_controls
+
 EVERY_S = 5.0
 
 
@@ -15,6 +17,7 @@ class StatusLine:
 
     def show(self, text: str, countdown: str = "") -> None:
         """`countdown` changes all the time; alone it is no reason for a new line."""
+        text = without_controls(text)
         if self.is_terminal:
             self.stream.write(f"\r\033[K{text}{countdown}")
         elif text != self.text or time.monotonic() >= self.next:

@@ -44,6 +44,7 @@ def make_trackers(
 ) -> Trackers:
     """Starts what `recipe.trackers` names; `saved_state` is the `state()` of the run that is resumed. `config`: the
     recipe as a plain mapping, for trackers that show it. `console` gets the numbers too if the recipe names it."""
+    check_trackers(recipe)
     saved_state = saved_state or {}
     failures = TrackerFailures()
     trackers: dict[str, Tracker] = {"metrics.jsonl": MetricsFile(folder.metrics)}
@@ -52,8 +53,6 @@ def make_trackers(
             if console is not None:
                 trackers[name] = console
             continue
-        if find_spec(name) is None:
-            raise UserError(f"`logging.trackers` names {name}, which is not installed: pip install 'corral[{name}]'")
         saved = saved_state.get(name, {})
         start = partial(ADAPTERS[name], folder.logs, recipe.project, run_name, config or {}, saved)
         try:
@@ -65,6 +64,13 @@ def make_trackers(
                 ) from error
             logger.warning("the tracker %s could not start (%s); the run goes on without it", name, error)
     return Trackers(trackers, saved_state, failures)
+
+
+def check_trackers(recipe: Logging) -> None:
+    """Raises where a tracker is not installed; imports none."""
+    for name in recipe.trackers:
+        if name != "console" and find_spec(name) is None:
+            raise UserError(f"`logging.trackers` names {name}, which is not installed: pip install 'corral[{name}]'")
 
 
 class TrackerThread(Tracker):

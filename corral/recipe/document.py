@@ -25,6 +25,8 @@ NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 MOST_NODES = 200_000
 OVERRIDE = float("inf")
 """The line of what was not written in the file."""
+MAX_BYTES = 1 << 20
+"""Longest recipe: the parser takes many times as much memory."""
 
 
 class Where(NamedTuple):
@@ -145,18 +147,25 @@ def is_part(path: KeyPath) -> bool:
 
 
 def read_document(path: Path) -> Document:
-    node = compose(read_text(path), str(path))
+    return parse_document(read_text(path), str(path))
+
+
+def parse_document(text: str, source: str) -> Document:
+    """`source`: the file that messages name."""
+    node = compose(text, source)
     if node is None:
-        raise RecipeError(f"{path}: the file is empty")
+        raise RecipeError(f"{source}: the file is empty")
     if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(f"{path}:{node.start_mark.line + 1}: a recipe is a mapping of keys to values (`name: ...`)")
-    document = Document(str(path))
+        raise RecipeError(f"{source}:{node.start_mark.line + 1}: a recipe is a mapping of keys to values (`name: ...`)")
+    document = Document(source)
     document.add_keys((), node)
     return document
 
 
 def read_text(path: Path) -> str:
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise RecipeError(f"{path}: has {size} bytes, and a recipe has at most {MAX_BYTES}; is it one?")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         there = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []

@@ -1,5 +1,6 @@
 """What a user can fix. The command line shows these as they are, without a traceback, and exits with code 2."""
 
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -17,6 +18,17 @@ class RecipeError(UserError):
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+def without_controls(text: str) -> str:
+    """The text with what could move the cursor, color the terminal or hide something as its code. Names of files, keys
+    of recipes and answers of servers are parts of messages, and not all of them are ours."""
+    return "".join(char.encode("unicode_escape").decode() if _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    # The two joiners are part of how Persian, Hindi and emoji are written.
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d\n\t"
 
 
 def first_line(error: BaseException) -> str:

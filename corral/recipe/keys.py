@@ -143,6 +143,8 @@ def required_below(path: KeyPath) -> list[KeyPath]:
     if key.section is None:
         return [path]
     below = [other.path[-1] for other in all_keys().values() if other.path[:-1] == key.path and other.required]
+    if not below:  # one of its keys has to be there: a source has a path, or several sources
+        return [(*path, next(iter(key.section.model_fields)))]
     return [leaf for name in below for leaf in required_below((*path, name))]
 
 

@@ -23,13 +23,18 @@ from corral.recipe.shape import ModelShape
 Phase = Literal["rollout", "logprobs", "train"]
 PHASES: tuple[Phase, ...] = ("rollout", "logprobs", "train")
 FLOAT32 = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_CACHE = "KV cache"
+REWARD_MODEL_WEIGHTS = "reward model weights"
 GIB = 2**30
 
 
-def phases_of(algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
-    """Log-probs are a phase of their own only where training needs some that sampling does not leave behind."""
-    return PHASES if needs_logprobs(algorithm) else ("rollout", "train")
+def phases_of(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
+    """Log-probs are a phase of their own only where training needs some that sampling does not leave behind, or a
+    reward model computes between rollout and training; rollout is one where there is an engine."""
+    computes = needs_logprobs(algorithm) or recipe.needs_reward_model
+    happens = {"rollout": recipe.needs_engine, "logprobs": computes, "train": True}
+    return tuple(phase for phase in PHASES if happens[phase])
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def what_would_fit(recipe: Recipe, group: DeviceMemory, needed: dict[Phase, floa
     whole = weights.get("rollout", 0) * recipe.rollout.engine.tensor_parallel / GIB
     others = {phase: value - weights.get(phase, 0) / GIB for phase, value in needed.items()}
     for size in (2, 4, 8, 16):
-        fits = others["rollout"] + whole / size < available and max(others.values()) < available
+        fits = others.get("rollout", 0) + whole / size < available and max(others.values()) < available
         if whole and fits and recipe.cluster.devices_per_node % size == 0 and len(group.devices) % size == 0:
             return f"; `rollout.engine: {{name: vllm, tensor_parallel: {size}}}` would fit"
     return ""
@@ -88,11 +93,12 @@ def estimate_memory(
     algorithm: ResolvedAlgorithm,
     placement: Placement,
     shape: ModelShape,
-    weight_bytes: int,
+    auto_bytes: int,
     on_gpu: bool,
 ) -> list[DeviceMemory]:
-    estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, weight_bytes, on_gpu)
-    phases = phases_of(algorithm)
+    """`auto_bytes`: of a weight whose type is `auto`."""
+    estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, auto_bytes, on_gpu)
+    phases = phases_of(recipe, algorithm)
     groups = [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
         for roles, devices in placement.groups().items()
@@ -119,14 +125,20 @@ class _Estimate:
     algorithm: ResolvedAlgorithm
     meshes: dict[str, MeshShape]
     shape: ModelShape
-    weight_bytes: int
-    """Also of an activation: computation is in the weights' type."""
+    auto_bytes: int
     on_gpu: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        """Also of an activation: computation is in the weights' type."""
+        return DTYPE_BYTES.get(self.recipe.model.dtype, self.auto_bytes)
 
     def items(self, roles: tuple[str, ...]) -> Iterator[MemoryItem]:
         for role in ("actor", "critic", "reference"):
             if role in roles:
                 yield MemoryItem(f"{role} weights", self.held("parameters", self.weights(role), self.computes(role)))
+        if "reward_model" in roles:
+            yield MemoryItem(REWARD_MODEL_WEIGHTS, self.held("parameters", self.reward_model_weights(), ["logprobs"]))
         engine = self.recipe.rollout.engine
         if "rollout" in roles and not ("actor" in roles and self.meshes["actor"].is_whole and engine.in_process):
             held = self.shape.num_parameters * self.weight_bytes // engine.tensor_parallel
@@ -148,7 +160,7 @@ class _Estimate:
             yield MemoryItem("logits chunk", self.logits_chunk(roles))
 
     def always(self, size: int) -> dict[Phase, int]:
-        return dict.fromkeys(phases_of(self.algorithm), size)
+        return dict.fromkeys(phases_of(self.recipe, self.algorithm), size)
 
     def held(self, part: str, size: int, used_in: Sequence[Phase]) -> dict[Phase, int]:
         """On the device in all phases, or, if the part is offloaded, in those that use it."""
@@ -165,17 +177,45 @@ class _Estimate:
         return self.meshes[role].size // self.meshes[role].replicate
 
     def weights(self, role: str) -> int:
-        """P b / S"""
-        return self.shape.num_parameters * self.weight_bytes // self.copy_size(role)
+        """P b / S, and with adapters those of the roles that are trained."""
+        if role == "reference":
+            return self.reference_shape.num_parameters * self.weight_bytes // self.copy_size(role)
+        adapters = self.num_trained if self.recipe.model.lora is not None else 0
+        return (self.shape.num_parameters + adapters) * self.weight_bytes // self.copy_size(role)
+
+    @property
+    def reference_shape(self) -> ModelShape:
+        """Its own where it has a path and is on this machine, else that of the model."""
+        path = self.recipe.reference.path
+        return (path and ModelShape.find(path)) or self.shape
+
+    @property
+    def reward_model_shape(self) -> ModelShape:
+        """Its own where it is on this machine, else that of the model. A score takes no head over the vocabulary."""
+        path = self.recipe.reward_model.path
+        return replace((path and ModelShape.find(path)) or self.shape, tie_word_embeddings=True)
+
+    @property
+    def reward_model_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.recipe.reward_model.dtype, self.auto_bytes)
+
+    def reward_model_weights(self) -> int:
+        """Every device of the role has all of them."""
+        return self.reward_model_shape.num_parameters * self.reward_model_bytes
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that are trained: all, or those of the adapters."""
+        return num_trained_parameters(self.recipe, self.shape)
 
     def optimizer(self, role: str) -> int:
         """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
         copies = 2 if self.weight_bytes >= FLOAT32 else 3
-        return self.shape.num_parameters * FLOAT32 * copies // self.copy_size(role)
+        return self.num_trained * FLOAT32 * copies // self.copy_size(role)
 
     def gradients(self, role: str) -> int:
         """4 P / S: summed over micro-batches in float32, whatever the weights are."""
-        return self.shape.num_parameters * FLOAT32 // self.copy_size(role)
+        return self.num_trained * FLOAT32 // self.copy_size(role)
 
     def kv_cache(self) -> int:
         """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: on a CPU it grows as
@@ -202,7 +242,8 @@ class _Estimate:
         """Without gradients one layer's at a time; with them every layer's, or with gradient checkpointing every
         layer's input and one layer's inside. Devices of a context split the tokens of a micro-batch, and those of a
         tensor group roughly the width of a layer."""
-        shape, layer = self.shape, self.layer_activations()
+        shape, layer = self.shape, layer_activations(self.shape, self.weight_bytes)
+        of_classifier = layer_activations(self.reward_model_shape, self.reward_model_bytes) * ("reward_model" in roles)
         micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
         train = layer * shape.num_layers
         if self.recipe.train.gradient_checkpointing:
@@ -210,7 +251,10 @@ class _Estimate:
         prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {
             "rollout": prefill * layer * ("rollout" in roles),
-            "logprobs": int(micro_batch * layer) * self.computes_logprobs(roles),
+            "logprobs": max(
+                int(micro_batch * layer) * self.computes_logprobs(roles),
+                self.recipe.batch.max_tokens_per_micro_batch * of_classifier,
+            ),
             "train": int(micro_batch * train) * ("actor" in roles or "critic" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
@@ -219,22 +263,14 @@ class _Estimate:
         """Roles on the same devices have the same mesh."""
         return max((mesh.context * mesh.tensor for role, mesh in self.meshes.items() if role in roles), default=1)
 
-    def layer_activations(self) -> int:
-        """Bytes that one layer keeps of one token for its backward pass: norms and residuals (6 x hidden), queries,
-        keys and values before and after rotation, attention's output, and four of the feed-forward's width. Within a
-        quarter of what transformers keeps for Llama and Qwen3."""
-        shape = self.shape
-        attention = 2 * shape.attention_size + shape.num_heads * shape.head_dim
-        return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * self.weight_bytes
-
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """chunk x vocabulary. On a CPU in float32: logits and probabilities, and in training also their gradients. On a
         GPU once, in the weights' type. In training also the head's own gradient in float32."""
         vocabulary, most = self.shape.vocab_size, self.recipe.batch.max_tokens_per_micro_batch
         chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK[self.device])
         logprobs, train = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
-        head = self.shape.hidden_size * vocabulary * FLOAT32
-        of_policy = "reference" in roles or ("actor" in roles and self.algorithm.old_logprobs == "recompute")
+        head = self.shape.hidden_size * vocabulary * FLOAT32 * (self.recipe.model.lora is None)
+        of_policy = "reference" in roles or self.actor_computes_logprobs(roles)
         sizes: dict[Phase, int] = {
             "logprobs": chunk * vocabulary * logprobs * of_policy,
             "train": (chunk * vocabulary * train + head) * ("actor" in roles),
@@ -242,8 +278,28 @@ class _Estimate:
         return {phase: size for phase, size in sizes.items() if size}
 
     def computes_logprobs(self, roles: tuple[str, ...]) -> bool:
-        recomputes = "actor" in roles and self.algorithm.old_logprobs == "recompute"
-        return recomputes or "reference" in roles or "critic" in roles
+        return self.actor_computes_logprobs(roles) or "reference" in roles or "critic" in roles
+
+    def actor_computes_logprobs(self, roles: tuple[str, ...]) -> bool:
+        """Its own before an update, or without its adapters those of the reference."""
+        is_reference = self.algorithm.needs_reference and "reference" not in self.meshes
+        return "actor" in roles and (is_reference or self.algorithm.old_logprobs == "recompute")
+
+
+def layer_activations(shape: ModelShape, weight_bytes: int) -> int:
+    """Bytes that one layer keeps of one token for its backward pass: norms and residuals (6 x hidden), queries, keys
+    and values before and after rotation, attention's output, and four of the feed-forward's width. Within a quarter of
+    what transformers keeps for Llama and Qwen3."""
+    attention = 2 * shape.attention_size + shape.num_heads * shape.head_dim
+    return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * weight_bytes
+
+
+def num_trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    lora = recipe.model.lora
+    if lora is None:
+        return shape.num_parameters
+    targets = None if lora.targets == "all-linear" else [target.rpartition(".")[2] for target in lora.targets]
+    return shape.num_adapter_parameters(lora.rank, targets)
 
 
 def human_bytes(size: float) -> str:

@@ -45,6 +45,16 @@ class Preset:
     kl_where: KLPlace | None = None
     dynamic_sampling: bool = False
 
+    @property
+    def trains_on_rows(self) -> bool:
+        """Whether the answers of the rows are trained on, and nothing is rolled out for training."""
+        return losses.LOSSES[self.loss].trains_on_rows
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Whether each row has two answers, of which one was preferred."""
+        return losses.LOSSES[self.loss].trains_on_pairs
+
 
 PRESETS: dict[str, Preset] = {
     "grpo": Preset(),
@@ -62,10 +72,15 @@ PRESETS: dict[str, Preset] = {
     "grpo_passk": Preset(advantage="grpo_passk"),
     "turn_grpo": Preset(advantage="turn_grpo"),
     "gigpo": Preset(advantage="gigpo"),
+    "distill": Preset(advantage="distill"),
     "cispo": Preset(loss="cispo"),
     "sapo": Preset(loss="sapo"),
     "gmpo": Preset(loss="gmpo"),
     "dro": Preset(loss="dro"),
     "dppo_tv": Preset(loss="dppo_tv"),
     "dppo_kl": Preset(loss="dppo_kl"),
+    "sft": Preset(advantage="none", loss="nll"),
+    "dpo": Preset(advantage="none", loss="dpo"),
+    "ipo": Preset(advantage="none", loss="ipo"),
+    "simpo": Preset(advantage="none", loss="simpo"),
 }

@@ -2,11 +2,12 @@
 
 Devices are numbered through all nodes, from 0. They are written as `all`, `0-19` (inclusive), `0,2,5`, mixes of these,
 `[0, 1]` or `list(range(0, 4))`, which is recognised and never evaluated. Two roles share all of their devices or none.
+Devices that `cluster.services` claim are for no role.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Literal
 
@@ -14,12 +15,12 @@ from corral.recipe.errors import RecipeError
 from corral.recipe.keys import did_you_mean, nearest
 from corral.recipe.mesh import MeshShape, mesh_shape
 from corral.recipe.presets import ResolvedAlgorithm
-from corral.recipe.schema import Recipe
+from corral.recipe.schema import Cluster, Recipe
 
-ROLES = ("actor", "rollout", "reference", "critic")
+ROLES = ("actor", "rollout", "reference", "critic", "reward_model")
 MESH_ROLES = ("actor", "reference", "critic")
-"""Those whose models are spread as `train.parallel` says. Each device of the rollout has a whole model."""
-INITIALS = {"actor": "A", "rollout": "R", "reference": "F", "critic": "C"}
+"""Those whose models are spread as `train.parallel` says. Each device of the others has a whole model."""
+INITIALS = {"actor": "A", "rollout": "R", "reference": "F", "critic": "C", "reward_model": "M"}
 """For a picture with little room."""
 PICTURE_WIDTH = 100
 
@@ -35,9 +36,12 @@ BOUND = re.compile(r"-?[0-9]{1,9}")
 def resolve_placement(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple["Placement", list[str]]:
     """The roles that this recipe needs, on their devices, and warnings. Raises a RecipeError with all problems."""
     cluster = recipe.cluster
-    placement = parse_placement(cluster.placement, cluster.nodes * cluster.devices_per_node)
-    needed = ["actor", "rollout"]
-    needed += ["reference"] * algorithm.needs_reference + ["critic"] * algorithm.needs_critic
+    placement = parse_placement(
+        cluster.placement, cluster.nodes * cluster.devices_per_node, devices_of_services(cluster)
+    )
+    needed = ["actor"] + ["rollout"] * recipe.needs_engine
+    needed += ["reference"] * needs_reference_role(recipe, algorithm) + ["critic"] * algorithm.needs_critic
+    needed += ["reward_model"] * recipe.needs_reward_model
     missing = [role for role in needed if role not in placement.roles]
     if missing:
         why = f"the recipe ({recipe.algorithm.name}) needs"
@@ -48,6 +52,30 @@ def resolve_placement(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple["Pl
         if not set(split_roles(line)) & set(needed)
     ]
     return placement.only(needed), warnings
+
+
+def devices_of_services(cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """The devices that services claim, by service: the last ones of every node, in the order of the services."""
+    claims = {name: service.devices for name, service in cluster.services.items() if service.devices}
+    per_node, num_claimed = cluster.devices_per_node, cluster.num_service_devices
+    if claims and num_claimed >= per_node:
+        raise RecipeError(
+            f"`cluster.services` ({', '.join(claims)}) claim {num_claimed} devices of every node, and "
+            f"`cluster.devices_per_node: {per_node}` leaves none for roles"
+        )
+    starts = [(node + 1) * per_node - num_claimed for node in range(cluster.nodes)]
+    devices: dict[str, tuple[int, ...]] = {}
+    for name, size in claims.items():
+        devices[name] = tuple(device for start in starts for device in range(start, start + size))
+        starts = [start + size for start in starts]
+    return devices
+
+
+def needs_reference_role(recipe: Recipe, algorithm: ResolvedAlgorithm) -> bool:
+    """Whether the reference of the KL is a model of its own. With adapters it is the actor without them, and a teacher
+    behind an endpoint is none of this run's."""
+    is_own = recipe.model.lora is None or recipe.reference.path is not None
+    return algorithm.needs_reference and is_own and recipe.reference.endpoint is None
 
 
 def runs_on_ray(recipe: Recipe) -> bool:
@@ -76,15 +104,17 @@ def resolve_meshes(recipe: Recipe, placement: "Placement") -> dict[str, MeshShap
 class Placement:
     num_devices: int
     roles: Mapping[str, tuple[int, ...]]
+    services: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Devices that programs beside the workers have for themselves."""
 
     @property
     def colocated(self) -> bool:
         """Whether actor and rollout take turns on the same devices."""
-        return self.roles["actor"] == self.roles["rollout"]
+        return self.roles["actor"] == self.roles.get("rollout")
 
     @property
     def idle(self) -> tuple[int, ...]:
-        used = {device for devices in self.roles.values() for device in devices}
+        used = {device for devices in (*self.roles.values(), *self.services.values()) for device in devices}
         return tuple(device for device in range(self.num_devices) if device not in used)
 
     def users(self, device: int) -> tuple[str, ...]:
@@ -99,18 +129,25 @@ class Placement:
         return groups
 
     def only(self, roles: Iterable[str]) -> "Placement":
-        return Placement(self.num_devices, {role: self.roles[role] for role in ROLES if role in set(roles)})
+        """Those of the roles that are placed."""
+        chosen = set(roles)
+        return replace(self, roles={role: devices for role, devices in self.roles.items() if role in chosen})
 
     def picture(self, nodes: int, devices_per_node: int) -> str:
         """One row per node, one cell per device: its number and who uses it; by initials where words do not fit."""
         assert nodes * devices_per_node == self.num_devices
-        rows = self._rows(nodes, devices_per_node, {role: role for role in ROLES}, "idle")
+        services = {name: name for name in self.services}
+        rows = self._rows(nodes, devices_per_node, {role: role for role in ROLES} | services, "idle")
         if len(rows[0]) > PICTURE_WIDTH:
-            rows = [*self._rows(nodes, devices_per_node, INITIALS, "."), self._legend()]
+            rows = [*self._rows(nodes, devices_per_node, INITIALS | dict.fromkeys(services, "s"), "."), self._legend()]
         return "\n".join(rows)
 
     def _rows(self, nodes: int, devices_per_node: int, names: Mapping[str, str], idle: str) -> list[str]:
-        labels = ["+".join(names[role] for role in self.users(device)) or idle for device in range(self.num_devices)]
+        claimed = {device: names[name] for name, devices in self.services.items() for device in devices}
+        labels = [
+            "+".join(names[role] for role in self.users(device)) or claimed.get(device, idle)
+            for device in range(self.num_devices)
+        ]
         width, digits = max(map(len, labels)), len(str(self.num_devices - 1))
         cells = [f"{device:>{digits}} {label:<{width}}" for device, label in enumerate(labels)]
         starts = range(0, self.num_devices, devices_per_node)
@@ -120,12 +157,17 @@ class Placement:
         ]
 
     def _legend(self) -> str:
-        return ", ".join([f"{INITIALS[role]} {role}" for role in self.roles] + [". idle"] * bool(self.idle))
+        names = [f"{INITIALS[role]} {role}" for role in self.roles]
+        names += [f"s {' and '.join(self.services)}"] * bool(self.services) + [". idle"] * bool(self.idle)
+        return ", ".join(names)
 
 
-def parse_placement(written: Mapping[str, Devices], num_devices: int) -> Placement:
-    """Raises a RecipeError with all that is wrong."""
+def parse_placement(
+    written: Mapping[str, Devices], num_devices: int, services: Mapping[str, tuple[int, ...]] | None = None
+) -> Placement:
+    """Raises a RecipeError with all that is wrong. `services`: devices that they claim."""
     problems: list[str] = []
+    claimed = {device: name for name, own in (services or {}).items() for device in own}
     roles: dict[str, tuple[int, ...]] = {}
     for line, devices in written.items():
         parsed: tuple[int, ...] = ()
@@ -133,6 +175,11 @@ def parse_placement(written: Mapping[str, Devices], num_devices: int) -> Placeme
             parsed = parse_devices(devices, num_devices)
         except RecipeError as error:
             problems += [f"`cluster.placement`, `{line}: {devices}`: {problem}" for problem in error.problems]
+        if devices == "all":
+            parsed = tuple(device for device in parsed if device not in claimed)
+        elif taken := [device for device in parsed if device in claimed]:
+            whose = f"`cluster.services.{claimed[taken[0]]}.devices`"
+            problems.append(f"`cluster.placement`, `{line}: {devices}`: {whose} claims device {format_devices(taken)}")
         for role in split_roles(line):
             if role not in ROLES:
                 hint = did_you_mean(nearest(role, ROLES)) or f"; the roles are {', '.join(ROLES)}"
@@ -144,7 +191,7 @@ def parse_placement(written: Mapping[str, Devices], num_devices: int) -> Placeme
     problems += overlaps(roles)
     if problems:
         raise RecipeError(problems)
-    return Placement(num_devices, {role: roles[role] for role in ROLES if role in roles})
+    return Placement(num_devices, {role: roles[role] for role in ROLES if role in roles}, services or {})
 
 
 def split_roles(line: str) -> list[str]:

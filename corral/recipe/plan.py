@@ -4,7 +4,17 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from corral.recipe.memory import DeviceMemory, check_memory, estimate_memory, human_bytes, human_count
+from corral.recipe.memory import (
+    DTYPE_BYTES,
+    FLOAT32,
+    REWARD_MODEL_WEIGHTS,
+    DeviceMemory,
+    check_memory,
+    estimate_memory,
+    human_bytes,
+    human_count,
+    num_trained_parameters,
+)
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import (
     Placement,
@@ -17,8 +27,8 @@ from corral.recipe.placement import (
 )
 from corral.recipe.presets import ResolvedAlgorithm, ResolvedKL, resolve_algorithm
 from corral.recipe.recipe_warnings import why_training_waits
-from corral.recipe.rules import check, max_trajectory_tokens
-from corral.recipe.schema import Recipe
+from corral.recipe.rules import check
+from corral.recipe.schema import Recipe, Source
 from corral.recipe.shape import ModelShape
 
 TRANSFERS: dict[TransferKind, str] = {
@@ -28,7 +38,8 @@ TRANSFERS: dict[TransferKind, str] = {
     "ipc": "ipc: through memory of the node that trainers and engines map",
 }
 MESH_NOUNS = {"replicate": "replicas", "shard": "shards", "expert": "expert", "context": "context", "tensor": "tensor"}
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+READ_RATE = 1e9
+"""Bytes per second at which a node is taken to read weights."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Plan:
             f"{self.recipe.name}: {self.recipe.algorithm.name} on {self.recipe.model.path}": (
                 [] if self.model_path is None else [f"computed on the {self.model_path}"]
             ),
+            **({"data": data} if (data := describe_data(self.recipe)) else {}),
             "batch": describe_batch(self),
             "schedule": describe_schedule(self),
             "algorithm": [f"{name:<{widest}}  {line}" for name, line in algorithm.items()],
@@ -84,13 +96,13 @@ class Plan:
             },
             "batch": {
                 "prompts": batch.prompts_per_step,
-                "samples_per_prompt": batch.samples_per_prompt,
-                "trajectories": num_trajectories(self.recipe),
+                "samples_per_prompt": self.recipe.num_trajectories // batch.prompts_per_step,
+                "trajectories": self.recipe.num_trajectories,
                 "ppo_epochs": batch.ppo_epochs,
-                "update_sizes": update_sizes(num_trajectories(self.recipe), batch.updates_per_step),
+                "update_sizes": update_sizes(self.recipe.num_units, batch.updates_per_step),
                 "trainers": len(self.placement.roles["actor"]),
                 "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
-                "max_trajectory_tokens": max_trajectory_tokens(self.recipe),
+                "max_trajectory_tokens": self.recipe.max_trained_tokens,
             },
             "schedule": {
                 "steps": self.num_steps,
@@ -99,6 +111,7 @@ class Plan:
                 "max_staleness": self.recipe.schedule.max_staleness,
                 "pipelined": self.recipe.schedule.pipelined,
             },
+            "data": describe_data(self.recipe),
             "algorithm": {"name": self.recipe.algorithm.name, **self.algorithm.as_dict()},
             "placement": {
                 **{role: list(devices) for role, devices in self.placement.roles.items()},
@@ -109,6 +122,7 @@ class Plan:
                 "runtime": "ray" if runs_on_ray(self.recipe) else "local",
                 "address": self.recipe.cluster.address if runs_on_ray(self.recipe) else None,
                 "transfer": transfer_kind(self.recipe, self.placement),
+                "devices_of_services": {name: list(devices) for name, devices in self.placement.services.items()},
             },
             "memory": [
                 {
@@ -142,10 +156,10 @@ def make_plan(
     placement, _ = resolve_placement(recipe, algorithm)
     rows = known_rows(recipe, num_rows)
     on_gpu = device != "cpu" or recipe.cluster.device_memory is not None
-    weight_bytes = DTYPE_BYTES.get(recipe.model.dtype, dtype_bytes or (2 if on_gpu else 4))
+    auto_bytes = dtype_bytes or (2 if on_gpu else 4)
     memory: list[DeviceMemory] = []
     if model_shape is not None:
-        memory = estimate_memory(recipe, algorithm, placement, model_shape, weight_bytes, on_gpu)
+        memory = estimate_memory(recipe, algorithm, placement, model_shape, auto_bytes, on_gpu)
         check_memory(recipe, memory)
     return Plan(
         recipe=recipe,
@@ -155,7 +169,7 @@ def make_plan(
         num_rows=rows,
         num_steps=count_steps(recipe, rows),
         shape=model_shape,
-        weight_bytes=weight_bytes,
+        weight_bytes=DTYPE_BYTES.get(recipe.model.dtype, auto_bytes),
         memory=tuple(memory),
         warnings=tuple(warnings),
         model_path=model_path,
@@ -164,9 +178,14 @@ def make_plan(
 
 def known_rows(recipe: Recipe, counted: int | None) -> int | None:
     """Rows of the training data: counted, or what the recipe says of them."""
-    source = recipe.data.train
-    rows = source.size if counted is None else counted
-    return rows if rows is None or source.max_rows is None else min(rows, source.max_rows)
+    if counted is not None:
+        return counted
+    total = 0
+    for source in recipe.data.train.named_sources.values():
+        if source.size is None or source.filters:
+            return None
+        total += min(source.size, source.max_rows or source.size)
+    return total
 
 
 def count_steps(recipe: Recipe, num_rows: int | None) -> int | None:
@@ -178,10 +197,6 @@ def count_steps(recipe: Recipe, num_rows: int | None) -> int | None:
     return math.ceil(recipe.schedule.epochs * num_rows / recipe.batch.prompts_per_step)
 
 
-def num_trajectories(recipe: Recipe) -> int:
-    return recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
-
-
 def update_sizes(trajectories: int, updates: int) -> list[int]:
     """They differ by one at most, the larger ones first."""
     size, larger = divmod(trajectories, updates)
@@ -191,20 +206,37 @@ def update_sizes(trajectories: int, updates: int) -> list[int]:
 def describe_batch(plan: Plan) -> list[str]:
     """64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"""
     recipe, batch, mesh = plan.recipe, plan.recipe.batch, describe_mesh(plan.meshes["actor"])
-    updates = describe_updates(update_sizes(num_trajectories(recipe), batch.updates_per_step))
+    updates = describe_updates(update_sizes(recipe.num_units, batch.updates_per_step))
     if batch.ppo_epochs > 1:
         updates = f"{batch.ppo_epochs} passes of {updates}"
-    lines = [
+    sampled = (
         f"{count(batch.prompts_per_step, 'prompt')} x {count(batch.samples_per_prompt, 'sample')} = "
-        f"{count(num_trajectories(recipe), 'trajectory')} -> {updates} on "
+        f"{count(recipe.num_trajectories, 'trajectory')}"
+    )
+    trained = (
+        f"{count(batch.prompts_per_step, noun_of_row(recipe)) if recipe.trains_on_rows else sampled} -> {updates} on "
         f"{count(len(plan.placement.roles['actor']), 'trainer')}{f' ({mesh})' if mesh else ''}, "
-        f"up to {batch.max_tokens_per_micro_batch} tokens per micro-batch",
+        f"up to {batch.max_tokens_per_micro_batch} tokens per micro-batch"
+    )
+    if recipe.trains_on_pairs:
+        each = (
+            f"a pair: a prompt, computed once, and two answers, each with it up to {recipe.max_trained_tokens} tokens"
+        )
+        return [trained, each]
+    if recipe.trains_on_rows:
+        return [trained, f"a row: up to {recipe.max_trained_tokens} tokens, answers included"]
+    lines = [
+        trained,
         f"a trajectory: up to {recipe.data.max_prompt_tokens} prompt tokens + {recipe.rollout.max_response_tokens} "
-        f"response tokens = {max_trajectory_tokens(recipe)}",
+        f"response tokens = {recipe.max_trained_tokens}",
     ]
     if plan.algorithm.needs_greedy_baseline:
         lines.append(f"and {count(batch.prompts_per_step, 'greedy answer')} to compare with, not trained on")
     return lines
+
+
+def noun_of_row(recipe: Recipe) -> str:
+    return "pair" if recipe.trains_on_pairs else "row"
 
 
 def describe_updates(sizes: list[int]) -> str:
@@ -224,11 +256,11 @@ def describe_schedule(plan: Plan) -> list[str]:
         epochs = f"{recipe.schedule.epochs:g} epochs of the training data"
         return [f"{epochs}; how many steps that is depends on its number of rows", describe_mode(plan)]
     prompts = steps * batch.prompts_per_step
-    line = (
-        f"{count(steps, 'step')} = {count(prompts, 'prompt')}, "
-        f"{count(prompts * batch.samples_per_prompt, 'trajectory')}, "
-        f"{count(steps * batch.updates_per_step * batch.ppo_epochs, 'update')}"
-    )
+    issued = f"{count(prompts, 'prompt')}, {count(prompts * batch.samples_per_prompt, 'trajectory')}"
+    if recipe.trains_on_rows:
+        most = recipe.num_trajectories * steps * recipe.max_trained_tokens
+        issued = f"{count(prompts, noun_of_row(recipe))} of up to {human_count(most)} tokens"
+    line = f"{count(steps, 'step')} = {issued}, {count(steps * batch.updates_per_step * batch.ppo_epochs, 'update')}"
     if plan.num_rows is not None:
         line += f"; {prompts / plan.num_rows:.3g} epochs of {count(plan.num_rows, 'row')}"
     if plan.algorithm.dynamic_sampling:
@@ -236,7 +268,38 @@ def describe_schedule(plan: Plan) -> list[str]:
     return [line, describe_mode(plan)]
 
 
-def mode_of(recipe: Recipe) -> Literal["synchronous", "pipelined", "async"]:
+def describe_data(recipe: Recipe) -> list[str]:
+    """One line for each thing that is done to the rows of the sources. Empty: they are used as they are."""
+    data, curriculum = recipe.data, recipe.data.curriculum
+    lines = []
+    total = sum(one.weight or 0 for one in data.train.sources.values())
+    for name, one in data.train.sources.items():
+        drawn = "each row once an epoch" if one.weight is None else f"{one.weight / total:.3g} of the prompts"
+        lines.append(f"{name}: {drawn}, from {one.path}")
+    for part in ("train", "validation"):
+        source: Source | None = getattr(data, part)
+        for name, rows in ({} if source is None else source.named_sources).items():
+            for column, (low, high) in rows.filters.items():
+                bounds = f"[{'-inf' if low is None else f'{low:g}'}, {'inf' if high is None else f'{high:g}'}]"
+                lines.append(f"{name or part}: only rows with `{column}` in {bounds}; the others are counted when read")
+    if curriculum.order_by is not None:
+        direction = "highest to the lowest" if curriculum.descending else "lowest to the highest"
+        lines.append(f"each epoch goes from the {direction} `{curriculum.order_by}`")
+    if curriculum.mean_reward is not None:
+        low, high = curriculum.mean_reward
+        lines.append(
+            f"rows whose mean reward so far is outside [{low:g}, {high:g}] are drawn in {curriculum.others:g} of the "
+            "epochs"
+        )
+    for what, times in (("solved", curriculum.skip_solved), ("failed", curriculum.skip_failed)):
+        if times is not None:
+            lines.append(f"rows {what} in every sample {count(times, 'time')} in a row are skipped from then on")
+    return lines
+
+
+def mode_of(recipe: Recipe) -> Literal["supervised", "synchronous", "pipelined", "async"]:
+    if recipe.trains_on_rows:
+        return "supervised"
     if recipe.schedule.max_staleness:
         return "async"
     return "pipelined" if recipe.schedule.pipelined else "synchronous"
@@ -248,6 +311,10 @@ def describe_mode(plan: Plan) -> str:
     if why_training_waits(plan.recipe, plan.algorithm):
         streams = "trained on when the step is complete; log-probs are computed as they come in"
     match mode_of(plan.recipe):
+        case "supervised":
+            generated = "the engine only validates" if plan.recipe.needs_engine else "no engine is built"
+            answers = "pairs of answers" if plan.recipe.trains_on_pairs else "the answers"
+            return f"supervised: trained on {answers} of the rows, nothing is rolled out; {generated}"
         case "synchronous":
             return "synchronous: rollout of a step, then training on it, then rollout of the next one"
         case "pipelined":
@@ -259,13 +326,18 @@ def describe_mode(plan: Plan) -> str:
 
 def describe_cluster(plan: Plan) -> list[str]:
     engine, kind = plan.recipe.rollout.engine, transfer_kind(plan.recipe, plan.placement)
-    weights = describe_transfer(kind, plan.meshes["actor"], engine.in_process)
+    weights = "they stay with the trainers: there is no engine"
+    if plan.recipe.needs_engine:
+        weights = describe_transfer(kind, plan.meshes["actor"], engine.in_process)
     runtime, address = "this process", plan.recipe.cluster.address
     if runs_on_ray(plan.recipe):
         known = "the cluster that runs on this machine, else one that is started for the run"
         runtime = f"Ray, {known if address == 'auto' else f'at {address}'}"
     lines = [f"weights  {weights}", f"runtime  {runtime}"]
-    if engine.in_process:
+    if (teacher := plan.recipe.reference.endpoint) is not None:
+        asked = f"{count(teacher.concurrency, 'request')} at once; it needs no device of this run"
+        lines.append(f"teacher  {teacher.model} at {teacher.url}, {asked}")
+    if engine.in_process or not plan.recipe.needs_engine:
         return lines
     number = len(plan.placement.roles["rollout"]) // engine.tensor_parallel
     devices = f" of {engine.tensor_parallel} devices each" if engine.tensor_parallel > 1 else ""
@@ -292,18 +364,25 @@ def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     advantage += "; whitened over the batch" * algorithm.whiten
     engine, recompute = "those the engine sampled with", "recomputed by the trainer before the first update"
     recompute += "" if algorithm.engine_difference is None else f": {algorithm.engine_difference}"
-    lines = {
-        "advantage": advantage if clip is None else f"{advantage}; within [{-clip:g}, {clip:g}]",
-        "loss": algorithm.loss.describe(),
-        "aggregation": algorithm.aggregation.describe(),
-        "KL": describe_kl(algorithm.kl),
-        "old log-probs": engine if algorithm.old_logprobs == "engine" else recompute,
-        "correction": algorithm.correction.describe(),
-    }
+    lines = {"loss": algorithm.loss.describe(), "aggregation": algorithm.aggregation.describe()}
+    if not algorithm.loss.declaration.trains_on_rows:
+        lines = {
+            "advantage": advantage if clip is None else f"{advantage}; within [{-clip:g}, {clip:g}]",
+            **lines,
+            "KL": describe_kl(algorithm.kl),
+            "old log-probs": engine if algorithm.old_logprobs == "engine" else recompute,
+            "correction": algorithm.correction.describe(),
+        }
+    elif algorithm.loss.declaration.needs_reference:
+        lines["reference"] = "its log-probs of each answer are computed once, and kept for later epochs"
     if (limit := algorithm.max_mean_ratio) is not None:
         lines["mean ratio"] = f"an update with a mean ratio of new to old probability above {limit:g} is not made"
     if (bound := algorithm.reward_clip) is not None:
         lines["rewards"] = f"of a trajectory, within [{-bound:g}, {bound:g}]"
+    if algorithm.lone_sample == "raw":
+        lines["lone samples"] = "a sample without others of its prompt has its reward for an advantage"
+    if algorithm.mask_truncated:
+        lines["cut off"] = "samples cut off by length are in no loss; their rewards count in their groups"
     if algorithm.entropy_coefficient:
         lines["entropy"] = f"bonus with coefficient {algorithm.entropy_coefficient:g}"
     if algorithm.llds_coefficient:
@@ -329,6 +408,11 @@ def memory_title(plan: Plan) -> str:
     return (
         f"memory per device, estimated: {human_count(plan.shape.num_parameters)} parameters of "
         f"{plan.weight_bytes} bytes"
+        + (
+            f", and {human_count(num_trained_parameters(plan.recipe, plan.shape))} in adapters, which are trained"
+            if plan.recipe.model.lora is not None
+            else ""
+        )
         + (f", of {available:g} GiB" if (available := plan.recipe.cluster.device_memory) else "")
     )
 
@@ -340,13 +424,59 @@ def describe_memory(plan: Plan) -> list[str]:
             f"unknown: {path} is not on this machine, and a plan downloads nothing; with a local folder it would be"
         ]
     lines = []
-    if plan.recipe.critic.path or plan.recipe.reference.path:
-        lines.append("(critic and reference are taken to be as large as the model)")
+    others = {
+        "critic": plan.recipe.critic.path,
+        "reference": plan.recipe.reference.path,
+        "reward_model": plan.recipe.reward_model.path,
+    }
+    unknown = [role for role, path in others.items() if path and (role == "critic" or ModelShape.find(path) is None)]
+    if unknown:
+        lines.append(f"({' and '.join(unknown)}: taken to be as large as the model)")
     for group in plan.memory:
         if len(plan.memory) > 1:
             lines.append(f"device {format_devices(group.devices)} ({'+'.join(group.roles)})")
         lines += memory_table(group)
+    return [*lines, *describe_loading(plan)]
+
+
+def describe_loading(plan: Plan) -> list[str]:
+    """What it takes to load the model, per node, and what its host's memory holds after that."""
+    assert plan.shape is not None
+    size = plan.shape.num_parameters * plan.weight_bytes
+    lines = [
+        f"loading    a node reads {human_bytes(size)} of weights ({max(1, round(size / READ_RATE))} s at 1 GB/s); "
+        "ranks map the files, and copy out of them what they hold"
+    ]
+    if offloaded := [part for part in ("parameters", "gradients", "optimizer") if part in plan.recipe.train.offload]:
+        lines.append(f"host       {human_bytes(host_memory(plan))} per node: {', '.join(offloaded)} (`train.offload`)")
     return lines
+
+
+def host_memory(plan: Plan) -> int:
+    """Bytes of the fullest node's host that are offloaded: float32 masters, moments and gradients of what its devices
+    train, and weights of what they only compute with."""
+    assert plan.shape is not None
+    offload, per_node = plan.recipe.train.offload, plan.recipe.cluster.devices_per_node
+    of_nodes: dict[int, int] = {}
+    num_all, num_trained = plan.shape.num_parameters, num_trained_parameters(plan.recipe, plan.shape)
+    for role, mesh in plan.meshes.items():
+        # Masters are a part of the optimizer only where they are not the parameters themselves, as shards are.
+        states = (3 if mesh.is_whole and plan.weight_bytes < FLOAT32 else 2) * FLOAT32
+        trained = 0 if role == "reference" else num_trained
+        sizes = {
+            "parameters": trained * FLOAT32 + max(0, num_all - trained) * plan.weight_bytes,
+            "gradients": trained * FLOAT32,
+            "optimizer": trained * states,
+        }
+        whole = sum(sizes[part] for part in offload)
+        for device in plan.placement.roles[role]:
+            node = device // per_node
+            of_nodes[node] = of_nodes.get(node, 0) + whole // (mesh.size // mesh.replicate)
+    for group in plan.memory if "parameters" in offload else ():
+        size = next((one.bytes_by_phase["logprobs"] for one in group.items if one.name == REWARD_MODEL_WEIGHTS), 0)
+        for device in group.devices:
+            of_nodes[device // per_node] = of_nodes.get(device // per_node, 0) + size
+    return max(of_nodes.values(), default=0)
 
 
 def memory_table(group: DeviceMemory) -> list[str]:

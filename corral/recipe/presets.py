@@ -58,6 +58,8 @@ class ResolvedAlgorithm:
     reward_clip: float | None
     whiten: bool
     advantage_clip: float | None
+    lone_sample: Literal["zero", "raw"]
+    mask_truncated: bool
     entropy_coefficient: float
     llds_coefficient: float
     engine_difference: str | None = dataclasses.field(compare=False)
@@ -73,7 +75,11 @@ class ResolvedAlgorithm:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl is not None
+        return self.kl is not None or self.needs_teacher or self.loss.declaration.needs_reference
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.advantage.declaration.needs.teacher
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -106,7 +112,9 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
     """Raises a RecipeError where a part does not exist or an option does not belong to its part."""
     written, preset = recipe.algorithm, PRESETS[recipe.algorithm.name]
     parallel = {} if written.old_logprobs else recipe.train.parallel.model_dump()
-    difference = engine_difference(recipe.schedule.max_staleness, parallel, recipe.rollout.engine.name)
+    difference = None  # nothing that an engine sampled is trained on where rows are
+    if not recipe.trains_on_rows:
+        difference = engine_difference(recipe.schedule.max_staleness, parallel, recipe.rollout.engine.name)
     chosen, problems = choose_parts(written.model_dump(exclude_unset=True), difference is not None)
     if problems:
         raise RecipeError(message for _, message in problems)
@@ -129,6 +137,8 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         reward_clip=written.reward_clip,
         whiten=written.whiten,
         advantage_clip=written.advantage_clip,
+        lone_sample=written.lone_sample,
+        mask_truncated=written.mask_truncated,
         entropy_coefficient=written.entropy_coefficient,
         llds_coefficient=written.llds_coefficient,
         engine_difference=difference,

@@ -13,6 +13,7 @@ def recipe_warnings(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     yield from learning_rates(recipe)
     yield from update_sizes(recipe, algorithm)
     yield from steps_that_do_nothing(recipe, algorithm)
+    yield from lone_samples(recipe, algorithm)
     yield from kl_without_gradient(algorithm)
     yield from greedy_repeats(recipe)
     yield from uncorrected_staleness(recipe, algorithm)
@@ -37,13 +38,14 @@ def learning_rates(recipe: Recipe) -> Findings:
 
 def update_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     batch = recipe.batch
-    trajectories = batch.prompts_per_step * batch.samples_per_prompt
-    if rest := trajectories % batch.updates_per_step:
+    number, noun = recipe.num_units, "pairs" if recipe.trains_on_pairs else "trajectories"
+    if rest := number % batch.updates_per_step:
         yield (
-            f"{trajectories} trajectories do not divide into {batch.updates_per_step} updates: "
+            f"{number} {noun} do not divide into {batch.updates_per_step} updates: "
             f"the last {batch.updates_per_step - rest} have one less than the others"
         )
-    if batch.updates_per_step * batch.ppo_epochs > 1 and not algorithm.loss.declaration.uses_old_policy:
+    loss = algorithm.loss.declaration
+    if batch.updates_per_step * batch.ppo_epochs > 1 and not (loss.uses_old_policy or loss.trains_on_rows):
         name = algorithm.loss.name
         yield f"the loss {name} has nothing that keeps the later updates of a step near the policy that sampled"
 
@@ -65,6 +67,23 @@ def steps_that_do_nothing(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findi
         yield f"`validation.every: {recipe.validation.every}` is more than the {steps} steps of the run"
     if recipe.checkpoint.every > steps:
         yield f"`checkpoint.every: {recipe.checkpoint.every}` is more than the {steps} steps of the run"
+
+
+def lone_samples(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if recipe.batch.samples_per_prompt > 1:
+        return
+    advantage = algorithm.advantage
+    if advantage.declaration.needs.groups and algorithm.lone_sample == "zero":
+        yield (
+            f"`batch.samples_per_prompt: 1` with the advantage {advantage.name}, which compares the samples of a "
+            "prompt: all advantages are zero, and nothing is learned from rewards; take more samples, or let the "
+            "reward itself count with `algorithm.lone_sample: raw`"
+        )
+    if getattr(advantage.options, "task_weight", False):
+        yield (
+            "`batch.samples_per_prompt: 1` with `algorithm.advantage.task_weight`, which compares the samples of a "
+            "prompt: rewards add nothing, and the teacher alone is learned from"
+        )
 
 
 def kl_without_gradient(algorithm: ResolvedAlgorithm) -> Findings:

@@ -13,7 +13,7 @@ from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.recipe_warnings import recipe_warnings
-from corral.recipe.schema import Optimizer, Part, Recipe, Section, Source
+from corral.recipe.schema import Curriculum, Optimizer, Part, Recipe, RewardModel, Rollout, Section, Source, SourceRows
 
 Findings = Iterator[str]
 Rule = Callable[[Recipe, ResolvedAlgorithm], Findings]
@@ -24,6 +24,8 @@ SET_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
 """Environments that are nothing without a row's prompt."""
 OWN_REWARDS = ("frozen_lake", "sokoban", "gymnasium", "reasoning_gym")
+FUNCTION_KEYS = ("name", "options", "timeout_s", "workers", "concurrency")
+"""Keys of `environment.reward` about its function."""
 NOT_BLOCKING = ("question", "frozen_lake", "sokoban", "search", "tools", "agent")
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
 
@@ -64,9 +66,13 @@ def problem_of_run_name(name: str) -> str | None:
 
 def data_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     data = recipe.data
-    yield from source_keys(data.train, "data.train")
+    yield from sources_or_one(data.train, "data.train")
     if data.validation is not None:
-        yield from source_keys(data.validation, "data.validation")
+        yield from sources_or_one(data.validation, "data.validation")
+        for name, one in data.validation.sources.items():
+            where = f"data.validation.sources.{name}"
+            yield from unused(one, where, ["weight"], "validation is of all rows; `max_rows` takes fewer of a source")
+    yield from curriculum_keys(recipe)
     if data.template is not None and "{prompt}" not in data.template:
         yield "`data.template` has no `{prompt}` in it, so every question would be the same"
     if not data.chat:
@@ -75,14 +81,51 @@ def data_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield from unused(recipe.model, "model", ["chat_template", "chat_template_arguments"], reason)
 
 
-def source_keys(source: Source, where: str) -> Findings:
+def sources_or_one(source: Source, where: str) -> Findings:
+    if source.sources:
+        yield from unused(source, where, SourceRows.model_fields, f"`{where}.sources` are in its place")
+        weights = [one.weight for one in source.sources.values()]
+        if None in weights and any(weights):
+            yield f"`{where}.sources`: some have a `weight` and others have none; give one to all of them, or to none"
+    for name, one in source.named_sources.items():
+        below = f"{where}.sources.{name}" if name else where
+        if name and not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", name):
+            yield f"`{where}.sources`: {name!r} becomes part of metrics' names: use letters, digits, _ - . and /"
+        if name and one.path == "boards":
+            yield f"`{below}.path: boards`: boards of several games are mixed by `environments.*.weight`"
+        yield from source_keys(one, below)
+        for column, (low, high) in one.filters.items():
+            if low is not None and high is not None and low > high:
+                yield f"`{below}.filters.{column}: [{low:g}, {high:g}]` leaves nothing: the lower bound comes first"
+
+
+def curriculum_keys(recipe: Recipe) -> Findings:
+    curriculum = recipe.data.curriculum
+    where = "data.curriculum"
+    if recipe.trains_on_rows:
+        reason = f"{recipe.algorithm.name} trains on rows, which have no rewards"
+        yield from unused(curriculum, where, set(Curriculum.model_fields) - {"order_by", "descending"}, reason)
+        return
+    if curriculum.order_by is None:
+        yield from unused(curriculum, where, ["descending"], f"there is no `{where}.order_by`")
+    if curriculum.mean_reward is None:
+        yield from unused(curriculum, where, ["others"], f"there is no `{where}.mean_reward`")
+    elif curriculum.mean_reward[0] > curriculum.mean_reward[1]:
+        low, high = curriculum.mean_reward
+        yield f"`{where}.mean_reward: [{low:g}, {high:g}]` has no reward in it: the lower bound comes first"
+    for skips, bound in (("skip_solved", "solved_reward"), ("skip_failed", "failed_reward")):
+        if getattr(curriculum, skips) is None:
+            yield from unused(curriculum, where, [bound], f"there is no `{where}.{skips}`")
+
+
+def source_keys(source: SourceRows, where: str) -> Findings:
     """What `corral.data.sources` will do with the source, and which keys it reads then."""
     path = source.path if isinstance(source.path, str) else ""
     kind, found, _ = path.partition(":")
-    if kind == "hf" and found:
+    if source.hub_name is not None:
         yield from unused(source, where, ["options", "size", "seed"], "a hub data set is not generated")
         return
-    yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:...`) have those")
+    yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:owner/name`) have those")
     if kind in ("arithmetic", "pictures", "reasoning_gym") and found:
         return
     if path == "boards":
@@ -100,6 +143,37 @@ def environments_or_one(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Finding
     for tag in recipe.environments:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", tag):
             yield f"`environments`: the tag {tag!r} becomes part of metrics' names: use letters, digits, _ - and ."
+
+
+def rewards_or_one(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    for tag, environment in recipe.tagged_environments.items():
+        where = f"environments.{tag}" if tag else "environment"
+        if not environment.rewards:
+            continue
+        yield from unused(environment.reward, f"{where}.reward", FUNCTION_KEYS, f"`{where}.rewards` are in its place")
+        for name, reward in environment.rewards.items():
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                yield f"`{where}.rewards`: {name!r} becomes part of metrics' names: use letters, digits, _ - and ."
+            if reward.sources == []:
+                yield f"`{where}.rewards.{name}.sources` is empty: the reward would be for no row"
+
+
+def reward_model_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if not recipe.needs_reward_model:
+        reason = "no reward of the recipe has the name reward_model (`environment.reward.name`)"
+        yield from unused(recipe.reward_model, "reward_model", RewardModel.model_fields, reason)
+        return
+    if recipe.reward_model.path is None:
+        yield "a reward of the recipe is that of the reward model: `reward_model.path` is its folder or hub name"
+    for tag, environment in recipe.tagged_environments.items():
+        where = f"environments.{tag}" if tag else "environment"
+        own = {name: reward for name, reward in environment.named_rewards.items() if reward.is_model}
+        if len(own) > 1:
+            yield f"`{where}.rewards`: {' and '.join(own)} are both the reward model's score; keep one of them"
+        for name, reward in own.items():
+            key = f"{where}.rewards.{name}" if name else f"{where}.reward"
+            reason = "the reward model is no function; it has the section `reward_model`"
+            yield from unused(reward, key, [one for one in FUNCTION_KEYS if one != "name"], reason)
 
 
 def weights_of_boards(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -152,9 +226,8 @@ def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings
         where = f"environments.{tag}" if tag else "environment"
         if environment.name in OWN_REWARDS:
             reason = f"{environment.name} has rewards of its own"
-            yield from unused(
-                environment.reward, f"{where}.reward", ["name", "options", "timeout_s", "workers"], reason
-            )
+            yield from unused(environment.reward, f"{where}.reward", FUNCTION_KEYS, reason)
+            yield from unused(environment, where, ["rewards"], reason)
         if environment.name in NOT_BLOCKING:
             reason = f"{environment.name} does not block"
             yield from unused(environment, where, ["processes"], reason)
@@ -171,18 +244,20 @@ def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings
 
 def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     batch = recipe.batch
-    trajectories = batch.prompts_per_step * batch.samples_per_prompt
-    if batch.updates_per_step > trajectories:
-        yield f"`batch.updates_per_step: {batch.updates_per_step}` is more than a step's {trajectories} trajectories"
-    if batch.max_tokens_per_micro_batch < max_trajectory_tokens(recipe):
+    number, noun = recipe.num_units, "pairs" if recipe.trains_on_pairs else "trajectories"
+    if batch.updates_per_step > number:
+        yield f"`batch.updates_per_step: {batch.updates_per_step}` is more than a step's {number} {noun}"
+    if recipe.trains_on_pairs:
+        if batch.max_tokens_per_micro_batch < 2 * recipe.max_trained_tokens:
+            yield (
+                f"`batch.max_tokens_per_micro_batch: {batch.max_tokens_per_micro_batch}` cannot hold a whole pair: it "
+                f"may have twice `data.max_prompt_tokens`, {2 * recipe.max_trained_tokens}"
+            )
+    elif batch.max_tokens_per_micro_batch < recipe.max_trained_tokens:
+        sizes = "`data.max_prompt_tokens`" + " + `rollout.max_response_tokens`" * (not recipe.trains_on_rows)
         yield (
             f"`batch.max_tokens_per_micro_batch: {batch.max_tokens_per_micro_batch}` cannot hold a whole trajectory: "
-            f"`data.max_prompt_tokens` + `rollout.max_response_tokens` = {max_trajectory_tokens(recipe)}"
-        )
-    if batch.samples_per_prompt == 1 and algorithm.advantage.declaration.needs.groups:
-        yield (
-            f"`batch.samples_per_prompt: 1` with the advantage {algorithm.advantage.name}, which compares the samples "
-            "of a prompt: all advantages would be zero"
+            f"{sizes} = {recipe.max_trained_tokens}"
         )
     if batch.samples_per_prompt == 1 and algorithm.dynamic_sampling:
         yield (
@@ -203,10 +278,75 @@ def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         yield f"`algorithm.aggregation: {of}` has no effect: the loss {loss.name} is always {forced}"
 
 
+FOR_ROLLOUTS = {
+    "algorithm": (
+        *("advantage", "correction", "shaping", "kl", "dynamic_sampling", "old_logprobs", "max_mean_ratio"),
+        *("reward_clip", "whiten", "advantage_clip", "llds_coefficient", "lone_sample", "mask_truncated"),
+    ),
+    "batch": ("samples_per_prompt",),
+    "schedule": ("max_staleness", "pipelined"),
+    "rollout": ("temperature", "top_p", "top_k", "min_p"),
+    "data": ("images_key",),
+}
+"""Keys that have no effect where rows are trained on. (Sampling in validation has keys of its own.)"""
+PAIR_KEYS = ("chosen_key", "rejected_key")
+
+
+def supervised_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    """What has no effect where the answers of rows are trained on (`algorithm.name: sft`, `dpo`, ...), and the other
+    way."""
+    loss, name = algorithm.loss, recipe.algorithm.name
+    if loss.declaration.trains_on_rows != recipe.trains_on_rows:
+        reason = f"`algorithm.name: {name}` trains on rollouts, and the loss {loss.name} is of the rows' own answers"
+        if recipe.trains_on_rows:
+            reason = f"`algorithm.name: {name}` trains on rows, which the loss {loss.name} does not declare to be for"
+            reason += " (`trains_on_rows=True`)"
+        yield f"`algorithm.loss: {loss.name}`: {reason}"
+    elif loss.declaration.trains_on_pairs != recipe.trains_on_pairs:
+        of_pairs = f"the loss {loss.name} is {'' if loss.declaration.trains_on_pairs else 'not '}of pairs of them"
+        yield f"`algorithm.loss: {loss.name}`: `algorithm.name: {name}` trains on answers of rows, and {of_pairs}"
+    if not recipe.trains_on_rows:
+        yield from unused(
+            recipe.data, "data", ["completion_key"], "only `algorithm.name: sft` trains on answers of rows"
+        )
+        yield from unused(recipe.data, "data", PAIR_KEYS, "only `algorithm.name: dpo`, ipo and simpo train on pairs")
+        if algorithm.advantage.name == "none":
+            yield f"`algorithm.advantage: none` is for `algorithm.name: sft`: with {name}, rewards would not count"
+        return
+    if recipe.trains_on_pairs:
+        pair = "a row is a pair of answers, in `data.chosen_key` and `data.rejected_key`"
+        yield from unused(recipe.data, "data", ["completion_key"], pair)
+    else:
+        yield from unused(recipe.data, "data", PAIR_KEYS, f"{name} trains on one answer of each row")
+    for section, keys in FOR_ROLLOUTS.items():
+        yield from unused(
+            getattr(recipe, section), section, keys, f"{name} trains on rows, and nothing is rolled out for it"
+        )
+    if recipe.batch.ppo_epochs > 1:
+        yield "`batch.ppo_epochs`: rows are gone over again in another order, as often as `schedule.epochs` says"
+    for part in parts_on_boards(recipe):
+        yield f"`data.{part}.path: boards`: boards have no answers to train on"
+    if not recipe.validates_by_generation:
+        reason = "nothing is generated"
+        yield from unused(recipe.rollout, "rollout", set(Rollout.model_fields) - set(FOR_ROLLOUTS["rollout"]), reason)
+        yield from unused(recipe.cluster, "cluster", ["transfer"], reason)
+        yield from unused(recipe.logging, "logging", ["samples"], reason)
+        if recipe.data.validation is None:
+            for key in sorted({"environment", "environments"} & recipe.model_fields_set):
+                yield f"`{key}` has no effect: there is no `data.validation` to generate answers to"
+        else:
+            reason = "without an `environment` whose reward scores answers, validation is the loss alone"
+            generating = ["samples_per_prompt", "temperature", "top_p", "pass_threshold"]
+            yield from unused(recipe.validation, "validation", generating, reason)
+
+
 def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     advantage = algorithm.advantage
     if algorithm.whiten and advantage.declaration.whitened:
         yield f"`algorithm.whiten` has no effect: the advantage {advantage.name} is whitened by itself"
+    if not advantage.declaration.needs.groups and not recipe.trains_on_rows:
+        reason = f"the advantage {advantage.name} does not compare the samples of a prompt"
+        yield from unused(recipe.algorithm, "algorithm", ["lone_sample"], reason)
     if not algorithm.needs_critic:
         reason = f"the advantage {advantage.name} needs no critic"
         yield from unused(recipe.critic, "critic", ["path", "value_clip", "warmup_steps"], reason)
@@ -214,10 +354,31 @@ def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
 
 
 def kl_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if algorithm.needs_teacher:
+        endpoint = recipe.reference.endpoint
+        if recipe.reference.path is None and endpoint is None:
+            yield (
+                f"the advantage {algorithm.advantage.name} needs a teacher: `reference.path` is its model, or "
+                "`reference.endpoint` its server"
+            )
+        if recipe.reference.path is not None and endpoint is not None:
+            yield "`reference.path` and `reference.endpoint` are two teachers; leave one of them out"
+        if endpoint is not None and recipe.rollout.temperature != 1:
+            yield (
+                f"`rollout.temperature: {recipe.rollout.temperature:g}`: a server gives the teacher's log-probs at "
+                "temperature 1, so the model must sample at 1 too, or the teacher be a model of this run"
+            )
+        if algorithm.kl is not None:
+            yield "`algorithm.kl`: the reference is the teacher already, whose KL is the advantage; leave it out"
+    elif algorithm.needs_reference and recipe.reference.endpoint is not None:
+        yield "`reference.endpoint` is for a teacher (`algorithm: distill`); another reference is a model of this run"
     if algorithm.kl is None:
         reason = "there is no KL in this recipe; `algorithm.kl.where` (loss or reward) puts it there"
         yield from unused(recipe.algorithm.kl, "algorithm.kl", ["estimator", "coefficient", "controller"], reason)
-        yield from unused(recipe.reference, "reference", ["path"], reason)
+        if not algorithm.needs_reference:
+            if recipe.trains_on_rows:
+                reason = f"the loss {algorithm.loss.name} compares with no reference"
+            yield from unused(recipe.reference, "reference", ["path", "endpoint"], reason)
 
 
 def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -237,6 +398,15 @@ def correction_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
             f"`algorithm.old_logprobs: engine` leaves the correction without effect that "
             f"{bringer} brings with it ({name}): {why}; leave out "
             "`algorithm.old_logprobs`, or set `algorithm.correction.name: none`"
+        )
+
+
+def lora_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    lora, tensor = recipe.model.lora, recipe.train.parallel.tensor
+    if lora is not None and lora.dropout and tensor > 1:
+        yield (
+            f"`model.lora.dropout: {lora.dropout:g}`: with `train.parallel.tensor: {tensor}` the ranks of a layer "
+            "would drop different inputs; leave it at 0"
         )
 
 
@@ -321,6 +491,9 @@ def local_runtime(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         )
     reason = "with `cluster.runtime: local` there is no cluster, only this process and its device"
     yield from unused(cluster, "cluster", keys, reason)
+    for name, service in cluster.services.items():
+        if service.devices:
+            yield f"`cluster.services.{name}.devices: {service.devices}` cannot be had: {reason}"
 
 
 def service_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
@@ -376,7 +549,7 @@ def running_ahead(recipe: Recipe, placement: Placement) -> Findings:
 
 
 def engines_on_nodes(recipe: Recipe, placement: Placement) -> Findings:
-    size, devices = recipe.rollout.engine.tensor_parallel, placement.roles["rollout"]
+    size, devices = recipe.rollout.engine.tensor_parallel, placement.roles.get("rollout", ())
     written = f"`rollout.engine.tensor_parallel: {size}`"
     if len(devices) % size:
         yield f"{written} does not divide the {len(devices)} devices of the rollout"
@@ -389,7 +562,7 @@ def engines_on_nodes(recipe: Recipe, placement: Placement) -> Findings:
 
 def ways_of_weights(recipe: Recipe, placement: Placement) -> Findings:
     cluster = recipe.cluster
-    if cluster.transfer == "auto":
+    if cluster.transfer == "auto" or not recipe.needs_engine:
         return
     written = f"`cluster.transfer: {cluster.transfer}`"
     if placement.colocated:
@@ -448,14 +621,18 @@ RULES: tuple[Rule, ...] = (
     name_is_a_folder,
     data_keys,
     environments_or_one,
+    rewards_or_one,
+    reward_model_keys,
     weights_of_boards,
     boards_and_games,
     turns_and_timeouts,
     batch_sizes,
     loss_keys,
+    supervised_keys,
     advantage_keys,
     kl_keys,
     correction_keys,
+    lora_keys,
     engine_keys,
     shaping_keys,
     optimizer_keys,

@@ -6,9 +6,12 @@ reference (`docs/recipe.md`). A field left at None means "decided elsewhere": by
 or not used at all.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from corral.recipe.parts import PRESETS, KLPlace
 
@@ -33,12 +36,35 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+class Lora(Section):
+    """Low-rank adapters: the model's own weights stay as they are, and small matrices beside them are trained."""
+
+    rank: PositiveInt = 32
+    """Rank of the matrices."""
+    alpha: PositiveFloat | None = None
+    """What an adapter computes is multiplied by `alpha / rank`. None: twice the rank."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. all-linear: all of the
+    language model, without its head. (Experts of a mixture that are one tensor are no linear layers.)"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of an adapter's inputs that training sets to zero. The engine knows no dropout, so above 0 the log-probs
+    of training are not those of sampling."""
+    rslora: bool = False
+    """Multiply by `alpha / sqrt(rank)` instead, for high ranks."""
+
+    @property
+    def resolved_alpha(self) -> float:
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
 class Model(Section):
     """The model that is trained."""
 
     path: str
     """A folder in Hugging Face layout, a hub name, or a built-in model: `smollm2-135m-instruct`, or `blank-1m`, which
-    reads bytes and is not trained yet."""
+    reads bytes and is not trained yet. A folder with a LoRA adapter in PEFT's layout is its base model with the
+    adapter: merged, or with `lora` to go on from."""
+    lora: Lora | None = None
     dtype: DtypeName = "auto"
     """Type of weights and computation; the optimizer keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""
@@ -59,11 +85,16 @@ class Model(Section):
     """Run Python code that comes with the model. It can do anything your account can."""
 
 
-class Source(Section):
-    """Rows: files (parquet, jsonl; globs allowed), a data set on a hub, a generated task, or a Python function."""
+Range = tuple[float | None, float | None]
+"""Lowest and highest value; None: no bound."""
+
+
+class SourceRows(Section):
+    """Where rows come from: files (parquet, jsonl; globs allowed), a data set on a hub, a generated task, or a Python
+    function."""
 
     path: str | list[str]
-    """`rows.parquet`, `data/*.jsonl`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`,
+    """`rows.parquet`, `data/*.jsonl`, `rows.csv`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`,
     `pictures:colors`,
     `module:function`, or `boards`: numbers from which a game's environment makes its boards."""
     split: str | None = None
@@ -77,7 +108,88 @@ class Source(Section):
     seed: NaturalInt = 0
     """Seed of a generated task, or of boards: other seeds give other boards."""
     max_rows: PositiveInt | None = None
-    """Use at most so many rows of the source, from its beginning."""
+    """Use at most so many rows of the source, from its beginning; what `filters` leave out does not count."""
+    filters: dict[str, Range] = {}
+    """Leave out rows in which a column's number lies outside a range: `{pass_rate: [0.1, 0.9]}`. null is no bound. How
+    many were left out is printed."""
+
+    @property
+    def hub_name(self) -> str | None:
+        """Name of a data set on a hub, or a folder in such a layout: what follows `hf:`, or `owner/name` without the
+        ending of a file, where nothing of that name is here."""
+        if isinstance(self.path, list):
+            return None
+        if self.path.startswith("hf:"):
+            return self.path.removeprefix("hf:") or None
+        is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.path) and not re.search(r"\.[A-Za-z]\w*$", self.path)
+        return self.path if is_name and not Path(self.path).exists() else None
+
+
+class WeightedSource(SourceRows):
+    """One of several sources; `*` is its name. It has the keys of `data.train`, and:"""
+
+    weight: PositiveFloat | None = None
+    """Part of the prompts that are drawn from this source, relative to the weights of the others; all have one, or
+    none. None: rows of all sources are drawn as if they were one. For training only."""
+
+
+class Source(SourceRows):
+    """Rows: files (parquet, jsonl; globs allowed), a data set on a hub, a generated task, a Python function, or several
+    of these."""
+
+    path: str | list[str] = []
+    sources: dict[str, WeightedSource] = {}
+    """Several sources, by a name of your choice, instead of `path`. Metrics have the names, and rows without a column
+    `data_source` have the name as theirs."""
+
+    @model_validator(mode="after")
+    def has_rows(self) -> "Source":
+        if not self.model_fields_set & {"path", "sources"}:
+            raise PydanticKnownError("missing")
+        return self
+
+    @property
+    def named_sources(self) -> dict[str, SourceRows]:
+        """By name; the only one has none."""
+        return dict(self.sources) or {"": self}
+
+    def first_rows(self, number: int) -> "Source":
+        """The same with at most so many rows of each source."""
+
+        def limited(source: SourceRows) -> SourceRows:
+            return source.model_copy(update={"max_rows": min(source.max_rows or number, number)})
+
+        if not self.sources:
+            return cast(Source, limited(self))
+        return self.model_copy(update={"sources": {name: limited(one) for name, one in self.sources.items()}})
+
+
+class Curriculum(Section):
+    """Which rows come when, by how hard they are. What is skipped is counted (`samples/skipped`) and in the ledger."""
+
+    order_by: str | None = None
+    """Column with a number; each epoch goes from its lowest values to its highest, and rows with equal ones are
+    shuffled."""
+    descending: bool = False
+    """Go from the highest values of `order_by` to the lowest, for a column such as a pass rate."""
+    mean_reward: tuple[float, float] | None = None
+    """Prefer rows whose mean reward in this run so far lies in this range, bounds included, or is not known yet. Others
+    are drawn in only a part of the epochs (`others`)."""
+    others: Fraction = 0.1
+    """Fraction of the epochs in which a row outside of `mean_reward` is drawn."""
+    skip_solved: PositiveInt | None = None
+    """Skip a row for the rest of the run once all its samples were solved so many times in a row. If that leaves no
+    row, all come back."""
+    skip_failed: PositiveInt | None = None
+    """Skip a row for the rest of the run once all its samples failed so many times in a row."""
+    solved_reward: float = 1.0
+    """A reward of at least this counts as solved."""
+    failed_reward: float = 0.0
+    """A reward of at most this counts as failed."""
+
+    @property
+    def uses_rewards(self) -> bool:
+        return any(value is not None for value in (self.mean_reward, self.skip_solved, self.skip_failed))
 
 
 class Data(Section):
@@ -86,12 +198,23 @@ class Data(Section):
     train: Source
     validation: Source | None = None
     prompt_key: str = "prompt"
-    """Column with the question: text, or a list of chat messages."""
+    """Column with the question: text, or a list of chat messages, also as JSON text."""
     answer_key: str | None = None
     """Column with the reference answer. None: `answer`, else verl's `reward_model.ground_truth`."""
+    completion_key: str | None = None
+    """Column with the answer to train on (`algorithm.name: sft`). None: `completion`, else the reference answer; rows
+    with a column `messages` are whole conversations. See [supervised fine-tuning](sft.md#data)."""
+    chosen_key: str = "chosen"
+    """Column with the chosen answer of a pair (`algorithm.name: dpo`, `ipo`, `simpo`): text, or chat messages. See
+    [preferences](preferences.md#data)."""
+    rejected_key: str = "rejected"
+    """Column with the other answer of a pair."""
     images_key: str = "images"
     """Column with the images of the prompt, for models that read images: paths (relative to the data file) or bytes.
     `<image>` in the prompt's text says where each of them is; without it they come first."""
+    tools_key: str | None = "tools"
+    """Column with the functions that the model may call in this row, a list or JSON text, for the chat template. null:
+    there is none."""
     system: str | None = None
     """System message put before every prompt."""
     template: str | None = None
@@ -99,27 +222,67 @@ class Data(Section):
     chat: bool = True
     """Render prompts with the chat template. False: the prompt's text is tokenized as it is."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens, after the chat template."""
+    """Longest prompt in tokens, after the chat template. Where rows are trained on (`algorithm.name: sft`, `dpo`, ...),
+    longest prompt with an answer."""
     overlong: Literal["error", "filter", "truncate_left", "truncate_right"] = "error"
-    """What happens to a prompt with more tokens than `max_prompt_tokens`. Such prompts are counted and reported."""
+    """What happens to a prompt (with `sft`, `dpo`, ..., a row) of more tokens than `max_prompt_tokens`. Such ones are
+    counted and reported."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What happens to a row that cannot be read: broken JSON, no prompt, messages that are none, or what the chat
+    template refuses. skip: it is left out; how many were, and which came first, is a warning, and all of them are in
+    the run's log."""
     shuffle: bool = True
     """Order rows differently in every epoch; the order follows from `seed` and the epoch's number."""
+    curriculum: Curriculum = Curriculum()
+
+    @property
+    def all_sources(self) -> dict[tuple[str, ...], SourceRows]:
+        """Every source of training and validation, by its key."""
+        parts = {"train": self.train} | ({} if self.validation is None else {"validation": self.validation})
+        return {
+            ("data", part, *(("sources", name) if name else ())): one
+            for part, source in parts.items()
+            for name, one in source.named_sources.items()
+        }
 
 
 class Reward(Section):
     """The function that scores answers."""
 
     name: str = "exact"
-    """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, by_source (one of them, by the row's
-    `data_source`), or `module:function` / `file.py:function`."""
+    """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, judge, code, by_source (one of them,
+    by the row's `data_source`), `module:function` / `file.py:function`, or reward_model: the score of the classifier
+    that the section `reward_model` names."""
     options: dict[str, Any] = {}
     """Keyword arguments for the reward function."""
     timeout_s: PositiveFloat = 10.0
     """Seconds after which a call of the reward function is killed and the sample gets `on_error`."""
     workers: PositiveInt = 2
     """Processes that run the reward function."""
-    on_error: float = 0.0
-    """Reward of a sample whose reward function raised or hung."""
+    concurrency: PositiveInt = 256
+    """Calls of an `async` reward function in flight at once in each process; others wait in line, which does not count
+    as running."""
+    on_error: float | Literal["drop"] = 0.0
+    """Reward of a sample whose reward function raised or hung, or whose conversation the reward model cannot score.
+    drop: it has none, and is not trained on."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the score of the reward model, and no function's."""
+        return self.name == "reward_model"
+
+
+class WeightedReward(Reward):
+    """One of several rewards; `*` is its name. It has the keys of `environment.reward`, and:"""
+
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    sources: list[str] | None = None
+    """The reward is for rows with one of these as `data_source`. None: for all rows."""
+
+    def is_for(self, source: str) -> bool:
+        """Whether rows of that `data_source` have this reward."""
+        return self.sources is None or source in self.sources
 
 
 class Environment(Section):
@@ -130,12 +293,28 @@ class Environment(Section):
     options: dict[str, Any] = {}
     """Arguments of the environment's class."""
     reward: Reward = Reward()
+    rewards: dict[str, WeightedReward] = {}
+    """Several rewards, by a name of your choice, instead of `reward`. A sample's reward is the sum of those that are
+    for its row, each times its weight; metrics have the names."""
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] | None = 0.5
+    """The run stops if a larger fraction of the samples of any step or validation failed: if the reward function, the
+    environment or an agent raised, hung, died or returned what is no number. It also stops if all samples of the first
+    step did. null: it goes on whatever fails."""
     timeout_s: PositiveFloat = 60.0
     """Seconds that one reset or step may take."""
     concurrency: PositiveInt | None = None
     """Trajectories in progress at the same time on a worker. None: all of them."""
     processes: PositiveInt = 8
-    """For an environment whose methods block: trajectories in progress at the same time, each in its own process."""
+    """For an environment whose methods block: trajectories in progress at the same time, each in its own process. With
+    `tools`: functions that run at the same time."""
+    env: list[str] = []
+    """Names of environment variables that rewards, environments, tools and agents get besides `PATH`, `HOME` and others
+    that are no secret."""
+
+    @property
+    def named_rewards(self) -> "dict[str, Reward]":
+        """By name; the only one has none."""
+        return dict(self.rewards) or {"": self.reward}
 
 
 class TaggedEnvironment(Environment):
@@ -292,6 +471,12 @@ class Algorithm(Section):
     reinforce_plus_plus ones are anyway."""
     advantage_clip: PositiveFloat | None = None
     """A token's advantage is at most this, and at least its negative; after whitening, where there is any."""
+    lone_sample: Literal["zero", "raw"] = "zero"
+    """Advantage of a sample that has no other of its prompt to be compared with, where the advantage compares them.
+    zero: it is not trained on. raw: its reward, as in verl."""
+    mask_truncated: bool = False
+    """Leave samples that `rollout.max_response_tokens` cut off out of the loss, and out of the counts that it is
+    divided by (DAPO's overlong filtering). Their rewards stay in the statistics of their groups and of the batch."""
     entropy_coefficient: NaturalFloat = 0.0
     """Weight of an entropy bonus."""
     llds_coefficient: NaturalFloat = 0.0
@@ -350,11 +535,48 @@ class Critic(Section):
     """Steps in which only the critic is trained."""
 
 
+class TeacherEndpoint(Section):
+    """A server that gives log-probs of a prompt's tokens as vLLM and `corral serve` do (`prompt_logprobs`)."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    """Address of its API: `http://10.0.0.7:8000/v1`."""
+    model: str
+    """Name of the model there."""
+    api_key_variable: str | None = None
+    """Environment variable with the key of the API."""
+    concurrency: PositiveInt = 64
+    """Requests at once."""
+    timeout_s: PositiveFloat = 120.0
+    """Seconds for one attempt."""
+    retries: NaturalInt = 3
+    """Further attempts after an error of the connection or the server. When they fail too, the run ends."""
+
+
 class Reference(Section):
-    """The frozen model that the KL is measured to. There is none without KL."""
+    """The frozen model that a KL or the losses dpo and ipo are relative to, or the teacher of distillation. There is
+    none without any of these."""
 
     path: str | None = None
-    """The reference model. None: the model as it was before training."""
+    """The reference model. None: the model as it was before training. A teacher may have another size, but must have
+    the same tokens."""
+    endpoint: TeacherEndpoint | None = None
+    """The teacher, where a server computes it instead of `path`."""
+
+
+class RewardModel(Section):
+    """The frozen classifier whose score is the reward named `reward_model`. There is none without such a reward. Each
+    device of the role has a whole one, and in a step scores its part of the conversations."""
+
+    path: str | None = None
+    """A folder in Hugging Face layout or a hub name of a sequence classifier with one label, with its own tokenizer and
+    chat template."""
+    dtype: DtypeName = "auto"
+    """Type of weights and computation. auto: as for `model.dtype`."""
+    max_length: PositiveInt | None = None
+    """Most tokens of a conversation. A longer one is not cut: its sample gets `on_error` of the reward, and is counted.
+    None: as many as the classifier was made for."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. It can do anything your account can."""
 
 
 class Parallel(Section):
@@ -466,6 +688,9 @@ class Service(Section):
     """The corpus of that index, for a plan that says how large the index will be and how long it takes to build."""
     command: list[str] = []
     """Any other program to run, argument by argument."""
+    devices: NaturalInt = 0
+    """Number of devices of every node that the program has for itself: they are the node's last ones, no role is placed
+    on them (`all` leaves them out), and CUDA_VISIBLE_DEVICES has them for the program. 0: none."""
     port: PositiveInt
     """Port on which the program listens, on loopback."""
     health: str = "/health"
@@ -488,7 +713,7 @@ class Cluster(Section):
     """GPUs of each node; on nodes without, worker slots."""
     device_memory: PositiveFloat | None = None
     """Memory of a device in GiB. With it a plan that does not fit is an error, on whatever machine it is made."""
-    placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic": "all"}
+    placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic,reward_model": "all"}
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
     transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"
     """How new weights reach the rollout. shared: within a process. collective: broadcast (NCCL, gloo). object: through
@@ -509,6 +734,14 @@ class Cluster(Section):
     """Seconds that any one call of a worker may take."""
     node_timeout_s: PositiveFloat = 20.0
     """A node that does not answer for so many seconds is lost."""
+    worker_timeout_s: PositiveFloat = 300.0
+    """A worker that shows no sign of life for so many seconds is killed and replaced as one that died. To compute is a
+    sign of life, however long it takes."""
+
+    @property
+    def num_service_devices(self) -> int:
+        """Devices of each node that services claim."""
+        return sum(service.devices for service in self.services.values())
 
 
 class Recipe(Section):
@@ -527,12 +760,60 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     critic: Critic = Critic()
     reference: Reference = Reference()
+    reward_model: RewardModel = RewardModel()
     train: Train = Train()
     schedule: Schedule = Schedule()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @property
+    def trains_on_rows(self) -> bool:
+        """Whether the answers of the rows are trained on (supervised fine-tuning, preferences), and nothing is rolled
+        out for it."""
+        return PRESETS[self.algorithm.name].trains_on_rows
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Whether each row has two answers to train on, of which one was preferred."""
+        return PRESETS[self.algorithm.name].trains_on_pairs
+
+    @property
+    def validates_by_generation(self) -> bool:
+        """Whether validation rolls out prompts. Where rows are trained on, it does if there is a reward to score
+        with."""
+        has_environment = bool({"environment", "environments"} & self.model_fields_set)
+        return self.data.validation is not None and (has_environment or not self.trains_on_rows)
+
+    @property
+    def needs_engine(self) -> bool:
+        return self.validates_by_generation or not self.trains_on_rows
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a reward of what is rolled out is the reward model's score."""
+        rewards = [
+            one for environment in self.tagged_environments.values() for one in environment.named_rewards.values()
+        ]
+        return self.needs_engine and any(reward.is_model for reward in rewards)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories that a step trains on."""
+        of_row = 2 if self.trains_on_pairs else 1
+        return self.batch.prompts_per_step * (of_row if self.trains_on_rows else self.batch.samples_per_prompt)
+
+    @property
+    def num_units(self) -> int:
+        """What a step's updates are made of: its trajectories, or its pairs."""
+        return self.batch.prompts_per_step if self.trains_on_pairs else self.num_trajectories
+
+    @property
+    def max_trained_tokens(self) -> int:
+        """Most tokens of a trajectory that is trained on."""
+        response = 0 if self.trains_on_rows else self.rollout.max_response_tokens
+        return self.data.max_prompt_tokens + response
 
     @property
     def tagged_environments(self) -> "dict[str, Environment]":
@@ -556,5 +837,7 @@ class Recipe(Section):
         }
         for tag, environment in self.tagged_environments.items():
             where = ("environments", tag) if tag else ("environment",)
-            names |= {(*where, "name"): environment.name, (*where, "reward", "name"): environment.reward.name}
+            names |= {(*where, "name"): environment.name}
+            for name, reward in environment.named_rewards.items():
+                names[(*where, *(("rewards", name) if name else ("reward",)), "name")] = reward.name
         return {key: name for key, name in names.items() if name is not None and ":" in name}

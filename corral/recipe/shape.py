@@ -1,7 +1,7 @@
 """A model's shape, read from its `config.json` alone: how many parameters it has and what a token costs in memory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,17 @@ class ModelShape:
         mlps += (self.num_layers - self.num_dense_layers) * self._sparse_mlp()
         text = embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
         return text + self.vision_parameters
+
+    def num_adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
+        """Of LoRA adapters of the rank on linear layers of these names, or on all of them. Experts have none."""
+        hidden, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layers = {"q_proj": hidden + heads, "k_proj": hidden + kv, "v_proj": hidden + kv, "o_proj": hidden + heads}
+        mlp = {"gate_proj": hidden + self.intermediate_size, "up_proj": hidden + self.intermediate_size}
+        mlp["down_proj"] = hidden + self.intermediate_size
+        if self.num_experts:
+            mlp = dict.fromkeys(mlp, 0)
+        sizes = [size for name, size in (layers | mlp).items() if targets is None or name in targets]
+        return rank * sum(sizes) * self.num_layers
 
     @property
     def active_intermediate_size(self) -> int:

@@ -31,11 +31,11 @@ from corral.http_server import (
     Histogram,
     PrometheusText,
     RequestRefused,
-    TokenMiddleware,
     client_disconnected,
     format_validation_error,
     listen,
     make_server,
+    protect,
     read_body,
     reply,
     url_of,
@@ -152,8 +152,7 @@ def make_app(service: RetrieverService, token: str | None) -> "FastAPI":
         from starlette.exceptions import HTTPException
 
     app = FastAPI(title="corral retriever", docs_url=None, redoc_url=None, openapi_url=None)
-    if token is not None:
-        app.add_middleware(TokenMiddleware, token=token)
+    protect(app, token)
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> Response:

@@ -1,71 +1,68 @@
-"""Reward functions, and other code of somebody's, in processes that may be killed at any moment: one that hangs or
-crashes costs one sample and no more.
+"""Reward functions in processes that may be killed at any moment (`worker_pool.py`): one that hangs or crashes costs
+one sample and no more.
 
 `ScorerPool` runs the reward function. A thread of the pool takes the next job, sends it to its worker process and waits
 for the reply until the deadline; a worker that is late is killed, one that is late or dead is replaced at once, before
 the next job is taken. Of a quick function a thread takes several jobs at once, where many wait, and hands several
 scores to the event loop at once: to change between threads takes longer than the function does. The worker still has
 one after the other, each with its own deadline and its own reply; those behind one that is late or deadly are put back
-into the queue. Whatever way a thread leaves its job, it resolves the future for which `score` waits.
-
-`WorkerPool` is what it has in common with `EnvProcesses`: threads, each with a `WorkerProcess`, that take jobs from one
-queue. Threads rather than asyncio, because the event loop may stand still for seconds while a model computes; the
-deadlines here go on all the same, and a pool can be used from one event loop after another.
-
-Messages are a length, then bytes. Requests are pickled (we send them to ourselves); replies are JSON, since what runs
-in a worker is not ours. At the end of the file is what a worker process itself does; it imports nothing heavy.
+into the queue. Of an `async` function a worker has `reward.concurrency` calls at once (`concurrent_calls.py`). Whatever
+way a thread leaves its job, it resolves the future for which `score` waits.
 """
 
 import asyncio
 import contextlib
 import functools
-import json
+import inspect
 import math
 import os
 import pickle
 import queue
-import select
-import socket
-import struct
-import sys
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from itertools import count
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from corral.child_process import describe_exit, die_with_parent, signal_group, start_child, terminate_group
-from corral.data.plugins import adopt, error_line, portable
+from corral.data.plugins import adopt, error_line, place_of, portable, with_place
 from corral.data.rows import Row
 from corral.recipe.errors import UserError
-from corral.rewards.reward_function import Score, call_reward, call_reward_async, check_name, load_function
+from corral.rewards.concurrent_calls import CallMark, serve_concurrently
+from corral.rewards.reward_function import (
+    Score,
+    call_with,
+    call_with_async,
+    check_name,
+    is_group_function,
+    load_function,
+    reward_on_error,
+)
+from corral.rewards.worker_pool import Doorbell, Served, WorkerPool, WorkerProcess, serve_requests
 
 if TYPE_CHECKING:
-    from corral.recipe.schema import Environment, Reward
+    from corral.recipe.schema import Environment, Reward, WeightedReward
 
-START_TIMEOUT_S = 120.0
-"""Time for a process to import what it runs, and all that this imports."""
-START_ATTEMPTS = 3
-CLOSE_TIMEOUT_S = 5.0
-MAX_READ_BYTES = 1 << 20
-LENGTH = struct.Struct(">I")
-BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(int(sys.argv[2]))"
 MAX_JOBS_AT_ONCE = 16
 AT_ONCE_S = 0.05
 """The jobs that a thread takes at once are to last at most this long."""
-
-Item = TypeVar("Item")
-Job = TypeVar("Job")
+SILENCE_S = 10.0
+"""A process with calls in flight that sends nothing for so long beyond their deadline is stuck."""
+MAX_DEATHS = 3
+"""A call that was in flight when so many processes ended, nobody knows through which call, has failed."""
 
 
 class RewardScorer(Protocol):
     """What runs the reward function: a `ScorerPool`, or for a debugger an `InProcessScorer`."""
 
     async def score(self, response: str, row: Row) -> Score:
-        """Run the function on one response. Never raises for what the function does; see `Score.error`."""
+        """Run the function on one response. Never raises for what the function does; see `Score.error`. What a function
+        that compares samples has to score comes back as it is, for `score_group` (`Score.response`)."""
+        ...
+
+    async def score_group(self, scores: Sequence[Score], row: Row) -> list[Score]:
+        """Complete the scores of a prompt's samples that have a `response`, once all samples are finished."""
         ...
 
     def close(self) -> None: ...
@@ -80,21 +77,103 @@ class ScorerPools:
     @classmethod
     def start(cls, environments: "Mapping[str, Environment]") -> "ScorerPools":
         """Returns when every function is loaded, in all pools at the same time; or raises what is wrong with one."""
-        pools = {tag: ScorerPool(environment.reward) for tag, environment in environments.items()}
+        pools: list[ScorerPool] = []
+
+        def make(variables: Sequence[str], reward: "Reward") -> ScorerPool:
+            pools.append(ScorerPool(reward, variables))
+            return pools[-1]
+
         try:
-            for pool in pools.values():
+            by_tag = {tag: make_scorer(one, functools.partial(make, one.env)) for tag, one in environments.items()}
+            for pool in pools:
                 pool.start()
-            for pool in pools.values():
+            for pool in pools:
                 pool.check()
         except BaseException:
-            cls(pools).close()
+            for pool in pools:
+                pool.close()
             raise
-        return cls(pools)
+        return cls(by_tag)
 
     def close(self) -> None:
         for pool in self.by_tag.values():
             with contextlib.suppress(Exception):
                 pool.close()
+
+
+def make_scorer(environment: "Environment", make: "Callable[[Reward], RewardScorer]") -> RewardScorer:
+    """The environment's one reward, or the sum of its rewards; `make` makes the scorer of a function."""
+    scorers = {
+        name: RewardModelMark() if reward.is_model else make(reward)
+        for name, reward in environment.named_rewards.items()
+    }
+    return RewardSum(environment.rewards, scorers) if environment.rewards else scorers[""]
+
+
+class RewardModelMark:
+    """Stands in for the reward model, which is another role: marks what it is to score when the trajectory is over."""
+
+    async def score(self, response: str, row: Row) -> Score:
+        return Score(None, awaits_model=True)
+
+    async def score_group(self, scores: Sequence[Score], row: Row) -> list[Score]:
+        return [Score(None, awaits_model=True)] * len(scores)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class RewardSum:
+    """The sum of several rewards, each with its weight and for the rows of its sources. One that has no reward for a
+    sample leaves the sum unknown: the sample is dropped."""
+
+    def __init__(self, rewards: "Mapping[str, WeightedReward]", scorers: Mapping[str, RewardScorer]) -> None:
+        self._rewards, self._scorers = rewards, scorers
+
+    async def score(self, response: str, row: Row) -> Score:
+        names = [name for name, reward in self._rewards.items() if reward.is_for(row.source)]
+        if not names:
+            whose = f"`data_source: {row.source}`" if row.source else "a row without `data_source`"
+            return Score(None, error=f"none of the rewards ({', '.join(self._rewards)}) is for {whose}")
+        scores = await asyncio.gather(*(self._scorers[name].score(response, row) for name in names))
+        return self._sum(dict(zip(names, scores, strict=True)), {})
+
+    async def score_group(self, scores: Sequence[Score], row: Row) -> list[Score]:
+        waiting = [score for score in scores if score.response is not None]
+        done = {name for score in waiting for name in score.by_name}
+        names = [name for name, reward in self._rewards.items() if reward.is_for(row.source) and name not in done]
+        groups = await asyncio.gather(*(self._scorers[name].score_group(waiting, row) for name in names))
+        return [
+            self._sum(dict(zip(names, own, strict=True)), before.by_name)
+            for before, own in zip(waiting, zip(*groups, strict=True), strict=True)
+        ]
+
+    def _sum(self, scores: Mapping[str, Score], before: Mapping[str, float | None]) -> Score:
+        """`before`: rewards of the sample that were known before, whose metrics and errors are reported already."""
+        response = next((score.response for score in scores.values() if score.response is not None), None)
+        is_known = {name: score.response is None and not score.awaits_model for name, score in scores.items()}
+        by_name = {**before, **{name: score.reward for name, score in scores.items() if is_known[name]}}
+        errors = [f"{name}: {score.error}" for name, score in scores.items() if score.error is not None]
+        return Score(
+            reward=weighted_sum(self._rewards, by_name) if all(is_known.values()) else None,
+            error="; ".join(errors) or None,
+            metrics={f"{name}/{key}": value for name, score in scores.items() for key, value in score.metrics.items()},
+            by_name=by_name,
+            response=response,
+            awaits_model=any(score.awaits_model for score in scores.values()),
+        )
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            with contextlib.suppress(Exception):
+                scorer.close()
+
+
+def weighted_sum(rewards: "Mapping[str, WeightedReward]", by_name: Mapping[str, float | None]) -> float | None:
+    """The sum of several rewards, each times its weight; None where one of them is not known."""
+    known = {name: reward for name, reward in by_name.items() if reward is not None}
+    total = sum(rewards[name].weight * reward for name, reward in known.items())
+    return total if len(known) == len(by_name) else None
 
 
 class InProcessScorer:
@@ -106,272 +185,41 @@ class InProcessScorer:
         self._function = load_function(reward.name, reward.options)
 
     async def score(self, response: str, row: Row) -> Score:
+        if is_group_function(self._function):
+            return Score(None, response=response)
+        return (await self._call(response, row))[0]
+
+    async def score_group(self, scores: Sequence[Score], row: Row) -> list[Score]:
+        return await self._call(waiting_responses(scores), row)
+
+    async def _call(self, response: str | list[str], row: Row) -> list[Score]:
         try:
-            return await call_reward_async(self._function, response, row, self._reward.options)
+            return await call_with_async(self._function, response, row, self._reward.options)
         except (Exception, SystemExit) as error:
             self._on_error(error)
-            return Score(self._reward.on_error, error=error_line(error))
+            failed = Score(reward_on_error(self._reward.on_error), error=error_line(error))
+            return [failed] * (1 if isinstance(response, str) else len(response))
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-# --- worker processes, as their parent sees them
-
-
-class Inbox:
-    """What arrives on a socket. Messages that arrive together are read with one call of the system."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._buffer = connection, bytearray()
-        self.messages: deque[bytes] = deque()
-        """Messages that have arrived whole."""
-
-    def receive(self) -> bytes:
-        """The next message. EOFError if the other side is gone."""
-        while not self.messages:
-            self.read()
-        return self.messages.popleft()
-
-    def read(self) -> None:
-        """Wait for more of what is sent."""
-        chunk = self._connection.recv(MAX_READ_BYTES)
-        if not chunk:
-            raise EOFError
-        self._buffer += chunk
-        while len(self._buffer) >= LENGTH.size:
-            end = LENGTH.size + int(LENGTH.unpack_from(self._buffer)[0])
-            if len(self._buffer) < end:
-                return
-            self.messages.append(bytes(self._buffer[LENGTH.size : end]))
-            del self._buffer[:end]
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.messages and not self._buffer
-
-
-def framed(payload: bytes) -> bytes:
-    return LENGTH.pack(len(payload)) + payload
-
-
-class WorkerProcess:
-    """A process that runs a module's `main`, and the socket to it.
-
-    Belongs to the thread that made it: Linux kills the process when that thread ends (see `die_with_parent`).
-    """
-
-    def __init__(self, module: str) -> None:
-        self._connection, theirs = socket.socketpair()
-        self._connection.setblocking(False)
-        self._inbox, self._outbox = Inbox(self._connection), bytearray()
-        with theirs:
-            bootstrap, descriptor = BOOTSTRAP.format(module=module), theirs.fileno()
-            command = [sys.executable, "-u", "-c", bootstrap, json.dumps(sys.path), str(descriptor)]
-            self._process = start_child(command, pass_fds=[descriptor], stdout=2)
-
-    def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """TimeoutError if there is no reply in time; EOFError, OSError or ValueError if there is no sound one."""
-        self.send([request])
-        return self.next_reply(timeout_s)
-
-    def send(self, requests: Iterable[bytes]) -> None:
-        """Queue requests, to be answered one after the other. They leave while `next_reply` waits: a process that is
-        busy with the first may have no room for the last."""
-        for request in requests:
-            self._outbox += framed(request)
-
-    def next_reply(self, timeout_s: float) -> dict[str, Any]:
-        """The reply to the first request that has none yet; raises what `ask` does."""
-        deadline = time.monotonic() + timeout_s
-        while not self.has_reply:
-            self._exchange(deadline - time.monotonic())
-        reply = json.loads(self._inbox.receive())
-        if not isinstance(reply, dict):
-            raise ValueError("not a reply")
-        return reply
-
-    @property
-    def has_reply(self) -> bool:
-        """Whether `next_reply` would return at once."""
-        return bool(self._inbox.messages)
-
-    def is_idle(self) -> bool:
-        """Whether it is alive, and has sent nothing that it was not asked for."""
-        try:
-            self._exchange(0)
-        except TimeoutError:
-            return self._inbox.is_empty
-        except (EOFError, OSError):
-            pass
-        return False
-
-    def _exchange(self, timeout_s: float) -> None:
-        """Wait until the process takes or sends something."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        events = poll.poll(max(timeout_s, 0) * 1000)
-        if not events:
-            raise TimeoutError
-        if events[0][1] == select.POLLOUT:
-            del self._outbox[: self._connection.send(self._outbox)]
-        else:
-            self._inbox.read()  # before anything else: what a process sent before it died is read
-
-    def kill(self) -> None:
-        signal_group(self._process.pid)
-
-    def end(self) -> str:
-        """Kill it with all that it has started, if it isn't dead; returns how it ended."""
-        if self._process.returncode is None:
-            terminate_group(self._process)
-            self._connection.close()
-        return describe_exit(self._process.returncode)
-
-
-class WorkerPool(ABC, Generic[Job]):
-    """Threads that take jobs from one queue, each with a worker process of its own. They start with the first job.
-
-    What waits for what: a thread waits for a job (unblocked by `close`), for a worker that loads (at most
-    START_TIMEOUT_S), or for a reply to a job (with the subclass's deadline, and sooner if the worker dies or `close`
-    kills it). When something is wrong with all workers, every job that waits or comes gets that error.
-
-    `label` names what they run, for errors; `module` is that of their `main`; `load` is their first message.
-    """
-
-    thread_name = "worker"
-
-    def __init__(self, label: str, module: str, load: bytes, num_workers: int) -> None:
-        self.label, self.module, self.load, self.num_workers = label, module, load, num_workers
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._alive: set[WorkerProcess] = set()
-        self._loaded: Future[None] = Future()
-        self._unusable: Exception | None = None
-        """Why no more jobs are taken."""
-        self._lock = threading.RLock()
-
-    @abstractmethod
-    def _serve_job(self, worker: WorkerProcess, job: Job) -> WorkerProcess:
-        """Do a job; returns the worker for the next one."""
-
-    @abstractmethod
-    def _fail(self, job: Job, error: Exception) -> None:
-        """Tell whoever waits for a job that it is not done, and why."""
-
-    def start(self) -> None:
-        """Start the workers in the background; returns at once."""
-        with self._lock:
-            if not self._threads and self._unusable is None:
-                self._threads = [
-                    threading.Thread(target=self._serve, name=f"{self.thread_name} {number}", daemon=True)
-                    for number in range(self.num_workers)
-                ]
-                for thread in self._threads:
-                    thread.start()
-
-    def check(self) -> None:
-        """Wait until a worker has loaded what it is to run; UserError if that can't be."""
-        self.start()
-        self._loaded.result()
-
-    def submit(self, job: Job) -> None:
-        with self._lock:
-            if self._unusable is not None:
-                raise self._unusable
-            self._jobs.put(job)
-            self.start()
-
-    def close(self) -> None:
-        """Kill all workers; calls in flight raise."""
-        self._refuse(RuntimeError(f"{self.label} is closed"))
-        with self._lock:
-            for worker in self._alive:
-                worker.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
-
-    def _serve(self) -> None:
-        """A thread's loop: consumes jobs with its worker until `close`."""
-        worker = None
-        try:
-            worker = self._start_worker()
-            while (job := self._jobs.get()) is not None:
-                worker = self._serve_job(worker, job)
-        except Exception as error:
-            self._refuse(error)
-        finally:
-            if worker is not None:
-                self._end_worker(worker)
-
-    def _start_worker(self) -> WorkerProcess:
-        """A worker that has loaded what it is to run. UserError if that can't be."""
-        ended = ""
-        for _ in range(START_ATTEMPTS):
-            with self._lock:
-                if self._unusable is not None:
-                    raise self._unusable
-                worker = WorkerProcess(self.module)
-                self._alive.add(worker)
-            try:
-                reply = worker.ask(self.load, START_TIMEOUT_S)
-            except TimeoutError as error:
-                self._end_worker(worker)
-                raise UserError(f"{self.label}: loading it took longer than {START_TIMEOUT_S:g} s") from error
-            except (EOFError, OSError, ValueError):
-                ended = self._end_worker(worker)
-                continue
-            if "unusable" in reply:
-                self._end_worker(worker)
-                raise UserError(reply["unusable"])
-            with self._lock:
-                if not self._loaded.done():
-                    self._loaded.set_result(None)
-            return worker
-        raise UserError(f"{self.label}: its process died {START_ATTEMPTS} times while loading it: it {ended}")
-
-    def _idle_worker(self, worker: WorkerProcess) -> WorkerProcess:
-        """This worker, or a new one if it died after its last job, which is not the next job's fault."""
-        if worker.is_idle():
-            return worker
-        self._end_worker(worker)
-        return self._start_worker()
-
-    def _end_worker(self, worker: WorkerProcess) -> str:
-        """End a worker; returns how it ended."""
-        with self._lock:
-            self._alive.discard(worker)  # first, so that `close` signals no process that is gone
-        return worker.end()
-
-    def _refuse(self, error: Exception) -> None:
-        """Refuse all jobs that wait and that come, with this error."""
-        with self._lock:
-            self._unusable = self._unusable or error
-            for job in drained(self._jobs):
-                self._fail(job, error)
-            if not self._loaded.done():
-                self._loaded.set_exception(error)
-
-
-def drained(items: "queue.SimpleQueue[Item | None]") -> Iterator[Item]:
-    """Everything that is in the queue now."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            item = items.get_nowait()
-            if item is not None:
-                yield item
+def waiting_responses(scores: Sequence[Score]) -> list[str]:
+    """What a function that compares samples has to score."""
+    return [score.response for score in scores if score.response is not None]
 
 
 # --- the pool that runs a reward function
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ScoringJob:
-    response: str
+    response: str | list[str]
+    """The response, or those of a group."""
     row: Row
-    future: "asyncio.Future[Score]"
+    future: "asyncio.Future[list[Score]]"
+    num_deaths: int = 0
+    """Number of processes that ended while the call was in flight, nobody knows through which call."""
 
 
 class ScorerPool(WorkerPool[ScoringJob]):
@@ -379,22 +227,64 @@ class ScorerPool(WorkerPool[ScoringJob]):
 
     thread_name = "reward worker"
 
-    def __init__(self, reward: "Reward") -> None:
+    def __init__(self, reward: "Reward", variables: Iterable[str] = ()) -> None:
+        """`variables`: names of environment variables that the function gets, besides those that are no secret and the
+        one that its option `api_key_variable` names."""
         check_name(reward.name)
-        load = pickle.dumps((portable(reward.name), reward.options))
-        super().__init__(f"reward `{reward.name}`", __name__, load, reward.workers)
+        key = reward.options.get("api_key_variable")
+        variables = [*variables, *([key] if isinstance(key, str) else [])]
+        load = pickle.dumps((portable(reward.name), reward.options, reward.timeout_s))
+        super().__init__(f"reward `{reward.name}`", __name__, load, reward.workers, variables)
         self._reward = reward
         self._job_s = math.inf
         """Seconds that each of the last jobs took."""
+        self._doorbell = Doorbell()
+
+    def check(self) -> None:
+        super().check()
+        if not self.is_async and "concurrency" in self._reward.model_fields_set:
+            raise UserError(
+                f"{self.label}: `concurrency` has no effect: only an `async def` function has calls at once"
+            )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a worker has several calls at once; known once one has loaded the function."""
+        return bool(self._loaded.result()["is_async"])
+
+    @property
+    def calls_at_once(self) -> int:
+        """Number of calls that one worker has in flight."""
+        return self._reward.concurrency if self.is_async else 1
 
     async def score(self, response: str, row: Row) -> Score:
-        """Run the function on one response. Never raises for what the function does; see `Score.error`."""
+        if not self._loaded.done():
+            self.start()
+            await asyncio.shield(asyncio.wrap_future(self._loaded))
+        if self._loaded.result()["is_group"]:
+            return Score(None, response=response)
+        return (await self._submitted(response, row))[0]
+
+    async def score_group(self, scores: Sequence[Score], row: Row) -> list[Score]:
+        return await self._submitted(waiting_responses(scores), row)
+
+    async def _submitted(self, response: str | list[str], row: Row) -> list[Score]:
         job = ScoringJob(response, row, asyncio.get_running_loop().create_future())
         self.submit(job)
+        self._doorbell.ring()
         return await job.future
+
+    def close(self) -> None:
+        super().close()
+        self._doorbell.close()
+
+    def _make_process(self) -> WorkerProcess:
+        return WorkerProcess(self.module, CallMark(), self.variables)
 
     def _serve_job(self, worker: WorkerProcess, job: ScoringJob) -> WorkerProcess:
         """Resolve the future of the job and of some more, or put back what was not begun."""
+        if self.is_async:
+            return self._serve_concurrently(worker, job)
         jobs, began = [job, *self._more_jobs()], time.monotonic()
         try:
             worker = self._idle_worker(worker)
@@ -408,7 +298,10 @@ class ScorerPool(WorkerPool[ScoringJob]):
     def _more_jobs(self) -> Iterator[ScoringJob]:
         """Jobs to go with one that was taken. Of a short queue none, so that no other worker runs dry."""
         num_quick = int(AT_ONCE_S / max(self._job_s, AT_ONCE_S / MAX_JOBS_AT_ONCE))
-        for _ in range(min(self._jobs.qsize() // (2 * self.num_workers), num_quick - 1)):
+        return self._waiting_jobs(min(self._jobs.qsize() // (2 * self.num_workers), num_quick - 1))
+
+    def _waiting_jobs(self, most: int) -> Iterator[ScoringJob]:
+        for _ in range(most):
             try:
                 job = self._jobs.get_nowait()
             except queue.Empty:
@@ -423,10 +316,11 @@ class ScorerPool(WorkerPool[ScoringJob]):
         sent = [(job, request) for job in jobs if (request := self._request(job)) is not None]
         worker.send(request for _, request in sent)
         waiting = deque(job for job, _ in sent)
-        scored: list[tuple[ScoringJob, Score]] = []
+        scored: list[tuple[ScoringJob, list[Score]]] = []
         while waiting:
-            score, is_lost = self._next_score(worker)
-            scored.append((waiting.popleft(), score))
+            job = waiting.popleft()
+            scores, is_lost = self._next_scores(worker, job)
+            scored.append((job, scores))
             if is_lost or not waiting or not worker.has_reply:
                 self._settle(scored, put_back=waiting if is_lost else ())
                 scored = []
@@ -434,34 +328,105 @@ class ScorerPool(WorkerPool[ScoringJob]):
                 return False
         return True
 
-    def _request(self, job: ScoringJob) -> bytes | None:
+    def _serve_concurrently(self, worker: WorkerProcess, job: ScoringJob) -> WorkerProcess:
+        """Resolve the futures of the job and of those that come meanwhile, up to `concurrency` at once, until none is
+        in flight. Waits for a reply, or for a job where there is room for one."""
+        calls: dict[int, ScoringJob] = {}
+        numbers, new = count(1), iter([job])
+        try:
+            worker = self._idle_worker(worker)
+            while True:
+                for one in new:
+                    number = next(numbers)
+                    calls[number] = one
+                    request = self._request(one, number)
+                    if request is None:
+                        del calls[number]
+                    else:
+                        worker.send([request])
+                if not calls:
+                    return worker
+                room = self._reward.concurrency - len(calls)
+                if why := self._exchange(worker, calls, self._doorbell if room else None):
+                    self._lose_calls(worker, calls, why)
+                    return self._start_worker()
+                new = self._waiting_jobs(self._reward.concurrency - len(calls))
+        except Exception as error:
+            resolve([(one, error) for one in [job, *calls.values()]])  # those that are done already keep their result
+            raise
+
+    def _exchange(self, worker: WorkerProcess, calls: dict[int, ScoringJob], doorbell: Doorbell | None) -> str | None:
+        """Resolve what is done. Returns why the worker is lost, if it is."""
+        assert worker.mark is not None
+        timeout_s = self._reward.timeout_s
+        scored: dict[int, list[Score]] = {}
+        try:
+            with contextlib.suppress(TimeoutError):
+                worker.exchange(min(1.0, timeout_s / 4), doorbell)
+            while worker.has_reply:
+                reply = worker.read_reply()
+                scored[reply["number"]] = self._read_reply(reply, calls[reply["number"]])
+        except (EOFError, OSError, ValueError, KeyError):
+            return "the reward function's process died: it {}"
+        finally:
+            self._settle([(calls[number], scores) for number, scores in scored.items()])
+            for number in scored:
+                del calls[number]
+        if worker.mark.seconds > timeout_s or worker.mark.silence_s > timeout_s + SILENCE_S:
+            return f"the reward function blocked its event loop for longer than {timeout_s:g} s and was killed"
+        return None
+
+    def _lose_calls(self, worker: WorkerProcess, calls: Mapping[int, ScoringJob], why: str) -> None:
+        """Fail the call that was computing when the worker was lost, and put back the others. Where nobody knows which
+        one it was, all are put back, until they have seen `MAX_DEATHS`."""
+        assert worker.mark is not None
+        culprit = calls.get(worker.mark.number)
+        error = why.format(self._end_worker(worker))
+        if culprit is None:
+            for job in calls.values():
+                job.num_deaths += 1
+        failed = [job for job in calls.values() if job is culprit or job.num_deaths >= MAX_DEATHS]
+        self._settle(
+            [(job, self._lost(job, error)) for job in failed], [job for job in calls.values() if job not in failed]
+        )
+        self._doorbell.ring()
+
+    def _request(self, job: ScoringJob, *number: int) -> bytes | None:
         """None: nobody waits for the job any more, or it has failed."""
         if job.future.cancelled():
             return None
         try:
-            return pickle.dumps((job.response, job.row))
+            return pickle.dumps((*number, job.response, job.row))
         except Exception as error:
-            self._settle([(job, self._failed(f"the row can't be sent to another process: {error_line(error)}"))])
+            self._settle([(job, self._failed(job, f"the row can't be sent to another process: {error_line(error)}"))])
             return None
 
-    def _next_score(self, worker: WorkerProcess) -> tuple[Score, bool]:
-        """The score of the next job, and whether the worker was lost with it."""
+    def _next_scores(self, worker: WorkerProcess, job: ScoringJob) -> tuple[list[Score], bool]:
+        """The scores of the next job, and whether the worker was lost with it."""
         timeout_s = self._reward.timeout_s
         try:
             reply = worker.next_reply(timeout_s)
         except TimeoutError:
             self._end_worker(worker)
-            return self._failed(f"the reward function took longer than {timeout_s:g} s and was killed"), True
+            return self._lost(job, f"the reward function took longer than {timeout_s:g} s and was killed"), True
         except (EOFError, OSError, ValueError):
-            return self._failed(f"the reward function's process died: it {self._end_worker(worker)}"), True
+            return self._lost(job, f"the reward function's process died: it {self._end_worker(worker)}"), True
+        return self._read_reply(reply, job), False
+
+    def _read_reply(self, reply: Mapping[str, Any], job: ScoringJob) -> list[Score]:
         if "error" in reply:
-            return self._failed(reply["error"]), False
-        return Score(reply["reward"], metrics=reply["metrics"]), False
+            return self._failed(job, reply["error"], reply.get("metrics", {}))
+        return [Score(one["reward"], metrics=one["metrics"]) for one in reply["scores"]]
 
-    def _failed(self, error: str) -> Score:
-        return Score(self._reward.on_error, error=error)
+    def _lost(self, job: ScoringJob, error: str) -> list[Score]:
+        """Of a call that left no traceback; its place is where the function is defined."""
+        return self._failed(job, with_place(error, self._loaded.result()["place"]))
 
-    def _settle(self, scored: Sequence[tuple[ScoringJob, Score]], put_back: Iterable[ScoringJob] = ()) -> None:
+    def _failed(self, job: ScoringJob, error: str, metrics: Mapping[str, float] = MappingProxyType({})) -> list[Score]:
+        score = Score(reward_on_error(self._reward.on_error), error=error, metrics=dict(metrics))
+        return [score] * (1 if isinstance(job.response, str) else len(job.response))
+
+    def _settle(self, scored: Sequence[tuple[ScoringJob, list[Score]]], put_back: Iterable[ScoringJob] = ()) -> None:
         """Resolve jobs that are done, and put back those that were not begun."""
         with self._lock:
             if self._unusable is not None:
@@ -474,10 +439,10 @@ class ScorerPool(WorkerPool[ScoringJob]):
         resolve([(job, error)])
 
 
-def resolve(answers: "Sequence[tuple[ScoringJob, Score | Exception]]") -> None:
+def resolve(answers: "Sequence[tuple[ScoringJob, list[Score] | Exception]]") -> None:
     """Resolve futures in the event loops that wait. Each loop is woken once, which takes longer than to resolve one."""
 
-    def set_results(own: "Sequence[tuple[asyncio.Future[Score], Score | Exception]]") -> None:
+    def set_results(own: "Sequence[tuple[asyncio.Future[list[Score]], list[Score] | Exception]]") -> None:
         for future, answer in own:
             if future.done():  # it was cancelled
                 continue
@@ -492,55 +457,41 @@ def resolve(answers: "Sequence[tuple[ScoringJob, Score | Exception]]") -> None:
             loop.call_soon_threadsafe(set_results, own)
 
 
-# --- inside a worker process. It holds no state that matters; what the user's code prints goes to the run's stderr
+# --- inside a worker process
 
 
-def main(descriptor: int) -> None:
-    serve_requests(descriptor, load_scorer)
+class RewardServer:
+    """A loaded reward function, and how its calls are answered."""
 
+    def __init__(self, name: tuple[str, bytes | None], options: Mapping[str, Any], timeout_s: float) -> None:
+        self.function, self.options, self.timeout_s = load_function(adopt(*name), options), options, timeout_s
+        self.is_async = inspect.iscoroutinefunction(self.function)
+        self.place = place_of(self.function)
+        self.facts = {"is_async": self.is_async, "is_group": is_group_function(self.function), "place": self.place}
 
-def load_scorer(message: bytes) -> Callable[[bytes], dict[str, Any]]:
-    name, options = pickle.loads(message)
-    function = load_function(adopt(*name), options)
-
-    def score(request: bytes) -> dict[str, Any]:
+    def answer(self, request: bytes) -> dict[str, Any]:
         response, row = pickle.loads(request)
-        result = call_reward(function, response, row, options)
-        return {"reward": result.reward, "metrics": result.metrics}
+        return to_reply(call_with(self.function, response, row, self.options))
 
-    return score
-
-
-def serve_requests(descriptor: int, load: Callable[[bytes], Callable[[bytes], dict[str, Any]]]) -> None:
-    """The loop of a worker process with the pool at the other end of the socket `descriptor`. `load` takes the first
-    message and returns what answers the others."""
-    die_with_parent()
-    sys.breakpointhook = _no_terminal
-    os.set_inheritable(descriptor, False)  # not for programs that the user's code starts
-    connection = socket.socket(fileno=descriptor)
-    inbox = Inbox(connection)
-
-    def send(answer: Callable[[], dict[str, Any]]) -> None:
-        try:
-            reply = json.dumps(answer())
-        except BaseException as error:  # also SystemExit: this request failed, the worker is well
-            reply = json.dumps({"error": error_line(error)})
-        connection.sendall(framed(reply.encode()))
-
-    try:
-        try:
-            answer = load(inbox.receive())
-        except (UserError, SystemExit) as error:
-            unusable = str(error)
-            return send(lambda: {"unusable": unusable})
-        send(lambda: {"ready": True})
-        while True:
-            request = inbox.receive()
-            send(functools.partial(answer, request))
-    except (EOFError, ConnectionError):
-        return  # the pool is closed, or its process is gone
+    async def score(self, response: str | list[str], row: Row) -> dict[str, Any]:
+        return to_reply(await call_with_async(self.function, response, row, self.options))
 
 
-def _no_terminal(*_: Any, **__: Any) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") != "0":
-        raise RuntimeError("code in a process of its own has no terminal for breakpoint(); `corral train --debug` has")
+def to_reply(scores: Sequence[Score]) -> dict[str, Any]:
+    return {"scores": [{"reward": score.reward, "metrics": score.metrics} for score in scores]}
+
+
+def main(descriptor: int, mark: int) -> None:
+    def load(message: bytes) -> Served:
+        server = RewardServer(*pickle.loads(message))
+        serve = functools.partial(
+            serve_concurrently,
+            score=server.score,
+            timeout_s=server.timeout_s,
+            mark=CallMark(mark),
+            place=server.place,
+        )
+        return Served(server.answer, server.facts, serve if server.is_async else None)
+
+    os.set_inheritable(mark, False)
+    serve_requests(descriptor, load)

@@ -38,7 +38,7 @@ def exact(response: str, answer: Any, *, ignore_case: bool = False, extract: str
     found: str | None = response
     if extract is not None:
         found = _last_match(extract, response, group=min(1, re.compile(extract).groups))
-    return float(found is not None and _same_text(found, answer, ignore_case))
+    return float(_same_text(found, answer, ignore_case))
 
 
 @built_in()
@@ -47,7 +47,7 @@ def regex(
 ) -> float:
     """1 if the pattern is found in the response and, with `group`, if that group of the last match is the answer."""
     found = _last_match(pattern, response, group or 0)
-    if found is None or group is None:
+    if group is None:
         return float(found is not None)
     return float(_same_text(found, answer, ignore_case))
 
@@ -178,8 +178,11 @@ def _last_match(pattern: str, text: str, group: int | str) -> str | None:
     return matches[-1][group] if matches else None
 
 
-def _same_text(found: str, answer: Any, ignore_case: bool) -> bool:
+def _same_text(found: str | None, answer: Any, ignore_case: bool) -> bool:
+    """The answer is looked at first: a row without one is an error, whatever was found."""
     if answer is None:
         raise ValueError("the row has no answer to compare with; is data.answer_key set?")
+    if found is None:
+        return False
     pair = found.strip(), str(answer).strip()
     return pair[0].casefold() == pair[1].casefold() if ignore_case else pair[0] == pair[1]

@@ -43,7 +43,7 @@ class ChatRenderer:
 
     def prompt_tokens(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """A conversation up to the start of the model's turn."""
-        return render_prompt(self.tokenizer, Row(messages, None, "", {}), self.chat, tools)
+        return render_prompt(self.tokenizer, Row(messages, None, "", {}, tools=tools or []), self.chat)
 
     async def decode_reply(self, tokens: Sequence[int]) -> str:
         """A reply's text without the end-of-turn token. Replies that finish in the same turn of the event loop are

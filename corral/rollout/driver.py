@@ -7,7 +7,7 @@ A hung or raising environment costs its own trajectory and a bounded time, nothi
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,11 +17,12 @@ import numpy as np
 
 from corral.data.batch import StopReason, Trajectory
 from corral.data.images import images_by_id
-from corral.data.plugins import error_line
-from corral.data.rows import Row
+from corral.data.plugins import blamed_on, error_line, place_of, with_place
+from corral.data.rows import Conversation, Message, Row
 from corral.data.sources import PreparedPrompt
 from corral.envs.base import Env, EnvFactory, EnvSet, StepResult, within, without_exit
 from corral.recipe.errors import UserError
+from corral.rewards.reward_function import Score
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.engine import Completion, Engine, FinishReason, PrefixHandle, Sampling
 
@@ -81,7 +82,9 @@ class RolloutDriver:
         episodes = [episode for group in groups for episode in group]
 
         async def finish(group: list[_Episode]) -> list[Trajectory]:
-            trajectories = await asyncio.gather(*(episode.run(sampling) for episode in group))
+            await asyncio.gather(*(episode.run(sampling) for episode in group))
+            await score_group(group)
+            trajectories = [episode.trajectory() for episode in group]
             on_group(group[0].prompt, trajectories)
             return trajectories
 
@@ -110,9 +113,20 @@ class _Episode:
     turns: list[tuple[int, Completion]] = field(default_factory=list)
     """(index of its first token, what was generated); everything else was observed."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    is_dropped: bool = False
+    score: Score | None = None
+    """What the reward function returned, where it is still to compare the samples of the group."""
+    stop: StopReason = StopReason.ERROR
     turn_states: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    """The conversation as text. What continues the model's own turn is a part of that turn's message."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    awaits_model: bool = False
+    """Whether the reward model is to score the conversation."""
+    tool_errors: list[str] = field(default_factory=list)
 
     @cached_property
     def factory(self) -> EnvFactory:
@@ -126,30 +140,38 @@ class _Episode:
         try:
             self.env = self.factory.make()
             messages = await self._call(self.env.reset(prompt.row, self.seed))
-            tools, self.state = list(self.env.tools), self.env.first_state()
-            if messages != prompt.row.prompt or tools:
-                prompt_tokens, self.images = driver.chat.prompt_tokens(messages, tools), images_by_id(messages)
+            with blamed_on(self.factory.env_class.reset):
+                check_messages(messages)
+            self.messages += messages
+            own, self.state = list(self.env.tools), self.env.first_state()
+            if own and prompt.row.tools:
+                raise ValueError(
+                    "the row has tools, and the environment has tools of its own; set `data.tools_key: null`"
+                )
+            self.tools = own or prompt.row.tools
+            if messages != prompt.row.prompt or own:
+                prompt_tokens, self.images = driver.chat.prompt_tokens(messages, self.tools), images_by_id(messages)
             if len(prompt_tokens) > driver.max_prompt_tokens:
                 raise ValueError(
                     f"{len(prompt_tokens)} tokens are more than data.max_prompt_tokens: {driver.max_prompt_tokens}"
                 )
         except Exception as error:
-            self.error = f"reset: {describe_error(error, self.factory.timeout_s)}"
+            self.error = f"reset: {self._describe(error, 'reset')}"
             prompt_tokens, self.images = prompt.tokens, dict(prompt.images)
         self.tokens += prompt_tokens
 
-    async def run(self, sampling: Sampling) -> Trajectory:
+    async def run(self, sampling: Sampling) -> None:
         async with self.factory.limit or nullcontext():
             if self.factory.limit is not None:
                 await self.reset()  # the others were reset before the first token was generated
             try:
-                stop = StopReason.ERROR if self.error else await self._run_turns(sampling)
+                if self.error is None:
+                    self.stop = await self._run_turns(sampling)
                 self._add_summary()
             finally:
                 await self.close()
-        return self._trajectory(stop)
 
-    def _trajectory(self, stop: StopReason) -> Trajectory:
+    def trajectory(self) -> Trajectory:
         tokens = np.array(self.tokens, np.int64)
         generated, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
         versions = np.full(len(tokens), -1, np.int64)
@@ -162,15 +184,19 @@ class _Episode:
             logprobs=logprobs,
             versions=versions,
             turn_rewards=self.turn_rewards,
-            stop=stop,
+            stop=self.stop,
             prompt_id=self.prompt.prompt_id,
             sample=self.sample,
             row=self.prompt.index,
             metrics=self.metrics,
             error=self.error,
+            tool_errors=self.tool_errors,
             tag=self.factory.tag,
             turn_states=self.turn_states,
             images=self.images,
+            is_dropped=self.is_dropped,
+            rewards=self.rewards,
+            conversation=Conversation(self.messages, self.tools) if self.awaits_model else None,
         )
 
     async def _run_turns(self, sampling: Sampling) -> StopReason:
@@ -218,21 +244,49 @@ class _Episode:
             num = len(completion.tokens)
             self.env.count_turn(len(self.tokens) - num, num, completion.finish_reason is FinishReason.LENGTH)
             reply = await self.driver.chat.decode_reply(completion.tokens)
-            result = checked(await self._call(self.env.step(reply)))
+            self._add_to_conversation([Message(role="assistant", content=reply)])
+            result = await self._call(self.env.step(reply))
+            with blamed_on(self.factory.env_class.step):
+                check_result(result)
             ended = completion.finish_reason is FinishReason.STOP_TOKEN
             observation = [] if result.done or is_last else self._observation(result, ended)
         except UserError:  # about the chat template; the next conversation would fail in the same way
             raise
         except Exception as error:
-            self.error = f"step: {describe_error(error, self.factory.timeout_s)}"
-            self.turn_rewards.append((last, self.factory.on_error))
+            self.error = f"step: {self._describe(error, 'step')}"
+            self._add_reward(last, self.factory.on_error)
             return None
-        self.turn_rewards.append((last, result.reward))
+        score = result.score
+        if score is not None:
+            self.rewards |= score.by_name
+            self.score = self.score if score.response is None else score
+            self.awaits_model = self.awaits_model or score.awaits_model
+        is_known = score is None or (score.response is None and not score.awaits_model)
+        self._add_reward(last, result.reward if is_known else 0.0)
         self.error = self.error or result.error
+        self.tool_errors += result.tool_errors
         self.state = "\n".join(m["content"] for m in result.messages) if result.state is None else result.state
-        for name, value in result.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self._add_metrics(result.metrics)
         return result, observation
+
+    def _add_metrics(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def add_group_score(self, score: Score) -> None:
+        """Records what the comparison with the other samples of the group gave, as the last turn's reward."""
+        last, _ = self.turn_rewards.pop()
+        self._add_reward(last, 0.0 if score.awaits_model else score.reward)
+        self._add_metrics(score.metrics)
+        self.rewards |= score.by_name
+        self.error = self.error or score.error
+        if score.error is not None:
+            self.stop = StopReason.ERROR
+
+    def _add_reward(self, last: int, reward: float | None) -> None:
+        """Records the reward of a turn at its last token; without one, the trajectory is dropped."""
+        self.turn_rewards.append((last, 0.0 if reward is None else reward))
+        self.is_dropped = self.is_dropped or reward is None
 
     def _observation(self, result: StepResult, ended: bool) -> list[int]:
         assert self.env is not None
@@ -244,14 +298,24 @@ class _Episode:
                 self.env.was_shown(messages)
         self.images |= images_by_id(messages)
         if self.env.inline and not ended:
+            self._add_to_conversation([Message(role="assistant", content=message["content"]) for message in messages])
             return chat.inline_continuation(messages)
+        self._add_to_conversation(messages)
         return chat.continuation(messages, ended)
+
+    def _add_to_conversation(self, messages: list[Message]) -> None:
+        for message in messages:
+            before = self.messages[-1] if self.messages else None
+            if before is not None and before["role"] == message["role"] == "assistant":
+                self.messages[-1] = {**before, "content": before["content"] + message["content"]}
+            else:
+                self.messages.append(message)
 
     def _add_summary(self) -> None:
         try:
             self.metrics |= finite(self.env.summary() if self.env is not None else {})
         except Exception as error:
-            self.error = self.error or f"summary: {describe_error(error, self.factory.timeout_s)}"
+            self.error = self.error or f"summary: {self._describe(error, 'summary')}"
 
     async def close(self) -> None:
         env, self.env = self.env, None
@@ -259,7 +323,14 @@ class _Episode:
             try:
                 await self._call(env.close())
             except Exception as error:
-                self.error = self.error or f"close: {describe_error(error, self.factory.timeout_s)}"
+                self.error = self.error or f"close: {self._describe(error, 'close')}"
+
+    def _describe(self, error: Exception, method: str) -> str:
+        """A method that is late leaves no traceback; the error's place is where it is defined."""
+        if isinstance(error, TimeoutError) and not str(error):
+            late = f"no answer within {self.factory.timeout_s:g} s"
+            return with_place(late, place_of(getattr(self.factory.env_class, method)))
+        return error_line(error)
 
     async def _call(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """What the environment returns, or TimeoutError.
@@ -272,6 +343,17 @@ class _Episode:
         return await within(call, self.factory.timeout_s)
 
 
+async def score_group(group: Sequence[_Episode]) -> None:
+    """Lets a reward function that compares samples score those of a prompt, now that all of them are finished. Samples
+    that failed before they were scored are not among them."""
+    waiting = [(episode, episode.score) for episode in group if episode.score is not None]
+    pool = group[0].factory.pool
+    if waiting and pool is not None:
+        scores = await pool.score_group([score for _, score in waiting], group[0].prompt.row)
+        for (episode, _), score in zip(waiting, scores, strict=True):
+            episode.add_group_score(score)
+
+
 def stop_reason(finish: FinishReason, is_cut: bool) -> StopReason:
     """Why a trajectory ended whose environment is done. `is_cut`: not one token more could have been generated."""
     if finish is FinishReason.STOP_TOKEN:
@@ -281,12 +363,17 @@ def stop_reason(finish: FinishReason, is_cut: bool) -> StopReason:
     return StopReason.LENGTH if is_cut else StopReason.ENVIRONMENT
 
 
-def checked(result: StepResult) -> StepResult:
+def check_messages(messages: list[Message]) -> None:
+    """Raises where a user's environment returned something else than `Env` promises."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) and "content" in one for one in messages):
+        raise TypeError(f"it returned {messages!r:.100}, which is not a list of messages")
+
+
+def check_result(result: StepResult) -> None:
     """Raises where a user's environment returned something else than `Env` promises."""
     if not isinstance(result, StepResult):
         raise TypeError(f"it returned {result!r:.100}, which is not a StepResult")
-    finite({"the reward": result.reward, **result.metrics})
-    return result
+    finite(result.metrics if result.reward is None else {"the reward": result.reward, **result.metrics})
 
 
 def finite(numbers: dict[str, float]) -> dict[str, float]:
@@ -303,9 +390,3 @@ def seed_of(seed: int, purpose: str, prompt_id: int, sample: int) -> int:
 
 def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big") >> 1
-
-
-def describe_error(error: Exception, timeout_s: float) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
-        return f"no answer within {timeout_s:g} s"
-    return error_line(error)

@@ -120,7 +120,9 @@ class Engine(Protocol):
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
         """Takes new weights with requests in flight, which continue with them. Returns the seconds for which nothing
-        was decoded. If `weights` raises half-way, requests wait until a later update has succeeded."""
+        was decoded: while the weights arrive, or only while they are put in place where they are collected first. If
+        `weights` raises half-way, requests wait until a later update has succeeded, or continue with the old ones, but
+        never with a mixture."""
         ...
 
     def release_cache(self) -> None:

@@ -19,31 +19,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from corral.data.images import images_by_id
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.chat_endpoint import (
     BadRequest,
-    ChatReply,
     ChatRequest,
-    as_sent,
-    assistant_message,
     read_message,
-    usage,
 )
 from corral.http_server import (
     Histogram,
     PrometheusText,
     RequestRefused,
-    TokenMiddleware,
     client_disconnected,
-    format_validation_error,
     listen,
     make_server,
+    protect,
     read_body,
     reply,
     url_of,
@@ -53,8 +46,19 @@ from corral.model.model_loading import default_device, end_tokens, load_model, l
 from corral.observe.console import quiet_libraries
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.schema import MAX_PREFILL_TOKENS, MAX_SEQUENCES, Model
-from corral.rollout.engine import Completion, FinishReason, Sampling
+from corral.rollout.engine import Completion
 from corral.rollout.native_engine import NativeEngine
+from corral.rollout.openai_api import (
+    ApiBody,
+    ChatBody,
+    ChatWriter,
+    SamplingFields,
+    TextBody,
+    TextWriter,
+    TokensBody,
+    finish_name,
+    parse,
+)
 from corral.training.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
@@ -62,123 +66,12 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_CONNECTIONS = 4096
-MAX_SAMPLES = 128
 DEFAULT_MAX_TOKENS = 16
 """Of a completion or a token-in request that does not say; a chat goes on until the model ends it."""
 PREFIX = "corral_engine"
 CHAT, TEXT, TOKENS, MODELS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models"
 
 log = logging.getLogger(__name__)
-
-
-# --- what is asked for
-
-
-class SamplingFields(BaseModel):
-    """How to sample, in the words of OpenAI and vLLM. What is not listed here and would change the answer is refused;
-    what would not (`user`, `metadata`, ...) is ignored."""
-
-    model_config = ConfigDict(extra="allow")
-
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: int = Field(1, ge=1, le=MAX_SAMPLES)
-
-    def sampling(self, max_tokens: int, end_tokens: frozenset[int]) -> Sampling:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        own = frozenset() if self.ignore_eos else end_tokens
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            stop=tuple(text for text in stop if text),
-            stop_tokens=own | frozenset(self.stop_token_ids or ()),
-        )
-
-
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
-class ApiBody(SamplingFields):
-    """What the routes of the OpenAI API have in common."""
-
-    model: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-
-
-class ChatBody(ApiBody):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    logprobs: bool = False
-
-
-class TextBody(ApiBody):
-    prompt: str | list[int] = Field(min_length=1)
-    logprobs: int | None = Field(None, ge=0, le=1)
-
-
-class TokensBody(BaseModel):
-    """vLLM's token-in request."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    token_ids: list[int] = Field(min_length=1)
-    sampling_params: "TokensSampling"
-    request_id: str = ""
-    model: str | None = None
-    stream: Literal[False] = False
-
-
-class TokensSampling(SamplingFields):
-    logprobs: int | None = Field(None, ge=0, le=1)
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-}
-"""Fields that this server does not know, and values of them that ask for nothing."""
-
-
-def parse(kind: type[BaseModel], content: bytes) -> Any:
-    try:
-        body = kind.model_validate_json(content)
-    except ValidationError as error:
-        raise RequestRefused(400, "invalid", format_validation_error(error)) from error
-    for fields in (body, getattr(body, "sampling_params", None)):
-        for name, value in ((fields and fields.model_extra) or {}).items():
-            if name in REFUSED and value is not None and value not in REFUSED[name]:
-                raise RequestRefused(400, "unsupported", f"`{name}: {json.dumps(value)[:60]}` is not supported")
-    return body
 
 
 # --- answers
@@ -204,6 +97,21 @@ class ServedModel:
         on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> list[Completion]:
         """`asked.n` completions of a prompt. `on_tokens` gets the number of the completion and what is new of it."""
+        self.check_prompt(tokens, max_tokens, images)
+        sampling = asked.sampling(max_tokens or self.max_length - len(tokens), self.end_tokens)
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**62
+
+        def listener(number: int) -> Callable[[list[int]], None] | None:
+            return None if on_tokens is None else lambda new: on_tokens(number, new)
+
+        calls = [
+            self.engine.generate(tokens, sampling, seed + i, images=images, on_tokens=listener(i))
+            for i in range(asked.n)
+        ]
+        return list(await asyncio.gather(*calls))
+
+    def check_prompt(self, tokens: list[int], max_tokens: int | None, images: dict[int, bytes]) -> None:
+        """Refuses tokens that the model does not have, and more than fit."""
         if not tokens:
             raise RequestRefused(400, "invalid", "the prompt has no tokens")
         left = self.max_length - len(tokens)
@@ -217,63 +125,6 @@ class ServedModel:
         vocabulary = self.engine.model.get_input_embeddings().num_embeddings
         if any(token >= vocabulary or (token < 0 and token not in images) for token in tokens):
             raise RequestRefused(400, "invalid", f"a token is outside of the vocabulary of {vocabulary}")
-        sampling = asked.sampling(max_tokens or left, self.end_tokens)
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**62
-
-        def listener(number: int) -> Callable[[list[int]], None] | None:
-            return None if on_tokens is None else lambda new: on_tokens(number, new)
-
-        calls = [
-            self.engine.generate(tokens, sampling, seed + i, images=images, on_tokens=listener(i))
-            for i in range(asked.n)
-        ]
-        return list(await asyncio.gather(*calls))
-
-    def text_of(self, completion: Completion, stop: Sequence[str]) -> str:
-        text: str = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        return text[: end_before_stop(text, stop)]
-
-
-def end_before_stop(text: str, stop: Sequence[str]) -> int:
-    """Where a text ends that does not include the first of the stop strings."""
-    found = [place for one in stop if (place := text.find(one)) >= 0]
-    return min(found, default=len(text))
-
-
-class TextStream:
-    """Turns tokens into pieces of text, each of which is final: characters of several tokens are held back, and what
-    may be the beginning of a stop string."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
-        self.tokens: list[int] = []
-        self.text = ""
-        self.num_sent = 0
-        self.start = self.read = 0
-        """A token's text may depend on those before it: what is decoded begins at `start`, and is known up to
-        `read`."""
-
-    def add(self, tokens: Sequence[int], is_last: bool) -> str:
-        self.tokens += tokens
-        before = self._decode(self.tokens[self.start : self.read])
-        now = self._decode(self.tokens[self.start :])
-        if is_last or not now.endswith("\ufffd"):
-            self.text += now[len(before) :]
-            self.start, self.read = self.read, len(self.tokens)
-        end = end_before_stop(self.text, self.stop)
-        if end == len(self.text) and not is_last:
-            end -= max((len(one) - 1 for one in self.stop), default=0)
-        piece = self.text[self.num_sent : max(end, self.num_sent)]
-        self.num_sent += len(piece)
-        return piece
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
-
-def finish_name(reason: FinishReason) -> str:
-    return "length" if reason is FinishReason.LENGTH else "stop"
 
 
 @dataclass
@@ -327,12 +178,12 @@ class EngineService:
         asked = ChatRequest(messages, tools, body.model, bool(tools) and body.tool_choice != "none", body.stream, False)
         tokens = await asyncio.to_thread(self._render, served, messages, tools)
         limit = body.max_completion_tokens or body.max_tokens
-        writer = ChatWriter(self.name, body, asked, served, len(tokens))
+        writer = ChatWriter(self.name, body, asked, served.tokenizer, len(tokens))
         return await self._answer(request, served, tokens, body, limit, images_by_id(messages), writer)
 
     def _render(self, served: ServedModel, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         try:
-            return render_prompt(served.tokenizer, Row(messages, None, "", {}), True, tools)
+            return render_prompt(served.tokenizer, Row(messages, None, "", {}, tools=tools), True)
         except (UserError, ValueError) as error:
             raise RequestRefused(400, "invalid", str(error)) from error
 
@@ -341,7 +192,12 @@ class EngineService:
         body: TextBody = parse(TextBody, await read_body(request, MAX_BODY_BYTES))
         tokens: list[int] = served.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
         limit = body.max_tokens or DEFAULT_MAX_TOKENS
-        writer = TextWriter(self.name, body, served, len(tokens))
+        writer = TextWriter(self.name, body, served.tokenizer, len(tokens))
+        if body.prompt_logprobs is not None:
+            if body.stream:
+                raise RequestRefused(400, "unsupported", "`prompt_logprobs` with `stream: true` is not supported")
+            served.check_prompt(tokens, limit, {})
+            writer.add_prompt_logprobs(tokens, await served.engine.compute_logprobs(tokens, 1.0))
         return await self._answer(request, served, tokens, body, limit, {}, writer)
 
     async def tokens(self, request: "Request") -> "Response":
@@ -378,7 +234,7 @@ class EngineService:
         body: ApiBody,
         limit: int | None,
         images: dict[int, bytes],
-        writer: "ChatWriter | TextWriter",
+        writer: ChatWriter | TextWriter,
     ) -> "Response":
         from fastapi.responses import StreamingResponse
 
@@ -430,128 +286,6 @@ class EngineService:
         self.metrics.generated_tokens += sum(len(completion.tokens) for completion in completions)
 
 
-class _Writer:
-    """Formats the completions of one request, whole or piece by piece."""
-
-    def __init__(self, name: str, body: ApiBody, served: ServedModel, num_prompt_tokens: int, kind: str) -> None:
-        self.body, self.served, self.num_prompt_tokens, self.kind = body, served, num_prompt_tokens, kind
-        self.stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        self.head = {"id": f"{kind}-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model or name}
-        self.streams = [TextStream(served.tokenizer, self.stop) for _ in range(body.n)]
-
-    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
-        num_new = sum(len(completion.tokens) for completion in completions)
-        return usage(ChatReply(Message(role="assistant", content=""), "", self.num_prompt_tokens, num_new))
-
-    def with_usage(self, completions: Sequence[Completion], event: dict[str, Any]) -> list[dict[str, Any]]:
-        if self.body.stream_options is None or not self.body.stream_options.include_usage:
-            return []
-        return [{**event, "choices": [], "usage": self.usage(completions)}]
-
-
-class ChatWriter(_Writer):
-    def __init__(
-        self, name: str, body: ChatBody, asked: ChatRequest, served: ServedModel, num_prompt_tokens: int
-    ) -> None:
-        super().__init__(name, body, served, num_prompt_tokens, "chatcmpl")
-        self.asked, self.wants_logprobs = asked, body.logprobs
-        self.chunk = {**self.head, "object": "chat.completion.chunk"}
-
-    def message(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
-        """(the message, why it ended)"""
-        text = self.served.text_of(completion, self.stop)
-        message = as_sent(assistant_message(text, self.asked, "hermes", index))
-        return message, "tool_calls" if "tool_calls" in message else finish_name(completion.finish_reason)
-
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = []
-        for index, completion in enumerate(completions):
-            message, reason = self.message(index, completion)
-            choices.append(
-                {"index": index, "message": message, "logprobs": self.logprobs(completion), "finish_reason": reason}
-            )
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage(completions)}
-
-    def logprobs(self, completion: Completion) -> dict[str, Any] | None:
-        if not self.wants_logprobs:
-            return None
-        texts = [self.served.tokenizer.decode([token]) for token in completion.tokens]
-        return {
-            "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, completion.logprobs, strict=True)
-            ]
-        }
-
-    def piece(self, index: int, new: list[int]) -> list[dict[str, Any]]:
-        if self.asked.parse_calls or self.wants_logprobs:  # only the whole reply can be read for calls
-            return []
-        text = self.streams[index].add(new, is_last=False)
-        return [self.delta(index, {"role": "assistant", "content": text})] if text else []
-
-    def delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {**self.chunk, "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
-
-    def end(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        events = []
-        for index, completion in enumerate(completions):
-            message, reason = self.message(index, completion)
-            if self.asked.parse_calls or self.wants_logprobs:
-                if "tool_calls" in message:
-                    message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-                event = self.delta(index, message)
-                event["choices"][0]["logprobs"] = self.logprobs(completion)
-                events.append(event)
-            elif rest := self.streams[index].add([], is_last=True):
-                events.append(self.delta(index, {"content": rest}))
-            events.append(self.delta(index, {}, reason))
-        return [*events, *self.with_usage(completions, self.chunk)]
-
-
-class TextWriter(_Writer):
-    def __init__(self, name: str, body: TextBody, served: ServedModel, num_prompt_tokens: int) -> None:
-        super().__init__(name, body, served, num_prompt_tokens, "cmpl")
-        self.wants_logprobs = body.logprobs is not None
-        self.head["object"] = "text_completion"
-
-    def choice(self, index: int, text: str, reason: str | None, logprobs: Any = None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = [
-            self.choice(i, self.served.text_of(one, self.stop), finish_name(one.finish_reason), self.logprobs(one))
-            for i, one in enumerate(completions)
-        ]
-        return {**self.head, "choices": choices, "usage": self.usage(completions)}
-
-    def logprobs(self, completion: Completion) -> dict[str, Any] | None:
-        if not self.wants_logprobs:
-            return None
-        texts = [self.served.tokenizer.decode([token]) for token in completion.tokens]
-        return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": []}
-
-    def piece(self, index: int, new: list[int]) -> list[dict[str, Any]]:
-        text = self.streams[index].add(new, is_last=False)
-        return [{**self.head, "choices": [self.choice(index, text, None)]}] if text else []
-
-    def end(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        events = [
-            {
-                **self.head,
-                "choices": [
-                    self.choice(
-                        index,
-                        self.streams[index].add([], is_last=True),
-                        finish_name(completion.finish_reason),
-                        self.logprobs(completion),
-                    )
-                ],
-            }
-            for index, completion in enumerate(completions)
-        ]
-        return [*events, *self.with_usage(completions, self.head)]
-
-
 # --- the server
 
 
@@ -589,8 +323,7 @@ def make_app(service: EngineService, token: str | None) -> "FastAPI":
     from starlette.exceptions import HTTPException
 
     app = FastAPI(title="corral serve", docs_url=None, redoc_url=None, openapi_url=None)
-    if token is not None:
-        app.add_middleware(TokenMiddleware, token=token)
+    protect(app, token)
 
     async def answered(route: str, request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         began = time.perf_counter()

@@ -13,6 +13,7 @@ prefilled again.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from corral.data.batch import TokenTree
 from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.general_forward import is_general, logprobs_of_logits, sequence_logits
 from corral.model.logprobs import OutputHead
+from corral.model.lora import transferred_parameters
 from corral.model.model_check import difference, plain_logprobs, probe_sequences, raise_if_large
 from corral.rollout.engine import NO_IMAGES, Completion, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import EngineCore, EngineStats, GenerationRequest
@@ -103,7 +105,7 @@ class NativeEngine:
 
     @property
     def weight_layout(self) -> WeightLayout:
-        return [(name, parameter.shape, parameter.dtype) for name, parameter in self.model.named_parameters()]
+        return [(name, parameter.shape, parameter.dtype) for name, parameter in transferred_parameters(self.model)]
 
     @property
     def num_in_flight(self) -> int:
@@ -164,6 +166,8 @@ class NativeEngine:
         self._replace_weights(weights, version)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
+        if self.in_flight and not isinstance(weights, Sequence) and self.has_room_for_weights():
+            weights = await asyncio.to_thread(self._stage, weights)
         self.has_weights.clear()
         pause_s = await asyncio.get_running_loop().run_in_executor(self.thread, self._replace_weights, weights, version)
         self.has_weights.set()  # not reached after an error
@@ -181,6 +185,29 @@ class NativeEngine:
     def acquire_cache(self) -> None:
         """Allocates the cache's memory now instead of with the next request."""
         self.thread.submit(self.core.acquire_cache).result()
+
+    def has_room_for_weights(self) -> bool:
+        """Whether the weights fit into half of the memory that is left; others grow into it too."""
+        needed, device = sum(parameter.nbytes for _, parameter in transferred_parameters(self.model)), self.model.device
+        if device.type == "cuda":
+            left = torch.cuda.mem_get_info(device)[0]
+            left += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+            left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:  # macOS does not say
+            left = 0
+        return needed < left / 2
+
+    def _stage(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Returns copies of weights that are still on their way, so that decoding goes on until all are there. On a GPU
+        they arrive on a stream of their own: on that of decoding, the next token would wait behind a broadcast."""
+        device = self.model.device
+        if device.type != "cuda":
+            return [(name, tensor.clone()) for name, tensor in weights]
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            copies = [(name, tensor.clone()) for name, tensor in weights]
+            torch.cuda.current_stream(device).synchronize()
+        return copies
 
     def _replace_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
         started = time.perf_counter()

@@ -193,9 +193,9 @@ class PagedDecoder:
             else:
                 normed, residual = add_rms_norm(change, residual, layer.input_norm.weight, layer.input_norm.eps)
             attended = self._attend(layer, normed, state)
-            change = F.linear(attended, layer.o_weight, layer.o_bias)
+            change = layer.project_output(attended)
             normed, residual = add_rms_norm(change, residual, layer.post_norm.weight, layer.post_norm.eps)
-            change = F.linear(silu_mul(F.linear(normed, layer.gate_up_weight)), layer.down_weight)
+            change = layer.project_down(silu_mul(layer.project_gate_up(normed)))
         assert change is not None
         return add_rms_norm(change, residual, *norm_parameters(decoder.norm))[0]
 
@@ -203,7 +203,7 @@ class PagedDecoder:
         q_norm, k_norm = layer.q_norm, layer.k_norm
         keys, values = self.pool.keys_and_values(layer.index)
         return paged_decode(
-            F.linear(normed, layer.qkv_weight, layer.qkv_bias),
+            layer.project_qkv(normed),
             keys,
             values,
             state.positions,

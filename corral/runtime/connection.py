@@ -1,32 +1,40 @@
 """Connects to a Ray cluster: the one that is meant, or one that is started on this machine for the time of a run."""
 
+import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.services import find_bootstrap_address
+from ray._common.utils import get_ray_address_file
 
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.schema import Cluster
-from corral.runtime.membership import find_membership
+from corral.runtime.membership import find_membership, state_folder
 from corral.runtime.network import answers
 from corral.runtime.nodes import WORKER_SLOT
 from corral.runtime.token import reload_token, use_token_of
 
-HEALTH_CHECKS = {
+logger = logging.getLogger(__name__)
+
+RAY_SETTINGS: dict[str, int | bool] = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 5,
+    "prestart_worker_first_driver": False,
 }
-"""With these Ray notices within ten seconds that a node is gone; by default a cable that was pulled takes it a
-minute."""
+"""Settings of a Ray that Corral starts. With the first four it notices within ten seconds that a node is gone; by
+default a cable that was pulled takes it a minute. With the last it starts no Python process per core in advance: each
+takes most of a second of CPU time, and none is ever used, since Corral's workers have an environment of their own."""
 CLOSED = {
     "RAY_enable_metrics_collection": "false",
     "DASHBOARD_METRIC_PORT": "-1",
@@ -40,7 +48,7 @@ HOW_TO_START = "start one with `corral up` on each node, then this command on on
 
 
 def connect(cluster: Cluster) -> None:
-    """Connects to the recipe's cluster, or to one that is started for it. `ray.shutdown` leaves the one and ends the
+    """Connects to the recipe's cluster, or to one that is started for it. `disconnect` leaves the one and ends the
     other."""
     if ray.is_initialized():
         address = ray.get_runtime_context().gcs_address
@@ -71,7 +79,22 @@ def find_cluster(address: str | None) -> str | None:
     use_token_of(member)
     if named is None and member is not None:
         return member.address
-    return named or find_bootstrap_address(None)
+    return named or address_of_ray_start()
+
+
+def address_of_ray_start() -> str | None:
+    """Address that the last `ray start` on this node has left for others, if this user or root has written it: anybody
+    may write to the folder, and to join a cluster is to run what it says."""
+    try:
+        descriptor = os.open(get_ray_address_file(None), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        owner = os.fstat(descriptor).st_uid
+        if owner in (0, os.getuid()):
+            return file.read().strip() or None
+    logger.warning("the Ray cluster of user %d on this machine is not used; `cluster.address` names one", owner)
+    return None
 
 
 def join(address: str) -> None:
@@ -105,7 +128,7 @@ def start_here(cluster: Cluster) -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         reload_token()
-    gpus = torch.cuda.device_count()
+    gpus, folder = torch.cuda.device_count(), make_ray_folder()
     with loopback():
         try:
             ray.init(
@@ -114,11 +137,46 @@ def start_here(cluster: Cluster) -> None:
                 resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
-                _system_config=HEALTH_CHECKS,
+                _temp_dir=str(folder),
+                _system_config=RAY_SETTINGS,
                 **QUIET,
             )
         except Exception as error:  # Ray has no class of its own for this
+            shutil.rmtree(folder, ignore_errors=True)
             raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
+
+
+def make_ray_folder() -> Path:
+    """Makes the folder of a Ray that this process starts, and removes those of processes that were killed. The lock on
+    a folder ends with the process that made it, in whichever container that was."""
+    for old in state_folder().glob("run-*"):
+        with open_folder(old) as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=state_folder()))
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # never closed
+    return folder
+
+
+@contextmanager
+def open_folder(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def disconnect() -> None:
+    """Leaves the cluster, or ends the one that this process has started, of which nothing stays."""
+    node = ray._private.worker._global_node
+    folder = Path(node.get_temp_dir_path()) if node.head else None
+    ray.shutdown()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

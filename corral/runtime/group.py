@@ -164,6 +164,10 @@ class Runtime(ABC):
     """Devices of each role, without those of nodes that were lost."""
     groups: dict[str, Group[Any]]
     """Groups by role. Ranks follow the order of devices."""
+    ending: str | None = None
+    """Why the workers are going to end soon, though all are there now."""
+    on_ending: Callable[[], object] = staticmethod(lambda: None)
+    """Called in any thread when that is known: the run can still save a checkpoint."""
 
     @property
     def num_nodes(self) -> int:
@@ -181,8 +185,13 @@ class Runtime(ABC):
         """Builds a role on its workers, or on one of them. Returns the `facts` of each."""
 
     async def watch(self) -> None:
-        """Runs until a node is lost, and raises that; each once."""
+        """Runs until a node or worker is lost, and raises that. Each node once; a worker unless a call has noticed it
+        before."""
         await asyncio.Event().wait()
+
+    async def find_blind(self, checkpoint: Path) -> dict[str, str]:
+        """Returns the workers that cannot load the checkpoint, by name, each with what is wrong there."""
+        return {}
 
     async def replace(self, device: int) -> None:
         """Starts a lost worker's process again on its device, without roles."""

@@ -26,7 +26,7 @@ from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Cluster, Parallel, Recipe
-from corral.rewards.scorer_pool import InProcessScorer, ScorerPools
+from corral.rewards.scorer_pool import InProcessScorer, ScorerPools, make_scorer
 from corral.runtime.rollout_worker import RolloutWorker
 from corral.runtime.worker import BUILDER, RewardWorker, Role, WorkerContext, build_role, environments_with_rewards
 
@@ -161,7 +161,8 @@ def build_debug_role(
     """`on_error`: called where a reward function fails."""
     if role == "rewards":
         environments = environments_with_rewards(recipe).items()
-        return RewardWorker(ScorerPools({tag: InProcessScorer(one.reward, on_error) for tag, one in environments}))
+        make = partial(InProcessScorer, on_error=on_error)
+        return RewardWorker(ScorerPools({tag: make_scorer(one, make) for tag, one in environments}))
     built = build_role(role, context, recipe, resume_from)
     if isinstance(built, RolloutWorker):
         for factory in built.driver.envs.factories.values():

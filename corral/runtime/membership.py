@@ -20,11 +20,23 @@ RECORD = "member.json"
 def state_folder() -> Path:
     """Folder of this user's state on this node. Not below $TMPDIR, which may differ between two shells; and short,
     because Ray's sockets are in it."""
-    folder = Path(f"/tmp/corral-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    return private_folder(Path(f"/tmp/corral-{os.getuid()}"))
+
+
+def private_folder(folder: Path) -> Path:
+    """Makes a folder that only its user can open, and returns it. Ray opens its session folders and the sockets in them
+    to everybody, so whoever could enter the folder, or put another in its place, could take a run over. Raises for one
+    that is there and differs."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(f"{folder} must be a folder that only you can open; someone else made it: remove it")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UserError(f"{folder} must be a folder, and your own; user {found.st_uid} has made it: choose another")
+    if found.st_mode & 0o077:
+        mode = f"its mode is {found.st_mode & 0o777:o}"
+        raise UserError(f"{folder} must be a folder that only you can open, and {mode}: `chmod 700` it, or remove it")
+    for parent in folder.resolve().parents:
+        if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise UserError(f"anybody can replace {folder}, since all may write to {parent}: choose another place")
     return folder
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -33,7 +33,8 @@ from corral.algorithms.losses import (
 )
 from corral.data.batch import Batch, FloatArray, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
-from corral.model.model_loading import load_model
+from corral.model.lora import bit_sums
+from corral.model.model_loading import load_model, load_to_shard
 from corral.recipe.errors import RunError
 from corral.recipe.mesh import MeshShape, mesh_shape
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
@@ -73,31 +74,39 @@ class LossStats:
     num_tokens: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    unread: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
-    """Sums and maxima that are still on the device: reading them would wait for it."""
+    num_pairs: int = 0
+    pair_sums: dict[str, float] = field(default_factory=dict)
+    """Sums over pairs, where pairs are trained on."""
+    unread: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
+    """Sums, maxima and sums over pairs that are still on the device: reading them would wait for it."""
 
     @property
     def mean_ratio(self) -> float:
         """Mean ratio of new to old probability, as the policy loss has it."""
         return self.sums.get("policy/ratio", 0.0) / max(self.num_tokens, 1)
 
-    def add(self, policy_loss: TokenLoss, entropy_sum: Tensor, num_tokens: int) -> None:
-        self.unread.append(({**policy_loss.sums, "entropy": entropy_sum}, policy_loss.maxima))
-        self.num_tokens += num_tokens
+    def add(self, policy_loss: TokenLoss, entropy_sum: Tensor, pack: Pack) -> None:
+        sums = {**policy_loss.sums, "entropy": entropy_sum}
+        self.unread.append((sums, policy_loss.maxima, policy_loss.pair_sums))
+        self.num_tokens += int(pack.generated.sum())
+        self.num_pairs += 0 if pack.is_chosen is None else int(pack.is_chosen.sum())
 
     def read(self) -> "LossStats":
         """These statistics, with everything that was added read from the device."""
         unread, self.unread = self.unread, []
-        for numbers in unread:
+        for *numbers, pairs in unread:
             sums, maxima = ({f"policy/{key}": float(value) for key, value in own.items()} for own in numbers)
-            self.merge(LossStats(sums=sums, maxima=maxima))
+            pair_sums = {f"preference/{key}": float(value) for key, value in pairs.items()}
+            self.merge(LossStats(sums=sums, maxima=maxima, pair_sums=pair_sums))
         return self
 
     def merge(self, other: "LossStats") -> None:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
-        for key, value in other.sums.items():
-            self.sums[key] = self.sums.get(key, 0.0) + value
+        self.num_pairs += other.num_pairs
+        for own, others in ((self.sums, other.sums), (self.pair_sums, other.pair_sums)):
+            for key, value in others.items():
+                own[key] = own.get(key, 0.0) + value
         for key, value in other.maxima.items():
             self.maxima[key] = max(self.maxima.get(key, 0.0), value)
 
@@ -109,9 +118,13 @@ def policy_loss_of(
     device = logprobs.device
     mask, offsets = (on_device(array, device) for array in (pack.generated, pack.offsets))
     column = {name: on_device(pack.column(name), device) for name in pack.batch.columns}
-    terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets)
+    reference = column.get("reference_logprobs")
+    terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets, reference)
+    if pack.is_chosen is not None:
+        pairs, is_chosen = on_device(pack.pairs, device), on_device(pack.is_chosen, device)
+        terms = replace(terms, pairs=pairs, is_chosen=is_chosen)
     token_loss = policy_token_loss(algorithm.loss, terms)
-    stats.add(token_loss, (entropy.detach() * mask).sum(), int(pack.generated.sum()))
+    stats.add(token_loss, (entropy.detach() * mask).sum(), pack)
     loss = token_loss.loss
     if "correction" in column:
         loss = loss * column["correction"]
@@ -150,11 +163,10 @@ class ModelWorker(Role, ABC):
         self.algorithm = resolve_algorithm(recipe)
         shape = mesh_shape(recipe.train.parallel, context.size, role)
         self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
-        settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
-        # A model that is going to be sharded may not fit the device: it is loaded on the host.
-        device = torch.device("cpu") if self.mesh.is_sharded else context.device
-        model = load_model(settings, device, computes_on=context.device)
-        self.trainer = self.make_trainer(model)
+        lora = None if role == "reference" else recipe.model.lora  # with a path of its own it is a model of its own
+        settings = recipe.model.model_copy(update={"path": path or recipe.model.path, "lora": lora})
+        load = load_to_shard if self.mesh.is_sharded else load_model
+        self.trainer = self.make_trainer(load(settings, context.device))
 
     @abstractmethod
     def make_trainer(self, model: Any) -> PolicyTrainer | ValueTrainer: ...
@@ -252,8 +264,12 @@ class ActorWorker(PolicyWorker):
             gradient_checkpointing=self.recipe.train.gradient_checkpointing,
         )
 
+    def compute_reference_logprobs(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
+        """The same without the model's adapters."""
+        return [self.compute_column(shard, self.trainer.compute_reference_logprobs) for shard in shards]
+
     def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.trainer.dtype).removeprefix("torch.")}
+        return {"dtype": str(self.trainer.dtype).removeprefix("torch."), "address": self.context.address}
 
     def zero_grad(self) -> None:
         self.trainer.zero_grad()
@@ -261,24 +277,34 @@ class ActorWorker(PolicyWorker):
     # --- sending weights to engines in other processes
 
     async def open_channel(self, kind: str) -> str:
-        """Opens the sending end, on the first worker. Returns where the receivers join."""
-        if self.channel is not None:
-            await asyncio.to_thread(self.channel.close)  # also ends what may still wait in it
-        self.channel = make_channel(kind, self.context.address, self.context.device)
+        """Makes this worker the first end, which sends. Returns where the others join it."""
+        self.channel = await self._new_channel(kind)
         return self.channel.open()
 
-    async def join_channel(self, rendezvous: str, size: int) -> None:
+    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int, num_senders: int) -> None:
+        """Joins the channel as end `rank`, which sends as well."""
+        if rank > 0:
+            self.channel = await self._new_channel(kind)
         assert self.channel is not None
-        await asyncio.to_thread(self.channel.join, rendezvous, 0, size)
+        await asyncio.to_thread(self.channel.join, rendezvous, rank, size, num_senders)
+
+    async def _new_channel(self, kind: str) -> Channel:
+        if self.channel is not None:
+            await asyncio.to_thread(self.channel.close)  # also ends what may still wait in it
+        return make_channel(kind, self.context.address, self.context.device)
 
     def send_weights(self) -> TransferHandle:
-        """Sends the weights from the first worker; the others help to put sharded tensors together."""
-        weights = self.trainer.weights()
+        """Sends the weights from workers that are ends of the channel; all help to put sharded tensors together."""
+        weights = self.trainer.weights(merged=not self.recipe.rollout.engine.in_process)
         try:
             return None if self.channel is None else self.channel.send(weights)
         finally:
             for _ in weights:  # the other workers wait for this one in collectives, also when sending has failed
                 pass
+
+    def adapter_sums(self) -> dict[str, int]:
+        """Returns the sum of the bits of each adapter."""
+        return bit_sums(self.trainer.weights())
 
     def release_weights(self) -> None:
         assert self.channel is not None
@@ -385,8 +411,10 @@ class WeightPublisher:
     """Sends the actor's weights to all rollout workers that are there.
 
     `scheduler`: knows which rollout workers there are, and whom to tell when one is lost. `kind`: shared, collective,
-    object or ipc. `in_process`: whether engines are in the process of their rollout worker. `prompt`: some tokens to
-    probe with. Whoever calls it holds the lock of the trainers.
+    object or ipc. `in_process`: whether engines are in the process of their rollout worker. `has_adapters`: whether
+    only adapters are trained, and sent to such engines. `prompt`: some tokens to probe with. Whoever calls it holds the
+    lock of the trainers. `senders`: ranks of the trainers that send, each a part, where the channel has several: one of
+    each node, so that every node's link is used.
     """
 
     def __init__(
@@ -399,8 +427,11 @@ class WeightPublisher:
         version: int = 0,
         *,
         in_process: bool = True,
+        has_adapters: bool = False,
+        senders: Sequence[int] = (0,),
     ) -> None:
-        self.in_process = in_process
+        self.in_process, self.has_adapters = in_process, has_adapters
+        self.senders = list(senders) if kind == "collective" else [0]
         self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.probe = probe_batch(prompt if len(prompt) > 1 else [*prompt, *prompt])
@@ -438,9 +469,9 @@ class WeightPublisher:
         # One that died while it was idle is noticed here, before others wait for it in a collective.
         await self.rollout.all(RolloutWorker.ping, ranks=ranks)
         if self.kind == "shared":
-            pauses = await self.rollout.all(RolloutWorker.load_local_weights, self.version)
-            if self.in_process and self.actor.mesh.is_whole:  # the engine's tensors are the trainer's
-                return {}
+            if not any(await self.rollout.all(RolloutWorker.load_local_weights, self.version)):
+                return {}  # the engines' tensors are the trainers'
+            pauses = [0.0]
         else:
             try:
                 pauses = await self._send(list(ranks))
@@ -456,12 +487,12 @@ class WeightPublisher:
     async def _send(self, ranks: list[int]) -> list[float]:
         actor, rollout = self.actor.group, self.rollout
         if ranks != self.channel_ranks:
-            size = len(ranks) + 1
-            rendezvous = await actor.one(0, ActorWorker.open_channel, self.kind)
-            ends = [(self.kind, rendezvous, end, size) for end in range(1, size)]
+            num_senders, size = len(self.senders), len(ranks) + len(self.senders)
+            rendezvous = await actor.one(self.senders[0], ActorWorker.open_channel, self.kind)
+            ends = [(self.kind, rendezvous, end, size, num_senders) for end in range(size)]
             await gather_calls(
-                actor.one(0, ActorWorker.join_channel, rendezvous, size),
-                rollout.each(RolloutWorker.join_channel, ends, ranks=ranks),
+                actor.each(ActorWorker.join_channel, ends[:num_senders], ranks=self.senders),
+                rollout.each(RolloutWorker.join_channel, ends[num_senders:], ranks=ranks),
             )
             self.channel_ranks = ranks
         pauses: list[float]
@@ -473,16 +504,30 @@ class WeightPublisher:
         else:
             handle = (await actor.all(ActorWorker.send_weights))[0]
             pauses = await rollout.all(RolloutWorker.receive_weights, handle, self.version, ranks=ranks)
-        await actor.one(0, ActorWorker.release_weights)
+        await actor.all(ActorWorker.release_weights, ranks=self.senders)
         return pauses
 
     async def _check(self, ranks: Sequence[int]) -> float:
+        if self.has_adapters and self.in_process:
+            await self._check_adapters(ranks)
         trainer = await self.actor.compute_column(ActorWorker.compute_logprobs, self.probe, [[0]])
         engines = await self.rollout.all(RolloutWorker.compute_logprobs, self.probe.tokens.tolist(), ranks=ranks)
         return max(
             compare_logprobs(trainer[1:], engine, self.dtype, version=self.version, name=self.rollout.names[rank])
             for rank, engine in zip(ranks, engines, strict=True)
         )
+
+    async def _check_adapters(self, ranks: Sequence[int]) -> None:
+        """Raises where an engine does not have the trainers' adapters, bit for bit. The probe alone would not see it:
+        an update moves adapters by less than what bfloat16 rounds, so an engine could sample with the bare model for
+        long."""
+        sent = (await self.actor.group.all(ActorWorker.adapter_sums))[0]
+        for rank, arrived in zip(ranks, await self.rollout.all(RolloutWorker.adapter_sums, ranks=ranks), strict=True):
+            if wrong := [name for name in sent if arrived.get(name) != sent[name]]:
+                raise RunError(
+                    f"after the transfer of version {self.version} the engine on {self.rollout.names[rank]} has other "
+                    f"adapters than the trainer: {len(wrong)} of {len(sent)} differ, the first is {wrong[0]}"
+                )
 
 
 def probe_batch(prompt: Sequence[int]) -> Batch:

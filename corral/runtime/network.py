@@ -9,12 +9,18 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 SIOCGIFADDR = 0x8915
 NAME_BYTES = 16
 CONNECT_S = 3.0
+STORE_BACKLOG = 2048
 
 
 def interface_towards(address: str) -> str | None:
@@ -47,6 +53,25 @@ def address_of(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[NAME_BYTES + 4 : NAME_BYTES + 8])
+
+
+def open_store(address: str, timeout: timedelta) -> "TCPStore":
+    """Opens a store at which processes of torch.distributed meet, on a free port of this address alone. Left to itself
+    torch listens on all of the machine's addresses, and the store knows no password: whoever reaches it can read and
+    change what the processes tell each other."""
+    from torch._C._distributed_c10d import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=STORE_BACKLOG)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),  # closed by torch
+    )
 
 
 def answers(address: str) -> bool:

@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster: waiting for them and their devices, how they are numbered, and how a loss is noticed.
 
 Ray itself needs a minute to notice that a node was cut off, unless its cluster was started with other settings. So an
-agent on every node is asked once a second whether it is there.
+agent on every node is asked once a second whether it is there, and how the workers beside it are.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ from corral.recipe.schema import Cluster, Service
 from corral.runtime.network import CONNECT_S, answers, interface_towards
 from corral.runtime.remote_debugger import DebuggerKind, installed_debugger
 from corral.runtime.services import Services
+from corral.runtime.worker_heartbeat import HEARTBEAT_S, HeartbeatReader, WorkerState
 
 RANK_LABEL = "corral.rank"
 """`ray start --labels corral.rank=3`: the node's place in the numbering of devices."""
 WORKER_SLOT = "corral_device"
 """The resource of a node without GPUs, one per worker."""
 HEAD_RESOURCE = "node:__internal_head__"
-HEARTBEAT_S = 1.0
-"""Seconds between two heartbeats of a node."""
 LOG_TAIL_LINES = 10
 LOG_TAIL_BYTES = 4096
 EXIT_WAIT_S = 3.0
@@ -96,12 +95,17 @@ class NodeAgent:
     ) -> None:
         """`token`: the run's; an agent that Ray started again finds what was there before. `run_folder`: in which the
         controller was started, if that is to be found everywhere."""
-        self.folder = Path(tempfile.gettempdir()) / f"corral-{token}"
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        # With the node in its name: several nodes may have one /tmp, and process ids are those of the node.
+        node = ray.get_runtime_context().get_node_id()[:12]
+        self.folder = Path(tempfile.gettempdir()) / f"corral-{token}-{node}"
+        child_process.hold_folder(self.folder)
+        child_process.remove_when_released(self.folder)
         self.head, self.marker = head, marker
         logs = marker.parent / "services" / socket.gethostname() if marker.parent.is_dir() else self.folder
         known = run_folder is not None and run_folder.is_dir()
-        self.services = Services(services, logs, run_folder if known else None)
+        accelerators = [str(number) for number in ray.get_gpu_ids()]
+        self.services = Services(services, logs, run_folder if known else None, accelerators, self.folder)
+        self.workers = HeartbeatReader(self.folder)
 
     def facts(self) -> NodeFacts:
         return NodeFacts(
@@ -114,18 +118,28 @@ class NodeAgent:
             debugger=installed_debugger(),
         )
 
-    def ping(self) -> None:
-        """Answers, which is enough."""
+    def ping(self) -> list[WorkerState]:
+        """Answers, which shows that the node is there, with what is known of its workers."""
+        return self.workers.look()
+
+    def kill(self, pid: int) -> None:
+        """Ends a worker that hangs."""
+        self.workers.kill(pid)
 
     def wait_for_services(self) -> list[str]:
         """Returns what is wrong with the services, once they are ready or cannot be."""
         return self.services.wait()
 
-    def exit_report(self, pid: int, log: Path) -> tuple[int | None, list[str]]:
-        """Returns the exit code of a worker that has ended, and the end of its log."""
+    def exit_report(self, name: str, pid: int | None = None, log: Path | None = None) -> tuple[int | None, list[str]]:
+        """Returns the exit code of a worker that has ended, and the end of its log. One that Ray cannot reach, though
+        it has not ended, is ended here: another takes its place."""
         deadline = time.monotonic() + EXIT_WAIT_S
-        while (code := child_process.read_exit(self.folder, pid)) is None and time.monotonic() < deadline:
+        while (code := child_process.read_exit(self.folder, name)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        if code is None and pid is not None:
+            self.workers.kill(pid)
+        if log is None:
+            return code, []
         try:
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
@@ -134,7 +148,10 @@ class NodeAgent:
             return code, []
 
     def close(self) -> None:
-        """Ends the services, and removes the node's folder; logs that are nowhere else stay."""
+        """Ends what is left of the workers and the services, and removes the node's folder; logs that are nowhere else
+        stay. (Where nobody calls this, the folder goes when the last process has ended.)"""
+        for worker in self.workers.look():
+            self.workers.kill(worker.pid)
         self.services.close()
         if not any(self.folder.glob("*.log")):
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -145,11 +162,20 @@ class Heartbeats:
 
     A node is lost when it did not answer for `timeout_s`, or when Ray says so. Only heartbeats that this process
     itself made are counted, so time in which it did not run (a suspended laptop, a debugger) is nobody's silence.
+    `on_answer` is called, in a thread, with what a node has answered of its workers; `on_head_lost`, in another, once
+    the process on the head node that knows what Ray knows (`gcs_address`) did not answer for as long.
     """
 
-    def __init__(self, nodes: Sequence[Node], timeout_s: float, gcs_address: str) -> None:
-        """`gcs_address`: of the process on the head node that knows what Ray knows."""
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        timeout_s: float,
+        gcs_address: str,
+        on_answer: Callable[[Node, list[WorkerState]], None],
+        on_head_lost: Callable[[], None],
+    ) -> None:
         self.nodes, self.timeout_s, self.gcs_address = nodes, timeout_s, gcs_address
+        self.on_answer, self.on_head_lost = on_answer, on_head_lost
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._ask_nodes, self._ask_ray)]
         for thread in self.threads:
@@ -170,7 +196,7 @@ class Heartbeats:
                 silent_s[node.id] += HEARTBEAT_S
                 if ray.wait([pings[node.id]], timeout=0)[0]:
                     with contextlib.suppress(ray.exceptions.RayError):  # its agent was ended, and is started again
-                        ray.get(pings[node.id])
+                        self.on_answer(node, ray.get(pings[node.id]))
                         silent_s[node.id] = 0.0
                     pings[node.id] = node.agent.ping.remote()
                 if silent_s[node.id] > self.timeout_s:
@@ -178,9 +204,15 @@ class Heartbeats:
 
     def _ask_ray(self) -> None:
         """Apart from the other thread, because it waits for the head node, which may be the one that is gone."""
+        silent_s, is_lost = 0.0, False
         while not self.closed.wait(HEARTBEAT_S):
             if not answers(self.gcs_address):
+                silent_s += HEARTBEAT_S
+                if silent_s > self.timeout_s and not is_lost:
+                    is_lost = True
+                    self.on_head_lost()
                 continue
+            silent_s = 0.0
             alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
             for node in self.nodes:
                 if node.id not in alive:
@@ -262,21 +294,25 @@ def restrict_placement(
     for node in present.values():
         numbers = range(node.rank * per_node, (node.rank + 1) * per_node)
         node.devices = tuple(number for number in numbers if any(number in devices for devices in roles.values()))
-    return Placement(placement.num_devices, roles)
+    return replace(placement, roles=roles)
 
 
 async def reserve_devices(
     cluster: Cluster, resource: str, nodes: Sequence[Node], report: ShowMessage
-) -> tuple[Any, dict[int, int]]:
-    """Reserves one bundle of a placement group for each device that is used, on the node that it is numbered for.
-    Returns the group, and the bundle of each device."""
+) -> tuple[Any, dict[int, int], dict[str, int]]:
+    """Reserves one bundle of a placement group for each device that is used, on the node that it is numbered for, and
+    one for each node with all devices that services claim there. Returns the group, the bundle of each device, and that
+    of the services by the id of the node, where they claim any."""
+    num_claimed = cluster.num_service_devices
     bundles = [{resource: 1, f"node:{node.address}": 0.001} for node in nodes for _ in node.devices]
     devices = [device for node in nodes for device in node.devices]
+    of_services = {node.id: len(bundles) + i for i, node in enumerate(nodes) if num_claimed}
+    bundles += [{resource: num_claimed, f"node:{node.address}": 0.001} for node in nodes if num_claimed]
     group = placement_group(bundles, strategy="PACK")
     wait = ReportedWait(cluster.start_timeout_s, report)
     try:
         while not await asyncio.to_thread(group.wait, POLL_S):
-            needed = ", ".join(f"{node} {len(node.devices)}" for node in nodes)
+            needed = ", ".join(f"{node} {len(node.devices) + num_claimed}" for node in nodes)
             lack = f"{devices_table(resource)}; needed: {needed}"
             if wait.is_over:
                 raise UserError(
@@ -287,7 +323,7 @@ async def reserve_devices(
     except BaseException:
         remove_placement_group(group)
         raise
-    return group, {device: bundle for bundle, device in enumerate(devices)}
+    return group, {device: bundle for bundle, device in enumerate(devices)}, of_services
 
 
 class ReportedWait:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from corral.child_process import read_stat
 from corral.recipe.errors import UserError
 from corral.runtime.membership import state_folder
 
@@ -33,7 +34,8 @@ class Presence:
 def announce(kind: PresenceKind, run: str, device: int | None = None, roles: Sequence[str] = ()) -> None:
     """Writes the file of this process. Where that fails the run goes on, and the process is not named."""
     pid = os.getpid()
-    presence = Presence(pid, start_of(pid) or 0, kind, run, device, tuple(roles))
+    stat = read_stat(pid)
+    presence = Presence(pid, stat.started if stat else 0, kind, run, device, tuple(roles))
     try:
         folder = processes_folder()
         folder.mkdir(exist_ok=True)
@@ -52,7 +54,8 @@ def present() -> list[Presence]:
             presence = Presence(**{**fields, "roles": tuple(fields["roles"])})
         except (ValueError, TypeError, KeyError, OSError):
             continue
-        if start_of(presence.pid) == presence.started:
+        stat = read_stat(presence.pid)
+        if stat is not None and stat.started == presence.started:
             found.append(presence)
         else:
             path.unlink(missing_ok=True)
@@ -63,11 +66,3 @@ def processes_folder() -> Path:
     """A folder for each PID namespace: containers may share /tmp, and their process ids are their own."""
     namespace = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     return state_folder() / f"processes-{namespace}"
-
-
-def start_of(pid: int) -> int | None:
-    """Start time of a process, in ticks since the machine was started."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # it has ended, perhaps just now
-        return None

@@ -23,10 +23,11 @@ from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
 from corral.runtime.group import Group, RoleT, WorkerLost
-from corral.runtime.nodes import EXIT_WAIT_S, HEARTBEAT_S, Node
+from corral.runtime.nodes import EXIT_WAIT_S, Node
 from corral.runtime.presence import announce
 from corral.runtime.remote_debugger import WorkerDebugger
 from corral.runtime.worker import Worker
+from corral.runtime.worker_heartbeat import HEARTBEAT_S, WorkerHeartbeat
 
 SMALL_TYPES = (str, bytes, int, float, bool, type(None), Path)
 """Types of arguments that are sent along, and not put where all workers fetch them."""
@@ -51,6 +52,8 @@ class WorkerSetup:
     threads: int | None
     accelerators: tuple[str, ...]
     log: Path
+    node_folder: Path
+    """Folder of the run on this node, for heartbeats."""
     folder: Path | None
     """Folder in which the controller was started; files that the recipe names are relative to it. None: Ray has put a
     copy of it on every node, and the process is in its own."""
@@ -102,6 +105,7 @@ class DeviceProcess:
             threads=setup.threads,
             accelerators=setup.accelerators,
             can_be_replaced=True,
+            heartbeat=WorkerHeartbeat(setup.node_folder),
         )
 
     async def call(self, role: str, method: str, *arguments: Any) -> Any:
@@ -138,11 +142,17 @@ def write_output_to(log: Path) -> None:
 class ActorProcess:
     """The process of a worker, as the controller knows it."""
 
+    name: str
+    """Name under which its exit code is recorded."""
     actor: Any
     bundle: int
     """Bundle of the placement group."""
     pid: int
     accelerators: list[str]
+    is_silent: bool = False
+    """Whether the user was warned that it does not answer."""
+    hang: str | None = None
+    """Why it was killed, if that was because it did not answer."""
 
 
 @dataclass
@@ -181,9 +191,9 @@ class RayGroup(Group[RoleT]):
         try:
             answer = await wait_for_reply(device.process.actor.call.remote(self.role, method, *arguments), device.node)
         except NodeGone:
-            raise node_lost(device.node, device.number, call) from None
+            raise node_lost(device.node, device.number, f"while {call}") from None
         except RayActorError:
-            raise await self._describe_death(device, call) from None
+            raise await self.describe_death(device, f"while {call}") from None
         except RayError as error:
             raise RunError(f"{call} on {device}: {first_line(error)}") from error
         if isinstance(answer, RemoteError):
@@ -196,24 +206,25 @@ class RayGroup(Group[RoleT]):
         if isinstance(error.expected, UserError):
             return error.expected
         if (lost := await self._find_lost(present)) is not None:
-            return node_lost(lost, lost.devices[0], call)
+            return node_lost(lost, lost.devices[0], f"while {call}")
         if error.expected is not None:
             return error.expected
         return RunError(f"{call} on {device}: {error.line} (the traceback is in {device.log})")
 
-    async def _describe_death(self, device: DeviceSlot, call: str) -> WorkerLost:
-        """Describes how a process ended that Ray found dead. Its node may be dead too, which takes longer to know."""
+    async def describe_death(self, device: DeviceSlot, when: str) -> WorkerLost:
+        """Describes how a process ended. Its node may be dead too, which takes longer to know."""
         device.is_dead = True
         node, pid = device.node, device.process.pid
         code, lines = None, list[str]()
         try:
-            report = node.agent.exit_report.remote(pid, device.log)
+            report = node.agent.exit_report.remote(device.process.name, pid, device.log)
             code, lines = await wait_for_reply(report, node, EXIT_WAIT_S + HEARTBEAT_S)
         except (NodeGone, TimeoutError, RayError):
             if await self._find_lost([node]) is node:
-                return node_lost(node, device.number, call)
+                return node_lost(node, device.number, when)
         output = f"; its last lines, of {device.log}:\n  " + "\n  ".join(lines) if lines else ""
-        message = f"{device}: its process (pid {pid}) {describe_exit(code)} while {call}{output}"
+        how = device.process.hang or describe_exit(code)
+        message = f"{device}: its process (pid {pid}) {' '.join([how, when]).strip()}{output}"
         return WorkerLost(message, device=device.number)
 
     async def _find_lost(self, nodes: Sequence[Node]) -> Node | None:
@@ -256,8 +267,8 @@ async def wait_until_known(node: Node, deadline: float) -> None:
             return
 
 
-def node_lost(node: Node, device: int | None, call: str | None = None) -> WorkerLost:
-    during = f" while {call}" if call else ""
+def node_lost(node: Node, device: int | None, when: str = "") -> WorkerLost:
+    during = f" {when}" if when else ""
     devices = f"device{'s' * (len(node.devices) > 1)} {format_devices(node.devices)}"
     message = f"node {node.rank}, {node}, with {devices}, was lost{during}: {node.lost.result()}"
     return WorkerLost(message, device=device, node=node.address)

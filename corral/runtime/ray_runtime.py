@@ -4,10 +4,12 @@ runs on a device twice."""
 import asyncio
 import atexit
 import faulthandler
+import logging
 import os
 import shlex
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import MESH_ROLES, Placement
 from corral.recipe.schema import Recipe
-from corral.runtime.group import CallTimeout, Runtime
+from corral.runtime.group import CallTimeout, Runtime, WorkerLost
 from corral.runtime.worker import BUILDER, Worker
 
 try:
@@ -26,13 +29,14 @@ try:
 except ImportError as error:
     raise UserError("`cluster.runtime: ray` needs Ray: pip install 'corral[cluster]'") from error
 
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from corral.runtime.connection import connect
+from corral.runtime.connection import connect, disconnect
 from corral.runtime.network import INTERFACE_VARIABLES, answers
 from corral.runtime.nodes import (
+    EXIT_WAIT_S,
     HEAD_RESOURCE,
     WORKER_SLOT,
     Heartbeats,
@@ -57,6 +61,9 @@ from corral.runtime.ray_group import (
 )
 from corral.runtime.remote_debugger import LOOPBACK, DebuggerOptions, DebuggerWatch, WorkerDebugger, check_debugger
 from corral.runtime.services import END_WITHIN_S
+from corral.runtime.worker_heartbeat import HEARTBEAT_S, WorkerState
+
+logger = logging.getLogger(__name__)
 
 BUILT_WITH = {"rewards": "rollout"}
 """Roles that the placement does not name, and the role on whose devices they are."""
@@ -64,6 +71,8 @@ CONCURRENT_CALLS = 1000
 """Calls that may be under way on one worker."""
 AGENT_THREADS = 16
 """More than a node has workers that die at once: the agent does not answer for longer than an exit report takes."""
+SILENCE_S = 30.0
+"""Seconds after which the user is warned of a worker that does not answer."""
 CLOSE_ROLES_S = 3.0
 CLOSE_S = 15.0
 
@@ -101,6 +110,9 @@ class RayRuntime(Runtime):
         self.actors: list[Any] = []
         self.reported: set[str] = set()
         """Addresses of lost nodes that `watch` has raised."""
+        self.lost_workers: asyncio.Queue[WorkerLost] = asyncio.Queue()
+        """Losses of workers that `watch` has not raised yet."""
+        self.describing: set[asyncio.Task[None]] = set()
         self.owns_connection = False
 
     @classmethod
@@ -131,8 +143,8 @@ class RayRuntime(Runtime):
         self.resource, nodes = await find_nodes(self.cluster, without, report)
         self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
-        self.reservation, bundles = await reserve_devices(self.cluster, self.resource, self.nodes, report)
-        await self._start_agents()
+        self.reservation, bundles, of_services = await reserve_devices(self.cluster, self.resource, self.nodes, report)
+        await self._start_agents(of_services)
         check_debugger(self.debugger, self.nodes)
         await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
         await asyncio.gather(*(self._wait_for_services(node) for node in self.nodes))
@@ -155,13 +167,71 @@ class RayRuntime(Runtime):
         self.groups.setdefault(role, self._group(role, devices))
         return facts
 
+    async def find_blind(self, checkpoint: Path) -> dict[str, str]:
+        workers: RayGroup[Worker] = self._group("worker", list(self.devices))
+        problems = await workers.all(Worker.problem_with, checkpoint)
+        return {name: problem for name, problem in zip(workers.names, problems, strict=True) if problem is not None}
+
     async def watch(self) -> None:
         watched = [node for node in self.nodes if node.address not in self.reported]
-        for_ever = asyncio.get_running_loop().create_future()
-        await asyncio.wait({for_ever, *(node.gone for node in watched)}, return_when=asyncio.FIRST_COMPLETED)
+        worker = asyncio.ensure_future(self.lost_workers.get())
+        try:
+            losses: set[asyncio.Future[Any]] = {worker, *(node.gone for node in watched)}
+            await asyncio.wait(losses, return_when=asyncio.FIRST_COMPLETED)
+            if worker.done():
+                raise worker.result()
+        finally:
+            worker.cancel()
         lost = next(node for node in watched if node.lost.done())
         self.reported.add(lost.address)
         raise node_lost(lost, None)
+
+    def _check_workers(self, node: Node, states: Sequence[WorkerState]) -> None:
+        """Called with each answer of a node's agent. A worker that has ended is lost even if nobody asks it for
+        anything; one that does not answer is reported, and after a time killed, which ends the call that waits for
+        it."""
+        by_pid = {state.pid: state for state in states}
+        for device in self.devices.values():
+            process = device.process
+            if device.node is not node or device.is_dead or (state := by_pid.get(process.pid)) is None:
+                continue
+            since = time.strftime("%X", time.localtime(state.since))
+            now_in = f"in {state.call} since {since}" if state.call else "idle"
+            if not state.is_alive:
+                self._report_loss(device, f"while {state.call}" if state.call else "while it had nothing to do")
+            elif state.silent_s > self.cluster.worker_timeout_s:
+                limit = f"{self.cluster.worker_timeout_s:g} s (`cluster.worker_timeout_s`)"
+                process.hang = f"did not answer for {limit}, {now_in}, and was killed by Corral"
+                node.agent.kill.remote(process.pid)
+                self._report_loss(device, "")
+            elif process.is_silent != (state.silent_s > SILENCE_S):
+                process.is_silent = not process.is_silent
+                if process.is_silent:
+                    logger.warning("%s has not answered for %g s; it is %s", device, SILENCE_S, now_in)
+                else:
+                    logger.warning("%s answers again", device)
+
+    def _end_without_head(self) -> None:
+        """Workers can be called without Ray's head, and save a checkpoint, until Ray ends them after a minute."""
+        self.ending = (
+            f"Ray's head process (GCS, {self.gcs_address}) has not answered for {self.cluster.node_timeout_s:g} s "
+            "(`cluster.node_timeout_s`), and without it Ray ends all workers"
+        )
+        self.on_ending()
+
+    def _report_loss(self, device: DeviceSlot, when: str) -> None:
+        """Lets `watch` raise the loss, unless a new process takes its place before it could be described: then others
+        have reported it."""
+        process, device.is_dead = device.process, True
+
+        async def describe() -> None:
+            lost = await self._group("worker", [device.number]).describe_death(device, when)
+            if device.process is process:
+                self.lost_workers.put_nowait(lost)
+
+        task = asyncio.get_running_loop().create_task(describe())
+        self.describing.add(task)
+        task.add_done_callback(self.describing.discard)
 
     @property
     def num_nodes(self) -> int:
@@ -179,7 +249,7 @@ class RayRuntime(Runtime):
             raise node_lost(own.node, device)
         with suppress(RayError):
             ray.kill(own.process.actor)
-        own.process = await self._start_process(own.node, own.process.bundle)
+        own.process = await self._start_process(own.node, own.process.bundle, device)
         await self._set_up(own)
         own.is_dead = False
 
@@ -191,40 +261,51 @@ class RayRuntime(Runtime):
         for watcher in (self.heartbeats, self.debugger_watch):
             if watcher is not None:
                 watcher.close()
-        thread = threading.Thread(target=self._close, daemon=True)
-        if answers(self.gcs_address):
-            thread.start()
-            thread.join(CLOSE_S)
-        else:
+        has_head = answers(self.gcs_address)
+        thread = threading.Thread(target=self._close, args=(has_head,), daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+        if not has_head:
             # Ray's own exit handler would wait for its head for minutes.
             atexit.register(exit_within, CLOSE_S)
 
-    def _close(self) -> None:
+    def _close(self, has_head: bool) -> None:
+        """Actors can still be called without Ray's head, but not be ended through it."""
         alive = [device for device in self.devices.values() if not device.is_dead and not device.node.lost.done()]
         closing = [device.process.actor.call.remote("worker", Worker.close.__name__) for device in alive]
-        closing += [node.agent.close.remote() for node in self.nodes if node.agent and not node.lost.done()]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_ROLES_S)
+        closing = [node.agent.close.remote() for node in self.nodes if node.agent and not node.lost.done()]
         if closing:
             timeout_s = CLOSE_ROLES_S + (2 * END_WITHIN_S if self.cluster.services else 0)
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+        if not has_head:
+            return
         for actor in self.actors:
             ray.kill(actor)
         if self.reservation is not None:
             remove_placement_group(self.reservation)
         if self.owns_connection:
-            ray.shutdown()
+            disconnect()
 
     # --- starting
 
-    async def _start_agents(self) -> None:
+    async def _start_agents(self, bundles: dict[str, int]) -> None:
+        """`bundles`: of devices for services, by the id of their node. An agent has them as its own, and with them Ray
+        tells it which GPUs they are."""
         self.logs.mkdir(parents=True, exist_ok=True)
         marker = self.logs / f".seen-{self.token}"
         marker.touch()
         entries = [entry for entry in ray.nodes() if entry["Alive"]]
         head = next((entry for entry in entries if HEAD_RESOURCE in entry["Resources"]), entries[0])
         for node in self.nodes:
-            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            options = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS)
-            node.agent = options.remote(
+            where: Any = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            devices: dict[str, Any] = {}
+            if node.id in bundles:
+                where = PlacementGroupSchedulingStrategy(self.reservation, bundles[node.id])
+                devices = self._devices(self.cluster.num_service_devices)
+            agent = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS, **devices)
+            node.agent = agent.remote(
                 head["NodeManagerAddress"], marker, self.token, self.cluster.services, own_folder()
             )
             node.gone = asyncio.wrap_future(node.lost)
@@ -235,7 +316,13 @@ class RayRuntime(Runtime):
                 node.facts = known
         finally:
             marker.unlink(missing_ok=True)
-        self.heartbeats = Heartbeats(self.nodes, self.cluster.node_timeout_s, self.gcs_address)
+        loop = asyncio.get_running_loop()
+
+        def on_answer(node: Node, workers: list[WorkerState]) -> None:
+            loop.call_soon_threadsafe(self._check_workers, node, workers)
+
+        limit_s = self.cluster.node_timeout_s
+        self.heartbeats = Heartbeats(self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head)
 
     async def _wait_for_services(self, node: Node) -> None:
         if self.cluster.services:
@@ -253,19 +340,25 @@ class RayRuntime(Runtime):
         for number, process in zip(node.devices, sorted(started, key=accelerator_order), strict=True):
             self.devices[number] = DeviceSlot(number, node, process, folder / f"worker-{number}.log")
 
-    async def _start_process(self, node: Node, bundle: int) -> ActorProcess:
-        facts = node.facts
-        shim = [facts.python, "-I", "-S", facts.shim, str(facts.folder), facts.python]
+    async def _start_process(self, node: Node, bundle: int, device: int | None = None) -> ActorProcess:
+        """`device`: its number, where that is known before."""
+        facts, name = node.facts, uuid.uuid4().hex[:12]
+        shim = [facts.python, "-I", "-S", facts.shim, str(facts.folder), name, facts.python]
         actor = remote_class(
             DeviceProcess,
             PlacementGroupSchedulingStrategy(self.reservation, bundle),
             py_executable=shlex.join(shim),
             max_concurrency=CONCURRENT_CALLS,
-            **({"num_gpus": 1} if self.resource == "GPU" else {"resources": {self.resource: 1}}),
+            **self._devices(1),
         ).remote()
         self.actors.append(actor)
-        pid, accelerators = await self._in_time(actor.start.remote(), node, "a worker")
-        return ActorProcess(actor, bundle, pid, accelerators)
+        what = "a worker" if device is None else f"device {device}"
+        pid, accelerators = await self._in_time(actor.start.remote(), node, what, process=name, device=device)
+        return ActorProcess(name, actor, bundle, pid, accelerators)
+
+    def _devices(self, number: int) -> dict[str, Any]:
+        """Returns options of an actor that has so many devices."""
+        return {"num_gpus": number} if self.resource == "GPU" else {"resources": {self.resource: number}}
 
     async def _set_up(self, device: DeviceSlot) -> None:
         own, facts = self._set_of(device.number), device.node.facts
@@ -286,6 +379,7 @@ class RayRuntime(Runtime):
             threads=threads,
             accelerators=tuple(name for number in span for name in self.devices[number].process.accelerators),
             log=device.log,
+            node_folder=facts.folder,
             folder=own_folder(),
             environment={name: value for name, value in interfaces.items() if value is not None},
             chosen={name: os.environ[name] for name in self.cluster.environment if name in os.environ},
@@ -297,20 +391,41 @@ class RayRuntime(Runtime):
                 device.node.address if self.debugger.insecure else LOOPBACK,
             ),
         )
-        await self._in_time(device.process.actor.set_up.remote(setup), device.node, f"device {device.number}")
+        process, number = device.process, device.number
+        ready = process.actor.set_up.remote(setup)
+        await self._in_time(ready, device.node, f"device {number}", process=process.name, device=number)
 
-    async def _in_time(self, reference: Any, node: Node, what: str, limit_s: float | None = None) -> Any:
+    async def _in_time(
+        self,
+        reference: Any,
+        node: Node,
+        what: str,
+        limit_s: float | None = None,
+        *,
+        process: str = "",
+        device: int | None = None,
+    ) -> Any:
+        """Returns what something that starts answers. `process`: the name under which its exit code is recorded."""
         limit = limit_s or self.cluster.start_timeout_s
         try:
             return await wait_for_reply(reference, node, limit)
         except NodeGone:
-            raise node_lost(node, None, f"{what} started") from None
+            raise node_lost(node, None, f"while {what} started") from None
         except TimeoutError:
             raise CallTimeout(
                 f"{what} on {node} did not start within {limit:g} s (`cluster.start_timeout_s`)"
             ) from None
         except RayError as error:
+            if isinstance(error, RayActorError) and not error.actor_init_failed:
+                raise await self._lost_at_start(node, what, process, device) from None
             raise RunError(f"{what} on {node} could not start; is Corral installed there? {error}") from error
+
+    async def _lost_at_start(self, node: Node, what: str, process: str, device: int | None) -> WorkerLost:
+        code = None
+        with suppress(NodeGone, TimeoutError, RayError):
+            report = node.agent.exit_report.remote(process)
+            code, _ = await wait_for_reply(report, node, EXIT_WAIT_S + HEARTBEAT_S)
+        return WorkerLost(f"{what} on {node}: its process {describe_exit(code)} while it started", device=device)
 
     async def _join_world(self, one: DeviceSet) -> None:
         """Makes the world of torch.distributed of a set."""

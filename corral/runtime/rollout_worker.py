@@ -23,6 +23,7 @@ from torch import Tensor
 from corral.data.batch import Trajectory
 from corral.envs.base import EnvSet
 from corral.model.families import check_length
+from corral.model.lora import bit_sums, transferred_parameters
 from corral.model.model_loading import (
     end_tokens,
     load_model,
@@ -184,7 +185,7 @@ class RolloutWorker(Role):
         engine, trainer = self._lost_engine(lost)
         async with self.replacing:  # all requests in flight come here
             if engine.lost is not None:
-                await engine.restart(trainer.weights(), engine.version)
+                await engine.restart(trainer.weights(merged=True), engine.version)
 
     def _lost_engine(self, lost: EngineLost) -> tuple[ProcessEngine, Any]:
         """Returns the engine, whose process can be started again because its weights are at hand: the trainer's in this
@@ -214,15 +215,15 @@ class RolloutWorker(Role):
 
     # --- new weights
 
-    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int) -> None:
-        """Joins the channel through which weights come from the trainers, as end `rank`; the sender is 0."""
+    async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int, num_senders: int) -> None:
+        """Joins the channel through which weights come from the trainers, as end `rank`; the first ones send."""
         if self.channel is not None:
             self.channel.close()
         self.channel = make_channel(kind, self.context.address, self.context.device)
-        await asyncio.to_thread(self.channel.join, rendezvous, rank, size)
+        await asyncio.to_thread(self.channel.join, rendezvous, rank, size, num_senders)
 
     async def receive_weights(self, handle: TransferHandle, version: int) -> float:
-        """Receives weights from a trainer in another process. Returns the seconds for which decoding paused."""
+        """Receives weights from trainers in other processes. Returns the seconds for which decoding paused."""
         assert self.channel is not None
         try:
             return await self.engine.update(self.channel.receive(handle, self.engine.weight_layout), version)
@@ -230,12 +231,13 @@ class RolloutWorker(Role):
             self._lost_engine(lost)  # ends this process, or raises
             raise
 
-    def load_local_weights(self, version: int) -> float:
+    def load_local_weights(self, version: int) -> bool:
         """Takes the weights of the trainer in this process. Where its tensors are the engine's own there is nothing to
-        do but note the version; sharded ones are put together and copied. Returns the pause, which is none."""
+        do but note the version; sharded ones are put together and copied. Returns whether any were."""
         trainer = self.context.roles["actor"].trainer
-        self._load(() if self.shares_weights else trainer.weights(), version)
-        return 0.0
+        merged = not self.recipe.rollout.engine.in_process
+        self._load(() if self.shares_weights else trainer.weights(merged), version)
+        return not self.shares_weights
 
     def set_version(self, version: int) -> None:
         """Notes that the weights are of this version."""
@@ -246,7 +248,12 @@ class RolloutWorker(Role):
             self.engine.load(weights, version)
         except EngineLost as lost:
             engine, trainer = self._lost_engine(lost)
-            engine.restart_and_load(trainer.weights(), version)
+            engine.restart_and_load(trainer.weights(merged=True), version)
+
+    def adapter_sums(self) -> dict[str, int]:
+        """Returns the sum of the bits of each adapter that the native engine decodes with."""
+        assert isinstance(self.engine, NativeEngine)
+        return bit_sums((name, parameter.detach()) for name, parameter in transferred_parameters(self.engine.model))
 
     async def compute_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Returns log-probs of all tokens behind the first, under the weights that the engine decodes with."""
@@ -267,11 +274,11 @@ class EngineMember(Role):
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
-    def load_local_weights(self, version: int) -> float:
+    def load_local_weights(self, version: int) -> bool:
         """Helps to put together the sharded tensors that the engine's worker sends."""
-        for _ in self.context.roles["actor"].trainer.weights():
+        for _ in self.context.roles["actor"].trainer.weights(merged=True):
             pass
-        return 0.0
+        return True
 
     def set_version(self, version: int) -> None: ...
 
@@ -356,6 +363,7 @@ class RolloutScheduler:
     """`max_load`: trajectories that a worker has in flight at most; the rest waits here, so that a slow one gets fewer.
 
     `on_lost` is called with a worker that was lost; it calls `remove_worker` and returns True, or all requests fail.
+    `on_finished` is called with the trajectories of each prompt, as they come.
     """
 
     def __init__(
@@ -363,8 +371,9 @@ class RolloutScheduler:
         group: Group[RolloutWorker],
         max_load: float,
         on_lost: Callable[[WorkerLost], bool] = lambda lost: False,
+        on_finished: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ) -> None:
-        self.group, self.max_load, self.on_lost = group, max_load, on_lost
+        self.group, self.max_load, self.on_lost, self.on_finished = group, max_load, on_lost, on_finished
         self.queues: dict[int, WorkerQueue] = {}
         """Queues of the workers that take requests, by rank."""
         self.by_load: list[tuple[int, int]] = []
@@ -487,6 +496,7 @@ class RolloutScheduler:
                 self._add_load(queue, -request.num_samples)
             result = self.results.pop(request_id, None)
             if result is not None and not result.done():
+                self.on_finished(trajectories)
                 result.set_result(trajectories)
         self._dispatch()
 

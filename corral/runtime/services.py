@@ -5,6 +5,7 @@ to a log of its own. The program is ended with the thread's process, however tha
 """
 
 import http.client
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
-from corral.child_process import describe_exit, last_lines, start_child, terminate_group
+from corral.child_process import describe_exit, last_lines, read_stat, signal_group, start_child, terminate_group
 from corral.recipe.schema import Service
 
 POLL_EVERY_S = 0.2
@@ -35,10 +37,25 @@ def command_of(service: Service) -> list[str]:
 
 
 class Services:
-    """All services of a node, started at once. `folder`: their working directory; None: that of this process."""
+    """All services of a node, started at once. `folder`: their working directory; None: that of this process.
+    `accelerators`: names of the GPUs that the services of this node have together, for each as many as it claims.
+    `records`: folder in which a process that takes the place of this one finds what this one had started."""
 
-    def __init__(self, services: Mapping[str, Service], logs: Path, folder: Path | None = None) -> None:
-        self.all = [RunningService(name, service, logs, folder) for name, service in services.items()]
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        logs: Path,
+        folder: Path | None = None,
+        accelerators: Sequence[str] = (),
+        records: Path | None = None,
+    ) -> None:
+        left = iter(accelerators)
+        self.all = []
+        for name, service in services.items():
+            own = ",".join(islice(left, service.devices))
+            # One that claims none sees none: those of the others are theirs.
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": own} if accelerators else None
+            self.all.append(RunningService(name, service, logs, folder, environment, records))
 
     def wait(self) -> list[str]:
         """Wait until they are ready; returns what is wrong with those that are not in time, or cannot be."""
@@ -52,8 +69,18 @@ class Services:
 
 
 class RunningService:
-    def __init__(self, name: str, service: Service, logs: Path, folder: Path | None) -> None:
-        self.name, self.service, self.folder = name, service, folder
+    def __init__(
+        self,
+        name: str,
+        service: Service,
+        logs: Path,
+        folder: Path | None,
+        environment: Mapping[str, str] | None,
+        records: Path | None,
+    ) -> None:
+        """`environment`: its variables; None: those of this process."""
+        self.name, self.service, self.folder, self.environment = name, service, folder, environment
+        self.record = None if records is None else records / f"service-{name}.pid"
         self.log = logs / f"service-{name}.log"
         self.url = f"http://127.0.0.1:{service.port}{service.health}"
         self.deadline = time.monotonic() + service.start_timeout_s
@@ -78,6 +105,7 @@ class RunningService:
         deadline = time.monotonic() + END_WITHIN_S
         while self._health() is not None and time.monotonic() < deadline:
             self.stopping.wait(POLL_EVERY_S)
+        self._end_earlier()
         if self._health() is not None:
             self.problem = (
                 f"`cluster.services.{self.name}`: something else answers at {self.url} already; end it, choose another "
@@ -100,16 +128,33 @@ class RunningService:
             pause_s = FIRST_PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
             self.stopping.wait(pause_s)
 
+    def _end_earlier(self) -> None:
+        """Ends what is left of a program that was started by a process which died: SIGTERM, which it got then, may not
+        be enough, and reaches none of its children."""
+        if self.record is None or not self.record.exists():
+            return
+        pid, started = map(int, self.record.read_text().split())
+        stat = read_stat(pid)
+        if stat is None or stat.started == started:
+            signal_group(pid)
+        deadline = time.monotonic() + END_WITHIN_S
+        while self._health() is not None and time.monotonic() < deadline:
+            self.stopping.wait(POLL_EVERY_S)
+
     def _start(self) -> "subprocess.Popen[bytes]":
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            return start_child(
+            process = start_child(
                 command_of(self.service),
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=self.environment,
                 cwd=self.folder,
                 death_signal=signal.SIGTERM,
             )
+        if self.record is not None and (stat := read_stat(process.pid)) is not None:
+            self.record.write_text(f"{process.pid} {stat.started}")
+        return process
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> bool:
         """Wait until the program ends or is to end; returns whether it was ever ready."""

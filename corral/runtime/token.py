@@ -7,6 +7,7 @@ one expects.
 
 import os
 import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from corral.recipe.errors import UserError
 from corral.runtime.membership import Membership
 
 TOKEN_BYTES = 32
+MIN_CHARACTERS = 16
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -40,12 +42,20 @@ def find_token(given: Path | None, beside: Path | None, environment: Mapping[str
 
 
 def read_token(path: Path) -> str:
+    """The token in a file, which other users of the machine must not be able to read."""
     try:
-        token = path.read_text().strip()
+        with path.open() as file:
+            mode, token = os.fstat(file.fileno()).st_mode, file.read().strip()
     except OSError as error:
         raise UserError(f"the token file {path} cannot be read: {error.strerror}") from error
-    if not token:
-        raise UserError(f"the token file {path} is empty")
+    if mode & stat.S_IROTH:
+        raise UserError(f"every user of the machine can read the token file {path}: `chmod 600` it")
+    if len(token) < MIN_CHARACTERS:
+        length = f"has {len(token)} characters" if token else "is empty"
+        raise UserError(
+            f"the token file {path} {length}, and a token that nobody guesses has {MIN_CHARACTERS} or more: "
+            f"`openssl rand -hex {TOKEN_BYTES}` makes one"
+        )
     return token
 
 

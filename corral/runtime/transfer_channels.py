@@ -6,7 +6,7 @@ model. Channels differ in how a bucket's bytes get across:
 
 | channel | bytes go | held meanwhile |
 | --- | --- | --- |
-| `CollectiveChannel` | by broadcast (NCCL, gloo), while both sides run | a bucket on each side |
+| `CollectiveChannel` | by broadcast (NCCL, gloo), while both sides run | two buckets or more on each side |
 | `ObjectChannel` | through Ray's object store, to any node | until `release`, the model in the object store |
 | `IpcChannel` | through memory that two processes of a node map | until `release` (CPU: `close`), a copy of the model |
 
@@ -18,8 +18,9 @@ import mmap
 import os
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.rollout.engine import WeightLayout
+from corral.runtime.network import open_store
 
 # --- the buckets of bytes in which weights travel, whatever the channel: tensors laid one behind the other
 
@@ -65,7 +67,7 @@ class Bucket(NamedTuple):
 
     places: tuple[TensorPlace, ...]
     content: Tensor
-    """[bytes]. Valid until the next bucket is asked for."""
+    """[bytes]. Valid until the next bucket is asked for. Nothing in it where another sender's turn it is."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,30 @@ TransferHandle = tuple[SentBucket, ...] | None
 by themselves."""
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, allocate: Allocate) -> Iterator[Bucket]:
+def pack(
+    weights: Iterable[tuple[str, Tensor]],
+    bucket_bytes: int,
+    allocate: Allocate,
+    *,
+    sender: int = 0,
+    num_senders: int = 1,
+) -> Iterator[Bucket]:
     """Fills buckets, each with what fits into `bucket_bytes`, or with a single tensor that does not. A tensor is copied
-    as it comes, so that only one is alive beside the bucket."""
+    as it comes, so that only one is alive beside the bucket. Several senders, who see the same tensors, fill one bucket
+    each in turn."""
     places: list[TensorPlace] = []
-    content, used = torch.empty(0), 0
+    nothing = torch.empty(0, dtype=torch.uint8)
+    content, used, index = nothing, 0, 0
     for name, tensor in weights:
         if places and used + tensor.nbytes > bucket_bytes:
             yield Bucket(tuple(places), content[: places[-1].end])
-            places, used = [], 0
+            places, used, index = [], 0, index + 1
+        is_own = index % num_senders == sender
         if not places:
-            content = allocate(max(bucket_bytes, tensor.nbytes))
+            content = allocate(max(bucket_bytes, tensor.nbytes)) if is_own else nothing
         places.append(TensorPlace(name, tensor.shape, tensor.dtype, used))
-        places[-1].view(content).copy_(tensor.detach())
+        if is_own:
+            places[-1].view(content).copy_(tensor.detach())
         used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     if places:
         yield Bucket(tuple(places), content[: places[-1].end])
@@ -126,15 +139,16 @@ def describe_tensor(tensor: Sequence[Any] | None) -> str:
     return f"{name} [{', '.join(map(str, shape))}] in {str(dtype).removeprefix('torch.')}"
 
 
-def reused_memory(device: torch.device, *, pinned: bool = False) -> Allocate:
-    """Returns the same memory for bucket after bucket. A GPU copies from and to `pinned` memory without a detour."""
-    memory = torch.empty(0, dtype=torch.uint8)
+def reused_memory(device: torch.device, *, num_buckets: int = 1, pinned: bool = False) -> Allocate:
+    """Returns the same memory for every bucket, or for every `num_buckets`-th. A GPU copies from and to `pinned` memory
+    without a detour."""
+    memory = deque([torch.empty(0, dtype=torch.uint8)] * num_buckets)
 
     def allocate(size: int) -> Tensor:
-        nonlocal memory
-        if len(memory) < size:
-            memory = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-        return memory[:size]
+        memory.rotate(-1)
+        if len(memory[0]) < size:
+            memory[0] = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return memory[0][:size]
 
     return allocate
 
@@ -147,20 +161,21 @@ CHANNEL_TIMEOUT_S = 120.0
 
 
 class Channel(ABC):
-    """One end of a way for weights. First `open` on the sender, then `join` on all ends at once, of which rank 0 sends.
-    Channels that need no connection of their own have nothing to do for either."""
+    """One end of a way for weights. First `open` on the first sender, then `join` on all ends at once, of which the
+    first ones send: several only through `CollectiveChannel`. Channels that need no connection of their own have
+    nothing to do for either."""
 
     def open(self) -> str:
         """Returns where the ends join."""
         return ""
 
-    def join(self, rendezvous: str, rank: int, size: int) -> None:  # noqa: B027
+    def join(self, rendezvous: str, rank: int, size: int, num_senders: int = 1) -> None:  # noqa: B027
         """Returns when all ends have joined."""
 
     @abstractmethod
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
-        """Sends from the first trainer. The others only iterate, where it takes all of them to put a tensor
-        together."""
+        """Sends from the trainers that are ends of the channel. The others only iterate, where it takes all of them to
+        put a tensor together."""
 
     def receive(self, handle: TransferHandle, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors; each is to be copied before the next one is asked for. Raises `RunError` when what
@@ -195,12 +210,18 @@ def make_channel(kind: str, address: str, device: torch.device) -> Channel:
 
 
 class CollectiveChannel(Channel):
-    """Weights by broadcast, over a process group that is no part of torch.distributed's world. `send` and `receive` run
+    """Weights by broadcast, over process groups that are no part of torch.distributed's world. `send` and `receive` run
     together.
 
+    Each sender has a group with all receivers, so that several nodes of trainers send at the same time, one bucket each
+    in turn. The next bucket is put together while the last one travels, and arrives while the last one is copied into
+    the model.
+
     A receiver waits for a bucket at the store, and joins the broadcast when the bucket is there: waiting in a broadcast
-    would keep its GPU busy while the trainers put tensors together. When something fails the channel closes, which
-    makes the other ends fail as well; then new ones have to be made, among those that are left.
+    would keep its GPU busy while the trainers put tensors together. All receivers join the broadcasts in the same
+    order, whichever sender they come from: NCCL's groups on one GPU could otherwise wait for each other. When something
+    fails the channel closes, which makes the other ends fail as well; then new ones have to be made, among those that
+    are left.
     """
 
     def __init__(
@@ -210,30 +231,33 @@ class CollectiveChannel(Channel):
         self.address, self.device = address, device
         self.timeout, self.bucket_bytes = timedelta(seconds=timeout_s), bucket_bytes
         self.store: Any = None
-        self.group: Any = None
+        self.rank, self.num_senders = 0, 1
+        self.groups: list[Any] = []
+        """A sender's own; a receiver has one for each sender."""
         self.num_transfers = 0
         self.announced: list[str] = []
         """Keys of the store, to be deleted when all receivers have read them."""
 
     def open(self) -> str:
-        self.store = dist.TCPStore(  # type: ignore[attr-defined]
-            self.address, 0, is_master=True, wait_for_workers=False, timeout=self.timeout
-        )
+        self.store = open_store(self.address, self.timeout)
         return f"{self.address}:{self.store.port}"
 
-    def join(self, rendezvous: str, rank: int, size: int) -> None:
+    def join(self, rendezvous: str, rank: int, size: int, num_senders: int = 1) -> None:
+        self.rank, self.num_senders = rank, num_senders
+        own, senders = (0, [rank]) if rank < num_senders else (rank - num_senders + 1, list(range(num_senders)))
         try:
-            if rank > 0:
-                host, port = rendezvous.rsplit(":", 1)
-                self.store = dist.TCPStore(  # type: ignore[attr-defined]
-                    host, int(port), is_master=False, timeout=self.timeout
-                )
-            self.group = self._make_group(dist.PrefixStore("group", self.store), rank, size)  # type: ignore[attr-defined]
-        except RuntimeError as error:
+            with self._explaining(f"not all of {size} processes joined the weight transfer at {rendezvous}"):
+                if rank > 0:
+                    host, port = rendezvous.rsplit(":", 1)
+                    self.store = dist.TCPStore(  # type: ignore[attr-defined]
+                        host, int(port), is_master=False, timeout=self.timeout
+                    )
+                for sender in senders:
+                    store = dist.PrefixStore(f"group {sender}", self.store)  # type: ignore[attr-defined]
+                    self.groups.append(self._make_group(store, own, size - num_senders + 1))
+        except BaseException:
             self.close()
-            raise self._failure(
-                f"not all of {size} processes joined the weight transfer at {rendezvous}", error
-            ) from error
+            raise
 
     def _make_group(self, store: Any, rank: int, size: int) -> Any:
         if self.device.type == "cuda":
@@ -248,61 +272,104 @@ class CollectiveChannel(Channel):
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         self._begin()
+        [group], travelling, num_buckets = self.groups, deque[tuple[str, Any]](), 0
+        allocate = reused_memory(self.device, num_buckets=2)
+        shares = {"sender": self.rank, "num_senders": self.num_senders}
         try:
-            index = 0
-            for places, content in pack(weights, self.bucket_bytes, reused_memory(self.device)):
-                self._announce(index, places)
-                self._broadcast(content, f"bucket {index} of the weights did not reach all receivers")
-                index += 1
-            self._announce(index, ())  # an empty bucket: that was the last one
+            for places, content in pack(weights, self.bucket_bytes, allocate, **shares):
+                if num_buckets % self.num_senders == self.rank:
+                    self._announce(num_buckets, places)
+                    failed = f"bucket {num_buckets} of the weights did not reach all receivers"
+                    travelling.append((failed, self._broadcast(group, content, failed)))
+                    if len(travelling) == 2:  # the next bucket is put together in the memory of the first
+                        self._wait(*travelling.popleft())
+                num_buckets += 1
+            while travelling:
+                self._wait(*travelling.popleft())
+            if self.rank == 0:
+                self._announce(num_buckets, ())  # an empty bucket: that was the last one
         except BaseException:
+            self._announce_failure()
             self.close()
             raise
         return None
 
     def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
         self._begin()
-        index, allocate, complete = 0, reused_memory(self.device), False
+        index, arriving, is_last = 0, deque[tuple[Bucket, str, Any]](), False
+        allocate = reused_memory(self.device, num_buckets=self.num_senders + 1)
         try:
-            while places := self._await_bucket(index):
-                content = allocate(places[-1].end)
-                self._broadcast(content, f"bucket {index} of the weights did not arrive")
-                yield Bucket(places, content)
-                index += 1
-            complete = True
-        finally:
-            if not complete:
-                self.close()
+            while not is_last or arriving:
+                # A bucket of each sender arrives while another one is copied; but what has arrived is not kept waiting
+                # for a bucket that is not there yet.
+                while not is_last and len(arriving) <= self.num_senders and (not arriving or self._is_announced(index)):
+                    failed = f"bucket {index} of the weights did not arrive"
+                    if places := self._await_bucket(index, failed):
+                        content = allocate(places[-1].end)
+                        work = self._broadcast(self.groups[index % self.num_senders], content, failed)
+                        arriving.append((Bucket(places, content), failed, work))
+                    index, is_last = index + 1, not places
+                if arriving:
+                    bucket, failed, work = arriving.popleft()
+                    self._wait(failed, work)
+                    yield bucket
+                    if self.device.type == "cuda":  # copied, before another bucket arrives in its memory
+                        torch.cuda.current_stream(self.device).synchronize()
+        except BaseException:
+            self.close()
+            raise
 
     def _begin(self) -> None:
-        if self.group is None:
+        if not self.groups:
             raise RunError("this end of the weight transfer has not joined, or was closed by an earlier failure")
         self.num_transfers += 1
 
-    def _announce(self, index: int, places: tuple[TensorPlace, ...]) -> None:
-        key = f"{self.num_transfers}/{index}"
-        rows = [(name, list(shape), str(dtype).removeprefix("torch."), start) for name, shape, dtype, start in places]
-        self.store.set(key, json.dumps(rows))
-        self.announced.append(key)
+    def _key(self, index: int) -> str:
+        return f"{self.num_transfers}/{index}"
 
-    def _await_bucket(self, index: int) -> tuple[TensorPlace, ...]:
-        try:
-            rows = json.loads(self.store.get(f"{self.num_transfers}/{index}"))
-        except RuntimeError as error:
-            raise self._failure(f"bucket {index} of the weights did not arrive", error) from error
+    def _announce(self, index: int, places: tuple[TensorPlace, ...] | None) -> None:
+        """`places`: None when nothing comes."""
+        rows = [
+            (name, list(shape), str(dtype).removeprefix("torch."), start) for name, shape, dtype, start in places or ()
+        ]
+        self.store.set(self._key(index), json.dumps(None if places is None else rows))
+        self.announced.append(self._key(index))
+
+    def _announce_failure(self) -> None:
+        """Ends the wait for the bucket that this sender does not send. The store, and with it every wait, ends only
+        with the first sender."""
+        with suppress(RuntimeError):
+            self._announce(self.rank + self.num_senders * len(self.announced), None)
+
+    def _is_announced(self, index: int) -> bool:
+        return bool(self.store.check([self._key(index)]))
+
+    def _await_bucket(self, index: int, failed: str) -> tuple[TensorPlace, ...]:
+        with self._explaining(failed):
+            rows = json.loads(self.store.get(self._key(index)))
+        if rows is None:
+            raise RunError(f"{failed}: its sender failed")
         return tuple(
             TensorPlace(name, torch.Size(shape), getattr(torch, dtype), start) for name, shape, dtype, start in rows
         )
 
-    def _broadcast(self, content: Tensor, failed: str) -> None:
-        try:
-            self.group.broadcast(content, 0).wait(self.timeout)
-        except RuntimeError as error:
-            raise self._failure(failed, error) from error
+    def _broadcast(self, group: Any, content: Tensor, failed: str) -> Any:
+        with self._explaining(failed):
+            return group.broadcast(content, 0)
 
-    def _failure(self, what: str, error: RuntimeError) -> RunError:
-        limit_s = self.timeout.total_seconds()
-        return RunError(f"{what} within {limit_s:g} s; a process of the transfer died or hangs: {first_line(error)}")
+    def _wait(self, failed: str, work: Any) -> None:
+        with self._explaining(failed):
+            work.wait(self.timeout)
+
+    @contextmanager
+    def _explaining(self, failed: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            limit_s = self.timeout.total_seconds()
+            raise RunError(
+                f"{failed} within {limit_s:g} s; a process of the transfer died or hangs: {first_line(error)}"
+            ) from error
 
     def release(self) -> None:
         for key in self.announced:
@@ -310,10 +377,10 @@ class CollectiveChannel(Channel):
         self.announced.clear()
 
     def close(self) -> None:
-        if self.group is not None:
+        for group in self.groups:
             with suppress(RuntimeError):  # what has failed may fail to end as well
-                self.group.abort()
-        self.group = self.store = None
+                group.abort()
+        self.groups, self.store = [], None
         self.announced.clear()
 
 

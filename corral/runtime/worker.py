@@ -7,8 +7,9 @@ none.
 
 import asyncio
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from corral.envs.base import EnvSet, uses_rewards
+from corral.data.rows import Row
+from corral.envs.base import EnvSet, try_once, uses_rewards
 from corral.model.model_loading import default_device
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.scorer_pool import ScorerPools
+from corral.runtime.network import open_store
+from corral.runtime.worker_heartbeat import WorkerHeartbeat
+from corral.training.checkpoint import problem_with
 
 BUILDER = "corral.runtime.worker:build_role"
 """Function that makes a role on a worker. A debugger and benchmarks have another one with the same signature."""
-BUILD_ORDER = ("rewards", "actor", "reference", "critic", "rollout")
+BUILD_ORDER = ("rewards", "actor", "reference", "critic", "reward_model", "rollout")
 """Order in which roles are built. Rewards first: their processes start while models are loaded, and a wrong one is
 known before that. Rollout last: its engine may use the actor's tensors."""
 
@@ -75,17 +80,19 @@ class Worker:
         threads: int | None = None,
         accelerators: tuple[str, ...] = (),
         can_be_replaced: bool = False,
+        heartbeat: WorkerHeartbeat | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self.context = WorkerContext(rank, size, address, default_device(), timeout_s, accelerators, can_be_replaced)
+        self.heartbeat = heartbeat
         self.store: TCPStore | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
     def open_rendezvous(self) -> str:
         """Opens the store at which the workers of this set meet, on the first of them; returns its address."""
         context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
-        self.store = TCPStore(context.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self.store = open_store(context.address, timeout)
         return f"{context.address}:{self.store.port}"
 
     def join_world(self, rendezvous: str) -> None:
@@ -97,6 +104,10 @@ class Worker:
             torch.cuda.set_device(context.device)
         backend = "nccl" if context.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
+
+    def problem_with(self, checkpoint: Path) -> str | None:
+        """Returns what is wrong with a checkpoint as this worker sees it, if anything is."""
+        return problem_with(checkpoint, hashes=False)
 
     def build(self, builder: str, role: str, recipe: Recipe, resume_from: Path | None) -> dict[str, Any]:
         """Builds a role, which may use those built here before. Returns its facts."""
@@ -110,10 +121,19 @@ class Worker:
         else; plain ones, which compute, run one after the other in a thread of their own."""
         target = getattr(self if role == "worker" else self.context.roles[role], method)
         if asyncio.iscoroutinefunction(target):
-            return await target(*arguments)
+            with self._noted(role, method, computes=False):
+                return await target(*arguments)
+
+        def compute() -> Any:
+            with self._noted(role, method, computes=True):
+                return target(*arguments)
+
         # Shielded, so that a cancelled call is still computed: workers that compute together (FSDP, tensor parallel)
         # would hang in the next collective if one of them left out what the others do.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.thread, lambda: target(*arguments)))
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.thread, compute))
+
+    def _noted(self, role: str, method: str, computes: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.heartbeat is None else self.heartbeat.during(f"{role}.{method}", computes)
 
     def close(self) -> None:
         for role in self.context.roles.values():
@@ -123,8 +143,19 @@ class Worker:
 class RewardWorker(Role):
     """Processes of the reward functions."""
 
-    def __init__(self, pools: ScorerPools) -> None:
-        self.pools = pools
+    def __init__(self, pools: ScorerPools, recipe: Recipe | None = None) -> None:
+        """`recipe`: None for a debugger, which is to see no call that the run does not make."""
+        self.pools, self.recipe = pools, recipe
+
+    async def try_out(self, rows: Mapping[str, Row]) -> dict[str, str]:
+        """Calls each environment and its reward function once, with a row of its own. Returns what failed, by tag."""
+        if self.recipe is None:
+            return {}
+        one_process = {"processes": 1}
+        own = {tag: self.recipe.tagged_environments[tag].model_copy(update=one_process) for tag in rows}
+        with closing(EnvSet(own, self.pools.by_tag, self.recipe.rollout)) as envs:
+            tried = {tag: await try_once(envs.factories[tag], row) for tag, row in rows.items()}
+        return {tag: error for tag, error in tried.items() if error is not None}
 
     def close(self) -> None:
         self.pools.close()
@@ -133,6 +164,7 @@ class RewardWorker(Role):
 def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: Path | None) -> Role:
     """Makes a role. `resume_from`: a checkpoint whose model the policy starts as."""
     from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker  # these import this module
+    from corral.runtime.reward_model_worker import RewardModelWorker
     from corral.runtime.rollout_worker import EngineMember, RolloutWorker
 
     policy_path = recipe.model.path if resume_from is None else str(resume_from)
@@ -145,13 +177,15 @@ def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
             except BaseException:
                 pools.close()
                 raise
-            return RewardWorker(pools)
+            return RewardWorker(pools, recipe)
         case "actor":
             return ActorWorker("actor", context, recipe, policy_path)
         case "reference":
             return PolicyWorker("reference", context, recipe, recipe.reference.path)
         case "critic":
             return CriticWorker("critic", context, recipe, recipe.critic.path)
+        case "reward_model":
+            return RewardModelWorker(context, recipe)
         case "rollout":
             if context.rank % recipe.rollout.engine.tensor_parallel:
                 return EngineMember(context)

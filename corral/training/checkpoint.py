@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from corral.data import reference_cache
+from corral.model.lora import AdapterFolder
+from corral.model.model_loading import load_config, load_model, load_tokenizer
 from corral.recipe.errors import UserError
+from corral.recipe.schema import Model
 from corral.training.tensor_files import TensorFiles, fsync, load_tensors, save_tensors
 
 MANIFEST = "manifest.json"
-NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", MANIFEST}
+NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", "row_rewards.npy", reference_cache.FILE, MANIFEST}
 """What `export_model` leaves out."""
 
 
@@ -65,8 +69,10 @@ def problem_with(folder: Path, hashes: bool) -> str | None:
         files = {name: (file["size"], file["sha256"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"its {MANIFEST} is damaged"
+    if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+        return f"its {MANIFEST} names {outside[0]}, which is not in the folder"
     for name, (size, digest) in files.items():
         file = folder / name
         if not file.is_file():
@@ -93,9 +99,9 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted((step, folder) for folder in folders if (step := step_of(folder)) is not None)
 
 
-def find_checkpoint(checkpoints: Path, resume: str) -> Path | None:
-    """The checkpoint to resume from: the newest valid one (auto), none (never), or one by its path, which must be
-    valid."""
+def find_checkpoint(checkpoints: Path, resume: str, without: Collection[Path] = ()) -> Path | None:
+    """The checkpoint to resume from: the newest valid one (auto) that is not in `without`, none (never), or one by its
+    path, which must be valid."""
     if resume == "never":
         return None
     if resume != "auto":
@@ -104,7 +110,7 @@ def find_checkpoint(checkpoints: Path, resume: str) -> Path | None:
             raise UserError(f"checkpoint.resume: {resume} is not a usable checkpoint: {problem}")
         return folder
     for _, folder in reversed(list_checkpoints(checkpoints)):
-        if problem_with(folder, hashes=True) is None:
+        if folder not in without and problem_with(folder, hashes=True) is None:
             return folder
     return None
 
@@ -132,8 +138,9 @@ def prune(checkpoints: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def export_model(checkpoint: Path, out: Path, dtype: str) -> None:
-    """Copies a checkpoint without its optimizer: the model and tokenizer, for transformers, vLLM and others."""
+def export_model(checkpoint: Path, out: Path, dtype: str, merge: bool = False) -> None:
+    """Copies a checkpoint without its optimizer: the model and tokenizer, for transformers, vLLM and others. Adapters
+    are copied in PEFT's layout; `merge`: the whole model, with the adapters merged into it."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     if problem := problem_with(checkpoint, hashes=True):
@@ -143,12 +150,40 @@ def export_model(checkpoint: Path, out: Path, dtype: str) -> None:
     work = out.with_name(f".{out.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint, work, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+        if merge:
+            export_merged(checkpoint, work, dtype)
+            dtype = "auto"
+        else:
+            copy_model(checkpoint, work)
         if dtype != "auto":
             convert_weights(work, getattr(torch, dtype))
         os.replace(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def copy_model(checkpoint: Path, out: Path) -> None:
+    """Copies the files of the model that the manifest names, and nothing that lies beside them. A link would take a
+    file of this machine along."""
+    for name in json.loads((checkpoint / MANIFEST).read_text())["files"]:
+        if Path(name).parts[0] in NOT_THE_MODEL:
+            continue
+        if any(path.is_symlink() for path in (checkpoint / name, *(checkpoint / name).parents) if path != checkpoint):
+            raise UserError(f"{checkpoint / name} is a link, or in a folder that is one, and links are not exported")
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint / name, out / name)
+
+
+def export_merged(checkpoint: Path, out: Path, dtype: str) -> None:
+    """Writes the base model of a checkpoint with its adapters merged into it, and the tokenizer."""
+    adapter = AdapterFolder.find(str(checkpoint))
+    if adapter is None:
+        raise UserError(f"--merge: {checkpoint} has no adapters; without it, its model is written as it is")
+    stored = dtype if dtype != "auto" else load_config(Model(path=adapter.base)).dtype
+    name = str(stored or "float32").removeprefix("torch.")
+    settings = Model.model_validate({"path": str(checkpoint), "dtype": name})
+    load_model(settings, torch.device("cpu")).save_pretrained(out)
+    load_tokenizer(settings).save_pretrained(out)
 
 
 def convert_weights(folder: Path, dtype: torch.dtype) -> None:
@@ -160,6 +195,7 @@ def convert_weights(folder: Path, dtype: torch.dtype) -> None:
         stored = TensorFiles(folder, file.name.removesuffix(".safetensors.index.json"))
         index["metadata"]["total_size"] = sum(stored[name].nbytes for name in stored.names)
         file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if (folder / "config.json").is_file():  # an adapter has none
+        config = json.loads((folder / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2))

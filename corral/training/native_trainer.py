@@ -32,6 +32,15 @@ from corral.model.general_forward import (
     sequences_with_rows,
 )
 from corral.model.logprobs import OutputHead
+from corral.model.lora import (
+    ADAPTERS,
+    LoraLinear,
+    adapters_disabled,
+    has_adapters,
+    merged_weight,
+    transferred_parameters,
+)
+from corral.model.model_check import check_model, probe_sequences
 from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
@@ -39,7 +48,7 @@ from corral.recipe.schema import LOGITS_CHUNK, Optimizer
 from corral.training.optimizer import MasterOptimizer, UpdateResult
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardedModel, check_offload, local_tensor
-from corral.training.tensor_files import TensorFiles, run_on_all_ranks, write_pretrained, write_tensors
+from corral.training.tensor_files import TensorFiles, run_on_all_ranks, write_adapters, write_pretrained, write_tensors
 from corral.training.trainer import PolicyLoss, ValueLoss
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "master")
@@ -81,6 +90,8 @@ class _NativeTrainer:
             in_float32=in_float32,
         )
         self.layout = self.sharded.layout
+        if self.mesh.is_sharded:  # a whole one was checked when it was loaded
+            self._check()
         self.optimizer: MasterOptimizer | None = None
         if optimizer is not None:
             self.optimizer = MasterOptimizer(
@@ -89,6 +100,13 @@ class _NativeTrainer:
         self.gradient_checkpointing = gradient_checkpointing
         self.has_bad_loss = False
         """Whether a loss since the last update was not finite."""
+
+    def _check(self) -> None:
+        """Compares the sharded model with its own plain forward pass; all ranks compute the same."""
+        if self.sharded.exchange is not None:
+            self.sharded.exchange.max_tokens = sum(len(sequence) for sequence in probe_sequences(self.causal))
+        with torch.no_grad():
+            self.sharded(lambda: check_model(self.causal))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,9 +170,25 @@ class _NativeTrainer:
         self.has_bad_loss = False
         self.optimizer.zero_grad()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
+    def weights(self, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if merged:
+            yield from self._merged_weights()
+            return
+        for name, parameter in transferred_parameters(self.model):
             yield name, self.layout.gather_weight(name, parameter)
+
+    def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self.model.named_parameters())
+        scales = {f"{name}.weight": m.lora_scale for name, m in self.model.named_modules() if isinstance(m, LoraLinear)}
+        for name, parameter in parameters.items():
+            if name.endswith(ADAPTERS):
+                continue
+            weight = self.layout.gather_weight(name, parameter)
+            if name in scales:
+                both = (name.removesuffix("weight") + adapter for adapter in ADAPTERS)
+                a, b = (self.layout.gather_weight(adapter, parameters[adapter]) for adapter in both)
+                weight = merged_weight(weight, a, b, scales[name])
+            yield name, weight
 
     def _save_optimizer(self, folder: Path, writers: Sequence[int] | None) -> None:
         optimizer = self.optimizer
@@ -224,6 +258,13 @@ class NativePolicyTrainer(_NativeTrainer):
     def compute_logprobs(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
         return self._compute(packs)
 
+    def compute_reference_logprobs(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
+        assert has_adapters(self.model), "the reference is the model without its adapters"
+        for pack in packs:
+            with adapters_disabled():  # not while the caller has the result
+                (logprobs,) = self._compute([pack])
+            yield logprobs
+
     def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
         return self._forward_backward(pack, loss)
 
@@ -240,8 +281,11 @@ class NativePolicyTrainer(_NativeTrainer):
         return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
-        """Writes the model in Hugging Face layout, and the optimizer into `actor/`."""
-        write_pretrained(self.model, self.layout, folder, writers)
+        """Writes the model in Hugging Face layout, or its adapters in PEFT's, and the optimizer into `actor/`."""
+        if has_adapters(self.model):
+            write_adapters(self.model, self.layout, folder, writers)
+        else:
+            write_pretrained(self.model, self.layout, folder, writers)
         self._save_optimizer(folder / "actor", writers)
 
     def load(self, folder: Path) -> None:
@@ -287,13 +331,17 @@ class NativeValueTrainer(_NativeTrainer):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
         """Writes model and optimizer into `critic/`."""
-        write_tensors(folder / "critic", "model", self.layout.kinds, self.weights(), self.mesh, writers)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        kinds = {name: kind for name, kind in self.layout.kinds.items() if name in trained}
+        tensors = ((name, self.layout.gather_weight(name, parameter)) for name, parameter in trained.items())
+        write_tensors(folder / "critic", "model", kinds, tensors, self.mesh, writers)
         self._save_optimizer(folder / "critic", writers)
 
     def load(self, folder: Path) -> None:
         files = TensorFiles(folder / "critic", "model")
         for name, parameter in self.model.named_parameters():
-            local_tensor(parameter).copy_(self.layout.shard(name, files[name]))
+            if parameter.requires_grad:
+                local_tensor(parameter).copy_(self.layout.shard(name, files[name]))
         self._load_optimizer(folder / "critic")
 
 
@@ -304,7 +352,8 @@ class ValueModel(nn.Module):
         super().__init__()
         self.trunk = model
         width = model.config.get_text_config().hidden_size
-        self.head = nn.Linear(width, 1, device=next(model.parameters()).device, dtype=torch.float32)
+        device = next(model.parameters()).device
+        self.head = nn.Linear(width, 1, device="cpu" if device.type == "meta" else device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         if not model.config.tie_word_embeddings:

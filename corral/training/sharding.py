@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corral.model.model_loading import STORED_WEIGHTS, detach_weights
 from corral.model.model_parallel import ExpertParallel, ShardSpec, TensorParallel, all_gather, shard_experts
 from corral.recipe.errors import UserError
 from corral.training.process_mesh import ProcessMesh
@@ -43,6 +44,10 @@ class ShardedModel:
             model.to(mesh.device)
             self.layout = ShardingLayout(mesh, {name: ParameterSharding(*shape) for name, shape in shapes.items()})
             return
+        # Sharded while it has no memory; then each rank copies its own parts out of the whole weights, which may be
+        # files mapped into memory (`load_to_shard`): nothing else of them is read.
+        weights = detach_weights(model) | getattr(causal, STORED_WEIGHTS, {})
+        stored = {name: weights[parameter] for name, parameter in model.named_parameters()}
         if "expert" in mesh.groups:
             self.exchange = shard_experts(causal, mesh.groups["expert"])
         cut = None
@@ -63,9 +68,12 @@ class ShardedModel:
         for module in [*self.experts, *layers, *in_float32, self.root]:
             if trained:  # then the shards are the optimizer's masters, and FSDP casts what it gathers to the dtype
                 for parameter in module.parameters():
-                    if parameter.dtype != torch.float32:
+                    if parameter.requires_grad and parameter.dtype != torch.float32:
                         parameter.data = parameter.data.float()
             self._shard(module, torch.float32 if module in in_float32 else dtype, offload)
+        self._fill(stored, torch.device("cpu") if offload else mesh.device)
+        if hasattr(causal, STORED_WEIGHTS):
+            delattr(causal, STORED_WEIGHTS)
 
     @property
     def experts(self) -> list[nn.Module]:
@@ -86,6 +94,15 @@ class ShardedModel:
         # FSDP would average gradients over ranks; losses are divided by counts of the whole update already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def _fill(self, stored: dict[str, Tensor], device: torch.device) -> None:
+        """Gives the shards memory on the device, and in it this rank's parts of the whole weights. Buffers, which are
+        small and not sharded, follow to where the model computes."""
+        self.root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(self.mesh.device))
+        for name, parameter in self.root.model.named_parameters():
+            part = self.layout.shard(name, stored.pop(name)).to(self.layout[name].dtype)
+            local_tensor(parameter).copy_(part)
 
     def __call__(self, compute: Callable[[], Result]) -> Result:
         """What `compute` returns; parameters are gathered when it needs them."""

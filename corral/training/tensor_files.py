@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from corral.model.lora import ADAPTER_STEM, peft_name, transferred_parameters, write_adapter_config
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout
 
@@ -208,6 +209,17 @@ def write_pretrained(model: Any, layout: ShardingLayout, folder: Path, writers: 
             yield from as_stored(model, whole).items()
 
     write_tensors(folder, "model", {n: (t.dtype, t.shape) for n, t in stored.items()}, tensors(), mesh, writers)
+
+
+def write_adapters(model: Any, layout: ShardingLayout, folder: Path, writers: Sequence[int] | None) -> None:
+    """Writes the model's adapters in PEFT's layout. Called by all ranks."""
+    mesh = layout.mesh
+    first = mesh.rank == (0 if writers is None else writers[0])
+    run_on_all_ranks(mesh, lambda: write_adapter_config(model, folder) if first else None)
+    adapters = dict(transferred_parameters(model))
+    kinds = {peft_name(name): layout.kinds[name] for name in adapters}
+    tensors = ((peft_name(name), layout.gather_weight(name, parameter)) for name, parameter in adapters.items())
+    write_tensors(folder, ADAPTER_STEM, kinds, tensors, mesh, writers)
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:

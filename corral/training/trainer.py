@@ -66,8 +66,13 @@ class PolicyTrainer(Trainer, Protocol):
         """Drops the gradients that were accumulated since the last update."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters, by the names of the unsharded model. All ranks iterate to the end."""
+    def weights(self, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters, by the names of the unsharded model. All ranks iterate to the end. Of a model with adapters
+        only these; `merged`: all others, with the adapters merged into them."""
+        ...
+
+    def compute_reference_logprobs(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
+        """`compute_logprobs` of the model without its adapters, which must have some."""
         ...
 
 

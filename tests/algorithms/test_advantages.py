@@ -316,7 +316,7 @@ def test_what_an_estimator_needs_is_asked_for() -> None:
 def test_results_have_the_dtype_of_the_rewards(name: str) -> None:
     batch = outcome_batch([1.0, 0.0, 0.5])
     rewards = batch.token_rewards.float()
-    batch = replace(batch, token_rewards=rewards, values=rewards, baselines=rewards)
+    batch = replace(batch, token_rewards=rewards, values=rewards, baselines=rewards, teacher_lead=rewards)
     assert estimate(name, batch).advantages.dtype == torch.float32
 
 
@@ -347,6 +347,7 @@ def test_an_estimator_declared_to_work_group_by_group_gives_the_same_bits_for_a_
     name: str, batch: Ragged, seed: int
 ) -> None:
     tensors = with_turns(batch, Random(seed))
+    tensors = replace(tensors, teacher_lead=tensors.token_rewards)
     together = estimate(name, tensors)
     own = replace(ADVANTAGES[name], name=f"file.py:{name}")  # one that is not built in is handed group after group
     alone = compute_advantages(AlgorithmPart(own, own.options()), tensors)
@@ -372,7 +373,8 @@ def seen_by(needs: Needs) -> RewardedBatch:
         return Advantages(batch.token_rewards, batch.token_rewards)
 
     batch = outcome_batch([1.0, 0.0])
-    full = replace(batch, values=batch.token_rewards, baselines=batch.token_rewards)
+    given = batch.token_rewards
+    full = replace(batch, values=given, baselines=given, teacher_lead=given)
     compute_advantages(with_options(AdvantageDeclaration("advantage", "", "", function, needs=needs)), full)
     return seen[0]
 

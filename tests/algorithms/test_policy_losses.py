@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from corral.algorithms.losses import (
     policy_token_loss,
 )
 
-OPTIONS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "beta": 0.4, "cap": 3.0}
+OPTIONS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "beta": 0.4, "cap": 3.0, "label_smoothing": 0.1}
 """For the losses that have them."""
 
 
@@ -120,9 +121,18 @@ def run(name: str, batch: Ragged, columns: list[torch.Tensor]) -> tuple[TokenLos
     """The loss, and the gradient of its plain sum."""
     new, old, advantages = columns
     new = new.clone().requires_grad_()
-    result = loss_with_options(name, PolicyTerms(new, old, advantages, batch.mask, batch.offsets))
+    terms = PolicyTerms(new, old, advantages, batch.mask, batch.offsets)
+    result = loss_with_options(name, in_pairs(terms) if LOSSES[name].trains_on_pairs else terms)
     (gradient,) = torch.autograd.grad(result.loss.sum(), new)
     return result, gradient
+
+
+def in_pairs(terms: PolicyTerms) -> PolicyTerms:
+    """Trajectories two by two, of which the first and the second are preferred in turn; the reference is the old
+    policy."""
+    rows = torch.arange(len(terms.offsets) - 1)
+    is_chosen = (rows + rows // 2) % 2 == 0
+    return replace(terms, reference_logprobs=terms.old_logprobs, pairs=rows // 2, is_chosen=is_chosen)
 
 
 def per_sequence(batch: Ragged) -> Ragged:
@@ -179,6 +189,82 @@ def test_sequence_losses_and_gradients_match_the_papers_formula(name: str, batch
     assert_rows(gradient, batch.spread(slopes), 1e-6)
 
 
+# Losses of pairs: of the log-probs of both answers' tokens, new and of the reference -> the pair's loss.
+
+
+def slow_dpo(chosen: list[float], chosen_ref: list[float], rejected: list[float], rejected_ref: list[float]) -> float:
+    margin = 0.4 * ((sum(chosen) - sum(rejected)) - (sum(chosen_ref) - sum(rejected_ref)))
+    p = 1 / (1 + math.exp(-margin))
+    return -0.9 * math.log(p) - 0.1 * math.log(1 - p)
+
+
+def slow_ipo(chosen: list[float], chosen_ref: list[float], rejected: list[float], rejected_ref: list[float]) -> float:
+    lead, other = (
+        mean(own) - mean(of_reference) for own, of_reference in ((chosen, chosen_ref), (rejected, rejected_ref))
+    )
+    return (lead - other - 1 / 0.8) ** 2
+
+
+def slow_simpo(chosen: list[float], chosen_ref: list[float], rejected: list[float], rejected_ref: list[float]) -> float:
+    return math.log(1 + math.exp(-(0.4 * mean(chosen) - 0.4 * mean(rejected) - 1.0)))
+
+
+PAIR_LOSSES = {"dpo": slow_dpo, "ipo": slow_ipo, "simpo": slow_simpo}
+
+
+def as_pairs(batch: Ragged) -> Ragged:
+    """Twice as many trajectories, each with something to train on."""
+    masks, random = [[*row, True] for row in [*batch.masks, *batch.masks[::-1]]], Random(len(batch.masks))
+    return Ragged(masks, [0] * len(masks), [[[logprobs(random) for _ in row] for row in masks] for _ in range(3)])
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+@quick
+@given(batch=policy_batches.map(as_pairs))
+def test_losses_of_pairs_and_their_gradients_match_the_papers_formula(name: str, batch: Ragged) -> None:
+    new, reference, _ = (batch.generated(rows) for rows in batch.columns)
+
+    def slow(new: Rows) -> list[float]:
+        found = []
+        for first in range(0, len(new), 2):
+            chosen, rejected = (first, first + 1) if first % 4 == 0 else (first + 1, first)
+            found.append(PAIR_LOSSES[name](new[chosen], reference[chosen], new[rejected], reference[rejected]))
+        return found
+
+    def slope(i: int, t: int, step: float = 1e-6) -> float:
+        up, down = ([list(row) for row in new] for _ in range(2))
+        up[i][t] += step
+        down[i][t] -= step
+        return (mean(slow(up)) - mean(slow(down))) / (2 * step)
+
+    tensors = batch.tensors()
+    tensors[0].requires_grad_()
+    result = loss_with_options(name, in_pairs(PolicyTerms(*tensors, batch.mask, batch.offsets)))
+    by_pair = with_options(AGGREGATIONS[str(LOSSES[name].aggregation)])
+    loss = aggregate(result.loss, batch.mask, batch.offsets, by_pair, batch.counts)
+    assert float(loss.detach()) == pytest.approx(mean(slow(new)), abs=1e-9)
+    assert float(result.pair_sums["loss"]) == pytest.approx(sum(slow(new)), abs=1e-9)
+    (gradient,) = torch.autograd.grad(loss, tensors[0])
+    assert_rows(gradient, batch.spread([[slope(i, t) for t in range(len(row))] for i, row in enumerate(new)]), 1e-6)
+
+
+def test_what_is_reported_of_pairs_are_implicit_rewards_and_who_is_ahead() -> None:
+    """Three pairs of answers of one token: one is ahead by 2 nats, one behind by 1, one a tie."""
+    new, reference = torch.tensor([-1.0, -3, -2, -1, -1, -1]), torch.tensor([-2.0, -2, -2, -2, -1, -1])
+    terms = PolicyTerms(new, reference, new, torch.ones(6, dtype=torch.bool), torch.arange(7))
+    found = loss_of("dpo", in_pairs(replace(terms, logprobs=new[[0, 1, 3, 2, 4, 5]])), beta=0.5).pair_sums
+    assert {name: float(value) for name, value in found.items() if name != "loss"} == pytest.approx(
+        {
+            "accuracy": 1.5,
+            "margin": 0.5 * (2 - 1),
+            "chosen_reward": 0.5 * 1,
+            "rejected_reward": 0.5 * (-1 + 1),
+            "chosen_logprob": -1 - 2 - 1,
+            "rejected_logprob": -3 - 1 - 1,
+        }
+    )
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @quick
 @given(batch=policy_batches)
@@ -189,6 +275,7 @@ def test_nothing_on_other_tokens_changes_loss_gradient_or_metrics(name: str, bat
     assert torch.equal(gradient, clean_gradient)
     assert poisoned.sums == clean.sums
     assert poisoned.maxima == clean.maxima
+    assert poisoned.pair_sums == clean.pair_sums
     assert poisoned.loss[~batch.mask].abs().sum() == 0
     assert gradient[~batch.mask].abs().sum() == 0
 
@@ -222,7 +309,7 @@ def test_ratio_and_kl_metrics_match_lists(name: str, batch: Ragged) -> None:
     assert float(result.maxima["ratio_deviation"]) == pytest.approx(max((abs(r - 1) for r in ratios), default=0.0))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [name for name, declared in LOSSES.items() if not declared.trains_on_rows])
 def test_before_the_first_update_every_gradient_is_the_policy_gradient(name: str) -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.1], requires_grad=True)
     advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
@@ -235,6 +322,17 @@ def test_before_the_first_update_every_gradient_is_the_policy_gradient(name: str
     assert result.maxima["ratio_deviation"] == 0
     assert result.sums["approx_kl"] == 0
     assert result.sums["clipped"] == 0
+
+
+def test_the_loss_of_rows_is_the_negative_log_prob_whatever_the_advantage() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.1], requires_grad=True)
+    mask = torch.tensor([False, True, True, False])
+    terms = PolicyTerms(logprobs, torch.zeros(4), torch.zeros(4), mask, torch.tensor([0, 4]))
+    result = loss_of("nll", terms)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    assert result.loss.tolist() == [0, 2, 0.5, 0]
+    assert gradient.tolist() == [0, -1, -1, 0]
+    assert result.sums["nll"] == 2.5
 
 
 def one_token(log_ratio: float, advantage: float, dual_clip: float | None) -> float:
@@ -259,7 +357,7 @@ def test_extreme_log_ratios_stay_finite() -> None:
             torch.tensor([True, True]),
             torch.tensor([0, 1, 2]),
         )
-        result = loss_of(name, terms)
+        result = loss_of(name, in_pairs(terms))
         (gradient,) = torch.autograd.grad(result.loss.sum(), new)
         assert torch.isfinite(result.loss).all(), name
         assert torch.isfinite(gradient).all(), name

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from commands import corral as command_line
+from runs import write_recipe
 
 import corral
 
@@ -162,3 +163,37 @@ def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     values["data"] = {**values["data"], "train": {"path": "arithmetic:addition"}}
     metrics = corral.evaluate(values, run.checkpoint, reward=length, validation=rows)
     assert metrics["validation/mean@1"] in (0.0, 1.0, 2.0)
+
+
+def test_a_run_that_was_trained_with_another_reward_is_refused_unless_one_insists(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_model)
+
+    def by_length(response: str) -> float:
+        return len(response) / 8
+
+    corral.train(recipe, reward=by_length, schedule={"steps": 1}, quiet=True)
+
+    def by_length(response: str) -> float:  # type: ignore[no-redef]
+        return len(set(response)) / 8
+
+    with pytest.raises(corral.UserError, match=r"environment.reward.name: the content of corral_objects:by_length"):
+        corral.train(recipe, reward=by_length, schedule={"steps": 2}, quiet=True)
+    run = corral.train(recipe, reward=by_length, schedule={"steps": 2}, quiet=True, resume_anyway=True)
+    assert run.metrics["step"].to_pylist() == [1, 2]
+
+
+def test_warnings_of_a_quiet_run_go_to_stderr(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_model)
+
+    def broken(response: str) -> float:
+        raise KeyError("no such thing")
+
+    with pytest.raises(corral.RunError, match="all 16 samples failed, 16 of them with: KeyError: 'no such thing'"):
+        corral.train(recipe, reward=broken, quiet=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("warning: a sample failed: KeyError: 'no such thing' (test_python_api.py:") == 1

@@ -119,10 +119,11 @@ def test_a_side_whose_package_is_missing_is_skipped_with_a_line(
     assert "trl is skipped: trl and datasets not installed (pip install trl==1.16.0)" in printed
 
 
-def test_without_a_gpu_vllm_is_chosen_only_if_its_python_is_given(tiny_model: Path) -> None:
-    assert choose_sides("rollout", [], "cpu") == ["corral", "transformers"]
-    assert choose_sides("rollout", [], "cpu", "python") == ["corral", "transformers", "vllm"]
-    assert choose_sides("rollout", [], "cuda") == ["corral", "transformers", "vllm"]
+def test_vllm_without_a_gpu_and_sglang_are_chosen_only_if_their_python_is_given(tiny_model: Path) -> None:
+    assert choose_sides("rollout", [], "cpu", PeerOptions()) == ["corral", "transformers"]
+    assert choose_sides("rollout", [], "cpu", PeerOptions(vllm_python="p")) == ["corral", "transformers", "vllm"]
+    assert choose_sides("rollout", [], "cuda", PeerOptions()) == ["corral", "transformers", "vllm"]
+    assert choose_sides("rollout", [], "cpu", PeerOptions(sglang_python="p")) == ["corral", "transformers", "sglang"]
     settings = settings_of("rollout", tiny_model, peers=PeerOptions(vllm_python=sys.executable))
     assert why_skipped("vllm", settings) == f"vllm is skipped: not installed in --vllm-python {sys.executable}"
     with pytest.raises(UserError, match="--vllm-python no/where: cannot be run"):

@@ -46,6 +46,12 @@ def test_overlap_is_measured_on_ray(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_supervised_fine_tuning_is_measured_beside_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    assert "shared_beginning" in run("sft.py", tmp_path)
+
+
+@pytest.mark.slow
 def test_scaling_is_measured(tmp_path: Path) -> None:
     found = run("scaling.py", tmp_path, "--layouts", "no Ray, 1 process", "Ray, 1 worker")
     assert "scaling" in found

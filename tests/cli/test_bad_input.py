@@ -153,3 +153,36 @@ def test_unknown_command_and_option(tmp_path: Path) -> None:
         finished = corral(tmp_path, *arguments)
         assert finished.code == 2
         assert "Traceback" not in finished.stderr
+
+
+def test_a_message_moves_no_cursor_and_colors_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    error = the_error(train(tmp_path, tiny_model, "schedule.st\x1b[2J\x1b]0;title\x07eps=3"))
+    assert r"schedule.st\x1b[2J\x1b]0;title\x07eps" in error
+    assert "\x1b" not in error
+
+
+def test_a_file_that_is_too_large_for_a_recipe_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "recipe.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    error = the_error(corral(tmp_path, "train", "recipe.yaml"))
+    assert error == "recipe.yaml: has 1099511627776 bytes, and a recipe has at most 1048576; is it one?"
+
+
+def test_a_file_that_is_too_large_for_a_template_is_not_read(tmp_path: Path, tiny_model: Path) -> None:
+    with (tmp_path / "template.jinja").open("wb") as file:
+        file.truncate(1 << 40)
+    error = the_error(train(tmp_path, tiny_model, f"model.chat_template={tmp_path}/template.jinja"))
+    assert "template.jinja has more than 1048576 bytes; is it a template?" in error
+
+
+def test_one_bad_row_of_many_ends_a_run_or_is_skipped_and_named(tmp_path: Path, tiny_model: Path) -> None:
+    replace_in_recipe(tmp_path, tiny_model, GENERATED, "{path: rows.jsonl}")
+    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(8)]
+    answered = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    rows[5:5] = ['{"prompt": "cut o', json.dumps({"prompt": answered})]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    assert the_error(train(tmp_path, tiny_model)).startswith("rows.jsonl:6: not valid JSON")
+    finished = train(tmp_path, tiny_model, "data.on_bad_row=skip")
+    assert finished.code == 0, finished.stderr
+    assert "rows.jsonl: 2 of 10 rows skipped" in finished.stdout
+    assert "rows.jsonl:7: column `prompt` ends with a message of the assistant" in finished.stdout

@@ -2,15 +2,20 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
+import typer.main
 from commands import corral
 from runs import VALIDATION, rows_of, write_recipe
 
+from corral.cli.main import app
 from corral.observe.run_files import read_metrics
 
 SAMPLED = (*VALIDATION, "validation.temperature=1.0", "validation.samples_per_prompt=2")
@@ -140,3 +145,59 @@ def test_help_says_what_a_verb_is_for(tmp_path: Path, verb: str, purpose: str) -
 def test_version(tmp_path: Path) -> None:
     packages = [line.split()[0] for line in corral(tmp_path, "version").stdout.splitlines()]
     assert packages == ["corral", "torch", "transformers"]
+
+
+def test_the_version_is_an_option_that_loads_neither_torch_nor_the_schema() -> None:
+    seen = "import sys; sys.argv = ['corral', '--version']; from corral.cli.main import main\n"
+    seen += "try: main()\nexcept SystemExit as end: assert end.code == 0\n"
+    seen += "print([name for name in ('torch', 'transformers', 'ray', 'corral.recipe.schema') if name in sys.modules])"
+    version, loaded = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True).stdout.splitlines()
+    assert re.fullmatch(r"corral (\d+\.\d+\.\d+\S*|is not installed as a package)", version)
+    assert loaded == "[]"
+
+
+def help_pages(command: Any, words: tuple[str, ...] = ("corral",)) -> list[tuple[str, ...]]:
+    below = getattr(command, "commands", {})
+    return [words, *(page for name, sub in below.items() for page in help_pages(sub, (*words, name)))]
+
+
+@pytest.mark.parametrize("words", help_pages(typer.main.get_command(app)), ids=" ".join)
+def test_every_help_has_examples_that_parse(words: tuple[str, ...]) -> None:
+    root: Any = typer.main.get_command(app)
+    command = root
+    for word in words[1:]:
+        command = command.commands[word]
+    title, *examples = (command.epilog or "").replace(r"\[", "[").split("\n\n")
+    assert title == "Examples:"
+    assert examples
+    for example in examples:
+        typed = shlex.split(re.sub(r"^([A-Z_]+=\S+ )+", "", example).partition(" > ")[0])
+        assert tuple(typed[: len(words)]) == words
+        parsed, rest = root, typed[1:]
+        while hasattr(parsed, "commands"):
+            parsed, rest = parsed.commands[rest[0]], rest[1:]
+        parsed.make_context(typed[0], rest)
+
+
+def completed(tmp_path: Path, *words: str) -> list[str]:
+    """What the shell is given for the last word: this is how bash asks."""
+    environment = {
+        **os.environ,
+        "_CORRAL_COMPLETE": "complete_bash",
+        "COMP_WORDS": shlex.join(["corral", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    program = "import sys; sys.argv = ['corral']; from corral.cli.main import main; main()"
+    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    return finished.stdout.splitlines()
+
+
+def test_the_shell_completes_keys_of_the_recipe_and_names_to_choose_from(tmp_path: Path) -> None:
+    keys = completed(tmp_path, "train", "recipe.yaml", "bat")
+    assert "batch.prompts_per_step=" in keys
+    assert all(key.startswith("batch.") for key in keys)
+    assert completed(tmp_path, "plan", "recipe.yaml", "schedule.steps=3", "optimizer.learning_r") == [
+        "optimizer.learning_rate="
+    ]
+    assert completed(tmp_path, "train", "recipe.yaml", "algorithm.name=gs") == ["algorithm.name=gspo"]
+    assert "algorithm.loss=" in completed(tmp_path, "launch", "slurm", "recipe.yaml", "algorithm.l")

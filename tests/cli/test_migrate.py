@@ -91,6 +91,20 @@ def test_shrunk_it_trains_a_step_in_one_process(tmp_path: Path, name: str) -> No
     assert "step 1/1" in trained.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_shrunk_it_trains_a_step_whatever_engine_roll_names(tmp_path: Path, engine: str) -> None:
+    sampling = "actor_infer.generating_args: {temperature: 1.0, top_p: 1.0, top_k: 0}\n"
+    chosen = f"actor_infer.strategy_args: {{strategy_name: {engine}, strategy_config: {{tensor_parallel_size: 2}}}}\n"
+    guide = (GOLDEN / "roll_guide_two_nodes/input.yaml").read_text()
+    (tmp_path / "engine.yaml").write_text(f"{guide}{sampling}{chosen}")
+    (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", "engine.yaml").stdout)
+    assert load_recipe(tmp_path / "recipe.yaml").rollout.engine.name == engine
+    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
+    assert trained.code == 0, trained.stderr
+    assert "step 1/1" in trained.stdout
+
+
 # --- what is wrong is one clear line, and nothing runs
 
 
@@ -320,7 +334,7 @@ def test_configurations_are_found_by_path_and_name(tmp_path: Path, system: str) 
     ("options", "problem"),
     [
         (["--shrink", "1"], "--allow-unsupported and --shrink belong to --plan and --train"),
-        (["--plan", "--debug"], "--debug, --post-mortem and --insecure belong to --train"),
+        (["--plan", "--debug"], "--debug, --post-mortem, --insecure and --resume-anyway belong to --train"),
     ],
 )
 def test_options_belong_together(tmp_path: Path, options: list[str], problem: str) -> None:

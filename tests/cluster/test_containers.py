@@ -239,6 +239,7 @@ def launch(podman: Podman, engine: str, *words: str) -> list[str]:
 def test_the_lines_start_a_cluster_of_two_containers_that_trains(podman, folder):
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
     name = f"lines-{os.getpid()}"
     words = launch(podman, "podman", "cluster.nodes=2", "--local", "--name", name, "--token-file", str(token))
     lines = podman.command(words, cwd=folder).stdout

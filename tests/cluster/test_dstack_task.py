@@ -11,8 +11,8 @@ import pytest
 import yaml
 from launching import HOSTILE, work
 
-from corral.cluster.launchers.dstack import RECIPE, dstack_launch
-from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
+from corral.cluster.launchers.dstack import MAX_CODE_BYTES, RECIPE, dstack_launch
+from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec, with_code
 from corral.recipe.errors import UserError
 from corral.recipe.load import load_recipe
 
@@ -29,6 +29,7 @@ for text in json.load(sys.stdin):
 
 
 def launch(of: LaunchSpec, folder: Path, **options: Any) -> LaunchFiles:
+    options["volumes"] = [*options.get("volumes", ()), f"results:{of.recipe.logging.runs}"]
     return dstack_launch(of, folder=folder, image="registry.example/corral:1", **options)
 
 
@@ -55,7 +56,7 @@ def test_dstack_reads_the_task(tmp_path):
         task_text(work(tmp_path), tmp_path, gpu="80GB", environment=["WANDB_API_KEY"], volumes=["/data:/data"]),
         task_text(work(tmp_path, accelerator="amd"), tmp_path, gpu="MI300X", fleets=["mine"], volumes=["models:/m"]),
         task_text(work(tmp_path, accelerator="none", nodes=1), tmp_path),
-        task_text(work(tmp_path, HOSTILE), tmp_path),
+        task_text(with_code(work(tmp_path, HOSTILE), tmp_path, tmp_path, (), MAX_CODE_BYTES), tmp_path),
     ]
     read = read_by_dstack(*texts)
     assert [found.get("type") for found in read] == ["TaskConfiguration"] * 4, read
@@ -123,3 +124,22 @@ def test_a_hostile_name_stays_text(tmp_path):
 
 def test_a_long_name_is_cut_to_what_dstack_allows(tmp_path):
     assert len(task(work(tmp_path, f"name={'long-' * 20}"), tmp_path)["name"]) <= 41
+
+
+def test_a_run_folder_on_the_containers_own_disk_is_refused(tmp_path: Path) -> None:
+    of = work(tmp_path, "logging.runs=/runs/here")
+    for volumes in ([], ["/data:/data"], ["results:/run"]):
+        with pytest.raises(UserError, match=r"own disk.* --volume"):
+            dstack_launch(of, folder=tmp_path, image="x", volumes=volumes)
+    dstack_launch(of, folder=tmp_path, image="x", volumes=["/nfs:/runs"])
+
+
+def test_code_of_the_recipe_goes_along_and_is_where_training_starts(tmp_path: Path) -> None:
+    of = with_code(work(tmp_path), tmp_path, tmp_path, (), MAX_CODE_BYTES)
+    files, found = launch(of, tmp_path).files, task(of, tmp_path)
+    assert files["tiny.code/vowels.py"] == (tmp_path / "vowels.py").read_text()
+    assert found["files"] == ["tiny.recipe.yaml:/corral/recipe.yaml", "tiny.code:/corral/code"]
+    (script,) = found["commands"]
+    assert f"cd /corral/code && corral train {RECIPE}" in script
+    (tmp_path / "there.yaml").write_text(files["tiny.recipe.yaml"])
+    assert load_recipe(tmp_path / "there.yaml").environment.reward.name == "vowels.py:share_of_vowels"

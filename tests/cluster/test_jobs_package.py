@@ -6,19 +6,10 @@ from pathlib import Path
 import pytest
 from runs import RECIPE
 
-from corral.cluster.jobs import submit as submitting
+from corral.cluster.jobs import job_code
 from corral.cluster.jobs.job import Job
-from corral.cluster.jobs.submit import (
-    JobCode,
-    JobRequest,
-    chosen_variables,
-    collect_code,
-    files_of,
-    new_id,
-    prepare,
-    read_runtime_env,
-    with_absolute_paths,
-)
+from corral.cluster.jobs.job_code import JobCode, collect_code, files_of, with_absolute_paths
+from corral.cluster.jobs.submit import JobRequest, chosen_variables, new_id, prepare, read_runtime_env
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import dump_recipe, load_recipe
 from corral.recipe.rules import check
@@ -69,6 +60,16 @@ def test_paths_are_those_of_the_folder_it_was_submitted_from(folder: Path, load:
     assert recipe.reference.path == f"{folder}/../other"
 
 
+def test_paths_of_several_sources_and_environments_are_too(folder: Path, load: Load) -> None:
+    (folder / "own.py").write_text("def rows(): ...\nclass Game: ...\n")
+    written = ("~data.train", "data.train.sources={a: {path: a.jsonl}, b: {path: 'own.py:rows'}}", "~environment")
+    recipe = load(*written, "environments={x: {name: 'own.py:Game'}}")
+    prepared, _ = collect_code(with_absolute_paths(recipe, folder), folder, None)
+    assert prepared.data.train.sources["a"].path == f"{folder}/a.jsonl"
+    assert prepared.data.train.sources["b"].path == f"{folder}/own.py:rows"
+    assert prepared.environments["x"].name == f"{folder}/own.py:Game"
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -116,7 +117,7 @@ def test_python_files_and_small_texts_are_sent(folder: Path) -> None:
         "a_run/metrics.jsonl",
         "a_run/g.py",
     )
-    write(folder, "large.txt", content="x" * (submitting.MAX_TEXT_BYTES + 1))
+    write(folder, "large.txt", content="x" * (job_code.MAX_TEXT_BYTES + 1))
     assert sorted(files_of(folder, skip=folder / "runs")) == [
         "a.py",
         "package/b.py",
@@ -190,7 +191,7 @@ def test_without_code_files_are_named_in_full(folder: Path, load: Load) -> None:
 def test_code_that_is_too_large_is_refused_with_its_largest_files(
     folder: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submitting, "MAX_BYTES", 3000)
+    monkeypatch.setattr(job_code, "MAX_BYTES", 3000)
     write(folder, "small.py")
     write(folder, "tables/large.py", content="x" * 4000)
     with pytest.raises(

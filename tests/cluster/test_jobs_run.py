@@ -57,6 +57,7 @@ def share_of_vowels(response):
         vowels = file.read()
     return sum(letter in vowels for letter in response) / 8
 """
+NAMES = ("SECRET_OF_THE_RECIPE", "SECRET_OF_THE_COMMAND", "SECRET_OF_THE_FILE")
 SECRETS = ("swordfish", "open-sesame", "xyzzy")
 ASK = """
 import pathlib, sys, urllib.request as ask
@@ -81,6 +82,7 @@ class Project:
     def __init__(self, lab: Lab, shared: Path, model: Path) -> None:
         self.lab, self.shared = lab, shared
         text = RECIPE.format(folder=shared, model=model) + CLUSTER
+        text = text.replace("environment: {reward", f"environment: {{env: [{', '.join(NAMES)}], reward")
         reward = f'"score.py:score", options: {{notes: {shared}/notes}}'
         files = {
             "recipe.yaml": text.replace(f'"{shared}/vowels.py:share_of_vowels"', reward),
@@ -218,7 +220,8 @@ def test_a_job_that_is_stopped_saves_and_says_so(project: Project, stopped: Stop
 
 
 def test_a_resumed_job_goes_on_when_its_terminal_is_closed(project: Project, stopped: Stopped) -> None:
-    submit = ("submit", "recipe.yaml", "name=long", f"schedule.steps={stopped.step + 4}", "--resume")
+    faster = (f"schedule.steps={stopped.step + 4}", "--resume", "--resume-anyway")  # without SLOWLY's option
+    submit = ("submit", "recipe.yaml", "name=long", *faster)
     process = project.begin(*submit)
     wait_until(lambda: project.num_running() == 1)
     project.signal(signal.SIGHUP, *submit)

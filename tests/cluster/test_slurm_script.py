@@ -22,6 +22,8 @@ NODES = ("cluster.nodes=2", "cluster.devices_per_node=8")
 NASTY = ["x'; touch spilt; '", 'x"; touch spilt; "', "$(touch spilt)", "`touch spilt`", "a b\nc", "*", "-n", "\\", "#"]
 DOCKER: dict[str, Any] = {"engine": "docker", "image": "corral:latest"}
 PODMAN: dict[str, Any] = {"engine": "podman", "image": "corral:latest"}
+PYXIS: dict[str, Any] = {"engine": "pyxis", "image": "/images/corral.sqsh"}
+APPTAINER: dict[str, Any] = {"engine": "apptainer", "image": "/images/corral.sif"}
 
 
 @pytest.fixture
@@ -63,7 +65,9 @@ def on_node(text: str, *command: str, **variables: str) -> list[str]:
 
 
 @pytest.mark.parametrize("accelerator", ["nvidia", "amd", "none"])
-@pytest.mark.parametrize("container", [{}, DOCKER, PODMAN], ids=["bare", "docker", "podman"])
+@pytest.mark.parametrize(
+    "container", [{}, DOCKER, PODMAN, PYXIS, APPTAINER], ids=["bare", "docker", "podman", "pyxis", "apptainer"]
+)
 def test_bash_and_shellcheck_have_nothing_to_say(
     tmp_path: Path, accelerator: Accelerator, container: dict[str, Any]
 ) -> None:
@@ -76,7 +80,7 @@ def test_bash_and_shellcheck_have_nothing_to_say(
         assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("container", [{}, DOCKER], ids=["bare", "docker"])
+@pytest.mark.parametrize("container", [{}, DOCKER, PYXIS, APPTAINER], ids=["bare", "docker", "pyxis", "apptainer"])
 @pytest.mark.parametrize("text", NASTY)
 def test_no_text_of_the_recipe_is_read_by_the_shell(tmp_path: Path, text: str, container: dict[str, Any]) -> None:
     folder = tmp_path / f"folder {text}".replace("\n", " ")
@@ -230,6 +234,51 @@ def test_no_value_of_a_variable_is_in_the_script(
     assert "very-secret" not in text
 
 
+def test_with_pyxis_every_step_is_in_a_container_and_shares_what_ray_needs(tmp_path: Path) -> None:
+    options = options_in(tmp_path, **PYXIS, mounts=["/data:/data:ro"], environment=["WANDB_API_KEY"])
+    text = script(work_in(tmp_path), options)
+    words = evaluate(text, '"${srun_options[@]}"')
+    assert words[:3] == ["--overlap", "--nodes=1", "--ntasks=1"]
+    given = dict(word.partition("=")[::2] for word in words[3:])
+    assert given == {
+        "--container-image": "/images/corral.sqsh",
+        "--container-mounts": f"{tmp_path}:{tmp_path},/data:/data:ro,/tmp:/tmp,/dev/shm:/dev/shm",
+        "--container-workdir": str(tmp_path),
+        "--no-container-remap-root": "",
+        "--container-env": "WANDB_API_KEY",
+    }
+    assert evaluate(text, '"${up_command[@]}"')[:2] == ["corral", "up"]
+    # Signals and cleaning up are as without containers: there is no daemon between.
+    assert evaluate(text, '"$engine" "$container"') == ["", ""]
+
+
+@pytest.mark.parametrize(("accelerator", "flag"), [("nvidia", ["--nv"]), ("amd", ["--rocm"]), ("none", [])])
+def test_with_apptainer_every_command_is_in_a_container(
+    tmp_path: Path, accelerator: Accelerator, flag: list[str]
+) -> None:
+    text = script(work_in(tmp_path, accelerator=accelerator), options_in(tmp_path, **APPTAINER, mounts=["/data::ro"]))
+    shell = 4 if accelerator == "amd" else 0
+    binds = [f"{tmp_path}:{tmp_path}", "/data:/data:ro", "/tmp:/tmp", "/dev/shm:/dev/shm"]
+    expected = ["apptainer", "exec", *flag, *(word for one in binds for word in ("--bind", one))]
+    expected += ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(tmp_path), "/images/corral.sif"]
+    for name, command in (("up", ["corral", "up"]), ("check", ["corral", "check"]), ("train", ["corral", "train"])):
+        words = evaluate(text, f'"${{{name}_command[@]}}"')[shell:]
+        assert words[: len(expected) + 2] == [*expected, *command]
+    assert evaluate(text, '"$engine" "$container"') == ["", ""]
+
+
+def test_a_program_in_the_place_of_apptainer_gets_the_words_of_the_command(tmp_path: Path) -> None:
+    """With the recipe's name and overrides whole, and the devices of the job."""
+    program = tmp_path / "apptainer"
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "$HIP_VISIBLE_DEVICES" "${@: -2}"\n')
+    program.chmod(0o755)
+    text = script(work_in(tmp_path, f"name={NASTY[0]}", accelerator="amd"), options_in(tmp_path, **APPTAINER))
+    command = f'{first_half(text)}\nexport PATH="{tmp_path}:$PATH"\n"${{train_command[@]}}"'
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "ROCR_VISIBLE_DEVICES": "2,3"}
+    said = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert said.stdout.splitlines() == ["2,3", "cluster.devices_per_node=8", f"name={NASTY[0]}"], said.stderr
+
+
 # --- how it is started
 
 
@@ -251,8 +300,12 @@ def test_the_folder_of_the_log_is_there_before_slurm_writes_to_it(
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"container": "lxc", "image": "x"}, "--container lxc is not docker or podman"),
-        ({"container": "docker"}, "--container docker|podman and --image go together"),
+        ({"container": "lxc", "image": "x"}, "--container lxc is not docker, podman, pyxis or apptainer"),
+        ({"container": "docker"}, "--container and --image go together"),
+        ({"container": "pyxis", "image": "x", "shm": "10g"}, "--shm is for docker and podman"),
+        ({"container": "apptainer", "image": "x", "env": ["A"]}, "--env is not needed"),
+        ({"container": "apptainer", "image": "-x"}, "--image -x is not the name of an image"),
+        ({"container": "pyxis", "image": "x", "mount": ["/a,b"]}, "has no , and no :"),
         ({"env": ["WANDB_API_KEY"]}, "--mount and --env are for containers"),
         ({"accelerator": "tpu"}, "--accelerator tpu is not one of"),
     ],

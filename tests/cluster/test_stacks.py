@@ -230,7 +230,7 @@ def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Ru
     controller, workers, rewards = said.strip().split("\n\n")
     assert re.match(r"controller of run stuck: \S+ \(loop/train.py:\d+\), waits\n    h1, pid \d+\n", controller)
     assert re.match(
-        r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+_exchange \(rewards/scorer_pool.py", workers
+        r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+exchange \(rewards/worker_pool.py", workers
     )
     assert re.search(r"\n    h1, pid \d+; h2, pid \d+\n    reward worker 0\n", workers)
     assert re.match(r"reward function on devices 0-1 of run stuck \(2 alike\): hangs \(trouble.py:12\), waits", rewards)

@@ -135,6 +135,7 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     token, old = file.with_name("head.json.token"), tmp_path / "home" / ".corral" / "token"
     old.parent.mkdir(parents=True)
     old.write_text("old" * 20)
+    old.chmod(0o600)
     token.rename(tmp_path / "later")
     file.write_text(json.dumps(fresh))
     joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME=str(tmp_path / "home"))

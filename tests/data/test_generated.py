@@ -64,6 +64,14 @@ def test_the_parts_share_no_question_with_swapped_terms_either() -> None:
         assert f"What is {b} + {a}?" not in train
 
 
+def test_pairs_are_the_right_number_and_one_that_is_wrong_in_one_digit() -> None:
+    source = Source(path="arithmetic:subtraction", size=300, options={"pairs": True})
+    for row in load_rows(source, Data(train=source, chosen_key="good", rejected_key="bad"), with_rejected=True):
+        [right], [wrong] = row.completion, row.rejected
+        assert right["content"] == row.answer
+        assert sum(a != b for a, b in zip(right["content"], wrong["content"], strict=True)) == 1
+
+
 def test_generated_rows_need_no_column_names() -> None:
     source = Source(path="arithmetic:addition", size=1)
     [row] = load_rows(source, Data(train=source, prompt_key="question", answer_key="solution"))

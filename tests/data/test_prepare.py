@@ -73,7 +73,9 @@ def test_an_unknown_data_set_is_an_error_that_names_the_known_ones(tmp_path: Pat
 def test_a_missing_split_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
     write_splits(tmp_path, GSM8K)
     (tmp_path / "test.jsonl").unlink()
-    with pytest.raises(UserError, match=r"has none of test\.parquet, test\.jsonl, test\.json, nor a folder test"):
+    with pytest.raises(
+        UserError, match=r"has none of test\.parquet, test\.jsonl, test\.json, test\.csv, nor a folder test"
+    ):
         prepare("gsm8k", tmp_path / "out", tmp_path)
     assert not (tmp_path / "out").exists()
 

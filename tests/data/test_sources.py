@@ -1,5 +1,8 @@
+import csv
+import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from corral.data.rows import Row
-from corral.data.sources import fit_prompts, load_rows, render_prompt
+from corral.data.sources import OverlongCounts, fit_prompts, load_rows, render_prompt
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Source
 
@@ -34,6 +37,50 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_jsonl_is_read(tmp_path: Path) -> None:
     rows = load(write_jsonl(tmp_path / "rows.jsonl", ROWS))
     assert [(row.prompt[0]["content"], row.answer) for row in rows] == [(row["prompt"], row["answer"]) for row in ROWS]
+
+
+def test_rows_of_several_sources_have_their_names(tmp_path: Path) -> None:
+    own = write_jsonl(tmp_path / "own.jsonl", [ROWS[0], {**ROWS[1], "data_source": "openai/gsm8k"}])
+    others = write_jsonl(tmp_path / "others.jsonl", ROWS[2:])
+    source = Source.model_validate(
+        {"sources": {"mine": {"path": str(own)}, "others": {"path": str(others), "max_rows": 2}}}
+    )
+    rows = load_rows(source, Data(train=source))
+    assert questions(rows) == [f"question {number}" for number in range(4)]
+    assert [row.source for row in rows] == ["mine", "openai/gsm8k", "others", "others"]
+    assert [row.source_name for row in rows] == ["mine", "mine", "others", "others"]
+
+
+def test_filters_leave_out_rows_outside_of_a_range_and_count_them(tmp_path: Path) -> None:
+    rows = [{**row, "stats": {"rate": i / 4}, "level": i} for i, row in enumerate(ROWS)]
+    source = Source.model_validate(
+        {
+            "path": str(write_jsonl(tmp_path / "rows.jsonl", rows)),
+            "filters": {"stats.rate": [0.25, None], "level": [None, 3]},
+        }
+    )
+    lines: list[str] = []
+    assert questions(load_rows(source, Data(train=source), report=lines.append)) == [f"question {i}" for i in (1, 2, 3)]
+    assert lines == [f"{source.path}: 2 of 5 rows left out by `filters` (1 by `stats.rate`, 1 by `level`)"]
+    first = source.first_rows(1)
+    assert questions(load_rows(first, Data(train=first))) == ["question 1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({}, r"rows.jsonl:1: no column `rate`; set `filters` to one of its columns"),
+        ({"rate": "high"}, r"rows.jsonl:1: column `rate` must be a number for `filters`, not 'high'"),
+        ({"rate": None}, r"rows.jsonl:1: column `rate` must be a number for `filters`, not None"),
+        ({"rate": 0.5}, r"there are no rows in it but those that `filters` leave out"),
+    ],
+)
+def test_a_filter_on_something_else_than_a_number_is_an_error_with_its_place(
+    tmp_path: Path, row: dict[str, Any], problem: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], **row}])
+    with pytest.raises(UserError, match=problem):
+        load(path, {"filters": {"rate": (0.6, None)}})
 
 
 def test_a_json_list_is_read(tmp_path: Path) -> None:
@@ -80,9 +127,13 @@ def test_a_folder_is_an_error_that_says_what_to_write(tmp_path: Path) -> None:
 
 
 def test_an_unknown_extension_is_an_error_that_names_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,answer\n")
-    with pytest.raises(UserError, match=r"unknown extension `\.csv`; Corral reads \.parquet, \.jsonl, \.json"):
-        load(tmp_path / "rows.csv")
+    for name in ("rows.xlsx", "rows.parquet.gz"):
+        (tmp_path / name).write_text("prompt,answer\n")
+        suffix = name.removeprefix("rows")
+        with pytest.raises(
+            UserError, match=rf"unknown extension `{suffix}`; Corral reads \.parquet, \.jsonl, \.json, \.csv"
+        ):
+            load(tmp_path / name)
 
 
 def test_an_empty_data_set_is_an_error(tmp_path: Path) -> None:
@@ -242,6 +293,22 @@ def test_a_template_that_refuses_a_prompt_is_an_error_with_its_words() -> None:
         render_prompt(tokenizer("{{ raise_exception('no system role') }}"), PROMPT, chat=True)
 
 
+def test_tools_and_tool_calls_of_a_row_reach_the_template_or_are_an_error() -> None:
+    calls = "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}"
+    listed = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}"
+    template = listed + TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}" + calls)
+    call = {"role": "c", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with_tools = replace(PROMPT, where="x.jsonl:3", tools=[{"function": {"name": "plus"}}])
+    with_call = replace(PROMPT, where="x.jsonl:4", prompt=[*PROMPT.prompt, call])
+    assert spell(render_prompt(tokenizer(template), with_tools, chat=True, needs_tools=True)) == "plus[s]be[u]hi[a]"
+    assert spell(render_prompt(tokenizer(template), with_call, chat=True, needs_tools=True)) == "[s]be[u]hi[c]f[a]"
+    for row, what in ((with_tools, "x.jsonl:3 has tools"), (with_call, "x.jsonl:4 has tool calls")):
+        with pytest.raises(UserError, match=f"{what}, and the model's chat template does not render"):
+            render_prompt(tokenizer(TEMPLATE), row, chat=True, needs_tools=True)
+        with pytest.raises(UserError, match="which need the chat template"):
+            render_prompt(tokenizer(template), row, chat=False, needs_tools=True)
+
+
 def rows_of_lengths(*lengths: int) -> list[Row]:
     return [Row([{"role": "user", "content": "x" * length}], None, "", {}) for length in lengths]
 
@@ -277,3 +344,149 @@ def test_overlong_prompts_are_truncated_and_counted(overlong: str, kept: list[in
 def test_filtering_everything_away_is_an_error() -> None:
     with pytest.raises(UserError, match="no prompt is left: all 2"):
         fit_prompts(rows_of_lengths(5, 6), render, 3, "filter")
+
+
+# --- files as people have them
+
+
+def test_csv_is_read_as_text_with_quotes_and_line_breaks(tmp_path: Path) -> None:
+    rows = [{"prompt": 'Say "a, b"\nand more', "answer": "007"}, {"prompt": "x" * 200_000, "answer": ""}]
+    with (tmp_path / "rows.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer"])
+        writer.writeheader()
+        writer.writerows(rows)
+    found = load(tmp_path / "rows.csv")
+    assert [(row.prompt[0]["content"], row.answer) for row in found] == [(row["prompt"], row["answer"]) for row in rows]
+    assert found[0].where == f"{tmp_path}/rows.csv:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("prompt,answer\nx\n", r"rows\.csv:2: the row has more or fewer values; 2 columns"),
+        ("prompt,answer\nx,1,2\n", r"rows\.csv:2: the row has more or fewer values"),
+        ('prompt,answer\n"x,1\n', r"rows\.csv:2: not valid CSV"),
+    ],
+)
+def test_a_broken_csv_is_an_error_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(UserError, match=problem):
+        load(tmp_path / "rows.csv")
+
+
+def test_zipped_texts_are_read_and_broken_ones_named(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+    rows = load(tmp_path / "*.jsonl.gz")
+    assert questions(rows) == [row["prompt"] for row in ROWS]
+    assert rows[1].where == f"{tmp_path}/rows.jsonl.gz:2"
+    for content in (gzip.compress(lines)[:-20], lines):
+        (tmp_path / "rows.jsonl.gz").write_bytes(content)
+        with pytest.raises(UserError, match=r"rows\.jsonl\.gz can't be read as gzip"):
+            load(tmp_path / "rows.jsonl.gz")
+
+
+def test_the_mark_of_windows_at_the_beginning_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8-sig")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS[:1]), encoding="utf-8-sig")
+    for name in ("rows.jsonl", "rows.json"):
+        assert questions(load(tmp_path / name)) == ["question 0"]
+
+
+def test_parts_and_calls_without_content_survive_parquet(tmp_path: Path) -> None:
+    """Which fills every key that another message has with null."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Two"}, {"type": "text", "text": "and three?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "5"}]},
+    ]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages}]), path)
+    [row] = load(path)
+    assert [message["content"] for message in row.prompt] == ["Two\nand three?", "", "5"]
+    assert row.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert "tool_calls" not in row.prompt[0]
+
+
+# --- rows that cannot be read
+
+
+def test_bad_rows_are_errors_or_skipped_counted_and_named(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in ROWS]
+    lines[1:1] = ['{"prompt": ', "3", json.dumps({"prompt": ""}), json.dumps({"question": "x"})]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: not valid JSON"):
+        load(path)
+    source, said = Source(path=str(path)), list[str]()
+    rows = load_rows(source, Data(train=source, on_bad_row="skip"), warn=said.append)
+    assert questions(rows) == [row["prompt"] for row in ROWS]
+    [line] = said
+    assert line.startswith(f"{path}: 4 of 9 rows skipped (`data.on_bad_row`): {path}:2: not valid JSON")
+    assert f"{path}:3: a row must be an object" in line
+    assert f"{path}:4: the prompt is empty" in line
+    assert line.endswith("; and 1 more")
+
+
+def test_skipping_does_not_hide_that_every_row_is_bad(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "x"}] * 3)
+    with pytest.raises(
+        UserError, match=r"no rows in it but 3 that cannot be read, the first: .*:1: no column `prompt`"
+    ):
+        load(path, on_bad_row="skip")
+
+
+def test_a_row_that_cannot_be_rendered_is_skipped_unless_all_are() -> None:
+    def render(row: Row) -> list[int]:
+        if row.answer == "3":
+            raise UserError(f"{row.where}: the chat template refuses the prompt")
+        return [1, 2]
+
+    rows = [Row([{"role": "user", "content": "x"}], str(n), "", {}, where=f"rows[{n}]") for n in range(5)]
+    with pytest.raises(UserError, match=r"rows\[3\]: the chat template"):
+        fit_prompts(rows, render, 8, "error")
+    prompts, counts = fit_prompts(rows, render, 8, "error", skip_bad=True)
+    assert [prompt.row.answer for prompt in prompts] == ["0", "1", "2", "4"]
+    assert counts == OverlongCounts(5, 0, 0, ["rows[3]: the chat template refuses the prompt"])
+    with pytest.raises(UserError, match=r"rows\[3\]"):
+        fit_prompts(rows[3:4], render, 8, "error", skip_bad=True)
+
+
+# --- names on a hub
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("hf:openai/gsm8k", "openai/gsm8k"),
+        ("openai/gsm8k", "openai/gsm8k"),
+        ("me/data-v1.5", "me/data-v1.5"),
+        ("hf:folder", "folder"),
+        ("data/rows.jsonl", None),
+        ("data/rows", None),
+        ("./data/gsm8k", None),
+        ("a/b/c", None),
+        ("gsm8k", None),
+        ("arithmetic:addition", None),
+        ("my/rows.py:rows", None),
+    ],
+)
+def test_a_name_on_the_hub_needs_no_prefix_where_no_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "rows").mkdir(parents=True)
+    assert Source(path=path).hub_name == name
+
+
+def test_what_is_neither_a_file_nor_on_the_hub_is_an_error_that_says_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    # The variable is read once, when these are imported; without it they try again for 20 s where there is no network.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"hf:no/such could not be loaded: .*there is no such file here, either"):
+        load("no/such")

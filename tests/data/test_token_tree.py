@@ -1,5 +1,7 @@
 """Token trees and batches: nothing lost, nothing computed twice, caps kept."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,6 +69,39 @@ def test_a_split_deals_out_every_trajectory_once(sequences: list[list[int]], par
     shares = batch.split(parts)
     assert sorted(row for share in shares for row in share) == list(range(len(batch)))
     assert sum(1 for share in shares if share) == min(parts, len(batch))
+
+
+def pairs_of(sequences: list[list[int]]) -> Batch:
+    """Two answers to each prompt; prompts may be the same."""
+    answers = [
+        replace(make_trajectory([7, *s[:2]], answer, group=i, sample=j), is_chosen=j == 0)
+        for i, s in enumerate(sequences)
+        for j, answer in enumerate(([*s, 0], [1, *s, 0]))
+    ]
+    return Batch.of(answers)
+
+
+@settings(deadline=None)
+@given(token_lists, st.integers(20, 60), st.integers(1, 5))
+def test_pairs_are_neither_packed_nor_split_apart(sequences: list[list[int]], cap: int, parts: int) -> None:
+    batch = pairs_of(sequences)
+    packs = batch.pack(cap)
+    assert all(pack.tree.num_nodes <= cap for pack in packs)
+    for rows in ([pack.rows for pack in packs], batch.split(parts)):
+        assert sorted(row for some in rows for row in some) == list(range(len(batch)))
+        assert all(len(some) == 2 * len({row // 2 for row in some}) for some in rows)
+    whole = Batch.join([batch.take([0, 1]), batch])
+    assert whole.is_chosen is not None
+    assert whole.is_chosen.tolist() == [True, False] * (len(sequences) + 1)
+
+
+def test_the_prompt_of_a_pair_is_computed_once() -> None:
+    prompt = list(range(1, 51))
+    pair = [make_trajectory(prompt, answer, sample=i) for i, answer in enumerate([[60, 61, 62], [70, 71, 72, 73]])]
+    [pack] = Batch.of([replace(one, is_chosen=one.sample == 0) for one in pair]).pack(100)
+    assert pack.tree.num_nodes == 50 + 2 + 3  # nothing is predicted from the last token of an answer
+    with pytest.raises(ValueError, match="a pair with 55 tokens to read does not fit into 54"):
+        Batch.of([replace(one, is_chosen=one.sample == 0) for one in pair]).pack(54)
 
 
 def test_a_split_balances_work() -> None:

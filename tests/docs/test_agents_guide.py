@@ -3,11 +3,15 @@
 import json
 import re
 import shlex
+import sqlite3
 from pathlib import Path
 
 import pytest
 from commands import corral
 from guides import ROOT, Block, block, blocks
+
+from corral.data.plugins import load_object
+from corral.data.rows import Row
 
 GUIDE = ROOT / "docs" / "agents.md"
 TINY = ("model.path=model", "batch.prompts_per_step=2", "batch.samples_per_prompt=2", "schedule.steps=1")
@@ -46,3 +50,15 @@ def test_somebodys_agent_is_trained(folder: Path) -> None:
     [step] = train(folder, block("train-agent"), "rollout.max_turn_tokens=8")
     assert step["environment/turns"] == 2.0
     assert step["samples/errors"] == 0
+
+
+def test_the_models_queries_change_no_table_and_reach_no_other_file(folder: Path) -> None:
+    shop = load_object(f"{folder}/shop.py:Shop", "tools")(
+        Row([], "", "", {"tables": "create table t (x); insert into t values (1)"})
+    )
+    assert shop.query("select x from t") == [(1,)]
+    for query in ("delete from t", "insert into t values (2)", f"attach '{folder}/other.db' as other"):
+        with pytest.raises(sqlite3.OperationalError):
+            shop.query(query)
+    assert not (folder / "other.db").exists()
+    shop.close()

@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import Finished, corral
-from guides import block
+from guides import ROOT, block, blocks
 from runs import write_recipe
 
 
@@ -37,6 +38,15 @@ def test_slurm_with_containers_for_amd(folder: Path) -> None:
     assert "/dev/kfd" in script.read_text()
 
 
+def test_slurm_with_containers_of_its_steps(folder: Path) -> None:
+    for command, word in zip(
+        block("launch-slurm-pyxis").commands, ("--container-image", "apptainer exec"), strict=True
+    ):
+        run(folder, command)
+        [script] = (folder / "launch").glob("*.sbatch")
+        assert word in script.read_text()
+
+
 def test_docker(folder: Path) -> None:
     [command] = block("launch-docker").commands
     said = run(folder, command).stdout
@@ -62,6 +72,18 @@ def test_dstack(folder: Path) -> None:
 def test_kuberay(folder: Path) -> None:
     [command] = block("launch-kuberay").commands
     assert "kubectl" in run(folder, command).stdout
+
+
+def test_kuberay_with_a_patch(folder: Path) -> None:
+    [command] = block("launch-kuberay-patch").commands
+    [patch] = [one.text for one in blocks(ROOT / "docs" / "launchers.md") if one.text.startswith("# pod.yaml")]
+    (folder / "pod.yaml").write_text(patch)
+    run(folder, command)
+    [manifest] = (folder / "launch").glob("*.rayjob.yaml")
+    recipe, job = yaml.safe_load_all(manifest.read_text())
+    assert any("def share_of_vowels" in text for key, text in recipe["data"].items() if key.startswith("code-"))
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert (head["priorityClassName"], head["imagePullSecrets"]) == ("high", [{"name": "registry"}])
 
 
 def test_ssh(folder: Path) -> None:

@@ -1,11 +1,12 @@
 """The commands of the other guides, in a folder such as they speak of: with a recipe, which here is small."""
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 from commands import corral
-from guides import Block, block
+from guides import ROOT, Block, block, blocks
 from runs import VALIDATION, write_recipe
 
 
@@ -39,6 +40,36 @@ def test_a_key_is_changed_from_the_command_line(folder: Path) -> None:
 def test_algorithms_are_chosen_from_the_command_line(folder: Path) -> None:
     plan, _ = run(folder, block("algorithms"))
     assert "dapo" in plan
+
+
+def test_the_recipe_of_supervised_fine_tuning_trains(folder: Path) -> None:
+    recipe, *_ = [one.text for one in blocks(ROOT / "docs" / "sft.md") if one.language == "yaml"]
+    (folder / "chat.yaml").write_text(recipe)
+    messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        (folder / name).write_text(20 * (json.dumps({"messages": messages}) + "\n"))
+    plan, said = run(folder, block("sft"))
+    assert "32 rows -> 1 update of 32" in plan
+    assert "step 2/2" in said
+    assert "validation after training: loss" in said
+
+
+def test_the_recipe_of_preferences_trains(folder: Path) -> None:
+    recipe, *_ = [one.text for one in blocks(ROOT / "docs" / "preferences.md") if one.language == "yaml"]
+    (folder / "preferences.yaml").write_text(recipe)
+    pair = {"prompt": "Hello!", "chosen": "Hi.", "rejected": "Go away."}
+    for name in ("pairs.jsonl", "held_out.jsonl"):
+        (folder / name).write_text(16 * (json.dumps(pair) + "\n"))
+    plan, said, without_reference = run(folder, block("preferences"))
+    assert "32 pairs -> 1 update of 32" in plan
+    assert "validation before training: loss 0.6931, accuracy 50.0 % (16 pairs)" in said
+    assert "step 1/1" in without_reference
+
+
+def test_a_first_recipe_is_written_and_planned(folder: Path) -> None:
+    written, plan = run(folder, block("init"))
+    assert "wrote first.yaml" in written
+    assert "16 prompts x 8 samples" in plan
 
 
 def test_ppo_is_one_key(folder: Path) -> None:

@@ -2,25 +2,30 @@
 
 import asyncio
 import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from torch import Tensor
 
-from corral.data.plugins import load_object
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.base import EnvSet, StepResult
 from corral.envs.tool_calls import Style, function_schema, parse_reply, problem_with
+from corral.envs.tool_processes import ToolFailed
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
+from corral.rewards import code
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
@@ -29,8 +34,13 @@ from corral.rollout.engine import Completion, FinishReason, Sampling
 TOOLS = '''
 import asyncio
 import enum
+import os
+import re
+import socket
 import sqlite3
+import subprocess
 import sys
+import tempfile
 import time
 from typing import Literal
 
@@ -71,10 +81,48 @@ async def doze():
     await asyncio.sleep(3600)
 
 
+def match(pattern: str, text: str) -> bool:
+    return re.fullmatch(pattern, text) is not None
+
+
+def variable(of: str) -> str | None:
+    return os.environ.get(of)
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def connect(port: int) -> str:
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        return connection.recv(100).decode()
+
+
+def read_file(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def write_file(path: str) -> str:
+    with open(os.path.join(tempfile.gettempdir(), path), "w") as file:
+        file.write("x")
+    return file.name
+
+
+def take(megabytes: int) -> int:
+    return len(bytearray(megabytes << 20))
+
+
+def crash():
+    os.abort()
+
+
+def start(seconds: int) -> int:
+    return subprocess.Popen(["sleep", str(seconds)]).pid
+
+
 class Notes:
     """SQLite connections may be used in the thread that made them only."""
-
-    closed = []
 
     def __init__(self, row):
         self.table = sqlite3.connect(":memory:")
@@ -94,7 +142,12 @@ class Notes:
 
     def close(self):
         self.table.close()
-        Notes.closed.append(True)
+        print("notes are closed")
+
+
+class Starter:
+    def start(self, seconds: int) -> int:
+        return start(seconds)
 
 
 class Clock:
@@ -139,13 +192,11 @@ class Stubborn:
 
 
 class Tidy:
-    closed = []
-
     def put(self):
         pass
 
     def close(self):
-        Tidy.closed.append(True)
+        print("tidied up")
 
 
 class Nothing:
@@ -186,7 +237,7 @@ def play(file: Path) -> Play:
 
 def environments(file: Path, *names: str, **options: Any) -> EnvSet:
     tools = [f"{file}:{name}" for name in names or ("add",)]
-    environment = Environment(name="tools", options={"tools": tools, **options})
+    environment = Environment(name="tools", env=options.pop("env", []), options={"tools": tools, **options})
     return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))}, Rollout())
 
 
@@ -261,6 +312,8 @@ def test_type_hints_become_types_of_json() -> None:
         (["ad"], {}, "did you mean `add`"),
         (["add"], {"style": "yaml"}, "environment.options.style must be hermes or openai, not 'yaml'"),
         (["add"], {"result_role": "robot"}, "environment.options.result_role must be tool or user"),
+        (["add"], {"readable": "/usr"}, "environment.options.readable must be a list of folders"),
+        (["add"], {"readable": ["/no/such"]}, "environment.options.readable: /no/such is not a folder"),
         (["add"], {"told_by": "system"}, "'told_by'; `told_by` is now `tool_prompt`"),
     ],
 )
@@ -365,7 +418,7 @@ def test_half_a_character_from_the_model_is_no_problem(play: Play) -> None:
 # Sessions.
 
 
-def test_a_class_has_one_object_for_each_trajectory(file: Path) -> None:
+def test_a_class_has_one_object_for_each_trajectory(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def play() -> tuple[str, str]:
         first, second = (envs.factory_for(ROW).make() for _ in range(2))
         await asyncio.gather(first.reset(ROW, 0), second.reset(ROW, 1))
@@ -378,35 +431,34 @@ def test_a_class_has_one_object_for_each_trajectory(file: Path) -> None:
     assert [tool["function"]["name"] for tool in envs.factory_for(ROW).make().tools] == ["write", "read", "nap"]  # type: ignore[attr-defined]
     before = threading.active_count()
     assert asyncio.run(play()) == ('["5", "mine"]', '["5"]')
-    notes = envs.factories[""].shared[0].tools["write"].owner  # type: ignore[attr-defined]
-    assert notes.closed == [True, True]
+    envs.close()
+    assert capfd.readouterr().err.count("notes are closed") == 2
     for thread in threading.enumerate():
-        if thread.name == "tools Notes":
+        if thread.name.startswith("tool"):
             thread.join(5)
-    assert threading.active_count() <= before
+    assert threading.active_count() < before
 
 
-def test_a_session_that_is_stuck_says_so_and_comes_back(file: Path) -> None:
+def test_a_session_that_is_stuck_is_killed_and_says_so(file: Path) -> None:
     async def play() -> list[str]:
         env = envs.factory_for(ROW).make()
         await env.reset(ROW, 0)
-        said = [content(await env.step(call("nap", seconds=0.6))), content(await env.step(call("read")))]
-        await asyncio.sleep(0.8)
-        said.append(content(await env.step(call("read"))))
+        said = [content(await env.step(call("nap", seconds=600))), content(await env.step(call("read")))]
         await env.close()
         return said
 
     envs = environments(file, "Notes", tool_timeout_s=0.2)
-    late, busy, back = asyncio.run(play())
+    late, gone = asyncio.run(play())
     assert late == "Error: `nap` did not answer within 0.2 s"
-    assert "an earlier call that took too long is still running" in busy
-    assert back == '["5"]'
+    assert gone == ("Error: `read` failed: the session has ended with an earlier call that was too late or crashed")
+    assert children_of_sandbox(envs) == 0
+    envs.close()
 
 
-def test_a_session_that_cannot_be_closed_keeps_no_other_open(play: Play, file: Path) -> None:
-    with pytest.raises(ValueError, match="cannot let go"):
+def test_a_session_that_cannot_be_closed_keeps_no_other_open(play: Play, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ToolFailed, match="ValueError: cannot let go"):
         play([], "Stubborn", "Tidy")
-    assert load_object(f"{file}:Tidy", "tools").closed == [True]
+    assert "tidied up" in capfd.readouterr().err
 
 
 def test_a_class_of_async_methods_lives_in_the_event_loop(play: Play) -> None:
@@ -417,7 +469,133 @@ def test_a_class_of_async_methods_lives_in_the_event_loop(play: Play) -> None:
 def test_a_session_that_cannot_be_opened_is_the_trajectorys_error(file: Path) -> None:
     [trajectory] = drive(environments(file, "Broken"), ["5"])
     assert trajectory.error is not None
-    assert trajectory.error.startswith("reset: ValueError: no session today")
+    assert trajectory.error.startswith("reset: ")
+    assert "ValueError: no session today (some_tools.py:" in trajectory.error
+
+
+# What is contained.
+
+
+def children_of_sandbox(envs: EnvSet) -> int:
+    """Processes that the template has forked and not ended."""
+    template = envs.factories[""].shared[0].processes._template  # type: ignore[attr-defined]
+    return len(psutil.Process(template._process.pid).children(recursive=True)) - 2  # its first process, and itself
+
+
+def test_a_regular_expression_without_end_is_over_at_its_deadline(play: Play) -> None:
+    began = time.monotonic()
+    endless = call("match", pattern="(a+)+b", text="a" * 28)
+    [late, next_one], _ = play([endless, call("match", pattern="a+", text="aa")], "match", tool_timeout_s=1)
+    assert content(late) == "Error: `match` did not answer within 1 s"
+    assert content(next_one) == "true"
+    assert time.monotonic() - began < 20  # with the start of the processes; it would take a minute
+
+
+def test_tools_see_no_secret_of_the_environment_but_what_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, play: Play
+) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN", "MY_KEY"):
+        monkeypatch.setenv(name, "secret")
+    [result], _ = play([call("variable", of="HF_TOKEN") + call("variable", of="MY_KEY")], "variable")
+    assert [message["content"] for message in result.messages] == ["null", "null"]
+    [result], _ = play([call("variable", of="MY_KEY")], "variable", env=["MY_KEY"])
+    assert content(result) == "secret"
+
+
+def test_tools_have_a_network_only_if_the_recipe_says_so(play: Play) -> None:
+    def serve() -> None:
+        with listening.accept()[0] as connection:
+            connection.sendall(b"hello")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        reply = call("connect", port=listening.getsockname()[1])
+        [refused], _ = play([reply], "connect")
+        [result], _ = play([reply], "connect", network=True)
+    assert "PermissionError" in content(refused)
+    assert content(result) == "hello"
+
+
+def test_tools_read_what_they_are_to_see_and_write_to_a_folder_of_their_own(
+    play: Play, file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("found")
+    read = call("read_file", path=str(tmp_path / "secret"))
+    [hidden], _ = play([read], "read_file")
+    [shown], _ = play([read], "read_file", readable=[str(tmp_path)])
+    assert "FileNotFoundError" in content(hidden)
+    assert content(shown) == "found"
+    proc = call("read_file", path=f"/proc/{os.getpid()}/environ")
+    own = call("write_file", path=str(file.parent / "new.py"))
+    [result], _ = play([proc + own + call("write_file", path="notes")], "read_file", "write_file")
+    environ, refused, written = (message["content"] for message in result.messages)
+    assert "FileNotFoundError" in environ
+    assert "OSError: [Errno 30] Read-only file system" in refused
+    assert written.startswith("/sandbox/")
+
+
+def test_tools_have_limits_of_memory_and_a_crash_costs_its_own_call(play: Play) -> None:
+    replies = [call("take", megabytes=900), call("crash"), call("take", megabytes=1)]
+    (too_much, crashed, enough), summary = play(replies, "take", "crash", memory_mb=512)
+    assert "MemoryError" in content(too_much)
+    assert "its process died: it was killed by signal 6 (SIGABRT" in content(crashed)
+    assert content(enough) == str(1 << 20)
+    assert (summary["tool_calls"], summary["tool_errors"]) == (3, 2)
+
+
+def test_without_a_sandbox_tools_are_killed_and_limited_all_the_same(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    replies = [call("sleep", seconds=30), call("variable", of="HF_TOKEN"), call("take", megabytes=900)]
+    results, _ = play(replies, "sleep", "variable", "take", memory_mb=512, sandbox=False, tool_timeout_s=0.5)
+    late, variable, too_much = map(content, results)
+    assert late == "Error: `sleep` did not answer within 0.5 s"
+    assert variable == "null"
+    assert "MemoryError" in too_much
+
+
+def test_for_a_debugger_tools_run_in_this_process(file: Path) -> None:
+    async def play() -> tuple[str, str]:
+        make = envs.factory_for(ROW).make_in_process
+        assert make is not None
+        env = make()
+        await env.reset(ROW, 0)
+        results = content(await env.step(call("process"))), content(await env.step(call("read")))
+        await env.close()
+        return results
+
+    envs = environments(file, "process", "Notes")
+    assert asyncio.run(play()) == (str(os.getpid()), '["5"]')
+    envs.close()
+
+
+def test_what_a_session_has_started_ends_with_it(file: Path) -> None:
+    async def play() -> tuple[int, int]:
+        env = envs.factory_for(ROW).make()
+        await env.reset(ROW, 0)
+        await env.step(call("start", seconds=600))
+        before = children_of_sandbox(envs)
+        await env.close()
+        deadline = time.monotonic() + 10  # the kernel takes a moment
+        while (after := children_of_sandbox(envs)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return before, after
+
+    envs = environments(file, "Starter")
+    assert asyncio.run(play()) == (2, 0)
+    envs.close()
+
+
+def test_where_tools_can_not_be_locked_in_they_are_refused_with_what_to_do(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "sandbox_init.py"
+    text = Path(code.__file__).with_name("sandbox_init.py").read_text()
+    broken.write_text(text.replace("build_root(settings)", 'raise OSError("no mounts here")'))
+    monkeypatch.setattr(code, "__file__", str(tmp_path / "code.py"))
+    with pytest.raises(UserError, match=r"no mounts here.*The sandbox of `tools` needs user.*sandbox: false"):
+        environments(file, "add")
 
 
 # Both styles.
@@ -518,7 +696,7 @@ TEMPLATE_WITH_TOOLS = (
 )
 
 
-def drive(envs: EnvSet, replies: list[str]) -> list[Any]:
+def drive(envs: EnvSet, replies: list[str], row: Row = ROW) -> list[Any]:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE_WITH_TOOLS + str(tokenizer.chat_template)
     driver = RolloutDriver(
@@ -530,8 +708,14 @@ def drive(envs: EnvSet, replies: list[str]) -> list[Any]:
         max_response_tokens=400,
         seed=7,
     )
-    prompt = Prompt(0, 0, ROW, render_prompt(tokenizer, ROW, True))
+    prompt = Prompt(0, 0, row, render_prompt(tokenizer, row, True))
     return asyncio.run(driver.roll_out([prompt], 1, Sampling(max_tokens=400)))
+
+
+def test_a_row_with_tools_of_its_own_is_refused(file: Path) -> None:
+    row = replace(ROW, tools=[{"type": "function", "function": {"name": "multiply"}}])
+    [trajectory] = drive(environments(file, "add"), ["5"], row)
+    assert "set `data.tools_key: null`" in str(trajectory.error)
 
 
 def test_calls_are_trained_on_and_results_are_not(file: Path) -> None:

@@ -27,7 +27,11 @@ def trajectories_in(folder: Path) -> list[dict[str, Any]]:
     return list(read_trajectories(file))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+# Those that train on rows and that need a teacher have their own tests.
+WITH_ROLLOUTS = [name for name, preset in PRESETS.items() if name != "distill" and not preset.trains_on_rows]
+
+
+@pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_algorithm_trains(tmp_path: Path, tiny_model: Path, name: str) -> None:
     steps = steps_here(tmp_path, tiny_model, f"algorithm.name={name}")
     assert [row["updates/made"] for row in steps] == [1, 1]
@@ -190,3 +194,25 @@ def test_llds_is_felt_once_a_likelihood_falls(tmp_path: Path, tiny_model: Path) 
     [llds] = steps_here(tmp_path, tiny_model, *updates, "algorithm.llds_coefficient=10")
     assert llds["reward/mean"] == plain["reward/mean"]
     assert llds["policy/loss"] > plain["policy/loss"]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_reward_that_compares_the_samples_of_a_prompt_trains(tmp_path: Path, tiny_model: Path, kind: str) -> None:
+    (tmp_path / "ranking.py").write_text(
+        f"{kind} rank(responses, answer):\n"
+        "    vowels = [sum(letter in 'aeiou' for letter in one) for one in responses]\n"
+        "    return [{'score': sum(o < n for o in vowels), 'vowels': n, 'size': len(vowels)} for n in vowels]\n"
+    )
+    name = f"environment.reward.name={tmp_path}/ranking.py:rank"
+    run = train_here(tmp_path, tiny_model, name, "logging.trajectories=true", "schedule.steps=1")
+    [step] = steps_of(run)
+    assert (step["environment/size"], step["samples/errors"], step["updates/made"]) == (4, 0, 1)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for record in trajectories_in(tmp_path):
+        groups.setdefault(record["prompt_id"], []).append(record)
+    assert len(groups) == 4
+    for group in groups.values():
+        for record in group:
+            worse = [one for one in group if one["metrics"]["vowels"] < record["metrics"]["vowels"]]
+            assert record["reward"] == len(worse)
+            assert record["turn_rewards"] == [len(worse)]

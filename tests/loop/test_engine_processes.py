@@ -2,10 +2,13 @@
 
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from commands import start_corral
@@ -122,3 +125,26 @@ def test_vllm_trains(tmp_path: Path, model: Path, engine: dict[str, Any], placem
     assert all(row["policy/mismatch_kl"] < 1e-6 for row in rows)
     assert rows[-1]["reward/mean"] > 2 * rows[0]["reward/mean"]
     assert not engine_processes(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="CORRAL_TEST_VLLM_PYTHON names no interpreter that has vLLM")
+def test_a_command_of_verl_trains_with_the_vllm_that_it_names(tmp_path: Path, model: Path) -> None:
+    question = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1 + 1?"}]}
+    rows = [{**question, "reward_model": {"ground_truth": "2"}}] * 8
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    rollout = "actor_rollout_ref.rollout"
+    words = ["data.train_files=train.parquet", "data.train_batch_size=4", "data.max_prompt_length=48"]
+    words += ["data.max_response_length=8", f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo"]
+    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.experiment_name=named", "trainer.nnodes=1"]
+    words += ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=1", "trainer.logger=console", f"{rollout}.n=2"]
+    words += [f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.enforce_eager=True"]
+    words += [f"{rollout}.max_num_seqs=8", f"{rollout}.enable_prefix_caching=False"]
+    words += [f"+{rollout}.engine_kwargs.vllm.disable_cascade_attn=True"]
+    (tmp_path / "train.sh").write_text(shlex.join(["python3", "-m", "verl.trainer.main_ppo", *words]))
+    run = start_corral(tmp_path, "migrate", "train.sh", "--train", f"rollout.engine.python={VLLM_PYTHON}")
+    finished = run.wait(LIMIT_S)
+    assert finished.code == 0, finished.stderr
+    [row] = steps_of(tmp_path / "runs" / "named")
+    assert row["transfer/probe_deviation"] < 2e-4
+    assert row["policy/mismatch_kl"] < 1e-6

@@ -47,8 +47,8 @@ def is_not_finite(response, calls):
     return float("nan") if count(calls) == 3 else share(response)
 
 def is_huge_in_step_2(response, calls):
-    """Finite, but the square of its gradient is not."""
-    return share(response) * (1e30 if 16 < count(calls) <= 32 else 1)
+    """Finite, but the square of its gradient is not. The first call is the one before the model is loaded."""
+    return share(response) * (1e30 if 17 < count(calls) <= 33 else 1)
 
 def is_huge(response, calls):
     return share(response) * 1e30
@@ -86,8 +86,13 @@ def test_a_reward_that_fails_costs_one_sample(tmp_path: Path, tiny_model: Path, 
 
 ENVIRONMENT = """
 class Broken:
+    is_down = False
+
     async def reset(self, row, seed):
-        raise OSError("the game server is down")
+        if Broken.is_down:
+            raise OSError("the game server is down")
+        Broken.is_down = True  # it was up before the model was loaded
+        return row.prompt
 
     async def step(self, reply): ...
     async def close(self): ...
@@ -100,8 +105,8 @@ def test_a_run_in_which_every_environment_fails_ends_with_the_reason(tmp_path: P
     finished = corral(tmp_path, "train", "recipe.yaml", "environment.name=games.py:Broken")
     assert finished.code == 1
     [error] = finished.errors
-    assert error.startswith("error: step 1: all 16 trajectories failed in the environment, the last one with: reset: ")
-    assert "the game server is down" in error
+    assert error.startswith("error: step 1: all 16 samples failed, 16 of them with: reset: OSError: the game server")
+    assert "(games.py:7)" in error
     assert "Traceback" not in finished.stderr
 
 

@@ -185,7 +185,7 @@ def test_a_recipe_that_does_not_fit_the_checkpoint_is_refused_and_nothing_is_los
     run = shutil.copytree(four_steps, tmp_path / "runs" / "tiny")
     remove_manifest(run / "checkpoints" / "step_000004")
     before = rows_of(run)
-    finished = corral(tmp_path, "train", "recipe.yaml", change)
+    finished = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=4", change, "--resume-anyway")
     assert finished.code == 2
     assert len(finished.errors) == 1
     assert expected in finished.errors[0]

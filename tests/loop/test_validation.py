@@ -1,13 +1,17 @@
 """Validation: the same questions every time, greedy unless asked otherwise."""
 
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 from runs import VALIDATION, rows_of, train_here
 from trajectories import make_trajectory
 
 from corral.data.batch import StopReason
+from corral.data.rows import Row
+from corral.loop.components import several_names
 from corral.loop.validation import summarize
+from corral.observe.console import validation_line
 from corral.observe.run_files import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
@@ -53,6 +57,46 @@ def test_mean_and_pass_of_four_samples(tmp_path: Path, tiny_model: Path) -> None
     assert row["validation/mean@4"] == pytest.approx(sum(rewards) / 24)
     assert row["validation/pass@4"] == pytest.approx(sum(max(group) >= 0.125 for group in groups) / 6)
     assert 0 < row["validation/mean@4"] < row["validation/pass@4"]
+
+
+SEVERAL = (
+    "data.validation.sources.sums.path=arithmetic:addition",
+    "data.validation.sources.sums.size=4",
+    "data.validation.sources.products.path=arithmetic:multiplication",
+    "data.validation.sources.products.size=2",
+)
+
+
+def test_every_source_has_its_own_score_with_its_interval(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, *SEVERAL, *FOUR, "logging.trajectories=true", "schedule.steps=1")
+    row = rows_of(run)[0]
+    for name, first, last in (("sums", 0, 4), ("products", 4, 6)):
+        own = [float(str(record["reward"])) for record in records(run, 0) if first <= int(str(record["row"])) < last]
+        groups = [own[i : i + 4] for i in range(0, len(own), 4)]
+        assert row[f"validation/{name}/mean@4"] == pytest.approx(sum(own) / len(own))
+        assert row[f"validation/{name}/pass@4"] == pytest.approx(
+            sum(max(group) >= 0.125 for group in groups) / len(groups)
+        )
+        interval = 1.96 * stdev(sum(group) / 4 for group in groups) / len(groups) ** 0.5
+        assert row[f"validation/{name}/ci95"] == pytest.approx(interval)
+    weighted = (4 * row["validation/sums/mean@4"] + 2 * row["validation/products/mean@4"]) / 6
+    assert row["validation/mean@4"] == pytest.approx(weighted)
+
+
+def test_sources_are_those_of_a_column_where_the_recipe_names_none() -> None:
+    def row(source: str, origin: str = "") -> Row:
+        return Row([], None, source, {}, origin=origin)
+
+    assert several_names([row("openai/gsm8k"), row("math"), row("math")]) == ["math", "openai/gsm8k"]
+    assert several_names([row("math"), row("")]) == ["math"]
+    assert several_names([row("math"), row("math")]) == several_names([row(""), row("")]) == []
+    assert several_names([row("math", "easy"), row("math", "hard")]) == ["easy", "hard"]
+
+
+def test_the_scores_of_sources_do_not_lengthen_the_console_line() -> None:
+    total = {"validation/mean@1": 0.5, "validation/ci95": 0.1}
+    several = {**total, "validation/a/mean@1": 0.9, "validation/a/ci95": 0.1, "validation/a/pass@8": 1.0}
+    assert validation_line("after step 2", several, 10) == validation_line("after step 2", total, 10)
 
 
 def test_max_prompts_takes_the_first(tmp_path: Path, tiny_model: Path) -> None:

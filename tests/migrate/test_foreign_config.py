@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from corral.migrate.config import RawConfig, add_file, add_override, read_value
+from corral.migrate.config_sources import migrate_file, migrate_words
 from corral.recipe.errors import RecipeError
 
 
@@ -210,3 +211,137 @@ def test_values_are_read_as_hydra_reads_them(written: str, value: Any) -> None:
 def test_values_that_are_left_open_are_refused(written: str) -> None:
     with pytest.raises(RecipeError):
         read_value(written)
+
+
+# --- other kinds of run, and scripts that leave something open
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=x", "supervised fine-tuning"),
+        ("torchrun -m verl.trainer.sft_trainer data.train_files=x", "supervised fine-tuning"),
+        ("python3 -m verl.trainer.main_generation_server model.path=x", "rollouts without training"),
+        ("python3 -m verl.trainer.main_eval data.path=x", "an evaluation"),
+        ("python3 -m recipe.prime.main_prime data.train_files=x", "code of its own"),
+        ("python3 -m recipe.partial_rollout.main_ppo data.train_files=x", "code of its own"),
+        ("python examples/start_dpo_pipeline.py --config_name x", "preference optimization"),
+        ("python examples/start_distill_vl_pipeline.py --config_name x", "distillation"),
+        ("python examples/start_agentic_rollout_pipeline.py --config_name x", "rollouts without training"),
+        ("python examples/embodiment/train_embodied_agent.py --config-name x", "embodied"),
+    ],
+)
+def test_other_kinds_of_run_are_refused_in_one_line_that_says_which(script: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    with pytest.raises(RecipeError) as caught:
+        migrate_file(path)
+    [line] = caught.value.problems
+    assert kind in line
+    assert line.endswith("which is not migrated")
+
+
+@pytest.mark.parametrize(
+    ("system", "word"),
+    [
+        ("roll", "sft_train.device_mapping=[0]"),
+        ("roll", "chosen_key=chosen"),
+        ("roll", "student_train.data_args.file_name=x"),
+        ("rlinf", "runner.task_type=embodied"),
+        ("rlinf", "runner.task_type=sft"),
+        ("rlinf", "runner.only_eval=true"),
+    ],
+)
+def test_keys_of_another_kind_of_run_are_refused(system: str, word: str) -> None:
+    with pytest.raises(RecipeError, match="which is not migrated"):
+        migrate_words([word], system)
+
+
+def test_dapo_of_the_recipes_is_no_other_kind() -> None:
+    words = ["python3", "-m", "recipe.dapo.main_dapo", "data.train_files=x", "actor_rollout_ref.model.path=m"]
+    assert migrate_words(words).recipe.model.path == "m"
+
+
+@pytest.mark.parametrize(
+    ("system", "word"),
+    [
+        ("verl", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
+        ("verl", "actor_rollout_ref.actor.fsdp_config.qat.enable=true"),
+        ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid"),
+        ("verl", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"),
+        ("verl", "actor_rollout_ref.actor.engine.pp=2"),
+        ("roll", "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2"),
+        ("roll", "actor_train.strategy_args.strategy_config.fp8=hybrid"),
+        ("rlinf", "actor.model.pipeline_model_parallel_size=2"),
+        ("rlinf", "actor.model.fp8=hybrid"),
+        ("search_r1", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
+    ],
+)
+def test_no_row_for_a_whole_section_hides_a_feature(system: str, word: str) -> None:
+    needed = {
+        "roll": [f"{role}.device_mapping=[0,1]" for role in ("actor_train", "actor_infer", "reference")],
+        "rlinf": [],
+    }
+    verl = ["data.train_files=x", "actor_rollout_ref.model.path=m"]
+    migration = migrate_words([*needed.get(system, verl), word], system)
+    assert [str(entry.given) for entry in migration.unsupported] == [word]
+
+
+PPO = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=m"
+
+
+def test_a_number_that_an_open_branch_decides_is_an_error_with_both_values(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"if [ -d /big ]; then N=8; else N=4; fi\n{PPO} trainer.n_gpus_per_node=$N")
+    with pytest.raises(RecipeError, match=r"`cluster.devices_per_node` is 8 or 4: .*run.sh:1: `\[ -d /big \]` decides"):
+        migrate_file(path)
+    assert migrate_file(path, defined={"N": "2"}).recipe.cluster.devices_per_node == 2
+
+
+def test_a_path_that_an_open_branch_decides_is_a_remark(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"if [ -d /big ]; then M=/big; else M=/small; fi\n{PPO} actor_rollout_ref.model.path=$M")
+    migration = migrate_file(path)
+    assert migration.recipe.model.path == "/big"
+    assert any("`model.path` is /big or /small" in pitfall for pitfall in migration.pitfalls)
+
+
+def test_a_branch_on_which_nothing_depends_is_no_remark(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"if ! ray status; then ray start --head; fi\n[ -d out ] || mkdir out\n{PPO}")
+    assert not migrate_file(path).pitfalls
+
+
+def test_what_other_keys_refer_to_need_not_be_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "main.yaml"
+    path.write_text(
+        "my_names: {rate: 1e-6, other: 2}\nactor_train: {training_args: {learning_rate: '${my_names.rate}'}}"
+    )
+    migration = migrate_file(path, "roll")
+    assert migration.recipe.optimizer.learning_rate == 1e-6
+    assert [one.given.key for one in migration.entries if one.outcome.status == "no effect"] == [
+        "my_names.rate",
+        "my_names.other",
+    ]
+    path.write_text("exp_nme: x\nexp_name: y")
+    with pytest.raises(RecipeError, match="`exp_nme=x` is not a key of ROLL"):
+        migrate_file(path, "roll")
+
+
+DISTILLATION = [
+    *PPO.split(),
+    "algorithm.adv_estimator=grpo",
+    "distillation.enabled=True",
+    "distillation.teacher_models.teacher_model.model_path=big",
+    "distillation.distillation_loss.use_task_rewards=False",
+]
+
+
+def test_one_teacher_whose_log_probs_are_advantages_is_distill() -> None:
+    loss = ("distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_policy_gradient=True")
+    recipe = migrate_words([*DISTILLATION, *loss]).recipe
+    assert (recipe.algorithm.name, recipe.reference.path, recipe.batch.samples_per_prompt) == ("distill", "big", 1)
+    with pytest.raises(RecipeError, match="is distillation of 2 teachers, which is not migrated"):
+        migrate_words([*DISTILLATION, *loss, "+distillation.teacher_models.other.model_path=small"])
+    with pytest.raises(RecipeError, match="is distillation by its own loss, which is not migrated"):
+        migrate_words(DISTILLATION)

@@ -56,7 +56,7 @@ def test_no_row_is_hidden_by_one_before_it() -> None:
 )  # fmt: skip
 def test_devices_are_ranges_and_lists(devices: str) -> None:
     cluster = roll(f"actor_train.device_mapping={devices}").recipe.cluster
-    assert (cluster.devices_per_node, cluster.placement) == (4, {"actor,rollout,reference,critic": "all"})
+    assert (cluster.devices_per_node, cluster.placement) == (4, {"actor,rollout,reference,critic,reward_model": "all"})
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "actor_train.training_args.gradient_accumulation_steps": st.integers(1, 64),
     "actor_train.training_args.lr_scheduler_type": st.sampled_from(["constant", "cosine", "linear"]),
     "actor_train.training_args.warmup_ratio": st.sampled_from([0, 0.1]),
+    "actor_infer.strategy_args.strategy_name": st.sampled_from(["vllm", "sglang"]),
+    "actor_infer.strategy_args.strategy_config.tensor_parallel_size": st.sampled_from([1, 2, 4]),
+    "actor_infer.strategy_args.strategy_config.block_size": st.sampled_from([16, 32]),
     "actor_infer.generating_args.temperature": st.sampled_from([0, 0.5, 1]),
     "actor_infer.generating_args.top_k": st.sampled_from([-1, 0, 50]),
     "actor_infer.generating_args.max_new_tokens": st.integers(1, 5000),

@@ -1,16 +1,18 @@
 """The reader of shell scripts against a real bash: what it gives without a warning must be what bash passes."""
 
+import itertools
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from bash_oracle import run_in_bash
+from example_scripts import SCRIPTS, VARIABLES
+from random_scripts import RandomScript
 
-from corral.migrate.shell import read_script
-
-BASH = shutil.which("bash")
-TRAIN = 'train() { (($#)) && printf "%s\\0" "$@"; }\n'
-"""Stands for a training: it prints its words."""
+from corral.migrate.shell import ShellScript, read_script
+from corral.recipe.errors import RecipeError
 
 SNIPPETS = [
     # words
@@ -80,20 +82,81 @@ SNIPPETS = [
 ]
 
 
-@pytest.mark.skipif(BASH is None, reason="there is no bash")
+PROGRAMS = ("train", "python", "python3", "uv", "ray")
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+
+
+def passed_and_read(
+    texts: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, list[list[str]], ShellScript | None]]:
+    """Scripts, the commands that bash runs, and the script as it was read; None where it was refused."""
+    scripts = [folder / f"script{number}.sh" for number in range(len(texts))]
+    for script, text in zip(scripts, texts, strict=True):
+        script.write_text(text)
+    for script, text, passed in zip(scripts, texts, run_in_bash(scripts, folder, variables), strict=True):
+        try:
+            yield text, passed, read_script(text, str(script), variables, str(folder / "work"))
+        except RecipeError:
+            yield text, passed, None
+
+
+def trainings(script: ShellScript) -> list[list[str]]:
+    return [command.texts for command in script.commands if command.texts[0] in PROGRAMS]
+
+
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_words_are_those_of_bash(snippet: str, tmp_path: Path) -> None:
-    assert BASH is not None
-    ran = subprocess.run(
-        [BASH, "--norc", "-c", TRAIN + snippet],
-        cwd=tmp_path,
-        env={"HOME": "~"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    passed = ran.stdout.split("\0")[:-1]
-    read = [command for command in read_script(snippet, "run.sh").commands if command.texts[0] == "train"]
-    assert [text for command in read for text in command.texts[1:]] == passed
-    assert all(word.unknown is None for command in read for word in command.words)
+    [(_, passed, script)] = passed_and_read([snippet], tmp_path)
+    assert script is not None
+    assert trainings(script) == [words for words in passed if words[0] == "train"]
+    assert all(word.unknown is None for command in script.commands for word in command.words)
+
+
+def test_a_backslash_at_the_end_of_a_script_keeps_its_command(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("printf '%s|' a=1 \\\n  b=2 \\")
+    ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=20)
+    [command] = read_script(script.read_text(), str(script)).commands
+    assert ran.stdout == "a=1|b=2|"
+    assert command.texts[2:] == ["a=1", "b=2"]
+
+
+def test_scripts_as_published_give_the_words_of_bash_for_any_variables(tmp_path: Path) -> None:
+    settings = [{name: value} for name, values in VARIABLES.items() for value in values]
+    settings += [one | other for one, other in itertools.pairwise(settings)]
+    settings += [
+        {},
+        *(one | two | three for one, two, three in zip(settings, settings[5:], settings[11:], strict=False)),
+    ]
+    num_equal = 0
+    for number, variables in enumerate(settings[: 300 // len(SCRIPTS)]):
+        folder = tmp_path / f"{number}" / "a" / "b"
+        folder.mkdir(parents=True)
+        for text, passed, script in passed_and_read(SCRIPTS, folder, variables):
+            assert script is not None
+            assert trainings(script) == [words for words in passed if words[0] in PROGRAMS], (variables, text)
+            num_equal += 1
+    assert num_equal == 300
+
+
+def check_random_scripts(seeds: range, folder: Path) -> None:
+    """What is read equals what bash passes, one way or, where a branch is open, another; or it is refused in words."""
+    num_refused = 0
+    for text, passed, script in passed_and_read([RandomScript(seed).text() for seed in seeds], folder):
+        words = [one for one in passed if one[0] == "train"]
+        if script is None or any(word.unknown is not None for one in script.commands for word in one.words):
+            num_refused += 1
+            continue
+        ways = [trainings(one) for one in (script, *(way for _, way in script.other_ways))]
+        assert words in ways, f"{text}\nbash: {words}\nread: {ways[0]}"
+    assert num_refused <= 0.05 * len(seeds)
+
+
+def test_random_scripts_give_the_words_of_bash(tmp_path: Path) -> None:
+    check_random_scripts(range(200), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 10_000, 1000))
+def test_ten_thousand_random_scripts_give_the_words_of_bash(start: int, tmp_path: Path) -> None:
+    check_random_scripts(range(start, start + 1000), tmp_path)

@@ -103,7 +103,7 @@ def make() -> KeyTable:
         ({"batch": 11}, "batch", "unsupported {'batch.size': 10} 11 samples on 1 nodes"),
         ({"batch": 11, "loss": "ppo"}, "batch", "unsupported {'batch.size': 10} 11 samples on 4 nodes"),
         ({"batch": 3}, "batch", "unsupported {'batch.size': 2} 3 samples on 1 nodes"),
-        ({"batch": 2.5, "loss": "ppo"}, "batch", "converted {'batch.size': 2.5, 'batch.nodes': 1} 2.5 of ppo"),
+        ({"batch": 2.5, "loss": "ppo"}, "batch", "converted {'batch.size': 2.5, 'batch.nodes': 4} 2.5 of ppo"),
         ({"ratio": 7, "loss": "ppo"}, "ratio", "mapped {'algorithm.ratio': 1} "),
         ({"ratio": 7, "loss": "gspo"}, "ratio", "no effect {} the loss is not PPO"),
         ({"older.b": 1}, "older.b", "built in {} speed"),

@@ -165,4 +165,4 @@ def test_a_model_whose_tokens_see_what_is_behind_them_is_refused() -> None:
     for layer in model.bert.encoder.layer:
         layer.attention.self.is_causal = False
     with pytest.raises(UserError, match="not a causal model"):
-        check_model(model, "its/name")
+        check_model(model)

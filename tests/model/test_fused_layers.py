@@ -6,9 +6,11 @@ import pytest
 import torch
 from test_tree_attention import sequences
 from tiny import DEVICE, tiny_config
+from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from corral.data.batch import TokenTree
+from corral.kernels.merged_linear import adjacent
 from corral.model.attention import TreeAttention, forward_hidden, register
 from corral.model.fused_layers import fuse, fused_layers, unfuse
 
@@ -82,15 +84,18 @@ def test_fused_layers_are_views_of_the_parameters(family: str) -> None:
     first, attention = layers[0], model.get_decoder().layers[0].self_attn
     assert (first.num_heads, first.num_kv_heads, first.head_width) == (4, 2, 16 if family == "qwen3" else 8)
     assert first.scaling == attention.scaling
-    assert first.qkv_weight.data_ptr() == attention.q_proj.weight.data_ptr()
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    assert torch.equal(first.qkv_weight, torch.cat([projection.weight for projection in projections]))
-    assert (first.qkv_bias is not None) == (family in ("qwen2", "llama with biases"))
-    assert (first.o_bias is not None) == (family == "llama with biases")
+    assert adjacent([projection.weight for projection in projections]) is not None
+    tokens = torch.randn(3, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0))
+
+    def separately() -> Tensor:
+        return torch.cat([projection(tokens) for projection in projections], dim=-1)
+
+    torch.testing.assert_close(first.project_qkv(tokens), separately())
     assert (first.q_norm is not None) == (first.k_norm is not None) == (family == "qwen3")
     with torch.no_grad():
         attention.v_proj.weight.fill_(7.0)
-    assert bool((first.qkv_weight[-2 * first.head_width :] == 7.0).all())
+    torch.testing.assert_close(first.project_qkv(tokens), separately())
 
 
 def test_a_copy_of_a_fused_model_computes_with_its_own_weights() -> None:

@@ -1,14 +1,21 @@
 """What a recipe may change about a model and its tokenizer, and what it gets for its mistakes."""
 
+import gc
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from corral.model import model_loading
-from corral.model.fused_layers import fused_layers
-from corral.model.model_loading import load_config, load_model, load_tokenizer, resolve_dtype
+from corral.model.fused_layers import unfuse
+from corral.model.model_loading import (
+    STORED_WEIGHTS,
+    load_config,
+    load_model,
+    load_to_shard,
+    load_tokenizer,
+    resolve_dtype,
+)
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 
@@ -30,6 +37,25 @@ def test_chat_template_arguments_reach_the_template(tiny_model: Path) -> None:
     assert rendered(enable_thinking=False) == "hi<no thoughts>"
     assert rendered(enable_thinking=True) == "hi"
     assert rendered(enable_thinking=None, words=["a", "b"]) == "hi<no thoughts>a+b"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_pauses_while_transformers_is_imported_and_is_as_before_afterwards(
+    tiny_model: Path, is_enabled: bool
+) -> None:
+    collections: list[str] = []
+    was_enabled, seen = gc.isenabled(), lambda phase, _: collections.append(phase)
+    gc.collect()  # none is due because of what was before
+    gc.callbacks.append(seen)
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        load_tokenizer(Model(path=str(tiny_model)))
+        load_config(Model(path=str(tiny_model)))
+        assert (gc.isenabled(), gc.get_freeze_count()) == (is_enabled, 0)
+    finally:
+        gc.callbacks.remove(seen)
+        (gc.enable if was_enabled else gc.disable)()
+    assert collections == []
 
 
 def test_the_name_of_a_template_argument_is_a_name() -> None:
@@ -64,12 +90,13 @@ def test_auto_is_what_the_gpu_multiplies(
     assert resolve_dtype("auto", torch.device("cuda")) == dtype
 
 
-def test_a_model_that_is_sharded_later_is_loaded_for_the_device_that_computes(
+def test_a_model_to_shard_has_no_memory_but_the_dtype_and_layers_of_the_device_that_computes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_loading, "has_bfloat16", lambda _: True)
-    settings = Model(path=str(tiny_model))
-    loaded = load_model(settings, torch.device("cpu"), computes_on=SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
-    assert loaded.dtype == torch.bfloat16
-    assert fused_layers(loaded) is not None
-    assert next(loaded.parameters()).device.type == "cpu"
+    loaded = load_to_shard(Model(path=str(tiny_model)), torch.device("cuda"))
+    assert {(p.device.type, p.dtype) for p in loaded.parameters()} == {("meta", torch.bfloat16)}
+    assert unfuse(loaded)
+    stored, plain = getattr(loaded, STORED_WEIGHTS), load_model(Model(path=str(tiny_model)), torch.device("cpu"))
+    for (name, parameter), expected in zip(loaded.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(stored[parameter].float(), expected.float(), msg=name)

@@ -82,6 +82,12 @@ def test_a_validation_with_several_samples_shows_pass_at_k() -> None:
     )
 
 
+def test_a_loss_on_held_out_rows_is_shown_alone_or_with_the_score() -> None:
+    assert score_text({"validation/loss": 0.43111}) == "loss 0.4311"
+    both = {"validation/mean@1": 0.31, "validation/ci95": 0.041, "validation/loss": 0.43111}
+    assert score_text(both) == "31.0 % ± 4.1 and loss 0.4311"
+
+
 def test_scores_that_are_not_fractions_stay_numbers() -> None:
     assert score_text({"validation/mean@1": -1.25, "validation/ci95": 0.5}) == "-1.250 ± 0.500"
 

@@ -28,8 +28,10 @@ def size_of(path: Path) -> tuple[int, int]:
             {"step": step, "reward/mean": -step, "policy/entropy": 1.0, "kl/mean": 0.0, **VALIDATION}
             for step in range(50)
         ],
+        [{"step": 0, "validation/loss": 4.0}, {"step": 1, "policy/nll": 3.9, "policy/entropy": 1.0}],
+        [{"step": 0, "validation/loss": 4.0, **VALIDATION}, {"step": 1, "policy/nll": 3.9}],
     ],
-    ids=["nothing", "only validation", "one step", "nothing finite", "rewards below zero"],
+    ids=["nothing", "only validation", "one step", "nothing finite", "rewards below zero", "losses", "loss and score"],
 )
 def test_any_run_has_a_picture(tmp_path: Path, rows: list[dict[str, float]]) -> None:
     draw_curve(rows, tmp_path / "curve.png", "costs $5, not $6")

@@ -16,7 +16,9 @@ from corral.recipe.placement import (
     runs_on_ray,
     transfer_kind,
 )
+from corral.recipe.plan import make_plan
 from corral.recipe.presets import resolve_algorithm
+from corral.recipe.schema import Recipe
 
 sets = st.sets(st.integers(0, 63), min_size=1)
 
@@ -210,7 +212,7 @@ def test_an_unknown_role_is_an_error_with_a_suggestion():
 
 def test_a_role_like_no_other_is_told_the_roles():
     (problem,) = placement_problems({"judge": "0"})
-    assert problem.endswith("`judge` is not a role; the roles are actor, rollout, reference, critic")
+    assert problem.endswith("`judge` is not a role; the roles are actor, rollout, reference, critic, reward_model")
 
 
 def test_a_device_out_of_range_is_an_error_with_its_line():
@@ -305,3 +307,58 @@ def test_each_role_with_a_mesh_has_one_of_its_own_devices(load):
         "reference": pair,
         "critic": pair,
     }
+
+
+# --- devices of services
+
+
+def with_services(placement: dict[str, str], services: dict[str, int], **cluster: int | str) -> Recipe:
+    """`services`: how many devices each claims."""
+    claims = {
+        name: {"command": ["serve"], "port": 8000 + place, "devices": devices}
+        for place, (name, devices) in enumerate(services.items())
+    }
+    return Recipe.model_validate(
+        {
+            "name": "x",
+            "model": {"path": "m"},
+            "data": {"train": {"path": "d.jsonl"}},
+            "schedule": {"steps": 1},
+            "cluster": {**cluster, "placement": placement, "services": claims},
+        }
+    )
+
+
+TWO_NODES = {"nodes": 2, "devices_per_node": 4}
+
+
+def test_services_have_the_last_devices_of_every_node_and_no_role_is_on_them():
+    plan = make_plan(with_services({"actor,rollout": "all"}, {"judge": 1, "search": 1, "plain": 0}, **TWO_NODES))
+    assert plan.placement.roles["actor"] == (0, 1, 4, 5)
+    assert plan.as_dict()["cluster"]["devices_of_services"] == {"judge": [2, 6], "search": [3, 7]}
+    assert plan.placement.idle == ()
+    assert "node 1 | 4 actor+rollout | 5 actor+rollout | 6 judge         | 7 search        |" in plan.text()
+
+
+def test_a_wide_picture_has_one_letter_for_all_services():
+    recipe = with_services({"actor,rollout": "all"}, {"judge": 1, "search": 2}, nodes=1, devices_per_node=16)
+    *rows, legend = make_plan(recipe).placement.picture(1, 16).splitlines()
+    assert rows[0].endswith("| 12 A+R | 13 s   | 14 s   | 15 s   |")
+    assert legend == "A actor, R rollout, s judge and search"
+
+
+def test_a_role_on_a_device_that_a_service_claims_is_an_error():
+    with pytest.raises(RecipeError) as error:
+        make_plan(with_services({"actor": "0-3", "rollout": "4-6"}, {"judge": 1}, **TWO_NODES))
+    (problem,) = error.value.problems
+    assert problem == "`cluster.placement`, `actor: 0-3`: `cluster.services.judge.devices` claims device 3"
+
+
+def test_services_that_leave_no_device_are_an_error():
+    with pytest.raises(RecipeError, match=r"\(judge, search\) claim 4 devices of every node, and .* leaves none"):
+        make_plan(with_services({"actor,rollout": "all"}, {"judge": 1, "search": 3}, **TWO_NODES))
+
+
+def test_one_process_has_no_devices_for_services():
+    with pytest.raises(RecipeError, match=r"`cluster.services.judge.devices: 1` cannot be had: with `cluster.runtime"):
+        make_plan(with_services({"actor,rollout": "all"}, {"judge": 1}, runtime="local", devices_per_node=2))

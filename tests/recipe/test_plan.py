@@ -1,10 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from corral.recipe.errors import RecipeError
+from corral.recipe.load import load_recipe
 from corral.recipe.memory import human_bytes, human_count
-from corral.recipe.plan import make_plan, update_sizes
+from corral.recipe.plan import host_memory, make_plan, update_sizes
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
 BATCH = ["batch.prompts_per_step=64", "batch.samples_per_prompt=8", "batch.max_tokens_per_micro_batch=16384"]
@@ -231,6 +233,33 @@ def test_weights_gradients_and_optimizer_in_float32_take_sixteen_bytes_a_paramet
     assert sum(item["train"] for item in held) == 16 * SMOLLM2_135M.num_parameters
 
 
+def test_only_adapters_have_gradients_and_optimizer_states(load):
+    items, _ = memory_of(load("model.lora.rank=8", "model.dtype=bfloat16"))
+    shape = SMOLLM2_135M
+    attention = 2 * (576 + 576) + 2 * (576 + 192)  # inputs and outputs of q and o, of k and v
+    trained = 8 * 30 * (attention + 3 * (576 + 1536))
+    assert items["actor weights"]["train"] == 2 * (shape.num_parameters + trained)
+    assert items["gradients"]["train"] == 4 * trained
+    assert items["actor optimizer"]["train"] == 12 * trained
+    on_values = [f"model.lora={{rank: 8, targets: [{name}]}}" for name in ("v_proj", "q_proj")]
+    sizes = [memory_of(load(one, "model.dtype=bfloat16"))[0]["gradients"]["train"] for one in on_values]
+    assert sizes == [4 * 8 * 30 * 768, 4 * 8 * 30 * 1152]
+
+
+def test_with_adapters_the_reference_is_no_model_of_its_own(load):
+    kl = ("algorithm.kl.where=loss", "algorithm.kl.coefficient=0.1")
+    assert "reference weights" in memory_of(load(*kl))[0]
+    with_adapters = memory_of(load(*kl, "model.lora.rank=8"))[0]
+    assert "reference weights" not in with_adapters
+    assert with_adapters["activations"]["logprobs"] > 0  # the actor computes it
+    assert "reference weights" in memory_of(load(*kl, "model.lora.rank=8", "reference.path=other"))[0]
+
+
+def test_dropout_of_adapters_is_refused_where_ranks_split_a_layer(load):
+    with pytest.raises(RecipeError, match=r"model.lora.dropout: 0.1.*drop different inputs"):
+        make_plan(load("model.lora.dropout=0.1", "train.parallel.tensor=2", "cluster.devices_per_node=2"))
+
+
 def test_sixteen_bit_weights_have_a_master_copy(load):
     items, _ = memory_of(load("model.dtype=bfloat16"))
     assert items["actor weights"]["rollout"] == 2 * SMOLLM2_135M.num_parameters
@@ -312,6 +341,18 @@ def test_what_is_offloaded_counts_where_it_is_computed_with(load):
     assert phases["reference weights"] == {"logprobs"}
     assert phases["actor optimizer"] == phases["critic optimizer"] == phases["gradients"] == {"train"}
     assert phases["rollout weights"] == {"rollout", "logprobs", "train"}
+
+
+def test_what_is_offloaded_is_on_the_host_of_each_node(load):
+    everything = "train.offload=[parameters, gradients, optimizer]"
+    of_actor, of_reference = 16, 2  # bytes of a parameter: master, gradient and two moments in float32; bfloat16
+    nodes = ["cluster.nodes=2", "cluster.devices_per_node=4", "model.dtype=bfloat16", "algorithm.name=ppo"]
+    plan = make_plan(load(*nodes, everything), SMOLLM2_135M)
+    assert host_memory(plan) == pytest.approx((2 * of_actor + of_reference) * SMOLLM2_135M.num_parameters / 2)
+    assert "per node: parameters, gradients, optimizer (`train.offload`)" in plan.text()
+    whole = make_plan(load("model.dtype=bfloat16", "train.offload=[optimizer]"), SMOLLM2_135M)
+    assert host_memory(whole) == 12 * SMOLLM2_135M.num_parameters
+    assert "(`train.offload`)" not in make_plan(load(), SMOLLM2_135M).text()
 
 
 def test_an_actor_that_recomputes_is_there_for_scoring(load):
@@ -412,3 +453,40 @@ def test_trainers_that_do_not_fit_are_not_helped_by_an_engine(load):
     with pytest.raises(RecipeError) as caught:
         make_plan(load("cluster.devices_per_node=8", "cluster.device_memory=80"), QWEN_72B)
     assert "would fit" not in caught.value.problems[0]
+
+
+def test_the_plan_of_preferences_counts_pairs_and_has_a_reference(load):
+    changes = ("algorithm.name=dpo", "data.train.path=arithmetic:addition", "data.train.size=1000")
+    changes += ("~schedule.steps", "schedule.epochs=3", "batch.prompts_per_step=32", "batch.updates_per_step=2")
+    plan = make_plan(load(*changes))
+    assert plan.num_steps == 94
+    assert "32 pairs -> 2 updates of 16 on 1 trainer" in plan.text()
+    assert "94 steps = 3008 pairs of up to 6.16 million tokens, 188 updates; 3.01 epochs of 1000 rows" in plan.text()
+    assert "trained on pairs of answers of the rows, nothing is rolled out; no engine is built" in plan.text()
+    assert plan.as_dict()["placement"] == {"actor": [0], "reference": [0], "idle": []}
+    assert plan.as_dict()["batch"]["trajectories"] == 64
+    assert plan.as_dict()["batch"]["update_sizes"] == [16, 16]
+    without = make_plan(load(*changes, "algorithm.name=simpo"))
+    assert without.as_dict()["placement"] == {"actor": [0], "idle": []}
+
+
+def test_the_plan_of_supervised_fine_tuning_counts_rows_and_has_no_engine(load):
+    changes = ("algorithm.name=sft", "data.train.path=arithmetic:addition", "data.train.size=1000")
+    plan = make_plan(load(*changes, "~schedule.steps", "schedule.epochs=3", "batch.prompts_per_step=32"))
+    assert plan.num_steps == 94
+    assert "32 rows -> 1 update of 32 on 1 trainer" in plan.text()
+    assert "94 steps = 3008 rows of up to 3.08 million tokens, 94 updates; 3.01 epochs of 1000 rows" in plan.text()
+    assert "no engine is built" in plan.text()
+    assert plan.as_dict()["placement"] == {"actor": [0], "idle": []}
+    assert plan.as_dict()["batch"]["trajectories"] == 32
+
+
+QWEN_1_5B = ModelShape(1536, 28, 12, 2, 128, 8960, 151936, tie_word_embeddings=True, qkv_bias=True)
+QWEN_7B = ModelShape(3584, 28, 28, 4, 128, 18944, 152064, tie_word_embeddings=False, qkv_bias=True)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("qwen2.5-1.5b-gsm8k", QWEN_1_5B), ("qwen2.5-7b-lora", QWEN_7B)])
+def test_the_recipes_for_one_gpu_fit_into_80_gib(name, shape):
+    path = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    [group] = make_plan(load_recipe(path, ["model.dtype=bfloat16", "cluster.device_memory=80"]), shape).memory
+    assert max(group.totals.values()) < 70 * 2**30

@@ -5,6 +5,7 @@ from recipe_texts import MINIMAL
 
 from corral.recipe.errors import RecipeError
 from corral.recipe.parts import PRESETS
+from corral.recipe.plan import make_plan
 from corral.recipe.rules import check
 
 VALIDATED = "data.validation.path=test.jsonl"
@@ -27,7 +28,8 @@ def test_a_minimal_recipe_has_neither_problems_nor_warnings(load):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it(load, name):
-    assert check(load(f"algorithm.name={name}")) == []
+    teacher = ["reference.path=a/teacher"] if name == "distill" else []
+    assert check(load(f"algorithm.name={name}", *teacher)) == []
 
 
 # --- keys without effect: (overrides, key, part of the reason)
@@ -219,16 +221,68 @@ def test_a_question_has_one_turn(load):
     assert problems_of(load("rollout.max_turns=3")) == ["`rollout.max_turns: 3` has no effect: a question has one turn"]
 
 
+# --- several sources and curricula
+
+SOURCES = MINIMAL.replace("path: rows.jsonl", "sources: {a: {path: a.jsonl, weight: 3}, b: {path: b.jsonl, weight: 1}}")
+
+
+def test_several_sources_are_part_of_the_plan(load):
+    assert SOURCES != MINIMAL
+    assert "  a: 0.75 of the prompts, from a.jsonl\n  b: 0.25 of the prompts" in make_plan(load(text=SOURCES)).text()
+    assert "data\n" not in make_plan(load()).text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["data.train.path=x.jsonl"], "`data.train.path` has no effect: `data.train.sources` are in its place"),
+        (["data.train.sources.b.weight=null"], "`data.train.sources`: some have a `weight` and others have none"),
+        (["data.train.sources.c d={path: x, weight: 1}"], "'c d' becomes part of metrics' names"),
+        (["data.train.sources.b.path=boards"], "`data.train.sources.b.path: boards`: boards of several games"),
+        (["data.train.sources.b.split=x"], "`data.train.sources.b.split` has no effect: only hub data sets"),
+        (["data.train.sources.b.filters={rate: [1, 0]}"], "`data.train.sources.b.filters.rate: [1, 0]` leaves nothing"),
+        (["data.validation.sources.x={path: x, weight: 1}"], "`data.validation.sources.x.weight` has no effect"),
+        (["data.curriculum.descending=true"], "`data.curriculum.descending` has no effect: there is no"),
+        (["data.curriculum.others=0.5"], "`data.curriculum.others` has no effect: there is no"),
+        (["data.curriculum.solved_reward=2"], "`data.curriculum.solved_reward` has no effect: there is no"),
+        (["data.curriculum.mean_reward=[1, 0]"], "`data.curriculum.mean_reward: [1, 0]` has no reward in it"),
+        (["algorithm.name=sft", "data.curriculum.skip_solved=2"], "sft trains on rows, which have no rewards"),
+    ],
+)
+def test_keys_of_sources_and_curricula_that_do_not_go_together(load, overrides, problem):
+    found = problems_of(load(*overrides, text=SOURCES))
+    assert any(problem in one for one in found), found
+
+
+def test_a_curriculum_is_part_of_the_plan(load):
+    curriculum = "data.curriculum={mean_reward: [0.1, 0.9], skip_solved: 2, order_by: level}"
+    text = make_plan(load(curriculum, "data.train.filters={rate: [0.5, null]}")).text()
+    for line in (
+        "only rows with `rate` in [0.5, inf]",
+        "each epoch goes from the lowest to the highest `level`",
+        "rows whose mean reward so far is outside [0.1, 0.9] are drawn in 0.1 of the epochs",
+        "rows solved in every sample 2 times in a row are skipped from then on",
+    ):
+        assert line in text
+
+
 # --- numbers that do not go together
 
 
 @pytest.mark.parametrize(
     "advantage", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"]
 )
-def test_an_advantage_within_a_group_needs_more_than_one_sample(load, advantage):
-    (problem,) = problems_of(load("batch.samples_per_prompt=1", f"algorithm.advantage={advantage}"))
-    assert problem.startswith("`batch.samples_per_prompt: 1` with the advantage " + advantage)
-    assert problem.endswith("all advantages would be zero")
+def test_an_advantage_within_a_group_warns_of_one_sample(load, advantage):
+    (warning,) = check(load("batch.samples_per_prompt=1", f"algorithm.advantage={advantage}"))
+    assert warning.startswith("`batch.samples_per_prompt: 1` with the advantage " + advantage)
+    assert "all advantages are zero, and nothing is learned from rewards" in warning
+    raw = ("batch.samples_per_prompt=1", "algorithm.lone_sample=raw")
+    assert check(load(*raw, f"algorithm.advantage={advantage}")) == []
+
+
+def test_lone_samples_are_of_advantages_that_compare_samples(load):
+    (problem,) = problems_of(load("algorithm.name=reinforce", "algorithm.lone_sample=raw"))
+    assert problem.startswith("`algorithm.lone_sample` has no effect: the advantage reinforce does not compare")
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce", "reinforce_plus_plus", "remax"])
@@ -500,3 +554,86 @@ def test_what_an_engine_cannot_do_is_refused(load, overrides, problem):
 @pytest.mark.parametrize("overrides", ["rollout.temperature=0.7", "rollout.top_p=0.9", APART])
 def test_what_vllm_can_do_is_not(load, overrides):
     check(load("rollout.engine=vllm", *overrides.split()))
+
+
+# --- supervised fine-tuning
+
+
+SFT = "algorithm.name=sft"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("batch.samples_per_prompt=4", "`batch.samples_per_prompt` has no effect: sft trains on rows"),
+        ("algorithm.kl.where=loss", "`algorithm.kl` has no effect: sft trains on rows"),
+        ("algorithm.correction=token_tis", "`algorithm.correction` has no effect: sft trains on rows"),
+        ("algorithm.advantage=grpo", "`algorithm.advantage` has no effect: sft trains on rows"),
+        ("algorithm.whiten=true", "`algorithm.whiten` has no effect: sft trains on rows"),
+        ("schedule.pipelined=true", "`schedule.pipelined` has no effect: sft trains on rows"),
+        ("rollout.temperature=0.7", "`rollout.temperature` has no effect: sft trains on rows"),
+        ("rollout.max_response_tokens=64", "`rollout.max_response_tokens` has no effect: nothing is generated"),
+        ("environment.reward.name=exact", "`environment` has no effect: there is no `data.validation`"),
+        (f"{VALIDATED} validation.temperature=1", "`validation.temperature` has no effect: without an `environment`"),
+        ("batch.ppo_epochs=2", "`batch.ppo_epochs`: rows are gone over again"),
+        ("data.train.path=boards", "`data.train.path: boards`: boards have no answers to train on"),
+        ("algorithm.loss=ppo", "`algorithm.loss: ppo`: `algorithm.name: sft` trains on rows"),
+        ("critic.path=x", "`critic.path` has no effect: the advantage none needs no critic"),
+        ("batch.max_tokens_per_micro_batch=100", "cannot hold a whole trajectory: `data.max_prompt_tokens` = 1024"),
+    ],
+)
+def test_what_has_no_effect_on_rows_is_refused(load, overrides, expected):
+    assert any(expected in problem for problem in problems_of(load(SFT, *overrides.split())))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("algorithm.loss=nll", "`algorithm.name: grpo` trains on rollouts"),
+        ("algorithm.advantage=none", "rewards would not count"),
+        ("data.completion_key=reply", "`data.completion_key` has no effect: only `algorithm.name: sft`"),
+    ],
+)
+def test_what_is_for_rows_is_refused_with_rollouts(load, overrides, expected):
+    assert any(expected in problem for problem in problems_of(load(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            "algorithm.name=dpo algorithm.loss=nll",
+            "trains on answers of rows, and the loss nll is not of pairs of them",
+        ),
+        ("algorithm.name=sft algorithm.loss=dpo", "trains on answers of rows, and the loss dpo is of pairs of them"),
+        ("algorithm.loss=dpo", "`algorithm.name: grpo` trains on rollouts"),
+        ("algorithm.name=sft data.chosen_key=good", "`data.chosen_key` has no effect: sft trains on one answer"),
+        ("data.rejected_key=bad", "`data.rejected_key` has no effect: only `algorithm.name: dpo`, ipo and simpo"),
+        ("algorithm.name=dpo data.completion_key=x", "`data.completion_key` has no effect: a row is a pair of answers"),
+        ("algorithm.name=simpo reference.path=x", "`reference.path` has no effect: the loss simpo compares with no"),
+        ("algorithm.name=sft reference.path=x", "`reference.path` has no effect: the loss nll compares with no"),
+        ("algorithm.name=simpo algorithm.loss.label_smoothing=0.1", "is not an option of the loss simpo"),
+        ("algorithm.name=dpo algorithm.loss.label_smoothing=0.5", "should be a number, at least 0 and below 0.5"),
+        ("algorithm.name=dpo algorithm.aggregation=token_mean", "the loss dpo is always seq_mean_token_mean"),
+        ("algorithm.name=dpo batch.updates_per_step=9", "`batch.updates_per_step: 9` is more than a step's 8 pairs"),
+        (
+            "algorithm.name=dpo batch.max_tokens_per_micro_batch=2000",
+            "cannot hold a whole pair: it may have twice `data.max_prompt_tokens`, 2048",
+        ),
+    ],
+)
+def test_what_does_not_go_with_pairs_is_refused(load, overrides, expected):
+    with pytest.raises(RecipeError) as caught:
+        check(load(*overrides.split()))
+    assert any(expected in problem for problem in caught.value.problems)
+
+
+def test_a_reference_of_its_own_goes_with_dpo(load):
+    assert check(load("algorithm.name=dpo", "reference.path=x", "algorithm.loss.beta=0.5")) == []
+
+
+def test_with_a_reward_rows_are_validated_by_generation(load):
+    recipe = load(SFT, VALIDATED, "environment.reward.name=exact", "rollout.max_response_tokens=64")
+    assert check(recipe) == []
+    assert recipe.needs_engine
+    assert not load(SFT, VALIDATED).needs_engine

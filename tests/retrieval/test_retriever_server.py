@@ -149,13 +149,14 @@ def test_sigterm_ends_it_with_code_0(bm25_index: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_said_without_the_token(bm25_index: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("open sesame\n")
+    (tmp_path / "token").write_text("open sesame open sesame\n")
+    (tmp_path / "token").chmod(0o600)
     with serving(tmp_path, str(bm25_index), "--host", "0.0.0.0", "--token-file", "token") as served:
         for path, body in (("/retrieve", {"queries": ["a"]}), ("/health", None), ("/metrics", None), ("/x", None)):
             assert served.ask(path, body).status == 401
             assert served.ask(path, body, token="wrong").status == 401
-        assert served.ask("/retrieve", {"queries": ["a"]}, token="open sesame").status == 200
-        assert served.ask("/health", token="open sesame").status == 200
+        assert served.ask("/retrieve", {"queries": ["a"]}, token="open sesame open sesame").status == 200
+        assert served.ask("/health", token="open sesame open sesame").status == 200
 
 
 def test_other_machines_are_let_in_only_on_purpose(bm25_index: Path, tmp_path: Path) -> None:

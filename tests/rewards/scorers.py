@@ -1,6 +1,7 @@
 """Reward functions that misbehave, for test_scorer_pool.py; loaded as a file in the workers."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -71,3 +72,47 @@ def start_a_child_and_hang(response: str, answer: Any) -> float:
         file.write(f"{os.getpid()} {child.pid}")
     time.sleep(1000)
     return 0.0
+
+
+class Flight:
+    """Calls in flight in this process, and the most that there were."""
+
+    now = most = 0
+
+
+async def act_async(response: str) -> dict[str, float]:
+    """Do what the response says, among other calls."""
+    Flight.now += 1
+    Flight.most = max(Flight.most, Flight.now)
+    try:
+        await asyncio.sleep(0.02)
+        if response == "block in a task":
+            await asyncio.gather(block(), asyncio.sleep(0.01))
+        elif response == "block":
+            time.sleep(1000)
+        elif response == "late":
+            await asyncio.sleep(1000)
+        elif response == "late and stubborn":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1000)
+        elif response.startswith("wait"):
+            await asyncio.sleep(float(response.removeprefix("wait")))
+        else:
+            act(response, "")
+    finally:
+        Flight.now -= 1
+    return {"score": 1.0, "process": os.getpid(), "most": Flight.most}
+
+
+async def block() -> None:
+    time.sleep(1000)
+
+
+def ranks(responses: list[str], answer: str) -> list[float]:
+    """The number of responses that are shorter; leaves a line in the file that the answer names."""
+    with open(answer, "a") as file:
+        file.write(f"{len(responses)}\n")
+    if "fail" in responses:
+        raise RuntimeError("one of them says fail")
+    return [float(sum(len(other) < len(one) for other in responses)) for one in responses]

@@ -8,7 +8,13 @@ import pytest
 
 from corral.data.rows import Row
 from corral.recipe.errors import UserError
-from corral.rewards.reward_function import built_in_rewards, call_reward, load_function
+from corral.rewards.reward_function import (
+    built_in_rewards,
+    call_reward,
+    call_with,
+    is_group_function,
+    load_function,
+)
 
 ROW = Row([{"role": "user", "content": "2 + 2?"}], "4", "sums", {"level": 1, "extra_info": {"index": 3}})
 
@@ -58,6 +64,31 @@ def test_a_dict_gives_score_and_metrics() -> None:
     assert (result.reward, result.metrics) == (1.0, {"length": 4.0})
 
 
+@pytest.mark.parametrize("returned", [None, {"score": None, "length": 4}])
+def test_none_is_no_reward(returned: Any) -> None:
+    result = call_reward(lambda response: returned, "", ROW, {})
+    assert result.reward is None
+    assert result.error is None
+    assert result.metrics == ({} if returned is None else {"length": 4.0})
+
+
+def test_a_function_of_a_group_gives_one_score_for_each_response() -> None:
+    def longest(responses: list[str], answer: str, bonus: float = 1.0) -> list[Any]:
+        assert answer == "4"
+        scores = [bonus * (len(one) == max(map(len, responses))) for one in responses]
+        return [None if not one else {"score": s, "n": len(one)} for one, s in zip(responses, scores, strict=True)]
+
+    assert is_group_function(longest)
+    scores = call_with(longest, ["a", "bbb", ""], ROW, {"bonus": 2.0})
+    assert [(score.reward, score.metrics) for score in scores] == [(0.0, {"n": 1.0}), (2.0, {"n": 3.0}), (None, {})]
+
+
+@pytest.mark.parametrize("returned", [0.5, [1.0], "ab", {"score": 1}])
+def test_a_function_of_a_group_must_return_as_many_results(returned: Any) -> None:
+    with pytest.raises(ValueError, match="must return a list of 2, one for each response"):
+        call_with(lambda responses: returned, ["a", "b"], ROW, {})
+
+
 def test_scalars_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     assert call_reward(lambda response: numpy.float32(0.5), "", ROW, {}).reward == 0.5
@@ -67,7 +98,6 @@ def test_scalars_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "must be a number; the function returned None"),
         ("1.0", "must be a number; the function returned '1.0'"),
         (float("nan"), "must be finite; the function returned nan"),
         ({"reward": 1}, "a dict without `score`: reward"),
@@ -113,7 +143,7 @@ def test_a_function_that_can_not_be_used_is_an_error(
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exat", {}, "no reward `exat`; did you mean `exact`?; there are by_source, em, exact"),
+        ("exat", {}, "no reward `exat`; did you mean `exact`?; there are by_source, code, em, exact"),
         ("regex", {}, "`regex` needs `pattern`"),
         ("regex", {"pattern": "("}, "bad options: missing"),
         ("exact", {"extract": "("}, "bad options: missing"),
@@ -126,7 +156,7 @@ def test_a_built_in_function_with_bad_options_is_an_error(name: str, options: di
         load_function(name, options)
 
 
-@pytest.mark.parametrize("name", sorted({*built_in_rewards()} - {"regex", "math", "reasoning_gym"}))
+@pytest.mark.parametrize("name", sorted({*built_in_rewards()} - {"regex", "math", "reasoning_gym", "judge", "code"}))
 def test_built_in_functions_need_no_options(name: str) -> None:
     assert callable(load_function(name, {}))
 

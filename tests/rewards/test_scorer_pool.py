@@ -118,7 +118,9 @@ def test_a_function_that_hangs_costs_one_sample_and_one_timeout(
     started = time.monotonic()
     [failed, good] = score_all(pool, [response, "fine"])
     assert time.monotonic() - started < 5
-    assert failed == Score(0.0, "the reward function took longer than 1 s and was killed")
+    line = SCORER_OF_SOURCE.read_text().splitlines().index("def act(response: str, answer: Any) -> float:") + 1
+    place = f"scorers.py:{line}"
+    assert failed == Score(0.0, f"the reward function took longer than 1 s and was killed ({place})")
     assert good == Score(1.0)
 
 
@@ -311,3 +313,112 @@ def test_a_breakpoint_in_a_reward_function_says_where_it_would_work(make_pool: C
     [score] = score_all(make_pool("stops"), ["any"])
     assert score.error is not None
     assert "`corral train --debug`" in score.error
+
+
+# --- async functions: many calls at once in a process
+
+
+def test_five_hundred_calls_that_wait_a_second_each_take_two_in_one_process(
+    make_pool: Callable[..., ScorerPool],
+) -> None:
+    pool = make_pool("act_async", workers=1)
+    pool.check()
+    started = time.monotonic()
+    scores = score_all(pool, ["wait 1"] * 512)
+    assert time.monotonic() - started < 5  # two rounds of 256
+    assert [score.reward for score in scores] == [1.0] * 512
+    assert len({score.metrics["process"] for score in scores}) == 1
+
+
+def test_concurrency_bounds_the_calls_in_flight_and_waiting_in_line_does_not_count_as_running(
+    make_pool: Callable[..., ScorerPool],
+) -> None:
+    pool = make_pool("act_async", workers=1, concurrency=8, timeout_s=1)
+    scores = score_all(pool, ["wait 0.3"] * 48)  # six rounds
+    assert [score.error for score in scores] == [None] * 48
+    assert max(score.metrics["most"] for score in scores) == 8
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("late", "took longer than 1 s and was cancelled"),
+        ("late and stubborn", "took longer than 1 s and was cancelled"),
+        ("raise", "RuntimeError: something broke (scorers.py:"),
+        ("exit", "SystemExit: 3 (scorers.py:"),
+        ("block", "blocked its event loop for longer than 1 s and was killed"),
+        ("block in a task", "blocked its event loop for longer than 1 s and was killed"),
+        ("hang in C", "blocked its event loop for longer than 1 s and was killed"),
+        ("die", "process died: it ended with exit code 7"),
+        ("crash", "process died: it was killed by signal 11"),
+    ],
+)
+def test_an_async_call_that_fails_costs_its_own_sample_and_about_one_timeout(
+    make_pool: Callable[..., ScorerPool], response: str, error: str
+) -> None:
+    pool = make_pool("act_async", workers=1, timeout_s=1, on_error=-0.5)
+    pool.check()
+    responses = ["wait 0.5"] * 100
+    responses[30] = response
+    started = time.monotonic()
+    scores = score_all(pool, responses)
+    assert time.monotonic() - started < 6
+    assert [number for number, score in enumerate(scores) if score.error] == [30]
+    assert scores[30].reward == -0.5
+    assert scores[30].error is not None
+    assert error in scores[30].error
+
+
+def test_calls_that_were_in_flight_with_a_killed_process_are_made_again(make_pool: Callable[..., ScorerPool]) -> None:
+    """Nobody knows through which of them it ended: none was computing."""
+    pool = make_pool("act_async", workers=1)
+    first = int(score_all(pool, ["fine"])[0].metrics["process"])
+
+    async def kill_meanwhile() -> list[Score]:
+        calls = [asyncio.ensure_future(pool.score("wait 0.5", ROW)) for _ in range(20)]
+        await asyncio.sleep(0.3)
+        os.kill(first, signal.SIGKILL)
+        return await asyncio.gather(*calls)
+
+    scores = asyncio.run(kill_meanwhile())
+    assert [score.error for score in scores] == [None] * 20
+    assert {score.metrics["process"] for score in scores} != {first}
+
+
+def test_close_ends_async_calls_in_flight(make_pool: Callable[..., ScorerPool]) -> None:
+    pool = make_pool("act_async", workers=1, concurrency=4)
+    pool.check()
+
+    async def close_during_calls() -> list[Any]:
+        calls = [asyncio.ensure_future(pool.score("wait 100", ROW)) for _ in range(10)]
+        await asyncio.sleep(0.2)
+        pool.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [str(result) for result in asyncio.run(close_during_calls())] == [f"{pool.label} is closed"] * 10
+
+
+def test_concurrency_of_a_function_that_is_not_async_is_an_error(make_pool: Callable[..., ScorerPool]) -> None:
+    with pytest.raises(UserError, match="`concurrency` has no effect"):
+        make_pool("length", concurrency=8).check()
+
+
+# --- functions of a group
+
+
+def test_a_function_that_compares_samples_is_called_once_for_the_group(
+    make_pool: Callable[..., ScorerPool], tmp_path: Path
+) -> None:
+    pool, row = make_pool("ranks"), Row([], str(tmp_path / "calls"), "", {})
+    waiting = score_all(pool, ["aaa", "a", "aa"], row)
+    assert [(score.reward, score.response) for score in waiting] == [(None, "aaa"), (None, "a"), (None, "aa")]
+    assert not (tmp_path / "calls").exists()
+    assert asyncio.run(pool.score_group(waiting, row)) == [Score(2.0), Score(0.0), Score(1.0)]
+    assert (tmp_path / "calls").read_text() == "3\n"
+
+
+def test_a_call_for_a_group_that_fails_costs_the_group(make_pool: Callable[..., ScorerPool], tmp_path: Path) -> None:
+    pool, row = make_pool("ranks", on_error="drop"), Row([], str(tmp_path / "calls"), "", {})
+    scores = asyncio.run(pool.score_group(score_all(pool, ["aaa", "fail"], row), row))
+    assert [score.reward for score in scores] == [None, None]
+    assert all("one of them says fail" in str(score.error) for score in scores)

@@ -4,9 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +15,16 @@ import openai
 import pytest
 import torch
 from guides import block
+from served import WAIT_S, running, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corral.http_server import make_server
 from corral.model.model_loading import load_tokenizer
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
-from corral.rollout.engine_server import EngineService, TextStream, find_model, load_served_model, make_app
+from corral.rollout.engine_server import EngineService, find_model, load_served_model, make_app
+from corral.rollout.openai_api import TextStream
 
-WAIT_S = 30.0
 MESSAGES: Any = [{"role": "user", "content": "What is 2 + 3?"}]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @dataclass
@@ -52,21 +43,14 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
     service = EngineService("tiny")
-    running = make_server(make_app(service, None), 100)
-    running.config.port = 0
-    thread = threading.Thread(target=running.run, daemon=True)
-    thread.start()
-    wait_until(lambda: running.started)
-    url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-    loading = httpx.get(f"{url}/health")
-    assert (loading.status_code, loading.json()["ready"]) == (503, False)
-    early = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES})
-    assert early.status_code == 503
-    assert "is being loaded" in early.json()["error"]["message"]
-    service.served = load_served_model(Model(path=str(tiny_model), dtype="float32"), 256, 4)
-    yield Server(service, url)
-    running.should_exit = True
-    thread.join(WAIT_S)
+    with running(make_app(service, None)) as url:
+        loading = httpx.get(f"{url}/health")
+        assert (loading.status_code, loading.json()["ready"]) == (503, False)
+        early = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES})
+        assert early.status_code == 503
+        assert "is being loaded" in early.json()["error"]["message"]
+        service.served = load_served_model(Model(path=str(tiny_model), dtype="float32"), 256, 4)
+        yield Server(service, url)
     service.served.engine.close()
 
 
@@ -135,6 +119,21 @@ def test_tokens_go_in_and_out_with_the_log_probs_they_were_sampled_with(server: 
         assert choice["versions"] == [0] * len(choice["token_ids"])
 
 
+def test_log_probs_of_a_prompt_are_those_of_the_model_for_whoever_has_the_tokens(
+    server: Server, plain: tuple[Any, Any]
+) -> None:
+    prompt = [5, 6, 7, 8, 9, 5]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.5}
+    first, *others = server.post("/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert [list(one) for one in others] == [[str(token)] for token in prompt[1:]]
+    with torch.no_grad():
+        logits = plain[0](input_ids=torch.tensor([prompt])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    computed = torch.tensor([one[str(token)]["logprob"] for token, one in zip(prompt[1:], others, strict=True)])
+    torch.testing.assert_close(computed, expected, atol=1e-4, rtol=0)
+
+
 def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
     answer = server.client.chat.completions.create(
         model="tiny", messages=MESSAGES, seed=2, max_tokens=6, logprobs=True, extra_body={"ignore_eos": True}
@@ -160,6 +159,9 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
         ("/v1/chat/completions", {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]}, "does not continue"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
         ("/v1/completions", {"prompt": ""}, "at least 1"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 5}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0, "stream": True}, "with `stream: true`"),
+        ("/v1/completions", {"prompt": [10**6], "prompt_logprobs": 0}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [10**6], "sampling_params": {}}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [-5], "sampling_params": {}}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"guided_json": {}}}, "not supported"),
@@ -225,6 +227,7 @@ def test_characters_of_several_tokens_are_streamed_whole() -> None:
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted_and_wants_its_token(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("open-sesame-open-sesame")
+    (tmp_path / "token").chmod(0o600)
     guide = block("serve").text.split()
     assert guide == ["corral", "serve", "runs/quickstart"]
     command = [sys.executable, "-m", "corral.cli.main", "serve", str(tiny_model), "--port=0", "--name=mine"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -136,9 +137,14 @@ def test_a_request_that_comes_after_an_update_is_of_the_new_version_alone(core: 
     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
 
 
-def test_after_weights_that_broke_off_requests_wait_until_others_are_taken_whole(core: str) -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_after_weights_that_broke_off_requests_have_the_old_ones_or_wait_but_never_a_mixture(
+    core: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(core=core)
     weights = new_weights(engine)
+    old = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    monkeypatch.setattr(engine, "has_room_for_weights", lambda: has_room)
 
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from weights[:4]
@@ -152,9 +158,43 @@ def test_after_weights_that_broke_off_requests_wait_until_others_are_taken_whole
         with pytest.raises(RunError, match="the sender died"):
             await engine.update(broken(), version=1)
         drawn = engine.stats.num_generated_tokens
-        await asyncio.sleep(0.2)
-        assert engine.stats.num_generated_tokens == drawn
+        if has_room:
+            assert all(torch.equal(a, b) for a, b in zip(engine.model.parameters(), old, strict=True))
+            while engine.stats.num_generated_tokens == drawn:
+                await asyncio.sleep(0.001)
+        else:
+            await asyncio.sleep(0.2)
+            assert engine.stats.num_generated_tokens == drawn
         await engine.update(weights, version=2)
         return (await request).versions
 
     assert set(asyncio.run(go())) == {0, 2}
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_decoding_goes_on_while_weights_arrive_where_they_fit_twice(
+    core: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(core=core)
+    weights, drawn = new_weights(engine), list[int]()
+    monkeypatch.setattr(engine, "has_room_for_weights", lambda: has_room)
+
+    def slowly() -> Iterator[tuple[str, Tensor]]:
+        before, deadline = engine.stats.num_generated_tokens, time.monotonic() + 0.3
+        while engine.stats.num_generated_tokens < before + 9 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        drawn.append(engine.stats.num_generated_tokens - before)
+        yield from weights
+
+    async def go() -> tuple[float, list[int]]:
+        prompt, _, seed = SAMPLES[0]
+        request = asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=200), seed))
+        while engine.stats.num_generated_tokens < 9:
+            await asyncio.sleep(0.001)
+        pause_s = await engine.update(slowly(), version=1)
+        return pause_s, (await request).versions
+
+    pause_s, versions = asyncio.run(go())
+    assert set(versions) == {0, 1}
+    assert drawn[0] >= 9 if has_room else drawn[0] == 0
+    assert has_room or pause_s >= 0.3

@@ -7,10 +7,13 @@ import pytest
 import torch
 from test_native_engine import PROMPTS, generate
 from tiny import DEVICE, tiny_config, tiny_tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corral.model.attention import register
 from corral.model.fused_layers import fuse
+from corral.model.lora import ADAPTERS, LoraLinear, add_adapters
+from corral.recipe.schema import Lora
 from corral.rollout.engine import Completion, Sampling
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.paged_core import PagedCore
@@ -20,7 +23,8 @@ LONG_PROMPT = [3 + i % 60 for i in range(150)]
 
 
 def config_of(family: str) -> Any:
-    config = tiny_config(family)
+    """`llama+lora` is a model with adapters."""
+    config = tiny_config(family.partition("+")[0])
     config.head_dim = 32
     return config
 
@@ -36,6 +40,11 @@ def engines(family: str, dtype: torch.dtype, **options: int) -> tuple[NativeEngi
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(4)
+        if "+lora" in family:
+            add_adapters(model, Lora(rank=8))
+            for name, parameter in model.named_parameters():
+                if name.endswith("lora_B"):
+                    torch.nn.init.normal_(parameter, 0.0, 0.3)
         if paged:
             fuse(model)
         limits = {"max_sequences": 64, "max_prefill_tokens": 4096, **options}
@@ -55,11 +64,21 @@ def compare(ours: list[Completion], theirs: list[Completion]) -> None:
     assert len(differences) > 0.99 * sum(len(completion.tokens) for completion in ours)
 
 
+def merged_in_float64(model: Any) -> dict[str, Tensor]:
+    """The model's weights, with adapters merged into them without rounding."""
+    weights = {name: weight.double().cpu() for name, weight in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            a, b = (weights.pop(f"{name}.{adapter}") for adapter in ADAPTERS)
+            weights[f"{name}.weight"] += module.lora_scale * b @ a
+    return weights
+
+
 def errors(family: str, engine: NativeEngine, prompts: list[list[int]], played: list[Completion]) -> list[float]:
     """By how much each log-prob is off: transformers computes it in float64, with the same weights."""
     exact = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float64)
     exact.set_experts_implementation("eager")
-    exact.load_state_dict({name: weight.double().cpu() for name, weight in engine.model.state_dict().items()})
+    exact.load_state_dict(merged_in_float64(engine.model))
     off: list[float] = []
     for prompt, completion in zip(prompts, played, strict=True):
         with torch.no_grad():
@@ -69,7 +88,7 @@ def errors(family: str, engine: NativeEngine, prompts: list[list[int]], played: 
     return off
 
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2+lora", "qwen3+lora"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.base import EnvSet
 from corral.recipe.schema import Environment, Reward, Rollout
-from corral.rewards.scorer_pool import InProcessScorer
+from corral.rewards.scorer_pool import InProcessScorer, make_scorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import NO_IMAGES, Completion, FinishReason, PrefixHandle, Sampling
@@ -71,11 +71,13 @@ def rolled_out(retriever: StandInRetriever) -> Trajectory:
     return rollout(retriever)
 
 
-def rollout(retriever: StandInRetriever, answer: str = "Ann", max_observation_tokens: int | None = None) -> Trajectory:
+def rollout(
+    retriever: StandInRetriever, answer: str = "Ann", max_observation_tokens: int | None = None, reward: str = "em"
+) -> Trajectory:
     tokenizer = tiny_tokenizer()
     environment = Environment(
         name="search",
-        reward=Reward(name="em"),
+        reward=Reward(name=reward),
         options={
             "retriever": f"http://127.0.0.1:{retriever.port}",
             "topk": 1,
@@ -86,7 +88,7 @@ def rollout(retriever: StandInRetriever, answer: str = "Ann", max_observation_to
         },
     )
     settings = Rollout(max_turns=2, max_response_tokens=400)
-    envs = EnvSet({"": environment}, {"": InProcessScorer(environment.reward)}, settings)
+    envs = EnvSet({"": environment}, {"": make_scorer(environment, InProcessScorer)}, settings)
     driver = RolloutDriver(
         engine=Scripted(tokenizer, REPLIES),  # type: ignore[arg-type]
         envs=envs,
@@ -158,3 +160,16 @@ def test_observations_are_in_no_loss_no_value_and_no_whitening(rolled_out: Traje
     assert found.advantages[~mask].abs().max() == 0
     whitened = found.advantages[mask]
     assert float(whitened.mean()) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_reward_model_gets_the_conversation_with_what_was_found_in_the_models_own_turn(
+    retriever: StandInRetriever, rolled_out: Trajectory
+) -> None:
+    assert rolled_out.conversation is None
+    conversation = rollout(retriever, reward="reward_model").conversation
+    assert conversation is not None
+    found = "\n<information>All of it.</information>\n"
+    assert conversation.messages == [
+        Message(role="user", content="Who wrote it?"),
+        Message(role="assistant", content=f"{REPLIES[0]}{found}hmm\nSearch or answer.\n{REPLIES[2]}"),
+    ]

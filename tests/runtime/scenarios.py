@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from corral.recipe.errors import RunError, UserError
-from corral.recipe.placement import Placement, parse_placement
+from corral.recipe.placement import Placement, devices_of_services, parse_placement
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
 from corral.runtime.ray_runtime import RayRuntime
@@ -112,7 +112,8 @@ async def running(
 
 def placement_of(recipe: Recipe) -> Placement:
     cluster = recipe.cluster
-    return parse_placement(cluster.placement, cluster.nodes * cluster.devices_per_node)
+    num_devices = cluster.nodes * cluster.devices_per_node
+    return parse_placement(cluster.placement, num_devices, devices_of_services(cluster))
 
 
 async def message_of(work: Any) -> str:
@@ -230,6 +231,7 @@ async def started_here(logs: str) -> dict[str, Any]:
             "all_reduce": await runtime.groups["actor"].all(FakeRole.all_reduce),
             "interfaces": await runtime.groups["actor"].all(FakeRole.interface),
             "listening": subprocess.check_output(["ss", "-ltnpH"], text=True).splitlines(),
+            "processes": subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines(),
         }
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.killpg(0, signal.SIGINT)

@@ -1,6 +1,5 @@
 """Child processes: groups that end whole, children that die with their parent, and the shim that records exits."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,15 +12,14 @@ from corral import child_process
 
 
 def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
-    shim = [sys.executable, "-I", "-S", child_process.__file__, str(folder), sys.executable, "-c", program]
+    shim = [sys.executable, "-I", "-S", child_process.__file__, str(folder), "worker", sys.executable, "-c", program]
     return subprocess.Popen(shim, stdout=subprocess.PIPE, text=True)
 
 
 def run(folder: Path, program: str) -> int | None:
     """The exit code as it was written down."""
-    process = begin(folder, f"import os, signal, sys; print(os.getpid(), flush=True); {program}")
-    said, _ = process.communicate(timeout=30)
-    return child_process.read_exit(folder, int(said))
+    begin(folder, f"import os, signal, sys; {program}").communicate(timeout=30)
+    return child_process.read_exit(folder, "worker")
 
 
 @pytest.mark.parametrize(
@@ -33,16 +31,16 @@ def test_the_exit_code_is_written_down(tmp_path: Path, program: str, code: int) 
 
 
 def test_a_process_that_still_runs_has_none(tmp_path: Path) -> None:
-    assert child_process.read_exit(tmp_path, os.getpid()) is None
+    assert child_process.read_exit(tmp_path, "worker") is None
 
 
 def test_a_signal_is_passed_on_and_the_outcome_still_known(tmp_path: Path) -> None:
-    process = begin(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    process = begin(tmp_path, "import time; print(flush=True); time.sleep(60)")
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    process.stdout.readline()
     process.terminate()
     process.wait(timeout=30)
-    assert child_process.read_exit(tmp_path, pid) == -signal.SIGTERM
+    assert child_process.read_exit(tmp_path, "worker") == -signal.SIGTERM
 
 
 def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
@@ -114,3 +112,29 @@ def test_last_lines_leave_out_blank_ones_and_need_no_file(tmp_path: Path) -> Non
     assert child_process.last_lines(log, 2) == []
     log.write_bytes(b"one\n\n  two\nthree \xff\n\n")
     assert child_process.last_lines(log, 2) == ["  two", "three \ufffd"]
+
+
+def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "held"
+    program = (
+        "import sys, time; from pathlib import Path; from corral import child_process; folder = Path(sys.argv[1]); "
+        "child_process.hold_folder(folder); child_process.remove_when_released(folder); "
+        "(folder / 'file').touch(); print(flush=True); time.sleep(60)"
+    )
+    holders = [
+        subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in holders:
+        assert process.stdout is not None
+        process.stdout.readline()
+    holders[0].kill()
+    holders[0].wait()
+    time.sleep(0.3)
+    assert (folder / "file").exists()
+    holders[1].kill()
+    holders[1].wait()
+    deadline = time.monotonic() + 10
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -140,12 +140,15 @@ def test_a_cluster_that_is_too_small_is_described(driver: Driver, logs: Path, la
 
 
 def test_ray_is_started_for_the_run_where_there_is_none(lab: Lab, logs: Path) -> None:
-    seen = Driver(lab, 2).call("scenarios:started_here", logs=str(logs))
+    by_default = {"RAY_prestart_worker_first_driver": "true"}
+    seen = Driver(lab, 2, **by_default).call("scenarios:started_here", logs=str(logs))
     assert "this machine is not part of a Ray cluster; start one with `corral up`" in seen["two_nodes"]
     assert seen["all_reduce"] == [3.0] * 2
     assert seen["interfaces"] == ["lo"] * 2
-    rays = [line for line in seen["listening"] if "ray::DeviceProc" not in line]  # torch's rendezvous is open to all
-    assert rays
-    assert all("127.0.0.1]:" in line or "127.0.0.1:" in line for line in rays)
+    assert any("ray::DeviceProc" in line for line in seen["listening"])  # torch's rendezvous
+    assert all("127.0.0.1]:" in line or "127.0.0.1:" in line for line in seen["listening"])
+    named = [line.split()[0] for line in seen["processes"] if line.startswith("ray::")]
+    assert named.count("ray::DeviceProcess") == 2
+    assert "ray::IDLE" not in named
     assert seen["after_ctrl_c"] == [3.0] * 2
     assert "raylet" not in lab.run(2, ["ps", "ax"]).stdout

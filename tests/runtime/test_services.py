@@ -1,18 +1,25 @@
-"""Programs beside the workers: started, awaited, started again, ended; and what is said when that fails."""
+"""Programs beside the workers: started, awaited, started again, ended, with devices of their own; and what is reported
+when that fails."""
 
+import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from corral.recipe.schema import Service
 from corral.runtime.services import Services
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 SERVER = """
 import http.server, os, sys, time
@@ -22,7 +29,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(str(os.getpid()).encode())
     def log_message(self, *_): pass
+if sys.argv[2:] == ["stubborn"]:
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("hello from", sys.argv[1], flush=True)
+print("devices", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
@@ -118,6 +129,36 @@ time.sleep(600)
 
 
 @pytest.mark.slow
+def test_one_whose_starter_died_is_started_again_by_who_takes_its_place(tmp_path: Path, port: int) -> None:
+    """Also a program that ignores SIGTERM, which it gets when its starter dies, and keeps the port."""
+    program = f"""
+import sys, time
+from pathlib import Path
+from corral.recipe.schema import Service
+from corral.runtime.services import Services
+command = {["sh", "-c", shlex.join([sys.executable, "-c", SERVER, str(port), "stubborn"]) + "; true"]!r}
+folder = Path({str(tmp_path)!r})
+services = Services({{"echo": Service(command=command, port={port})}}, folder, records=folder)
+print(services.wait(), flush=True)
+sys.stdin.readline()
+services.close()
+"""
+    start = partial(subprocess.Popen, [sys.executable, "-c", program], text=True)
+    first = start(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "[]\n"
+    pid = pid_of(port)
+    first.kill()
+    first.wait()
+    second = start(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert second.stdout is not None
+    assert second.stdout.readline() == "[]\n"
+    assert pid_of(port) != pid
+    assert not is_alive(pid)
+    second.communicate("end\n", timeout=30)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "timeout_s", "expected"),
     [
@@ -138,3 +179,55 @@ def test_a_port_that_somebody_else_has_is_not_taken_for_the_service(start: Start
     assert first.wait() == []
     [problem] = start().wait()
     assert "something else answers" in problem
+
+
+def test_each_service_sees_the_devices_that_it_claims_and_no_others(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", 'import os; print("devices", repr(os.environ["CUDA_VISIBLE_DEVICES"]))']
+    claims = {"judge": 2, "plain": 0, "retriever": 1}
+    services = {name: Service(command=program, port=9, devices=devices) for name, devices in claims.items()}
+    running = Services(services, tmp_path, accelerators=["3", "5", "6"])
+    try:
+        logs = {name: tmp_path / f"service-{name}.log" for name in claims}
+        until(lambda: all(log.exists() and "devices" in log.read_text() for log in logs.values()))
+        seen = {name: log.read_text().splitlines()[0] for name, log in logs.items()}
+    finally:
+        running.close()
+    assert seen == {"judge": "devices '3,5'", "plain": "devices ''", "retriever": "devices '6'"}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("gpus", [3, 0], ids=["gpus", "worker slots"])
+def test_devices_of_a_service_are_reserved_beside_those_of_the_workers(tmp_path: Path, port: int, gpus: int) -> None:
+    """Ray believes in as many GPUs as it is started with, and gives out their numbers."""
+    import ray
+    from scenarios import running
+
+    service = {"command": [sys.executable, "-c", SERVER, str(port)], "port": port, "devices": 1}
+    resource = "GPU" if gpus else "corral_device"
+
+    async def observe() -> dict[str, Any]:
+        cluster = {"devices_per_node": 3, "placement": {"actor": "all"}, "services": {"judge": service}}
+        async with running(str(tmp_path), build=False, **cluster) as runtime:
+            [node], [log] = runtime.nodes, tmp_path.rglob("service-judge.log")
+            return {
+                "devices": node.devices,
+                "workers": [device.process.accelerators for device in runtime.devices.values()],
+                "service": [line for line in log.read_text().splitlines() if line.startswith("devices")],
+                "free": ray.available_resources().get(resource, 0),
+            }
+
+    ray.init(num_cpus=2, num_gpus=gpus, resources={} if gpus else {resource: 3}, include_dashboard=False)
+    try:
+        seen = asyncio.run(observe())
+    finally:
+        ray.shutdown()
+    assert (seen["devices"], seen["free"]) == ((0, 1), 0)
+    if gpus:
+        assert sorted([*(f"devices '{number}'" for [number] in seen["workers"]), *seen["service"]]) == [
+            "devices '0'",
+            "devices '1'",
+            "devices '2'",
+        ]
+    else:
+        assert seen["workers"] == [[], []]

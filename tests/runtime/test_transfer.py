@@ -5,14 +5,18 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from hosts import Lab
 from tiny import DEVICE, tiny_config
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM
 
 from corral.recipe.errors import RunError
@@ -26,6 +30,7 @@ from corral.runtime.transfer_channels import (
     pack,
     reused_memory,
 )
+from corral.runtime.worker import Worker
 
 CPU = torch.device("cpu")
 BUCKET = 10_000
@@ -101,7 +106,7 @@ torch.save([(name, tensor.cpu().clone()) for name, tensor in weights], "{tmp_pat
 
 def memory_files() -> set[str]:
     links = [f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd")]
-    return {target for link in links if os.path.islink(link) and "corral-" in (target := os.readlink(link))}
+    return {target for link in links if os.path.islink(link) and "memfd:corral-" in (target := os.readlink(link))}
 
 
 def test_memory_is_used_again_and_gone_when_the_channel_closes() -> None:
@@ -150,14 +155,34 @@ def test_another_model_is_refused_by_the_name_of_what_differs() -> None:
 # --- by broadcast
 
 
-def joined(num_receivers: int, timeout_s: float = 20.0) -> list[CollectiveChannel]:
-    """The sender first; all of them in this process."""
-    size = num_receivers + 1
-    ends = [CollectiveChannel("127.0.0.1", CPU, timeout_s=timeout_s, bucket_bytes=BUCKET) for _ in range(size)]
+def joined(num_receivers: int, num_senders: int = 1) -> list[CollectiveChannel]:
+    """The senders first; all of them in this process."""
+    size = num_receivers + num_senders
+    ends = [CollectiveChannel("127.0.0.1", CPU, timeout_s=20.0, bucket_bytes=BUCKET) for _ in range(size)]
     rendezvous = ends[0].open()
     with ThreadPoolExecutor(size) as threads:
-        list(threads.map(lambda rank: ends[rank].join(rendezvous, rank, size), range(size)))
+        list(threads.map(lambda rank: ends[rank].join(rendezvous, rank, size, num_senders), range(size)))
     return ends
+
+
+def listening_addresses() -> set[str]:
+    """Addresses on which this process listens."""
+    sockets = psutil.Process().net_connections(kind="tcp")
+    return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+
+
+def test_the_processes_of_a_broadcast_or_a_world_listen_on_the_chosen_address_alone() -> None:
+    before = listening_addresses()
+    ends = joined(2)
+    worker = Worker(0, 2, "127.0.0.2", timeout_s=20.0)
+    host, _, port = worker.open_rendezvous().partition(":")
+    try:
+        assert listening_addresses() - before == {"127.0.0.1", "127.0.0.2"} - before
+        assert TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=20)).add("joined", 1) == 1
+    finally:
+        worker.close()
+        for end in ends:
+            end.close()
 
 
 def test_a_broadcast_reaches_all_receivers_time_after_time() -> None:
@@ -175,6 +200,70 @@ def test_a_broadcast_reaches_all_receivers_time_after_time() -> None:
         end.close()
 
 
+@pytest.mark.parametrize("num_senders", [2, 3])
+def test_several_senders_send_a_part_each(num_senders: int) -> None:
+    ends = joined(2, num_senders)
+    senders, receivers = ends[:num_senders], ends[num_senders:]
+    with ThreadPoolExecutor(len(ends)) as threads:
+        for weights in (tiny_weights("llama"), odd_weights(), odd_weights()[:1]):
+            futures = [threads.submit(arrived, receiver, None, weights) for receiver in receivers]
+            sent = [threads.submit(sender.send, iter(weights)) for sender in senders]
+            for future in futures:
+                assert_same(future.result(timeout=20), weights)
+            for done in sent:
+                done.result(timeout=20)
+            num_buckets = [len(sender.announced) for sender in senders]
+            assert max(num_buckets) - min(num_buckets) <= 2, "one more each, and the first says which was the last"
+            for sender in senders:
+                sender.release()
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_broadcast_ends_at_once_when_one_of_several_senders_fails(failing: int) -> None:
+    weights, ends = tiny_weights(), joined(1, 2)
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from weights[:3]
+        raise ValueError("a trainer went away")
+
+    with ThreadPoolExecutor(3) as threads:
+        started = time.monotonic()
+        sent = [threads.submit(end.send, broken() if rank == failing else weights) for rank, end in enumerate(ends[:2])]
+        with pytest.raises(RunError, match="did not arrive"):
+            arrived(ends[2], None, weights)
+        with pytest.raises(ValueError, match="went away"):
+            sent[failing].result(timeout=20)
+        other = sent[1 - failing].exception(timeout=20)
+    assert other is None or isinstance(other, RunError)
+    assert time.monotonic() - started < 10
+
+
+def test_a_bucket_is_put_together_while_the_last_one_travels() -> None:
+    """A sender with one bucket of memory would wait for the first to arrive, which it does when the second is asked
+    for."""
+    sender, receiver = joined(1)
+    weights = [(str(number), torch.full((BUCKET // 4,), float(number))) for number in range(3)]
+    packed: list[str] = []
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            packed.append(name)
+            yield name, tensor
+
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(sender.send, noted())
+        deadline = time.monotonic() + 10
+        while len(packed) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert packed == ["0", "1", "2"], "before anyone has received anything"
+        assert_same(arrived(receiver, None, weights), weights)
+        sent.result(timeout=20)
+    for end in (sender, receiver):
+        end.close()
+
+
 def test_a_broadcast_ends_at_once_when_the_sender_fails() -> None:
     weights = tiny_weights()
 
@@ -188,7 +277,9 @@ def test_a_broadcast_ends_at_once_when_the_sender_fails() -> None:
         future = threads.submit(arrived, receiver, None, weights)
         with pytest.raises(ValueError, match="went away"):
             sender.send(broken())
-        with pytest.raises(RunError, match="of the weights did not arrive within 20 s; a process of the transfer died"):
+        with pytest.raises(
+            RunError, match=r"did not arrive(: its sender failed| within 20 s; a process of the transfer died)"
+        ):
             future.result(timeout=20)
     assert time.monotonic() - started < 10
     with pytest.raises(RunError, match="closed by an earlier failure"):
@@ -233,6 +324,69 @@ def test_a_receiver_that_does_not_come_is_not_waited_for_longer_than_the_limit()
     with pytest.raises(RunError, match=r"not all of 2 processes joined the weight transfer at 127\.0\.0\.1:"):
         sender.join(sender.open(), 0, 2)
     assert time.monotonic() - started < 10
+
+
+# --- over links of a known speed
+
+
+MEGABYTES, LINK = 48, "200mbit"
+END = """
+import os, sys, time, torch
+from pathlib import Path
+from corral.runtime.transfer_channels import CollectiveChannel
+address, file, rank, size, num_senders, gather_s = sys.argv[1], Path(sys.argv[2]), *map(float, sys.argv[3:])
+channel = CollectiveChannel(address, torch.device("cpu"), timeout_s=60, bucket_bytes=4 * 2**20)
+if rank == 0:
+    file.with_suffix(".new").write_text(channel.open())
+    file.with_suffix(".new").rename(file)
+while not file.exists():
+    time.sleep(0.02)
+channel.join(file.read_text(), int(rank), int(size), int(num_senders))
+weights = [(str(number), torch.full((2**18,), float(number))) for number in range(MEGABYTES)]
+
+def gathered():
+    for name, tensor in weights:
+        time.sleep(gather_s)
+        yield name, tensor
+
+started = time.perf_counter()
+if rank < num_senders:
+    channel.send(gathered())
+else:
+    arrived = channel.receive(None, [(name, tensor.shape, tensor.dtype) for name, tensor in weights])
+    assert [float(tensor[0]) for _, tensor in arrived] == list(range(MEGABYTES))
+print(time.perf_counter() - started, flush=True)
+time.sleep(1)  # not all at once: the first one has the store
+""".replace("MEGABYTES", str(MEGABYTES))
+
+
+def transfer_s(
+    lab: Lab, folder: Path, senders: Sequence[int], receivers: Sequence[int], gather_s: float = 0.0
+) -> float:
+    """Seconds until the last receiver has everything. Each host has one end; a tensor takes `gather_s` to gather."""
+    ends, file = [*senders, *receivers], folder / f"rendezvous-{len(list(folder.iterdir()))}"
+    processes = []
+    for rank, host in enumerate(ends):
+        numbers = (rank, len(ends), len(senders), gather_s)
+        command = [sys.executable, "-c", END, lab.hosts[host].address, str(file), *map(str, numbers)]
+        processes.append(lab.begin(host, command, PYTHONPATH=os.getcwd(), OMP_NUM_THREADS="1"))
+    return max(float(process.communicate(timeout=120)[0]) for process in processes)
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_every_node_of_trainers_sends_and_gathering_costs_nothing_beside_it(tmp_path: Path) -> None:
+    with Lab(4) as lab:
+        for host in range(4):
+            lab.run(host, ["tc", "qdisc", "add", *f"dev eth0 root tbf rate {LINK} burst 256kb latency 400ms".split()])
+        # The quickest of three each: links have a known speed, and the processes of a busy machine have none.
+        one = min(transfer_s(lab, tmp_path, senders=[0], receivers=[2, 3]) for _ in range(3))
+        gather_s = one / MEGABYTES / 2
+        gathering = min(transfer_s(lab, tmp_path, [0], [2, 3], gather_s) for _ in range(3))
+        two = min(transfer_s(lab, tmp_path, senders=[0, 1], receivers=[2, 3]) for _ in range(3))
+    print(f"one sender {one:.2f} s, half as long to gather as well {gathering:.2f} s, two senders {two:.2f} s")
+    assert gathering < 1.25 * one, "one after the other it is 1.5 times as long"
+    assert two < 0.7 * one
 
 
 # --- through Ray

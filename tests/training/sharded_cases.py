@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from corral.data.batch import Batch, Pack
 from corral.model.attention import register
+from corral.model.lora import add_adapters
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimizer
+from corral.recipe.schema import Lora, Optimizer
 from corral.training.native_trainer import NativePolicyTrainer
 from corral.training.process_mesh import ProcessMesh
 
@@ -39,8 +40,10 @@ def mesh_of(shape: MeshShape | None) -> ProcessMesh | None:
 
 
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Heads, hidden units and experts can be cut into 2, 3 and 4. `llama/sdpa`: on the general path."""
+    """Heads, hidden units and experts can be cut into 2, 3 and 4. `llama/sdpa`: on the general path; `llama+lora`: with
+    adapters."""
     register()
+    family, _, lora = family.partition("+")
     family, _, attention = family.partition("/")
     config = tiny_config(family)
     config.update({"hidden_size": 48, "head_dim": 4, "num_attention_heads": 24, "num_key_value_heads": 12})
@@ -51,6 +54,11 @@ def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
         if "bias" in name or "norm" in name:  # which start at 0 and 1
             torch.nn.init.normal_(parameter, float("norm" in name), 0.1)
         parameter.data = parameter.data.to(dtype)  # but not the frequencies of positions, as when it is loaded
+    if lora:
+        add_adapters(model, Lora(rank=6))
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                torch.nn.init.normal_(parameter, 0.0, 0.1)
     return model
 
 

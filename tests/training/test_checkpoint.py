@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -201,6 +202,37 @@ def test_export_refuses_what_would_go_wrong(checkpoint: Path, tiny_model: Path, 
     with pytest.raises(UserError, match="choose auto, float32, bfloat16 or float16"):
         export_model(checkpoint, tmp_path / "out", "int8")
     assert not list(tmp_path.iterdir())
+
+
+def test_export_copies_what_the_manifest_names_and_follows_no_link(checkpoint: Path, tmp_path: Path) -> None:
+    copy, secret = tmp_path / "step_000001", tmp_path / "secret"
+    shutil.copytree(checkpoint, copy)
+    secret.write_text("secret")
+    (copy / "beside.txt").symlink_to(secret)
+    (copy / "extra.bin").write_bytes(b"not of the checkpoint")
+    export_model(copy, tmp_path / "out", "auto")
+    assert not {"beside.txt", "extra.bin"} & set(os.listdir(tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
+    (copy / "config.json").rename(tmp_path / "config.json")
+    (copy / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"config\.json is a link"):
+        export_model(copy, tmp_path / "other", "auto")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("manifest", "problem"),
+    [
+        ('{"files": {"../secret": {"size": 6, "sha256": ""}}}', "names ../secret, which is not in the folder"),
+        ('{"files": {"/etc/passwd": {"size": 6, "sha256": ""}}}', "names /etc/passwd, which is not in the folder"),
+        ('{"files": ' + "[" * 100_000, "its manifest.json is damaged"),
+    ],
+)
+def test_a_hostile_manifest_is_refused_in_words(tmp_path: Path, manifest: str, problem: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    found = problem_with(tmp_path, hashes=True)
+    assert found is not None
+    assert problem in found
 
 
 def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:

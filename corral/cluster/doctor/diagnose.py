@@ -27,6 +27,7 @@ from corral.cluster.node_report import device_vendor
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan
+from corral.recipe.schema import WeightedReward
 from corral.runtime.network import INTERFACE_VARIABLES, split_address
 
 RUNS = "`logging.runs`"
@@ -343,21 +344,36 @@ class Survey:
         from corral.data.sources import load_rows
 
         data, rollout = plan.recipe.data, plan.recipe.rollout
-        source = data.train.model_copy(update={"max_rows": min(data.train.max_rows or NUM_PROMPTS, NUM_PROMPTS)})
         try:
-            rows = load_rows(source, data, plan.recipe.mixing_weights("train"))
+            rows = load_rows(
+                data.train.first_rows(NUM_PROMPTS),
+                data,
+                plan.recipe.mixing_weights("train"),
+                with_completion=plan.recipe.trains_on_rows,
+                with_rejected=plan.recipe.trains_on_pairs,
+            )
         except UserError as error:
             self.add([Finding("error", "data", str(error))])
             return
         self.check_tokenizer(plan, rows)
+        if not plan.recipe.needs_engine:
+            return
         self.options.report("calling the reward function")
         everywhere = self.nodes.refs if runs_on_ray(plan.recipe) else [self.own]
         for tag, environment in plan.recipe.tagged_environments.items():
-            some = [row for row in rows if row.extra.get("environment", tag) == tag][: recipe_checks.NUM_ROWS]
-            arguments = same_for_all(environment, some, rollout.max_response_tokens)
-            trials = self.nodes.call(NodeInspector.try_reward, arguments, only=everywhere)
-            for node, trial in trials.items():
-                self.add(at_node(node, recipe_checks.check_reward(trial, plan, tag)))
+            some = [row for row in rows if row.extra.get("environment", tag) == tag]
+            for reward in environment.named_rewards.values():
+                if reward.is_model:
+                    what = f"not tried: {plan.recipe.reward_model.path} is loaded when the run begins"
+                    self.add([Finding("note", "reward model", what)])
+                    continue
+                own = [row for row in some if not isinstance(reward, WeightedReward) or reward.is_for(row.source)]
+                own = own[: recipe_checks.NUM_ROWS]
+                alone = environment.model_copy(update={"reward": reward, "rewards": {}})
+                arguments = same_for_all(alone, own, rollout.max_response_tokens)
+                trials = self.nodes.call(NodeInspector.try_reward, arguments, only=everywhere)
+                for node, trial in trials.items():
+                    self.add(at_node(node, recipe_checks.check_reward(trial, plan, reward)))
 
     def check_tokenizer(self, plan: Plan, rows: Sequence[Any]) -> None:
         from corral.model.model_loading import load_tokenizer

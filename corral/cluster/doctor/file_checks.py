@@ -118,7 +118,7 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
         return RequiredFile(key, str(Path(path).expanduser().resolve()), "path", everywhere)
 
     found = [RequiredFile("recipe", str(file.resolve()), "recipe", everywhere)]
-    for part in ("model", "critic", "reference"):
+    for part in ("model", "critic", "reference", "reward_model"):
         path = getattr(recipe, part).path
         if path is not None and path.lower() == SMOLLM2:
             found.append(RequiredFile(f"{part}.path", str(cached_folder(SMOLLM2)), "path", everywhere))
@@ -138,10 +138,12 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
         found.append(at_path("model.chat_template", os.path.abspath(template)))
     if recipe.checkpoint.resume not in ("auto", "never"):
         found.append(at_path("checkpoint.resume", os.path.abspath(recipe.checkpoint.resume)))
-    for key, source in {"data.train.path": recipe.data.train, "data.validation.path": recipe.data.validation}.items():
-        if source is not None:  # data is only read where the run is started
-            paths = source.path if isinstance(source.path, list) else [source.path]
-            found += [at_path(key, path, False) for path in paths if not is_spec(path) and not glob.has_magic(path)]
+    for place, source in recipe.data.all_sources.items():  # data is only read where the run is started
+        if source.hub_name is not None:
+            continue
+        paths = source.path if isinstance(source.path, list) else [source.path]
+        names = [path for path in paths if not is_spec(path) and not glob.has_magic(path)]
+        found += [at_path(f"{dotted(place)}.path", path, False) for path in names]
     return found
 
 

@@ -1,6 +1,7 @@
 """Checks of what a recipe needs: devices, memory and disk, its chat template and prompts, its reward function."""
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +12,14 @@ from typing import Any, Literal
 from corral.cluster.doctor.findings import Finding, NodeRef
 from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
-from corral.data.sources import fit_prompts, render_prompt
+from corral.data.supervised import prepare_prompts
 from corral.envs.base import EnvSet, uses_rewards
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
-from corral.recipe.memory import human_bytes
+from corral.recipe.memory import human_bytes, num_trained_parameters
 from corral.recipe.placement import format_devices
-from corral.recipe.plan import Plan, make_plan, num_trajectories
-from corral.recipe.schema import Environment, Recipe, Rollout
+from corral.recipe.plan import Plan, make_plan
+from corral.recipe.schema import Environment, Recipe, Reward, Rollout
 from corral.recipe.shape import ModelShape
 from corral.rewards.scorer_pool import ScorerPool
 
@@ -52,7 +53,8 @@ def checkpoint_bytes(plan: Plan) -> int:
         return 0
     models = 2 if plan.algorithm.needs_critic else 1
     state = 8 if plan.weight_bytes >= 4 else 12
-    return plan.shape.num_parameters * (plan.weight_bytes + state) * models * (plan.recipe.checkpoint.keep + 1)
+    num_parameters = num_trained_parameters(plan.recipe, plan.shape)
+    return num_parameters * (plan.weight_bytes + state) * models * (plan.recipe.checkpoint.keep + 1)
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,7 @@ def check_prompts(tokenizer: Any, recipe: Recipe, rows: Sequence[Row]) -> Iterat
     """`rows`: the first ones of the data."""
     data = recipe.data
     try:
-        prompts, counts = fit_prompts(
-            rows, lambda row: render_prompt(tokenizer, row, data.chat), data.max_prompt_tokens, data.overlong
-        )
+        prompts, counts = prepare_prompts(tokenizer, rows, data, with_answers=recipe.trains_on_rows)
     except UserError as error:
         yield Finding("error", "prompts", f"of the first {len(rows)} rows: {error}")
         return
@@ -156,7 +156,7 @@ def check_prompts(tokenizer: Any, recipe: Recipe, rows: Sequence[Row]) -> Iterat
         what = f"{left_out} of the first {len(rows)} prompts have more than {data.max_prompt_tokens} tokens"
         yield Finding("warning", "prompts", what, "raise `data.max_prompt_tokens`, unless that is meant")
     else:
-        longest = max(len(prompt.tokens) for prompt in prompts)
+        longest = max(len(one.tokens) for prompt in prompts for one in (prompt, prompt.rejected) if one is not None)
         what = f"the longest of the first {len(rows)} prompts has {longest} tokens, of {data.max_prompt_tokens}"
         yield Finding("ok", "prompts", what)
 
@@ -167,7 +167,7 @@ def check_prompts(tokenizer: Any, recipe: Recipe, rows: Sequence[Row]) -> Iterat
 @dataclass(frozen=True)
 class RewardCall:
     seconds: float
-    reward: float
+    reward: float | None
     error: str | None
     is_answer: bool  # the reply was the row's own answer
 
@@ -175,6 +175,7 @@ class RewardCall:
 @dataclass(frozen=True)
 class RewardTrial:
     calls: tuple[RewardCall, ...] = ()
+    calls_at_once: int = 1  # in one process
     error: str = ""  # it could not be loaded
 
 
@@ -185,10 +186,10 @@ def try_reward(environment: Environment, rows: Sequence[Row], max_tokens: int) -
         if not uses_rewards(environment):
             EnvSet({"": environment}, {}, Rollout()).close()
             return RewardTrial()
-        pool = ScorerPool(environment.reward)
+        pool = ScorerPool(environment.reward, environment.env)
         EnvSet({"": environment}, {"": pool}, Rollout()).close()
         pool.check()
-        return RewardTrial(asyncio.run(score_all(pool, rows, max_tokens)))
+        return RewardTrial(asyncio.run(score_all(pool, rows, max_tokens)), pool.calls_at_once)
     except UserError as error:
         return RewardTrial(error=str(error))
     finally:
@@ -205,12 +206,15 @@ async def score_all(pool: ScorerPool, rows: Sequence[Row], max_tokens: int) -> t
             if time.monotonic() < deadline:
                 began = time.monotonic()
                 score = await pool.score(reply, row)
+                if score.response is not None:
+                    [score] = await pool.score_group([score], row)
                 calls.append(RewardCall(time.monotonic() - began, score.reward, score.error, reply is not long))
     return tuple(calls)
 
 
-def check_reward(trial: RewardTrial, plan: Plan, tag: str = "") -> Iterator[Finding]:
-    reward = plan.recipe.tagged_environments[tag].reward
+def check_reward(trial: RewardTrial, plan: Plan, reward: Reward | None = None) -> Iterator[Finding]:
+    """`reward`: which one; None: the recipe's only one."""
+    reward = reward or plan.recipe.environment.reward
     name = f"`{reward.name}`"
     if trial.error:
         fix = "`environment.reward` and `environment.name` must load on every node"
@@ -227,16 +231,16 @@ def check_reward(trial: RewardTrial, plan: Plan, tag: str = "") -> Iterator[Find
         what = f"{name} took {format_duration(most)} for one call, and is killed after {reward.timeout_s:g} s"
         yield Finding("warning", "reward", what, "raise `environment.reward.timeout_s`, or make it faster")
     workers = reward.workers * len(plan.placement.roles["rollout"])
-    num_calls = num_trajectories(plan.recipe)
-    step_s = usual * num_calls / workers
+    num_calls = plan.recipe.num_trajectories
+    step_s = usual * math.ceil(num_calls / (workers * trial.calls_at_once))
     per_step = f"{num_calls} calls a step in {workers} process{'es' * (workers > 1)}"
     what = f"{name} takes {format_duration(usual)} a call; {per_step}: {format_duration(step_s)}"
     if step_s > BUDGET_S:
         yield Finding("warning", "reward", what, "raise `environment.reward.workers`, or make it faster")
     elif not failed:
         yield Finding("ok", "reward", what)
-    right = [call.reward for call in trial.calls if call.is_answer and not call.error]
-    wrong = [call.reward for call in trial.calls if not call.is_answer and not call.error]
+    rewarded = [(call.is_answer, call.reward) for call in trial.calls if not call.error and call.reward is not None]
+    right, wrong = ([reward for is_answer, reward in rewarded if is_answer is which] for which in (True, False))
     if right and wrong and max(right) <= min(wrong):
         what = f"{name} gives the rows' own answers no more ({max(right):g}) than a wrong reply ({min(wrong):g})"
         yield Finding("note", "reward", what, "fine if it does not compare with the answer, or wants a form around it")

@@ -17,6 +17,7 @@ from typing import Any
 
 from corral.child_process import describe_exit, die_with_parent, start_child, terminate_group
 from corral.data.plugins import error_line
+from corral.runtime import network
 
 LATENCY_CALLS = 20
 SIZES = {"gloo": 8 * 2**20, "nccl": 128 * 2**20}  # bytes of the tensor that is summed to measure bandwidth
@@ -124,10 +125,8 @@ STORES: dict[int, Any] = {}  # of the process groups that this process is the fi
 
 def open_store(address: str, limit_s: float) -> int:
     """Opens the store of a process group, of which this process is rank 0. Returns its port."""
-    from torch._C._distributed_c10d import TCPStore
-
     STORES.clear()
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
+    store = network.open_store(address, timedelta(seconds=limit_s))
     STORES[store.port] = store
     return int(store.port)
 

@@ -135,11 +135,11 @@ def find_dashboard(address: str | None) -> str:
 def query_head(address: str | None) -> str:
     """URL of the dashboard, as the head process knows it also of a cluster that `corral up` did not start."""
     from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
-    from ray._private.services import find_bootstrap_address
 
     from corral.cluster.gcs import Gcs
+    from corral.runtime.connection import address_of_ray_start
 
-    head = address or find_bootstrap_address(None)
+    head = address or address_of_ray_start()
     if head is None:
         how = FROM_ELSEWHERE.format(port=PORT, head="HEAD")
         raise UserError(f"this machine is not part of a cluster that runs: {how}")

@@ -24,6 +24,7 @@ class JobInstructions:
     run_folder: str
     must_resume: bool
     environment: str | None  # the package with the variables that were sent along
+    resume_anyway: bool = False
 
     def write(self, folder: Path) -> None:
         (folder / INSTRUCTIONS).write_text(json.dumps(asdict(self), indent=1))
@@ -73,6 +74,7 @@ def main() -> None:
     if instructions.runs_in_folder:
         os.chdir(instructions.submitted_from)
     command = [sys.executable, "-m", "corral.cli.main", "train", str(recipe)]
+    command += ["--resume-anyway"] * instructions.resume_anyway
     os.execve(command[0], command, {**os.environ, **variables})
 
 

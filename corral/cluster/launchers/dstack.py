@@ -8,12 +8,20 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec, check_names_only, yaml_text
+from corral.cluster.launchers.launch_spec import (
+    LaunchFiles,
+    LaunchSpec,
+    check_names_only,
+    check_run_folder,
+    yaml_text,
+)
 from corral.recipe.load import dump_recipe
 
 LONGEST_NAME = 41
 DASHBOARD = 8265
 RECIPE = "/corral/recipe.yaml"  # in the container
+CODE = "/corral/code"
+MAX_CODE_BYTES = 2_000_000  # dstack's server takes 2 MiB of files by default
 TOKEN = "RAY_AUTH_TOKEN"
 
 
@@ -31,9 +39,10 @@ def dstack_launch(
     """`folder`: where the files will be. `gpu`: what kind, as dstack writes it: `H100`, `80GB`, `A100:80GB`. `volumes`:
     `/on/the/instance:/path`, or `name-of-a-volume:/path`."""
     check_names_only(environment)
+    check_run_folder(spec.recipe, [volume.rpartition(":")[2] for volume in volumes], "--volume results:/runs")
     name = spec.short_name(LONGEST_NAME)
     kind = ":".join(filter(None, [spec.accelerator, gpu, str(spec.devices_per_node)]))
-    recipe_file, task_file = f"{name}.recipe.yaml", f"{name}.dstack.yml"
+    recipe_file, code_folder, task_file = f"{name}.recipe.yaml", f"{name}.code", f"{name}.dstack.yml"
     task = {
         "type": "task",
         "name": name,
@@ -41,7 +50,7 @@ def dstack_launch(
         "image": image,
         # Names: dstack takes the values from the environment of whoever applies this.
         "env": list(dict.fromkeys([TOKEN, *environment])),
-        "files": [f"{recipe_file}:{RECIPE}"],
+        "files": [f"{recipe_file}:{RECIPE}", *([f"{code_folder}:{CODE}"] if spec.code else [])],
         "commands": [node_script(spec)],
         # The run is over when the first node is done; the others have nothing to end on.
         **({"stop_criteria": "master-done"} if spec.num_nodes > 1 else {}),
@@ -51,7 +60,11 @@ def dstack_launch(
         **({"fleets": list(fleets)} if fleets else {}),
     }
     return LaunchFiles(
-        files={task_file: yaml_text(task), recipe_file: dump_recipe(spec.recipe)},
+        files={
+            task_file: yaml_text(task),
+            recipe_file: dump_recipe(spec.recipe),
+            **{f"{code_folder}/{path}": text for path, text in spec.code.items()},
+        },
         commands=[["dstack", "apply", "--file", str(folder / task_file), "--yes"]],
         notes=[f"dstack takes {TOKEN} from your environment: export {TOKEN}=$(cat ~/.corral/token)"],
     )
@@ -63,6 +76,7 @@ def node_script(spec: LaunchSpec) -> str:
     up = shlex.join(spec.up_command())
     check = shlex.join(["corral", "check", str(spec.num_devices), "--nodes", str(spec.num_nodes)])
     train = shlex.join(["corral", "train", RECIPE])
+    train = f"cd {CODE} && {train}" if spec.code else train
     if spec.num_nodes == 1:
         return f"{up} && {check} && {train}"
     return (

@@ -1,14 +1,17 @@
 """What every launcher is given, and what it returns."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from corral.cluster.jobs.job_code import absolute_paths, changed, code_specs, collect_code
 from corral.recipe.errors import UserError
+from corral.recipe.keys import dotted
+from corral.recipe.memory import human_bytes
 from corral.recipe.schema import Recipe
 
 Accelerator = Literal["nvidia", "amd", "none"]
@@ -23,6 +26,8 @@ class LaunchSpec:
     file: Path
     overrides: tuple[str, ...] = ()
     accelerator: Accelerator = "nvidia"
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Texts that are sent with the recipe, by their path in the folder in which it is trained."""
 
     @property
     def name(self) -> str:
@@ -63,6 +68,52 @@ class LaunchFiles:
     files: dict[str, str]
     commands: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()  # what the user must know or do first; printed after the files
+
+
+def with_code(spec: LaunchSpec, folder: Path, root: Path | None, include: Sequence[str], max_bytes: int) -> LaunchSpec:
+    """For nodes that do not see this machine's files: the code that the recipe names is sent, as `corral submit` sends
+    it, and a path of this machine is refused. `root`: folder of the code; None: the image has it."""
+    recipe, code = spec.recipe, dict[str, str]()
+    for key, path in absolute_paths(recipe, folder).items():
+        if key == ("model", "chat_template"):
+            recipe = changed(recipe, {key: path})  # its text
+        elif key != ("logging", "runs") and path != (written := value_at(recipe, key)):
+            raise UserError(
+                f"`{dotted(key)}: {written}` is relative to a folder of this machine, which the nodes do not have: put "
+                "it on a volume that they mount, and write its path there"
+            )
+    if root is not None and (include or code_specs(recipe)):
+        recipe, found = collect_code(recipe, folder, root, include)
+        for name, file in found.files.items():
+            try:
+                code[name] = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                raise UserError(f"{file} is not text, and only text is sent: put it into the image") from None
+        if found.num_bytes > max_bytes:
+            raise UserError(
+                f"{len(code)} files of code of {root} are {human_bytes(found.num_bytes)}, and at most "
+                f"{human_bytes(max_bytes)} are sent along: choose a smaller folder with --code DIR, or put the code "
+                "into the image and send none with --no-code"
+            )
+    return replace(spec, recipe=recipe, code=code)
+
+
+def value_at(recipe: Recipe, key: Sequence[str]) -> Any:
+    value: Any = recipe
+    for name in key:
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def check_run_folder(recipe: Recipe, kept: Sequence[str], option: str) -> None:
+    """Raises if checkpoints would be on a disk that goes with its container. `kept`: paths where something is mounted
+    that stays; `option`: how one is given."""
+    runs = Path(recipe.logging.runs)
+    if not any(runs.is_relative_to(path) for path in kept):
+        raise UserError(
+            f"the run folder {runs / recipe.name} would be on a container's own disk, and be lost with it: mount a "
+            f"volume that stays and name a folder of it, {option} logging.runs=/runs"
+        )
 
 
 def check_names_only(environment: Sequence[str]) -> None:

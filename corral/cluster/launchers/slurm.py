@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from corral.cluster.launchers.containers import INFINIBAND, ContainerEngine, run_command
+from corral.cluster.launchers.containers import INFINIBAND, ContainerEngine, mount_flag, run_command
 from corral.cluster.launchers.launch_spec import LaunchFiles, LaunchSpec
 from corral.recipe.errors import UserError
 
@@ -40,6 +41,11 @@ RCCL_DEFAULTS = (
     "# export NCCL_IB_HCA=rdma0,rdma1",
 )
 MAX_LINE = 110
+StepContainer = Literal["pyxis", "apptainer"]
+"""Containers without a daemon, which are processes of the step that starts them: Slurm's signals, devices and limits
+reach what is inside, so the script treats them as if there were none."""
+SHARED_BY_STEPS = ("/tmp", "/dev/shm")
+"""Each step of a node has a container of its own, and Ray's sockets and object store are in these."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class SlurmOptions:
     check_timeout_s: int = 600
     grace_s: int = 120  # before the time limit, for the training to save a checkpoint
     port: int | None = None  # of Ray's head process; None: made of the job's number
-    engine: ContainerEngine | None = None
+    engine: ContainerEngine | StepContainer | None = None
     image: str = ""
     shm: str = "10g"
     mounts: Sequence[str] = ()
@@ -68,6 +74,10 @@ def slurm_launch(spec: LaunchSpec, options: SlurmOptions, folder: Path) -> Launc
     notes = []
     if spec.accelerator != "none" and "cpus-per-task" not in options.sbatch:
         notes.append("without --cpus-per-task each node gets as few CPUs as your site gives by default, perhaps one")
+    if options.engine == "pyxis":
+        notes.append(
+            "pyxis unpacks the image for every step: a squashfs file (.sqsh) on a shared file system is quickest"
+        )
     if options.engine is not None:
         seen = ", ".join(mounts(spec, options))
         notes.append(f"the containers see {seen}; for models and data elsewhere use --mount")
@@ -133,22 +143,67 @@ def sbatch_options(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
 def settings(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
     cpus = options.sbatch.get("cpus-per-task")
     port = options.port or "$((20000 + SLURM_JOB_ID % 10000))"
+    srun = ["--overlap", "--nodes=1", "--ntasks=1", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    if options.engine in ("docker", "podman"):
+        commands = container_commands(spec, options, options.engine)
+    else:
+        srun += pyxis_options(spec, options) if options.engine == "pyxis" else []
+        commands = plain_commands(spec, apptainer_command(spec, options) if options.engine == "apptainer" else [])
     return [
         f"job_name={spec.name}",
         f"log_folder={shlex.quote(str(options.log_folder))}",
         f"num_devices={spec.num_devices}",
         f"check_timeout_s={options.check_timeout_s}",
         f"port={port}" + ("" if options.port else " # so jobs that share a node do not meet"),
-        array("srun_options", ["--overlap", "--nodes=1", "--ntasks=1", *([f"--cpus-per-task={cpus}"] if cpus else [])]),
-        *(plain_commands(spec) if options.engine is None else container_commands(spec, options, options.engine)),
+        array("srun_options", srun),
+        *commands,
     ]
 
 
-def plain_commands(spec: LaunchSpec) -> list[str]:
-    shell = list(ON_NODE) if spec.accelerator == "amd" else []
+def pyxis_options(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
+    """Options of srun, by which NVIDIA's plugin starts every step in a container."""
+    binds = [bind(mount) for mount in (*mounts(spec, options), *SHARED_BY_STEPS)]
+    return [
+        f"--container-image={checked_image(options)}",
+        f"--container-mounts={','.join(binds)}",
+        f"--container-workdir={options.work_folder}",
+        "--no-container-remap-root",  # as oneself, whom folders in /tmp belong to
+        # The image's own values win over these otherwise.
+        *([f"--container-env={','.join(options.environment)}"] if options.environment else []),
+    ]
+
+
+def apptainer_command(spec: LaunchSpec, options: SlurmOptions) -> list[str]:
+    """What comes before a command. The environment of the job is that of the container."""
+    device = {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}[spec.accelerator]
+    binds = [word for mount in (*mounts(spec, options), *SHARED_BY_STEPS) for word in ("--bind", bind(mount))]
+    # Home is mounted, and packages that the user installed there would hide those of the image.
+    own = ["--env", "PYTHONNOUSERSITE=1", "--pwd", str(options.work_folder)]
+    return ["apptainer", "exec", *device, *binds, *own, checked_image(options)]
+
+
+def checked_image(options: SlurmOptions) -> str:
+    if options.image.startswith("-"):
+        raise UserError(f"--image {options.image} is not the name of an image")
+    return options.image
+
+
+def bind(mount: str) -> str:
+    """`/here:/there[:ro]`, which has no way to write a comma or a colon in a path."""
+    mount_flag(mount)
+    source, _, rest = mount.partition(":")
+    target, _, mode = rest.partition(":")
+    if "," in mount or ":" in mode:
+        raise UserError(f"{mount}: a folder for containers of {' or '.join(StepContainer.__args__)} has no , and no :")  # type: ignore[attr-defined]
+    return ":".join([source, target or source, *([mode] if mode else [])])
+
+
+def plain_commands(spec: LaunchSpec, inside: Sequence[str]) -> list[str]:
+    """`inside`: what starts a command in a container."""
+    shell = [*(ON_NODE if spec.accelerator == "amd" else ()), *inside]
     return [
         "engine='' container='' # none",
-        *([f"on_node={shlex.quote(AMD_DEVICES)}"] if shell else []),
+        *([f"on_node={shlex.quote(AMD_DEVICES)}"] if spec.accelerator == "amd" else []),
         array("up_command", [*shell, *up_command(spec)]),
         array("check_command", [*shell, "corral", "check"]),
         array("train_command", [*shell, *spec.train_command]),

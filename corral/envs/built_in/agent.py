@@ -16,20 +16,28 @@ import functools
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, get_args
 
-from corral.child_process import command_dying_with_parent, describe_exit, last_lines, signal_group
+from corral.child_process import (
+    allowed_environment,
+    command_dying_with_parent,
+    describe_exit,
+    last_lines,
+    signal_group,
+)
 from corral.data.images import for_api
-from corral.data.plugins import error_line, load_object
+from corral.data.plugins import blamed_on, error_line, is_users_file, load_object, place_of, with_place
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult, final_step, without_exit
-from corral.envs.built_in.tools import ToolPrompt, call_in_thread, check_choice, with_instructions
+from corral.envs.built_in.tools import ToolPrompt, check_choice, with_instructions
 from corral.envs.chat_endpoint import (
     HOST,
     REFUSED,
@@ -44,11 +52,14 @@ from corral.envs.chat_endpoint import (
     new_messages,
 )
 from corral.envs.tool_calls import Style
+from corral.envs.tool_processes import call_in_thread
 from corral.recipe.errors import UserError
 from corral.rewards.reward_function import is_number, read_result
 from corral.rewards.scorer_pool import RewardScorer
 
 AGENT_PARAMETERS = ("row", "base_url", "api_key", "model")
+TRACEBACK_LINES = 100
+FRAME = re.compile(r' *File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 class AgentEnv(Env):
@@ -84,13 +95,14 @@ class AgentEnv(Env):
         command: Sequence[str] | None = None,
         model: str = "corral",
         ignore: Collection[str] = (),
+        passed_variables: Sequence[str] = (),
     ) -> "AgentRunner":
         """`ignore`: fields of a request that are ignored, though they cannot be honored."""
         if (agent is None) is (command is None):
             raise UserError("environment.options must have either `agent` (module:function) or `command` (a program)")
         for name in ignore:
             check_choice("ignore", name, tuple(REFUSED))
-        return AgentRunner(agent, command, model, ignore)
+        return AgentRunner(agent, command, model, ignore, passed_variables)
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
@@ -156,12 +168,14 @@ class AgentEnv(Env):
         try:
             return await asyncio.wait_for(self._events.get(), self._timeout_s)
         except TimeoutError:
-            raise TimeoutError(f"the agent neither sent a request nor ended within {self._timeout_s:g} s") from None
+            late = f"the agent neither sent a request nor ended within {self._timeout_s:g} s"
+            raise TimeoutError(with_place(late, place_of(self._agents.function))) from None
 
     async def _end(self, result: Any, reply: str) -> StepResult:
         """The reward that the agent returned, or else the reward function's for the last reply."""
         if is_number(result) or (isinstance(result, Mapping) and "score" in result):
-            return final_step(read_result(result))
+            with blamed_on(self._agents.function):
+                return final_step(read_result(result))
         assert self._row is not None
         return final_step(await self._pool.score(reply, self._row))
 
@@ -180,12 +194,19 @@ class AgentRunner:
     """Shared by the trajectories of a worker: the endpoint, and the threads in which agents run."""
 
     def __init__(
-        self, agent: str | None, command: Sequence[str] | None, model: str, ignored: Collection[str] = ()
+        self,
+        agent: str | None,
+        command: Sequence[str] | None,
+        model: str,
+        ignored: Collection[str] = (),
+        variables: Sequence[str] = (),
     ) -> None:
-        self._run = load_agent(agent) if agent is not None else None
+        """`variables`: names of environment variables that a program gets besides those that are no secret."""
+        self.function = load_agent(agent) if agent is not None else None
         self._command = checked_command(command) if command is not None else []
         self._model = model
         bypass_proxies(HOST)
+        self._variables = allowed_environment(variables)
         self.endpoint = ChatEndpoint(model, ignored)
         self._loop = LoopThread("agents")
 
@@ -197,16 +218,16 @@ class AgentRunner:
             "api_key": session.key,
             "model": self._model,
         }
-        if self._run is None:
+        if self.function is None:
             names = {"OPENAI_BASE_URL": "base_url", "OPENAI_API_KEY": "api_key", "OPENAI_MODEL": "model"}
-            variables = {**os.environ, **{variable: values[name] for variable, name in names.items()}}
+            variables = self._variables | {variable: values[name] for variable, name in names.items()}
             return self._loop.submit(run_program(self._command, row, variables))
-        parameters = inspect.signature(self._run).parameters
+        parameters = inspect.signature(self.function).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         arguments = {name: value for name, value in values.items() if takes_all or name in parameters}
-        if inspect.iscoroutinefunction(self._run):
-            return self._loop.submit(without_exit(self._run(**arguments)))
-        return call_in_thread(functools.partial(self._run, **arguments), "agent")
+        if inspect.iscoroutinefunction(self.function):
+            return self._loop.submit(without_exit(self.function(**arguments)))
+        return call_in_thread(functools.partial(self.function, **arguments), "agent")
 
     def close(self) -> None:
         self.endpoint.close()
@@ -241,7 +262,7 @@ def checked_command(command: Sequence[str]) -> list[str]:
 
 def bypass_proxies(host: str) -> None:
     """Requests to the endpoint must not go through a proxy, which would look for it on its own machine and learn the
-    key. Agents that are functions read this process's environment, programs inherit it."""
+    key. Agents that are functions read this process's environment, programs inherit these variables of it."""
     names = ("no_proxy", "NO_PROXY")  # where there is the first, many do not look at the second
     bypassed = [one.strip() for name in names for one in os.environ.get(name, "").split(",") if one.strip()]
     for name in names:
@@ -269,12 +290,19 @@ async def run_program(command: Sequence[str], row: Row, variables: Mapping[str, 
             signal_group(process.pid)
             await process.wait()
         if code:
-            raise RuntimeError(f"it {describe_exit(code)}: {last_line(errors)}")
+            raise RuntimeError(with_place(f"it {describe_exit(code)}: {last_line(errors)}", place_in_traceback(errors)))
         try:
             result = json.loads(last_line(output))
         except ValueError:
             return None
         return result if isinstance(result, dict) and "score" in result else None
+
+
+def place_in_traceback(errors: IO[bytes]) -> str | None:
+    """The innermost place in a file of the user's, where a Python program printed a traceback."""
+    frames = [FRAME.match(line) for line in last_lines(errors, TRACEBACK_LINES)]
+    found = [frame for frame in frames if frame is not None and is_users_file(frame["file"])]
+    return f"{Path(found[-1]['file']).name}:{found[-1]['line']}" if found else None
 
 
 def last_line(file: IO[bytes]) -> str:

@@ -1,29 +1,34 @@
 """The `tools` environment: the model calls tools, as many turns as it likes, until it replies without a call: that is
-its answer. Tools are Python functions, and classes of which each trajectory has one object."""
+its answer. Tools are Python functions, and classes of which each trajectory has one object. They run in processes
+(`envs/tool_processes.py`), but for those that are `async def`."""
 
 import asyncio
 import functools
 import inspect
 import json
-import queue
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from corral.data.plugins import did_you_mean, error_line, load_object
+from corral.data.plugins import did_you_mean, error_line, is_broken_code, load_object
 from corral.data.rows import Message, Row
 from corral.envs.base import Env, StepResult, final_step, within
-from corral.envs.tool_calls import Style, ToolCall, function_schema, is_json, parse_reply, problem_with
+from corral.envs.tool_calls import Style, ToolCall, function_schema, parse_reply, problem_with
+from corral.envs.tool_processes import (
+    SETTING,
+    ToolFailed,
+    ToolLimits,
+    ToolProcess,
+    ToolProcesses,
+    as_text,
+    call_in_thread,
+)
 from corral.recipe.errors import UserError
 from corral.rewards.scorer_pool import RewardScorer
 
-SETTING = "environment.options.tools"
 ResultRole = Literal["tool", "user"]
 ToolPrompt = Literal["template", "system"]
 CLOSING = "\n</tool_response>"
-Answer = TypeVar("Answer")
 
 CALL_INSTRUCTIONS = {
     "hermes": (
@@ -52,9 +57,11 @@ class ToolsEnv(Env):
         max_result_characters: int = 4000,
         max_calls_per_turn: int = 8,
         format_penalty: float = 0.0,
+        in_process: bool = False,
     ) -> None:
         """`tool_prompt`: where the model's tools are described: by the chat template or, where that has no place for
-        them, in a system message. `format_penalty` is taken off for every reply with a call that could not be made."""
+        them, in a system message. `format_penalty` is taken off for every reply with a call that could not be made.
+        `in_process`: tools are called in this process, for a debugger."""
         check_choice("style", style, get_args(Style))
         check_choice("result_role", result_role, get_args(ResultRole))
         check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
@@ -62,20 +69,43 @@ class ToolsEnv(Env):
         self._box, self._timeout_s = shared, tool_timeout_s
         self._pool, self._style, self._result_role, self._tool_prompt = pool, style, result_role, tool_prompt
         self._max_characters, self._max_calls, self._penalty = max_result_characters, max_calls_per_turn, format_penalty
+        self._in_process = in_process
         self._sessions: dict[type, ToolSession] = {}
+        self._process: ToolProcess | None = None
+        """Process with the objects of this trajectory."""
         self._row: Row | None = None
         self._turns = self._calls = self._valid = self._errors = 0
+        self._raised: list[ToolError] = []
 
     @classmethod
-    def open_shared(cls, tools: Sequence[str]) -> "ToolBox":
-        return ToolBox(tools)
+    def open_shared(
+        cls,
+        tools: Sequence[str],
+        num_processes: int,
+        passed_variables: Sequence[str],
+        sandbox: bool = True,
+        network: bool = False,
+        readable: Sequence[str] = (),
+        memory_mb: int = 4096,
+        disk_mb: int = 64,
+    ) -> "ToolBox":
+        """`sandbox`: whether tools see nothing but the program, their own files, the current folder and `readable`, all
+        read-only, and have no network unless `network`. `memory_mb` and `disk_mb` bound each of their processes."""
+        if isinstance(readable, str):
+            raise UserError("environment.options.readable must be a list of folders")
+        limits = ToolLimits(sandbox, network, tuple(readable), memory_mb, disk_mb, tuple(passed_variables))
+        return ToolBox(tools, limits, num_processes)
 
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
-        for owner in dict.fromkeys(tool.owner for tool in self._box.tools.values()):
-            if owner is not None:
+        for owner, place in self._box.owners.items():
+            if self._is_here(owner):
                 session = self._sessions[owner] = ToolSession(owner)
                 await self._within(session.open(row))
+            else:
+                if self._process is None:
+                    self._process = await asyncio.wrap_future(call_in_thread(self._box.processes.fork, "tool process"))
+                await self._request("open", place, constructor_arguments(owner, row))
         if self._tool_prompt == "template":
             return row.prompt
         return with_instructions(row.prompt, self._box.schemas, self._style)
@@ -86,22 +116,36 @@ class ToolsEnv(Env):
         parsed = parse_reply(reply, self._style)
         if not parsed.calls:
             return final_step(await self._pool.score(reply, self._row))
-        valid = self._valid
+        valid, self._raised = self._valid, []
         results = [await self._answer(call, number) for number, call in enumerate(parsed.calls)]
         penalty = self._penalty if self._valid - valid < len(parsed.calls) else 0.0
+        errors = [str(error) for error in self._raised]
+        # A name or module that is missing is nothing that the model's arguments could cause: the tool itself is broken.
+        broken = next(filter(is_broken_code, errors), None)
+        step = functools.partial(StepResult, reward=-penalty, done=False, error=broken, tool_errors=errors)
         if self._result_role == "tool":
-            return StepResult([Message(role="tool", content=result) for result in results], -penalty, done=False)
+            return step([Message(role="tool", content=result) for result in results])
         content = "\n".join(f"<tool_response>\n{result}{CLOSING}" for result in results)
-        return StepResult([Message(role="user", content=content)], -penalty, done=False, closing=CLOSING)
+        return step([Message(role="user", content=content)], closing=CLOSING)
 
     async def close(self) -> None:
         """Closes all sessions, also if one cannot be closed; then its error is raised."""
         self._row = None
         sessions, self._sessions = self._sessions, {}
-        closing = (self._within(session.close()) for session in sessions.values())
-        for result in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        process, errors = self._process, []
+        for owner, place in self._box.owners.items():
+            try:
+                if owner in sessions:
+                    await self._within(sessions[owner].close())
+                elif process is not None and not process.has_ended:
+                    await self._request("close", place)
+            except Exception as error:
+                errors.append(error)
+        if process is not None:
+            self._process = None
+            await asyncio.wrap_future(call_in_thread(process.end, "tool process"))
+        if errors:
+            raise errors[0]
 
     def summary(self) -> dict[str, float]:
         numbers = {"turns": float(self._turns), "tool_calls": float(self._calls), "tool_errors": float(self._errors)}
@@ -118,6 +162,7 @@ class ToolsEnv(Env):
             return cut(f"Error: {error}", self._max_characters)
         except ToolError as error:
             self._errors += 1
+            self._raised.append(error)
             result = f"Error: {error}"
         self._valid += 1
         return cut(result, self._max_characters)
@@ -135,23 +180,37 @@ class ToolsEnv(Env):
         if problem is not None:
             raise InvalidCall(f"`{call.name}` was not called: {problem}")
         try:
-            return as_text(await self._within(self._run(tool, call)))
+            return as_text(await self._run(tool, call))
         except TimeoutError:
             raise ToolError(f"`{call.name}` did not answer within {self._timeout_s:g} s") from None
+        except ToolFailed as error:
+            raise ToolError(f"`{call.name}` failed: {error}") from error
         except Exception as error:
             raise ToolError(f"`{call.name}` failed: {error_line(error)}") from error
 
     def _within(self, call: Awaitable[Any]) -> Awaitable[Any]:
         return within(call, self._timeout_s, f"no answer within {self._timeout_s:g} s")
 
+    def _is_here(self, tool: Callable[..., Any]) -> bool:
+        """Whether a function or class runs in this process, in the event loop."""
+        return self._in_process or is_async(tool)
+
     def _run(self, tool: "Tool", call: ToolCall) -> Awaitable[Any]:
         if tool.owner is not None:
-            return self._sessions[tool.owner].call(call.name, call.arguments)
+            if self._is_here(tool.owner):
+                return self._within(self._sessions[tool.owner].call(call.name, call.arguments))
+            return self._request("call", tool.place, call.name, call.arguments)
         assert tool.function is not None
-        if inspect.iscoroutinefunction(tool.function):
-            return tool.function(**call.arguments)  # type: ignore[no-any-return]
-        bound = functools.partial(tool.function, **call.arguments)
+        if self._is_here(tool.function):
+            return self._within(result_of(functools.partial(tool.function, **call.arguments)))
+        bound = functools.partial(self._box.processes.call, tool.place, call.arguments, self._timeout_s)
         return asyncio.wrap_future(call_in_thread(bound, f"tool {call.name}"))
+
+    def _request(self, method: str, *values: Any) -> Awaitable[Any]:
+        """Awaits an answer of the trajectory's own process."""
+        assert self._process is not None
+        bound = functools.partial(self._process.request, self._timeout_s, method, *values)
+        return asyncio.wrap_future(call_in_thread(bound, "tool process"))
 
 
 def with_instructions(prompt: list[Message], schemas: list[dict[str, Any]], style: Style) -> list[Message]:
@@ -187,40 +246,63 @@ class InvalidCall(ToolError):
 @dataclass(frozen=True)
 class Tool:
     schema: dict[str, Any]
+    place: int
+    """Place in the recipe's list of what it is, or of what it is a method of."""
     function: Callable[..., Any] | None
     """None: a method of `owner`."""
     owner: type | None = None
 
 
 class ToolBox:
-    """The tools that the recipe names, loaded once for all trajectories."""
+    """The tools that the recipe names, loaded once for all trajectories, and the processes that run them."""
 
-    def __init__(self, specs: Sequence[str]) -> None:
+    def __init__(self, specs: Sequence[str], limits: ToolLimits, num_processes: int) -> None:
         if isinstance(specs, str) or not specs:
             raise UserError(f"{SETTING} must be a list of `module:function`, `file.py:function` or `module:Class`")
         self.tools: dict[str, Tool] = {}
-        for spec in specs:
-            for tool in load_tools(spec):
+        self.owners: dict[type, int] = {}
+        """Classes, with their places in the recipe's list."""
+        for place, spec in enumerate(specs):
+            for tool in load_tools(spec, place):
                 name = tool.schema["function"]["name"]
                 if name in self.tools:
                     raise UserError(f"{SETTING}: there are two tools `{name}`")
                 self.tools[name] = tool
+                if tool.owner is not None:
+                    self.owners[tool.owner] = place
         self.schemas = [tool.schema for tool in self.tools.values()]
+        self._processes: ToolProcesses | None = None
+        if not all(is_async(tool.owner or tool.function) for tool in self.tools.values()):
+            self._processes = ToolProcesses(list(specs), limits, num_processes)
+
+    @property
+    def processes(self) -> ToolProcesses:
+        assert self._processes is not None, "all tools are async"
+        return self._processes
 
     def close(self) -> None:
-        """Nothing is open: sessions belong to their trajectories."""
+        if self._processes is not None:
+            self._processes.close()
 
 
-def load_tools(spec: str) -> list[Tool]:
+def load_tools(spec: str, place: int) -> list[Tool]:
     found = load_object(spec, SETTING)
     if isinstance(found, type):
         names = public_methods(found)
         if not names:
             raise UserError(f"{SETTING}: the class `{spec}` has no public methods")
-        return [Tool(function_schema(getattr(found, name), name, is_method=True), None, found) for name in names]
+        return [Tool(function_schema(getattr(found, name), name, is_method=True), place, None, found) for name in names]
     if not callable(found):
         raise UserError(f"{SETTING}: `{spec}` is neither a function nor a class")
-    return [Tool(function_schema(found, getattr(found, "__name__", spec.rpartition(":")[2])), found)]
+    return [Tool(function_schema(found, getattr(found, "__name__", spec.rpartition(":")[2])), place, found)]
+
+
+def is_async(tool: Any) -> bool:
+    """Whether a function, or any method of a class, is `async def`."""
+    if not isinstance(tool, type):
+        return inspect.iscoroutinefunction(tool)
+    methods = [getattr(tool, name, None) for name in (*public_methods(tool), "close")]
+    return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
 def public_methods(tool_class: type) -> list[str]:
@@ -233,87 +315,28 @@ def public_methods(tool_class: type) -> list[str]:
     ]
 
 
+def constructor_arguments(tool_class: type, row: Row) -> dict[str, Row]:
+    return {"row": row} if "row" in inspect.signature(tool_class).parameters else {}
+
+
+async def result_of(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if inspect.isawaitable(result) else result
+
+
 class ToolSession:
-    """One object of somebody's class. A class with `async def` methods lives in the event loop, any other in a thread
-    of its own."""
+    """One object of somebody's class, in this process."""
 
     def __init__(self, tool_class: type) -> None:
         self._class = tool_class
         self._object: Any = None
-        methods = [getattr(tool_class, name, None) for name in (*public_methods(tool_class), "close")]
-        is_async = any(inspect.iscoroutinefunction(method) for method in methods)
-        self._thread = None if is_async else CallThread(f"tools {tool_class.__name__}")
-        self._running: Future[Any] | None = None
 
     async def open(self, row: Row) -> None:
-        arguments = {"row": row} if "row" in inspect.signature(self._class).parameters else {}
-        self._object = await self._do(functools.partial(self._class, **arguments))
+        self._object = await result_of(functools.partial(self._class, **constructor_arguments(self._class, row)))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._do(functools.partial(getattr(self._object, name), **arguments))
+        return await result_of(functools.partial(getattr(self._object, name), **arguments))
 
     async def close(self) -> None:
-        try:
-            if callable(getattr(self._object, "close", None)) and not self._is_busy():
-                await self._do(self._object.close)
-        finally:
-            if self._thread is not None:
-                self._thread.close()
-
-    async def _do(self, call: Callable[[], Any]) -> Any:
-        if self._thread is None:
-            result = call()
-            return await result if inspect.isawaitable(result) else result
-        if self._is_busy():
-            raise RuntimeError("an earlier call that took too long is still running")
-        self._running = self._thread.submit(call)
-        return await asyncio.wrap_future(self._running)
-
-    def _is_busy(self) -> bool:
-        return self._running is not None and not self._running.done()
-
-
-def as_text(result: Any) -> str:
-    if isinstance(result, str):
-        return result
-    return json.dumps(result, ensure_ascii=False) if is_json(result) else str(result)
-
-
-# --- threads for people's code that may block or never return. All are daemons, so that none keeps a run alive
-
-
-class CallThread:
-    """Runs one call after the other, all in the same thread: what one opens (SQLite, say) the next may use."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def submit(self, call: Callable[[], Answer]) -> "Future[Answer]":
-        future: Future[Answer] = Future()
-        self._jobs.put((future, call))
-        return future
-
-    def close(self) -> None:
-        """The thread ends after what it was given so far; a call that hangs is left behind."""
-        self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, call = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                answer = call()
-            except BaseException as error:  # also SystemExit: the call failed, nothing else
-                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            else:
-                future.set_result(answer)
-
-
-def call_in_thread(call: Callable[[], Answer], name: str) -> "Future[Answer]":
-    """One call in a thread of its own. A pool's threads would be used up by calls that hang."""
-    thread = CallThread(name)
-    future = thread.submit(call)
-    thread.close()
-    return future
+        if callable(getattr(self._object, "close", None)):
+            await result_of(self._object.close)

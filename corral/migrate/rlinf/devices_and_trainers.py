@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from corral.migrate.engines import engine_of, split_engine
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.rlinf.reasoning import has_critic, has_kl, is_fsdp
 from corral.migrate.table import ForeignConfig
@@ -57,6 +58,11 @@ class ComponentDevices:
     @property
     def disaggregated(self) -> bool:
         return self.of("actor") != self.of("rollout")
+
+
+def is_whole(config: ForeignConfig) -> bool:
+    """Whether it names its model; else it is what a guide changes in RLinf's example."""
+    return "rollout.model.model_path" in config or "actor.model.model_path" in config
 
 
 def devices_of(config: ForeignConfig) -> ComponentDevices:
@@ -121,10 +127,10 @@ def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("one device: everything runs on it, in one process")
     roles = roles_of(config, names, devices)
     if not roles and ("inference" in names or "actor_inference" in names):
-        return built_in(
-            "Corral's engine gives the log-probs of the tokens that it samples, so that nothing is left to compute on "
-            f"{format_devices(own)}: they are idle; give them to rollout or actor"
-        )
+        engine = "Corral's engine gives the log-probs of the tokens that it samples"
+        why = engine if engine_of(config) == "native" else "the actor computes log-probs by itself"
+        idle = f"nothing is left to compute on {format_devices(own)}: they are idle; give them to rollout or actor"
+        return built_in(f"{why}, so that {idle}")
     if not roles:
         return built_in("it needs no device of its own")
     path: KeyPath = ("cluster", "placement", ",".join(roles))
@@ -156,6 +162,11 @@ def overlap(config: ForeignConfig) -> str:
     if updates <= 1:
         return "updates start while the rest is still generated"
     return f"log-probs are computed meanwhile, and updates start when the step is complete (n_minibatches {updates})"
+
+
+def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    devices = devices_of(config)
+    return split_engine(given, engine_of(config), devices.of("rollout"), devices.per_node)
 
 
 # --- model and precision
@@ -274,12 +285,12 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def old_logprobs(config: ForeignConfig) -> str | None:
-    """Where old log-probs come from. None: from the engine, as in Corral by default."""
+    """Where old log-probs come from. None: from Corral's own engine, as by default."""
     if config["algorithm.importance_sampling_fix"]:
         return "recompute"
     if not config.value("algorithm.recompute_logprobs"):
         return "engine"
-    return None if devices_of(config).disaggregated else "recompute"
+    return None if devices_of(config).disaggregated and engine_of(config) == "native" else "recompute"
 
 
 # --- optimizers of `actor` and `critic`: Megatron and FSDP have keys of their own for the learning rate

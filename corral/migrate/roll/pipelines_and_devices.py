@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from corral.migrate.engines import context_length, engine_of, split_engine
 from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import integer, number, plural, text
@@ -347,6 +348,15 @@ def staleness(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return unsupported("only an engine with devices of its own can generate ahead of the training")
     note = f"up to {plural(steps, 'step')} ahead; tokens of older weights are weighted (`algorithm.correction`)"
     return converted({"schedule.max_staleness": steps}, note)
+
+
+def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    found = layout(config)
+    return split_engine(given, engine_of(config), found.roles["rollout"], found.devices_per_node)
+
+
+def longest_request(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return context_length(given, sum(lengths(config)))
 
 
 # --- conversions of how a model is spread

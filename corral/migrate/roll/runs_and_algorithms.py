@@ -12,7 +12,7 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
     group_size,
@@ -198,7 +198,25 @@ def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
         return built_in("one domain, all of the data")
-    return unsupported("rows are taken as the files have them; mix them there")
+    return unsupported(
+        "a domain is found by the tags of rows; to mix by weight, give each domain a file of its own and name the "
+        "files in `data.train.sources`, each with a `weight`"
+    )
+
+
+def question_column(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if "actor_train.data_args.messages" in config:
+        return no_effect("the column of messages takes precedence")
+    return mapped("data.prompt_key", given.value)
+
+
+def truncated_samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if not given.value:
+        return built_in("off, as in Corral")
+    if is_agentic(config):
+        return unsupported("truncated trajectories count; see `algorithm.mask_truncated`")
+    note = "samples cut off by length are in no loss; with `whiten_advantages`, Corral whitens over them too"
+    return converted({"algorithm.mask_truncated": True}, note)
 
 
 def reward_of(config: ForeignConfig, domain: str) -> str | None:

@@ -11,6 +11,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
+from corral.migrate.engines import context_length, engine_of, split_engine
 from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import format_value, number, one_or_all, plural
@@ -23,6 +24,7 @@ MICRO_PER_DEVICE = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 MICRO_OF_ALL = f"{ACTOR}.ppo_micro_batch_size"
 MICRO_TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
 ENGINES = ("fsdp_config", "megatron", "veomni", "torchtitan", "automodel", "deepspeed", "mindspeed")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 FSDP_SIZES = (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.veomni.fsdp_size")
 GROUND_TRUTH = "reward_model.ground_truth"
 """The column that verl's reward functions compare with, whatever other columns there are."""
@@ -176,6 +178,26 @@ def offloaded_parts(config: ForeignConfig) -> list[str]:
     wanted = {part for place in places for key, parts in offloaded if config[f"{place}.{key}"] for part in parts}
     possible = ("parameters", "gradients", "optimizer") if num_shards(config) > 1 else ("optimizer",)
     return [part for part in possible if part in wanted]
+
+
+# --- the engine
+
+
+def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    nodes, per_node = (max(config[f"trainer.{key}"] or 1, 1) for key in ("nnodes", "n_gpus_per_node"))
+    return split_engine(given, engine_of(config), range(nodes * per_node), per_node)
+
+
+def longest_request(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    return context_length(given, trajectory_tokens(config))
+
+
+def engine_dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    keys = [f"{ACTOR}.{place}.dtype" for place in ("fsdp_config", "megatron", "torchtitan")]
+    trained = next((config[key] for key in keys if key in config), "bfloat16")
+    if given.value in (None, "auto") or DTYPES.get(given.value, given.value) == DTYPES.get(trained, trained):
+        return built_in("engine and trainers compute in the same type")
+    return unsupported(f"engine and trainers compute in the same type, here {trained}")
 
 
 # --- files

@@ -1,0 +1,311 @@
+"""The formats of `corral serve`: requests and answers of the OpenAI API and of vLLM's token-in route.
+
+A body that asks for something which would change the answer, and which the engine does not do, is refused by name.
+Answers are written whole, or piece by piece for a stream.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from corral.data.rows import Message
+from corral.envs.chat_endpoint import ChatReply, ChatRequest, as_sent, assistant_message, usage
+from corral.http_server import RequestRefused, format_validation_error
+from corral.rollout.engine import Completion, FinishReason, Sampling
+
+MAX_SAMPLES = 128
+
+# --- what is asked for
+
+
+class SamplingFields(BaseModel):
+    """How to sample, in the words of OpenAI and vLLM. What is not listed here and would change the answer is refused;
+    what would not (`user`, `metadata`, ...) is ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+
+    def sampling(self, max_tokens: int, end_tokens: frozenset[int]) -> Sampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        own = frozenset() if self.ignore_eos else end_tokens
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            stop=tuple(text for text in stop if text),
+            stop_tokens=own | frozenset(self.stop_token_ids or ()),
+        )
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class ApiBody(SamplingFields):
+    """What the routes of the OpenAI API have in common."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(ApiBody):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    logprobs: bool = False
+
+
+class TextBody(ApiBody):
+    prompt: str | list[int] = Field(min_length=1)
+    logprobs: int | None = Field(None, ge=0, le=1)
+    prompt_logprobs: Literal[0] | None = None
+    """vLLM's: 0 asks for the log-prob of each of the prompt's tokens, and of no others in their place."""
+
+
+class TokensBody(BaseModel):
+    """vLLM's token-in request."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: "TokensSampling"
+    request_id: str = ""
+    model: str | None = None
+    stream: Literal[False] = False
+
+
+class TokensSampling(SamplingFields):
+    logprobs: int | None = Field(None, ge=0, le=1)
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+}
+"""Fields that this server does not know, and values of them that ask for nothing."""
+
+
+def parse(kind: type[BaseModel], content: bytes) -> Any:
+    try:
+        body = kind.model_validate_json(content)
+    except ValidationError as error:
+        raise RequestRefused(400, "invalid", format_validation_error(error)) from error
+    for fields in (body, getattr(body, "sampling_params", None)):
+        for name, value in ((fields and fields.model_extra) or {}).items():
+            if name in REFUSED and value is not None and value not in REFUSED[name]:
+                raise RequestRefused(400, "unsupported", f"`{name}: {json.dumps(value)[:60]}` is not supported")
+    return body
+
+
+# --- answers
+
+
+def end_before_stop(text: str, stop: Sequence[str]) -> int:
+    """Where a text ends that does not include the first of the stop strings."""
+    found = [place for one in stop if (place := text.find(one)) >= 0]
+    return min(found, default=len(text))
+
+
+def text_of(tokenizer: Any, completion: Completion, stop: Sequence[str]) -> str:
+    text: str = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    return text[: end_before_stop(text, stop)]
+
+
+class TextStream:
+    """Turns tokens into pieces of text, each of which is final: characters of several tokens are held back, and what
+    may be the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens: list[int] = []
+        self.text = ""
+        self.num_sent = 0
+        self.start = self.read = 0
+        """A token's text may depend on those before it: what is decoded begins at `start`, and is known up to
+        `read`."""
+
+    def add(self, tokens: Sequence[int], is_last: bool) -> str:
+        self.tokens += tokens
+        before = self._decode(self.tokens[self.start : self.read])
+        now = self._decode(self.tokens[self.start :])
+        if is_last or not now.endswith("\ufffd"):
+            self.text += now[len(before) :]
+            self.start, self.read = self.read, len(self.tokens)
+        end = end_before_stop(self.text, self.stop)
+        if end == len(self.text) and not is_last:
+            end -= max((len(one) - 1 for one in self.stop), default=0)
+        piece = self.text[self.num_sent : max(end, self.num_sent)]
+        self.num_sent += len(piece)
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def finish_name(reason: FinishReason) -> str:
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+class Writer:
+    """Formats the completions of one request, whole or piece by piece."""
+
+    def __init__(self, name: str, body: ApiBody, tokenizer: Any, num_prompt_tokens: int, kind: str) -> None:
+        self.body, self.tokenizer, self.num_prompt_tokens, self.kind = body, tokenizer, num_prompt_tokens, kind
+        self.stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        self.head = {"id": f"{kind}-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model or name}
+        self.streams = [TextStream(tokenizer, self.stop) for _ in range(body.n)]
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        num_new = sum(len(completion.tokens) for completion in completions)
+        return usage(ChatReply(Message(role="assistant", content=""), "", self.num_prompt_tokens, num_new))
+
+    def with_usage(self, completions: Sequence[Completion], event: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.body.stream_options is None or not self.body.stream_options.include_usage:
+            return []
+        return [{**event, "choices": [], "usage": self.usage(completions)}]
+
+
+class ChatWriter(Writer):
+    def __init__(self, name: str, body: ChatBody, asked: ChatRequest, tokenizer: Any, num_prompt_tokens: int) -> None:
+        super().__init__(name, body, tokenizer, num_prompt_tokens, "chatcmpl")
+        self.asked, self.wants_logprobs = asked, body.logprobs
+        self.chunk = {**self.head, "object": "chat.completion.chunk"}
+
+    def message(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+        """(the message, why it ended)"""
+        text = text_of(self.tokenizer, completion, self.stop)
+        message = as_sent(assistant_message(text, self.asked, "hermes", index))
+        return message, "tool_calls" if "tool_calls" in message else finish_name(completion.finish_reason)
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for index, completion in enumerate(completions):
+            message, reason = self.message(index, completion)
+            choices.append(
+                {"index": index, "message": message, "logprobs": self.logprobs(completion), "finish_reason": reason}
+            )
+        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage(completions)}
+
+    def logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        texts = [self.tokenizer.decode([token]) for token in completion.tokens]
+        return {
+            "content": [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in zip(texts, completion.logprobs, strict=True)
+            ]
+        }
+
+    def piece(self, index: int, new: list[int]) -> list[dict[str, Any]]:
+        if self.asked.parse_calls or self.wants_logprobs:  # only the whole reply can be read for calls
+            return []
+        text = self.streams[index].add(new, is_last=False)
+        return [self.delta(index, {"role": "assistant", "content": text})] if text else []
+
+    def delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {**self.chunk, "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
+
+    def end(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        events = []
+        for index, completion in enumerate(completions):
+            message, reason = self.message(index, completion)
+            if self.asked.parse_calls or self.wants_logprobs:
+                if "tool_calls" in message:
+                    message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+                event = self.delta(index, message)
+                event["choices"][0]["logprobs"] = self.logprobs(completion)
+                events.append(event)
+            elif rest := self.streams[index].add([], is_last=True):
+                events.append(self.delta(index, {"content": rest}))
+            events.append(self.delta(index, {}, reason))
+        return [*events, *self.with_usage(completions, self.chunk)]
+
+
+class TextWriter(Writer):
+    def __init__(self, name: str, body: TextBody, tokenizer: Any, num_prompt_tokens: int) -> None:
+        super().__init__(name, body, tokenizer, num_prompt_tokens, "cmpl")
+        self.wants_logprobs = body.logprobs is not None
+        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self.head["object"] = "text_completion"
+
+    def add_prompt_logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """`logprobs`: of all tokens behind the first."""
+        texts = (self.tokenizer.decode([token]) for token in tokens[1:])
+        self.prompt_logprobs = [None] + [
+            {str(token): {"logprob": logprob, "decoded_token": text}}
+            for token, logprob, text in zip(tokens[1:], logprobs, texts, strict=True)
+        ]
+
+    def choice(self, index: int, text: str, reason: str | None, logprobs: Any = None) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return choice if self.prompt_logprobs is None else {**choice, "prompt_logprobs": self.prompt_logprobs}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            self.choice(i, text_of(self.tokenizer, one, self.stop), finish_name(one.finish_reason), self.logprobs(one))
+            for i, one in enumerate(completions)
+        ]
+        return {**self.head, "choices": choices, "usage": self.usage(completions)}
+
+    def logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        texts = [self.tokenizer.decode([token]) for token in completion.tokens]
+        return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": []}
+
+    def piece(self, index: int, new: list[int]) -> list[dict[str, Any]]:
+        text = self.streams[index].add(new, is_last=False)
+        return [{**self.head, "choices": [self.choice(index, text, None)]}] if text else []
+
+    def end(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        events = [
+            {
+                **self.head,
+                "choices": [
+                    self.choice(
+                        index,
+                        self.streams[index].add([], is_last=True),
+                        finish_name(completion.finish_reason),
+                        self.logprobs(completion),
+                    )
+                ],
+            }
+            for index, completion in enumerate(completions)
+        ]
+        return [*events, *self.with_usage(completions, self.head)]

@@ -1,0 +1,65 @@
+"""`corral init`: whatever it writes can be planned."""
+
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+from commands import corral
+
+from corral.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("data", "algorithm"),
+    [("arithmetic", "ppo"), ("gsm8k", "dapo"), ("gsm8k", "sft"), ("my rows.jsonl", "sft"), ("hf:me/rows", "grpo")],
+)
+def test_what_is_written_is_what_was_asked_for_and_passes_plan(tmp_path: Path, data: str, algorithm: str) -> None:
+    options = ("--model", "me/model", "--data", data, "--algorithm", algorithm, "--reward", "my_rewards.py:score")
+    written = corral(tmp_path, "init", "a/mine.yaml", *options)
+    assert written.code == 0, written.stderr
+    assert "corral train a/mine.yaml" in written.stdout
+    recipe = load_recipe(tmp_path / "a" / "mine.yaml")
+    assert (recipe.model.path, recipe.algorithm.name) == ("me/model", algorithm)
+    if (data, algorithm) != ("my rows.jsonl", "sft"):  # where nothing is generated
+        assert recipe.environment.reward.name == "my_rewards.py:score"
+    expected = {"arithmetic": "arithmetic:addition", "gsm8k": "data/gsm8k/train.parquet"}
+    assert recipe.data.train.path == expected.get(data, data)
+    planned = corral(tmp_path, "plan", "a/mine.yaml")
+    assert planned.code == 0, planned.stderr
+
+
+def test_without_options_and_terminal_it_is_a_task_for_a_laptop_that_trains(tmp_path: Path, tiny_model: Path) -> None:
+    written = corral(tmp_path, "init")
+    assert written.code == 0, written.stderr
+    assert load_recipe(tmp_path / "recipe.yaml").model.path == "smollm2-135m-instruct"
+    small = ("schedule.steps=1", "batch.prompts_per_step=2", "data.validation=null", "checkpoint.every=0")
+    trained = corral(tmp_path, "train", "recipe.yaml", f"model.path={tiny_model}", "name=x", *small)
+    assert trained.code == 0, trained.stderr
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("mine")
+    refused = corral(tmp_path, "init")
+    assert refused.code == 2
+    assert "recipe.yaml is there already" in refused.errors[0]
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+
+
+def test_a_recipe_that_cannot_be_planned_is_not_written(tmp_path: Path) -> None:
+    refused = corral(tmp_path, "init", "--algorithm", "grop")
+    assert refused.code == 2
+    assert "did you mean `grpo`" in refused.errors[0]
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_at_a_terminal_it_asks_for_what_was_not_given(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m corral.cli.main init --model me/model"
+    child = pexpect.spawn(command, cwd=str(tmp_path), encoding="utf-8", timeout=60)
+    child.expect("Data: .*:")
+    child.sendline("gsm8k")
+    child.expect("Algorithm: .*:")
+    child.sendline("")
+    child.expect(pexpect.EOF)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.model.path, recipe.environment.reward.name, recipe.algorithm.name) == ("me/model", "gsm8k", "grpo")

@@ -1,0 +1,123 @@
+"""Who asks a server what: connections that send nothing, for which nobody needs a token, keep no one else out, and
+pages in a browser of this machine get no answer."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from fastapi import FastAPI
+
+from corral import http_server
+from corral.envs import chat_endpoint
+from corral.envs.chat_endpoint import ChatEndpoint, ChatSession
+from corral.http_server import listen, make_server, protect
+
+
+@contextlib.contextmanager
+def served(max_connections: int, token: str | None = "secret-token") -> Iterator[int]:
+    app = FastAPI()
+    app.get("/hello")(lambda: "hello")
+    protect(app, token)
+    server, listening = make_server(app, max_connections), listen("127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
+    thread.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def ask(port: int) -> str:
+    headers = {"Authorization": "Bearer secret-token"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/hello", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(json.load(answer))
+
+
+def is_closed_within(connection: socket.socket, seconds: float) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_silent_connections_do_not_lock_a_server_up() -> None:
+    with served(max_connections=20) as port, contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        time.sleep(0.5)
+        assert [ask(port) for _ in range(5)] == ["hello"] * 5
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hello HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.5)
+    monkeypatch.setattr(http_server, "CHECK_S", 0.2)
+    with served(max_connections=20) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(sent)
+        assert is_closed_within(connection, 10)
+
+
+def test_a_connection_without_the_token_is_closed_after_its_answer() -> None:
+    with served(max_connections=20) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
+        connection.settimeout(10)
+        answer = b""
+        while chunk := connection.recv(1000):
+            answer += chunk
+        assert answer.startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:{}", 200), ("127.0.0.1:{}", 200), ("[::1]:{}", 200), ("pages.example:{}", 403), ("[", 403), ("", 403)],
+)
+def test_a_name_that_stands_for_loopback_gets_no_answer(host: str, status: int) -> None:
+    with served(max_connections=20, token=None) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"GET /hello HTTP/1.1\r\nHost: {host.format(port)}\r\nConnection: close\r\n\r\n".encode())
+        connection.settimeout(10)
+        assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
+
+
+def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(http_server, "CHECK_S", 0.1)
+    app = FastAPI()
+    app.get("/hello")(lambda: time.sleep(1.5) or "late")
+    server, listening = make_server(app, 10), listen("127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
+    thread.start()
+    assert ask(listening.getsockname()[1]) == "late"
+    server.should_exit = True
+    thread.join(10)
+
+
+def test_silent_connections_do_not_lock_the_agents_endpoint_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_endpoint, "MAX_SILENT", 10)
+    monkeypatch.setattr(chat_endpoint, "REQUEST_S", 0.5)
+    endpoint = ChatEndpoint("m")
+    try:
+        session = ChatSession(endpoint, lambda pending: None)
+        with contextlib.ExitStack() as stack:
+            connections = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port))) for _ in range(12)
+            ]
+            assert is_closed_within(connections[0], 10)  # the oldest, since there are too many
+            assert is_closed_within(connections[-1], 10)  # too late
+            request = urllib.request.Request(
+                f"{endpoint.base_url}/models", headers={"Authorization": f"Bearer {session.key}"}
+            )
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                assert json.load(answer)["data"][0]["id"] == "m"
+    finally:
+        endpoint.close()

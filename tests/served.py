@@ -1,0 +1,31 @@
+"""A FastAPI application on a port of this machine, for as long as a test needs it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from corral.http_server import make_server
+
+WAIT_S = 30.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Yields the address."""
+    server = make_server(app, 100)
+    server.config.port = 0
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(WAIT_S)

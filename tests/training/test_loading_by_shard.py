@@ -1,0 +1,122 @@
+"""No rank holds more of a model than its part, also not for a moment while it is loaded."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_cases import CPU, mesh_of
+from team import Team
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from corral.model.model_loading import load_model, load_to_shard
+from corral.recipe.mesh import MeshShape
+from corral.recipe.schema import Model, Optimizer
+from corral.training.native_trainer import NativePolicyTrainer
+from corral.training.sharding import ShardedModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loading")]
+
+RANKS = 4
+BILLION = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=20,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32000,
+    tie_word_embeddings=False,
+)
+NUM_PARAMETERS = 1_032_931_328
+
+
+def write_model(config: LlamaConfig, dtype: torch.dtype, folder: Path) -> int:
+    """Writes a model with random weights and returns its number of parameters."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Parts of one block of random numbers: as many as there are parameters would take a minute.
+    block = torch.randn(max(p.numel() for p in model.parameters()), generator=torch.Generator().manual_seed(0))
+    weights = {name: (0.02 * block[: p.numel()].view(p.shape)).to(dtype) for name, p in model.named_parameters()}
+    model.save_pretrained(folder, state_dict=weights, max_shard_size="500MB")
+    return model.num_parameters()
+
+
+@pytest.fixture(scope="module")
+def billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("billion")
+    assert write_model(BILLION, torch.bfloat16, folder) == NUM_PARAMETERS
+    return folder
+
+
+@contextmanager
+def peak_memory(processes: list[int]) -> Iterator[list[int]]:
+    """The most memory that the processes had in addition to what they had before, together, in bytes. Pages of mapped
+    files do not count: they are the node's cache of its disk, which it takes back when it needs the memory."""
+
+    def held() -> int:
+        lines = [line for pid in processes for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+    before, found, is_over = held(), [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            found[0] = max(found[0], held() - before)
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def load_and_shard(folder: Path, dtype: str, trained: bool) -> None:
+    mesh = mesh_of(MeshShape(shard=RANKS))
+    assert mesh is not None
+    model = load_to_shard(Model(path=str(folder), dtype=dtype), CPU)
+    sharded = ShardedModel(model, model, mesh, trained=trained, offload=False, in_float32=[])
+    sharded.mesh.any(False)  # all ranks have their parts before the first one drops its own
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trained", "bytes_each"), [("bfloat16", False, 2), ("float32", True, 4)], ids=["frozen", "trained"]
+)
+def test_four_ranks_hold_one_model_together_while_they_load_it(
+    billion: Path, dtype: str, trained: bool, bytes_each: int
+) -> None:
+    team = Team(RANKS)
+    try:
+        with peak_memory([process.pid or 0 for process in team.processes]) as peak:
+            team.run(load_and_shard, billion, dtype, trained)
+    finally:
+        team.close()
+    assert 0.95 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.2
+
+
+def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshShape) -> dict[str, torch.Tensor]:
+    model = load_to_shard(Model(path=str(folder), dtype=dtype), CPU)
+    optimizer = Optimizer(learning_rate=1e-2) if trained else None
+    trainer = NativePolicyTrainer(model, temperature=1.0, optimizer=optimizer, total_updates=3, mesh=mesh_of(shape))
+    return {name: weight.clone() for name, weight in trainer.weights()}
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_parts_are_those_of_the_whole_model(
+    team: Callable[[int], Team], tmp_path: Path, stored: torch.dtype, dtype: str, shape: MeshShape, trained: bool
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 101}
+    write_model(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2), stored, tmp_path)
+    whole = dict(load_model(Model(path=str(tmp_path), dtype=dtype), CPU).named_parameters())
+    for weights in team(2).run(weights_after_loading, tmp_path, dtype, trained, shape):
+        assert weights.keys() == whole.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[name].detach(), rtol=0, atol=0, msg=name)
