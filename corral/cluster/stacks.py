@@ -33,7 +33,13 @@ MARKS: dict[ProcessKind, str] = {
     "environment": "from corral.envs.env_processes import main",
 }
 """Parts of the command line of a process that runs a reward function, or environments that block."""
-BACKGROUND = {"Heartbeats._ask_nodes", "Heartbeats._ask_ray", "DebuggerWatch._look", "TrackerThread._run"}
+BACKGROUND = {
+    "WorkerHeartbeat._beat",
+    "Heartbeats._ask_nodes",
+    "Heartbeats._ask_ray",
+    "DebuggerWatch._look",
+    "TrackerThread._run",
+}
 """Functions of threads that look after a run: their position says least about it."""
 IDLE = {"WorkerPool._serve", "EnvSlot.next_call", *BACKGROUND}
 """Functions in which a thread waits for work."""

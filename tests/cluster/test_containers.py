@@ -277,7 +277,7 @@ def test_dockers_client_starts_a_node_and_trains_on_it(podman, folder):
 def test_a_container_that_fails_says_why_and_nothing_is_left(podman, folder):
     """Its token file is empty."""
     token = folder / "token"
-    token.touch()
+    token.touch(mode=0o600)
     name = f"fails-{os.getpid()}"
     words = launch(podman, "podman", "cluster.nodes=2", "--local", "--go", "--name", name, "--token-file", str(token))
     result = podman.command(words, cwd=folder, check=False, timeout_s=60)
