@@ -243,6 +243,12 @@ class SimulatedTrainer(Role):
     async def save(self, folder: Path, writers: Sequence[int]) -> None:
         """There is nothing to save."""
 
+    async def finish_save(self) -> None:
+        """There is nothing to write."""
+
+    async def hash_files(self, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return {}
+
     async def can_see(self, file: Path) -> bool:
         return True
 

@@ -5,6 +5,7 @@ there is no generator to save. Prompts that were in flight when the checkpoint w
 rolled out again.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +18,44 @@ from corral.observe.ledger import Ledger
 from corral.observe.run_files import MetricsFile, TrajectoryWriter
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError, UserError
-from corral.runtime.model_workers import ModelWorker, TrainerGroup
+from corral.runtime.group import Group, gather_calls
+from corral.runtime.model_workers import ModelWorker
 from corral.runtime.rollout_worker import RolloutWorker
-from corral.training.checkpoint import prune, retire_later_checkpoints, step_folder, writing_checkpoint
+from corral.training.checkpoint import (
+    list_files,
+    prune,
+    retire_later_checkpoints,
+    step_folder,
+    writing_checkpoint,
+)
 
 logger = logging.getLogger(__name__)
 
 
-async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]) -> None:
-    """Writes a checkpoint. `state`: what only the loop knows."""
+async def begin_save(
+    parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]
+) -> "asyncio.Task[None]":
+    """Copies the state of the run, and returns the task that writes it down while training goes on. `state`: what only
+    the loop knows. The trainers must not be called by others until this returns."""
+    copied = asyncio.Event()
+    task = asyncio.create_task(save(parts, ledger, folder, step, state, copied))
+    waiting = asyncio.create_task(copied.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    finally:
+        waiting.cancel()
+    if not copied.is_set():
+        await task  # raises
+    return task
+
+
+async def save(
+    parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any], copied: asyncio.Event
+) -> None:
+    """Writes a checkpoint. Until all is written, hashed and flushed to disk, the last one is the run's newest."""
     state = {
         "step": step,
         "num_steps": parts.num_steps,
@@ -35,8 +65,9 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
         "kl": None if parts.kl is None else parts.kl.state(),
         **state,
     }
+    hashes: dict[str, dict[str, Any]] = {}
     try:
-        with writing_checkpoint(step_folder(folder.checkpoints, step), state) as work:
+        with writing_checkpoint(step_folder(folder.checkpoints, step), state, hashes) as work:
             (work / "ledger.jsonl").write_text(ledger.snapshot())
             if parts.history is not None:
                 parts.history.save(work)
@@ -45,32 +76,42 @@ async def save(parts: RunComponents, ledger: Ledger, folder: RunFolder, step: in
             parts.tokenizer.save_pretrained(work)
             if parts.tokenizer.vision is not None:
                 parts.tokenizer.vision.processor.save_pretrained(work)
-            for trainers in (parts.actor, parts.critic):
-                if trainers is not None:
-                    await trainers.group.all(ModelWorker.save, work, await find_writers(trainers, work))
+            writers: dict[str, Sequence[int]] = {}
+            groups = [trainers.group for trainers in (parts.actor, parts.critic) if trainers is not None]
+            for group in groups:
+                writers[group.role] = await find_writers(group, work)
+                await group.all(ModelWorker.save, work, writers[group.role])
+            copied.set()
+            await gather_calls(*(group.all(ModelWorker.finish_save) for group in groups))
+            # Those that see the files hash them, each its share of the files.
+            group, names = groups[0], list_files(work)
+            ranks = writers[group.role]
+            shares = [(work, names[first :: len(ranks)]) for first in range(len(ranks))]
+            for own in await group.each(ModelWorker.hash_files, shares, ranks=ranks):
+                hashes |= own
     except OSError as error:
         raise RunError(
             f"the checkpoint of step {step} could not be written ({error.strerror or error}); "
             f"earlier ones in {folder.checkpoints} are as they were"
         ) from error
-    prune(folder.checkpoints, parts.recipe.checkpoint.keep)
+    await asyncio.to_thread(prune, folder.checkpoints, parts.recipe.checkpoint.keep)
 
 
-async def find_writers(trainers: TrainerGroup[Any], folder: Path) -> Sequence[int]:
+async def find_writers(group: Group[Any], folder: Path) -> Sequence[int]:
     """Returns the trainers that see the folder: those on this machine, and all where it is on a shared file system."""
     mark = folder / f".{uuid4().hex}"
     mark.touch()
-    sees = await trainers.group.all(ModelWorker.can_see, mark)
+    sees = await group.all(ModelWorker.can_see, mark)
     mark.unlink()
     if not any(sees):
         raise RunError(
-            f"no worker of {trainers.group.role} can write to {folder}: put `logging.runs` on a file system that all "
+            f"no worker of {group.role} can write to {folder}: put `logging.runs` on a file system that all "
             "nodes share, or start the run on a node that has one"
         )
     if not all(sees):
         logger.warning(
             "not all workers of %s see %s: copy a checkpoint to the same path on their nodes before it is resumed from",
-            trainers.group.role,
+            group.role,
             folder.parent,
         )
     return [rank for rank, sees_it in enumerate(sees) if sees_it]

@@ -24,7 +24,14 @@ from corral.loop.resuming import (
 from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.sample_errors import ErrorCounts, TooManyErrors
 from corral.loop.supervisor import Supervisor
-from corral.loop.training_loop import Interrupt, Interrupted, RunState, run_steps, save_run
+from corral.loop.training_loop import (
+    Interrupt,
+    Interrupted,
+    RunState,
+    begin_saving,
+    finish_saving,
+    run_steps,
+)
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console, is_validation, run_log
 from corral.observe.curve import draw_curve
@@ -263,7 +270,7 @@ async def running(
                 await restore(parts, checkpoint, state)
             step = int(state.get("step", 0))
             ledger = truncate_after(folder, checkpoint, step if state else -1, console)
-            yield RunState(
+            run = RunState(
                 recipe=recipe,
                 parts=parts,
                 folder=folder,
@@ -277,13 +284,30 @@ async def running(
                 skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
                 validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
             )
+            try:
+                yield run
+            except BaseException as error:
+                # A checkpoint that is being written is let finish, unless a worker took its part of it along.
+                await end_saving(run, cancel=isinstance(error, WorkerLost) or not isinstance(error, Exception))
+                raise
+
+
+async def end_saving(run: RunState, cancel: bool) -> None:
+    """Waits for the checkpoint that is being written, whatever becomes of it: another error is being reported."""
+    if run.saving is not None:
+        _, task = run.saving
+        if cancel:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def finish(run: RunState, recipe_file: Path) -> None:
     """Writes the last checkpoint and the picture, and prints what to do next."""
-    if run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
-        with run.console.stage("saving a checkpoint"):
-            await save_run(run)
+    with run.console.stage("saving a checkpoint"):
+        await finish_saving(run)
+        if run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
+            await begin_saving(run)
+            await finish_saving(run)
     rows = read_rows(run.folder)
     if rows:
         draw_curve(rows, run.folder.curve, run.folder.name)

@@ -27,7 +27,7 @@ from corral.loop.rollout_step import (
     source_metrics,
     step_metrics,
 )
-from corral.loop.run_checkpoint import save
+from corral.loop.run_checkpoint import begin_save
 from corral.loop.sample_errors import ErrorCounts
 from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
@@ -62,6 +62,8 @@ class RunState:
     """Number of steps made; also the version of the weights."""
     saved_step: int = 0
     """Step of the last checkpoint in the run's folder."""
+    saving: "tuple[int, asyncio.Task[None]] | None" = None
+    """Step of a checkpoint that is being written, and the task that does it."""
     saved_at: float = field(default_factory=time.monotonic)
     """When that was, or when this process began with the run."""
     skipped_in_a_row: int = 0
@@ -98,7 +100,6 @@ async def run_steps(run: RunState) -> None:
     await validate_if_due(run)
     run.console.begin(parts.num_steps, run.step)
     while not run.is_complete and not run.interrupt.requested:
-        run.times = {}
         with run.timed("step"):
             rollouts.start(version=run.step)  # samples the prompts, and submits them
             training = StepTraining(parts, run.step + 1)
@@ -177,6 +178,7 @@ def record_step(
     metrics |= result.metrics() | run.times
     metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
     run.trackers.log(run.step, metrics)
+    run.times = {}
     if run.recipe.logging.trajectories:
         writer = TrajectoryWriter(run.folder.trajectories)
         records = trajectory_records(rollout.trajectories, run.parts.tokenizer, batch)
@@ -283,15 +285,28 @@ async def save_if_due(run: RunState) -> None:
     settings = run.recipe.checkpoint
     by_step = settings.every and run.step % settings.every == 0
     by_time = settings.minutes and time.monotonic() - run.saved_at >= 60 * settings.minutes
+    if run.saving is not None and run.saving[1].done():
+        await finish_saving(run)
     if (by_step or by_time) and not run.is_complete:
-        await save_run(run)
+        with run.timed("save"):  # of the next step's metrics
+            await begin_saving(run)
 
 
-async def save_run(run: RunState) -> None:
+async def begin_saving(run: RunState) -> None:
+    """Begins a checkpoint, which is written while training goes on. Waits for the one before."""
+    await finish_saving(run)
     state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
     async with run.parts.trainer_lock:
-        await save(run.parts, run.ledger, run.folder, run.step, state)
-    run.saved_step, run.saved_at = run.step, time.monotonic()
+        run.saving = run.step, await begin_save(run.parts, run.ledger, run.folder, run.step, state)
+    run.saved_at = time.monotonic()
+
+
+async def finish_saving(run: RunState) -> None:
+    """Waits for the checkpoint that is being written, if there is one."""
+    if run.saving is not None:
+        (step, task), run.saving = run.saving, None
+        await task
+        run.saved_step = step
 
 
 # --- what is written down of a step

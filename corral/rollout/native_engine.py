@@ -13,7 +13,6 @@ prefilled again.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.data.batch import TokenTree
+from corral.host_memory import available_memory
 from corral.model.attention import TreeAttention, forward_hidden
 from corral.model.general_forward import is_general, logprobs_of_logits, sequence_logits
 from corral.model.logprobs import OutputHead
@@ -192,10 +192,8 @@ class NativeEngine:
         if device.type == "cuda":
             left = torch.cuda.mem_get_info(device)[0]
             left += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-            left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        else:  # macOS does not say
-            left = 0
+        else:
+            left = available_memory()
         return needed < left / 2
 
     def _stage(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

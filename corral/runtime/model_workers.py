@@ -32,6 +32,7 @@ from corral.algorithms.losses import (
     value_loss,
 )
 from corral.data.batch import Batch, FloatArray, Pack, Trajectory
+from corral.host_memory import available_memory
 from corral.kernels.host_to_device import on_device
 from corral.model.lora import bit_sums
 from corral.model.model_loading import load_model, load_to_shard
@@ -43,9 +44,11 @@ from corral.runtime.group import Group, WorkerLost, gather_calls
 from corral.runtime.rollout_worker import RolloutScheduler, RolloutWorker
 from corral.runtime.transfer_channels import Channel, TransferHandle, make_channel
 from corral.runtime.worker import Role, WorkerContext
+from corral.training.checkpoint import size_and_hash
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.optimizer import UpdateResult
 from corral.training.process_mesh import ProcessMesh
+from corral.training.tensor_files import DeferredWrites
 from corral.training.trainer import PolicyTrainer, ValueTrainer
 
 # --- what a trainer is given to minimize: a pack's contribution to the loss, as a function of its tokens' log-probs.
@@ -156,6 +159,7 @@ class ModelWorker(Role, ABC):
     """What actor, reference and critic have in common. The reference is never asked to train."""
 
     trainer: PolicyTrainer | ValueTrainer
+    deferred: DeferredWrites
 
     def __init__(self, role: str, context: WorkerContext, recipe: Recipe, path: str | None) -> None:
         """`path`: another model than the recipe's."""
@@ -188,7 +192,18 @@ class ModelWorker(Role, ABC):
         return self.trainer.step(scale)
 
     def save(self, folder: Path, writers: Sequence[int]) -> None:
-        self.trainer.save(folder, writers)
+        """Copies what this worker writes of a checkpoint to host memory, for `finish_save`. What does not fit into half
+        of the memory that is left, in equal parts for the workers of a node, is written at once."""
+        self.deferred = DeferredWrites(available_memory() // 2 // self.recipe.cluster.devices_per_node)
+        self.trainer.save(folder, writers, self.deferred)
+
+    async def finish_save(self) -> None:
+        """Writes what `save` copied, while the worker computes other things."""
+        await asyncio.to_thread(self.deferred.write)
+
+    async def hash_files(self, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Returns size and hash of files of a checkpoint."""
+        return await asyncio.to_thread(lambda: {name: size_and_hash(folder / name) for name in names})
 
     def load(self, folder: Path) -> None:
         self.trainer.load(folder)

@@ -11,9 +11,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,16 +33,20 @@ NOT_THE_MODEL = {"actor", "critic", "state.json", "ledger.jsonl", "row_rewards.n
 
 
 @contextmanager
-def writing_checkpoint(folder: Path, state: dict[str, Any]) -> Iterator[Path]:
+def writing_checkpoint(
+    folder: Path, state: dict[str, Any], hashes: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> Iterator[Path]:
     """A folder to write the files into; `state` becomes state.json. It takes the place of `folder` when the block
-    succeeds, and is deleted when it raises. OSError if it cannot be written."""
+    succeeds, and is deleted when it raises. `hashes`: of files that were hashed before it ends, by name. OSError if it
+    cannot be written."""
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
         yield work
         (work / "state.json").write_text(json.dumps(state, indent=1))
-        files = {str(file.relative_to(work)): size_and_hash(file) for file in sorted(work.rglob("*")) if file.is_file()}
+        names = list_files(work)
+        files = {name: hashes[name] if name in hashes else size_and_hash(work / name) for name in names}
         (work / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
         # The order matters after a power failure: first the content and names of all files, then the rename that makes
         # them a checkpoint, then the rename itself. The manifest's hashes catch disks that reorder all the same.
@@ -55,6 +60,10 @@ def writing_checkpoint(folder: Path, state: dict[str, Any]) -> Iterator[Path]:
         if isinstance(error, SafetensorError):  # what safetensors raises when the disk is full
             raise OSError(str(error)) from error
         raise
+
+
+def list_files(folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def size_and_hash(file: Path) -> dict[str, Any]:

@@ -48,7 +48,14 @@ from corral.recipe.schema import LOGITS_CHUNK, Optimizer
 from corral.training.optimizer import MasterOptimizer, UpdateResult
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardedModel, check_offload, local_tensor
-from corral.training.tensor_files import TensorFiles, run_on_all_ranks, write_adapters, write_pretrained, write_tensors
+from corral.training.tensor_files import (
+    DeferredWrites,
+    TensorFiles,
+    run_on_all_ranks,
+    write_adapters,
+    write_pretrained,
+    write_tensors,
+)
 from corral.training.trainer import PolicyLoss, ValueLoss
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "master")
@@ -190,7 +197,9 @@ class _NativeTrainer:
                 weight = merged_weight(weight, a, b, scales[name])
             yield name, weight
 
-    def _save_optimizer(self, folder: Path, writers: Sequence[int] | None) -> None:
+    def _save_optimizer(
+        self, folder: Path, writers: Sequence[int] | None, deferred: DeferredWrites | None = None
+    ) -> None:
         optimizer = self.optimizer
         assert optimizer is not None
         kinds = {
@@ -204,7 +213,7 @@ class _NativeTrainer:
                 for key, local in optimizer.state_of(master).items():
                     yield f"{master.name}.{key}", local if key == "step" else self.layout.gather(master.name, local)
 
-        write_tensors(folder, "optimizer", kinds, tensors(), self.mesh, writers)
+        write_tensors(folder, "optimizer", kinds, tensors(), self.mesh, writers, deferred)
         is_first = self.mesh.rank == (0 if writers is None else writers[0])
         text = json.dumps(optimizer.counters())
 
@@ -280,13 +289,11 @@ class NativePolicyTrainer(_NativeTrainer):
             logprobs, entropy = head.logprobs(hidden, *of_target, temperature=self.temperature, chunk=self.logits_chunk)
         return prediction.to_tokens(logprobs), prediction.to_tokens(entropy[prediction.row_of_target])
 
-    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+    def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes the model in Hugging Face layout, or its adapters in PEFT's, and the optimizer into `actor/`."""
-        if has_adapters(self.model):
-            write_adapters(self.model, self.layout, folder, writers)
-        else:
-            write_pretrained(self.model, self.layout, folder, writers)
-        self._save_optimizer(folder / "actor", writers)
+        write = write_adapters if has_adapters(self.model) else write_pretrained
+        write(self.model, self.layout, folder, writers, deferred)
+        self._save_optimizer(folder / "actor", writers, deferred)
 
     def load(self, folder: Path) -> None:
         self._load_optimizer(folder / "actor")
@@ -329,13 +336,13 @@ class NativeValueTrainer(_NativeTrainer):
         values = self.model.head(hidden.float())[:, 0]
         return (prediction.to_tokens(values[prediction.row_of_target]),)
 
-    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+    def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into `critic/`."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         kinds = {name: kind for name, kind in self.layout.kinds.items() if name in trained}
         tensors = ((name, self.layout.gather_weight(name, parameter)) for name, parameter in trained.items())
-        write_tensors(folder / "critic", "model", kinds, tensors, self.mesh, writers)
-        self._save_optimizer(folder / "critic", writers)
+        write_tensors(folder / "critic", "model", kinds, tensors, self.mesh, writers, deferred)
+        self._save_optimizer(folder / "critic", writers, deferred)
 
     def load(self, folder: Path) -> None:
         files = TensorFiles(folder / "critic", "model")

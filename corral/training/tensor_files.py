@@ -63,10 +63,11 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     mesh: ProcessMesh,
     writers: Sequence[int] | None = None,
+    deferred: "DeferredWrites | None" = None,
 ) -> None:
     """Writes `stem`.safetensors, or several files and their index. Called by all ranks, which all iterate over the same
     whole tensors; `kinds` says beforehand which there will be. `writers`: ranks that see the folder; None: all.
-    OSError on all ranks if one of them fails."""
+    `deferred` takes copies of tensors, to write them later. OSError on all ranks if one of them fails."""
     ranks = list(range(mesh.shape.size)) if writers is None else list(writers)
     own = ranks.index(mesh.rank) if mesh.rank in ranks else None
     locations, headers = lay_out(stem, kinds, len(ranks))
@@ -79,13 +80,45 @@ def write_tensors(
                 descriptors[file] = os.open(folder / file, os.O_WRONLY)  # unlike mode "wb", this does not truncate
                 stack.callback(os.close, descriptors[file])
             for name, tensor in remaining:
-                if (location := locations[name]).writer == own:
+                if (location := locations[name]).writer != own:
+                    continue
+                if deferred is None or not deferred.add(folder / location.file, location.offset, tensor):
                     write_at(descriptors[location.file], tensor, location.offset)
             for descriptor in descriptors.values():
                 os.fsync(descriptor)
 
     remaining = iter(tensors)
     run_on_all_ranks(mesh, write, remaining)
+
+
+class DeferredWrites:
+    """Tensors of a checkpoint that one rank has copied to host memory, to be written while training goes on."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.bytes_left = max_bytes
+        self.copies: dict[Path, list[tuple[int, Tensor]]] = {}
+        """Offsets and tensors, by file."""
+
+    def add(self, file: Path, offset: int, tensor: Tensor) -> bool:
+        """Copies a tensor. Returns False where the memory that may be used does not hold it."""
+        if tensor.nbytes > self.bytes_left:
+            return False
+        self.bytes_left -= tensor.nbytes
+        self.copies.setdefault(file, []).append((offset, tensor.detach().to("cpu", copy=True)))
+        return True
+
+    def write(self) -> None:
+        """Writes and frees the copies, and flushes the files to disk."""
+        while self.copies:
+            file, parts = self.copies.popitem()
+            descriptor = os.open(file, os.O_WRONLY)
+            try:
+                while parts:
+                    offset, tensor = parts.pop()
+                    write_at(descriptor, tensor, offset)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def run_on_all_ranks(mesh: ProcessMesh, work: Callable[[], None], remaining: Iterable[object] = ()) -> None:
@@ -186,7 +219,13 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_pretrained(model: Any, layout: ShardingLayout, folder: Path, writers: Sequence[int] | None) -> None:
+def write_pretrained(
+    model: Any,
+    layout: ShardingLayout,
+    folder: Path,
+    writers: Sequence[int] | None,
+    deferred: DeferredWrites | None = None,
+) -> None:
     """Writes configuration, generation defaults and weights as `save_pretrained` does, from parameters that may be
     sharded. Called by all ranks."""
     mesh = layout.mesh
@@ -208,10 +247,17 @@ def write_pretrained(model: Any, layout: ShardingLayout, folder: Path, writers: 
             whole = {n: buffers[n] if n in buffers else layout.gather_weight(n, parameters[n]) for n in part}
             yield from as_stored(model, whole).items()
 
-    write_tensors(folder, "model", {n: (t.dtype, t.shape) for n, t in stored.items()}, tensors(), mesh, writers)
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+    write_tensors(folder, "model", kinds, tensors(), mesh, writers, deferred)
 
 
-def write_adapters(model: Any, layout: ShardingLayout, folder: Path, writers: Sequence[int] | None) -> None:
+def write_adapters(
+    model: Any,
+    layout: ShardingLayout,
+    folder: Path,
+    writers: Sequence[int] | None,
+    deferred: DeferredWrites | None = None,
+) -> None:
     """Writes the model's adapters in PEFT's layout. Called by all ranks."""
     mesh = layout.mesh
     first = mesh.rank == (0 if writers is None else writers[0])
@@ -219,7 +265,7 @@ def write_adapters(model: Any, layout: ShardingLayout, folder: Path, writers: Se
     adapters = dict(transferred_parameters(model))
     kinds = {peft_name(name): layout.kinds[name] for name in adapters}
     tensors = ((peft_name(name), layout.gather_weight(name, parameter)) for name, parameter in adapters.items())
-    write_tensors(folder, ADAPTER_STEM, kinds, tensors, mesh, writers)
+    write_tensors(folder, ADAPTER_STEM, kinds, tensors, mesh, writers, deferred)
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:

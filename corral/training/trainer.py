@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corral.data.batch import Pack
 from corral.training.optimizer import UpdateResult
+from corral.training.tensor_files import DeferredWrites
 
 PolicyLoss = Callable[[Tensor, Tensor], Tensor]
 """(log-probs [tokens], entropy [tokens]) of a pack, both 0 where nothing was generated -> its contribution to the
@@ -30,9 +31,9 @@ class Trainer(Protocol):
         is not finite never reaches the weights: the update is skipped, and the result says so."""
         ...
 
-    def save(self, folder: Path, writers: Sequence[int] | None = None) -> None:
+    def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into a checkpoint's folder. `writers`: ranks that can write to it; None: all.
-        OSError on all ranks if one of them fails."""
+        `deferred` takes copies of tensors, to write them while training goes on. OSError on all ranks if one fails."""
         ...
 
     def load(self, folder: Path) -> None:

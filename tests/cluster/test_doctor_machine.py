@@ -20,17 +20,14 @@ from corral.cluster.doctor.machine_checks import (
     MIB,
     UNLIMITED,
     DiskSpace,
-    NodeMemory,
     ProcessLimits,
     SharedMemory,
-    cgroup_memory,
     check_disks,
     check_limits,
     check_memory,
     check_shared_memory,
     disks,
     limits,
-    memory,
     shared_memory,
 )
 from corral.cluster.doctor.network_checks import (
@@ -41,6 +38,7 @@ from corral.cluster.doctor.network_checks import (
     open_ports,
 )
 from corral.cluster.node_processes import NodeProcess, all_processes, parse_endpoint, raylet_of
+from corral.host_memory import NodeMemory, cgroup_memory, node_memory
 
 SHM = SharedMemory(total=64 * GIB, free=63 * GIB, objects=20 * GIB, largest=(), container="")
 LIMITS = ProcessLimits(65536, 65536, UNLIMITED, UNLIMITED, has_infiniband=False, container="")
@@ -79,7 +77,7 @@ def test_a_pod_is_told_of_its_own_way() -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    found, shm = memory(), shared_memory(None)
+    found, shm = node_memory(), shared_memory(None)
     assert 0 < found.available <= found.total
     assert 0 <= shm.free <= shm.total
     assert only(check_memory(found)).check == "memory"

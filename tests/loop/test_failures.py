@@ -227,7 +227,8 @@ def test_a_full_disk_ends_the_run_with_the_reason(tmp_path: Path, tiny_model: Pa
     assert "No space left on device" in error
     assert "Traceback" not in finished.stderr
     assert problem_with(step_folder(small_disk / "tiny" / "checkpoints", 2), hashes=True) is None
-    assert [row["step"] for row in rows_of(small_disk / "tiny")] == [1, 2, 3]
+    # It is noticed while later steps are made, and before the next checkpoint.
+    assert [row["step"] for row in rows_of(small_disk / "tiny")] in ([1, 2, 3], [1, 2, 3, 4])
 
 
 # --- two at once

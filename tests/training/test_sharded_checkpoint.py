@@ -21,7 +21,8 @@ from corral.recipe.schema import Optimizer
 from corral.training import tensor_files
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.process_mesh import ProcessMesh
-from corral.training.tensor_files import TensorFiles, write_tensors
+from corral.training.sharding import local_tensor
+from corral.training.tensor_files import DeferredWrites, TensorFiles, write_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +167,28 @@ def test_only_ranks_that_see_the_folder_write(team: Teams, tmp_path: Path) -> No
     team(3).run(save_where_seen, MeshShape(shard=3), tmp_path / "there")
     policy_of(build_model("llama")).save(tmp_path / "one")
     assert contents(tmp_path / "there") == contents(tmp_path / "one")
+
+
+def save_deferred(shape: MeshShape, folder: Path, max_bytes: int) -> int:
+    """Changes the weights between the copies and the files, and returns the number of copies."""
+    policy, deferred = policy_of(build_model("llama"), mesh_of(shape)), DeferredWrites(max_bytes)
+    policy.save(folder, None, deferred)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            local_tensor(parameter).zero_()
+    num_copies = sum(len(parts) for parts in deferred.copies.values())
+    deferred.write()
+    return num_copies
+
+
+@pytest.mark.parametrize("max_bytes", [0, 40_000, 10**9])
+def test_tensors_that_are_written_later_are_those_that_were_saved(team: Teams, tmp_path: Path, max_bytes: int) -> None:
+    """Those that fit into the memory that may be used; others are written at once."""
+    num_copies = team(2).run(save_deferred, MeshShape(shard=2), tmp_path / "later", max_bytes)
+    policy_of(build_model("llama")).save(tmp_path / "at once")
+    assert contents(tmp_path / "later") == contents(tmp_path / "at once")
+    num_tensors = len(TensorFiles(tmp_path / "later", "model").names)
+    assert (sum(num_copies) > 0, sum(num_copies) < num_tensors) == (max_bytes > 0, max_bytes < 10**9)
 
 
 def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:

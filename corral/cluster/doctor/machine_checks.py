@@ -13,6 +13,7 @@ from typing import Literal
 from corral.cluster.doctor.findings import Finding
 from corral.cluster.node_processes import ProcessTable, raylet_of
 from corral.cluster.node_report import Gpu, GpuInventory, GpuProcess
+from corral.host_memory import UNLIMITED, NodeMemory, node_memory
 from corral.recipe.memory import human_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -33,7 +34,6 @@ RAYS = "Ray's logs and objects"
 RAY_STOPS_AT = 0.95
 """Used part of the memory above which Ray kills workers, and of its disk above which it writes no more objects."""
 LEAST_MEMORY = 2 * GIB
-UNLIMITED = 2**60  # version 1 of cgroups has a number of that size for `no limit`
 IN_USE = 2**30  # bytes; a driver alone takes a few hundred MiB
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # NVIDIA drivers, by the major version of CUDA that they were the first for
 INSTALL = "install a torch that was built for it (https://pytorch.org/get-started/locally)"
@@ -54,7 +54,9 @@ def shared_memory(objects: int | None) -> SharedMemory:
     sizes = sorted(((path.stat().st_blocks * 512, str(path)) for path in files), reverse=True)
     largest = tuple(f"{path} ({human_bytes(size)})" for size, path in sizes[:3] if size)
     total, free = disk_space("/dev/shm")
-    return SharedMemory(total, free, objects or int(OBJECT_STORE_SHARE * memory().total), largest, container_kind())
+    return SharedMemory(
+        total, free, objects or int(OBJECT_STORE_SHARE * node_memory().total), largest, container_kind()
+    )
 
 
 def disk_space(path: Path | str) -> tuple[int, int]:
@@ -98,49 +100,6 @@ def container_kind() -> ContainerKind:
     if "kubepods" in groups:
         return "kubernetes"
     return "container" if re.search(r"docker|libpod|containerd|lxc", groups) else ""
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    total: int  # that this node's processes may use: the machine's, or the limit of the container or job
-    available: int
-    limited: bool  # by a cgroup
-
-
-def memory() -> NodeMemory:
-    fields = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
-    total, available = int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
-    limits = cgroup_memory(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
-    for limit, used in limits:
-        if limit < min(total, UNLIMITED):
-            total, available = limit, min(available, max(0, limit - used))
-    return NodeMemory(total, available, any(limit == total for limit, _ in limits))
-
-
-def cgroup_memory(own: str, root: Path) -> list[tuple[int, int]]:
-    """Limit and use of the cgroups that this process is in, of both versions. `own`: /proc/self/cgroup.
-
-    What is cached of files counts as used, and the kernel frees it before the limit strikes; it is left out."""
-    found = []
-    for line in own.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, files = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        for folder in (base / path.lstrip("/"), base):  # in a container the group's own path is not visible
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in files[:2])
-                cached = re.search(rf"^{files[2]} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-            except OSError:
-                continue
-            if limit != "max":
-                found.append((int(limit), int(used) - int(cached[1] if cached else 0)))
-            break
-    return [(limit, used) for limit, used in found if limit < UNLIMITED]
 
 
 def check_memory(found: NodeMemory) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from corral.cluster.identity import own_addresses, resolve
 from corral.cluster.node_processes import all_processes, raylet_of
 from corral.cluster.node_report import Gpu, device_vendor, query_gpus
 from corral.data.plugins import error_line
+from corral.host_memory import node_memory
 from corral.recipe.errors import first_line
 from corral.runtime.membership import find_membership, own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards, split_address
@@ -109,7 +110,7 @@ class NodeInspector:
             "torch": lambda: check_torch(torch, inventory, device_vendor()),
             "GPU memory": lambda: check_gpus(inventory, table, None if raylet is None else raylet.pid),
             "shared memory": lambda: machine.check_shared_memory(machine.shared_memory(request.objects)),
-            "memory": lambda: machine.check_memory(machine.memory()),
+            "memory": lambda: machine.check_memory(node_memory()),
             "file limit": lambda: machine.check_limits(machine.limits()),
             "disk": lambda: machine.check_disks(machine.disks(Path(request.runs), request.writes, ray_folder)),
             "stray processes": lambda: check_processes(table, request.cluster, answers, own_heads),
@@ -125,7 +126,7 @@ class NodeInspector:
             ports=tuple(open_ports(table)),
             gpus=gpus,
             torch=torch,
-            memory=machine.memory().total,
+            memory=node_memory().total,
             offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
             port=self.listener.port if self.listener else 0,
             is_busy=raylet is not None and any(raylet_of(one, table) == raylet for one in workers),

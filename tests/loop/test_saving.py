@@ -1,0 +1,107 @@
+"""When checkpoints are saved, and that training goes on while they are written."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import train_here
+
+from corral.loop import training_loop
+from corral.loop.training_loop import RunState
+from corral.observe.run_files import read_metrics
+from corral.recipe.errors import RunError
+from corral.training.checkpoint import problem_with
+from corral.training.tensor_files import DeferredWrites
+
+EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep=9")
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs" / "tiny" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [("0.00001", [1, 2, 3]), ("30", [3]), ("0", [3])])
+def test_a_run_saves_when_its_last_checkpoint_is_old(
+    tmp_path: Path, tiny_model: Path, minutes: str, steps: list[int]
+) -> None:
+    train_here(tmp_path, tiny_model, "schedule.steps=3", f"checkpoint.minutes={minutes}", "checkpoint.keep=9")
+    assert checkpoints(tmp_path) == [f"step_{step:06d}" for step in steps]
+
+
+@pytest.fixture
+def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Checkpoints are written only when the event is set."""
+    may_write, write = threading.Event(), DeferredWrites.write
+
+    def held(self: DeferredWrites) -> None:
+        assert may_write.wait(60), "nobody has let the checkpoint be written"
+        write(self)
+
+    monkeypatch.setattr(DeferredWrites, "write", held)
+    return may_write
+
+
+def on_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Does something when the step is over."""
+
+    def recorded(run: RunState, *_: object) -> None:
+        if run.step == step:
+            action()
+
+    monkeypatch.setattr(training_loop, "warn_if_idle", recorded)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, tiny_model: Path, hold_writing: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is written only after the second step; until then it is not there. It holds the weights of its own
+    step all the same: those of a run that was not held up."""
+    seen: list[list[str]] = []
+
+    def second_step() -> None:
+        seen.append(checkpoints(tmp_path))
+        hold_writing.set()
+
+    on_step(monkeypatch, 2, second_step)
+    run = train_here(tmp_path, tiny_model, "schedule.steps=3", *EVERY_STEP)
+    assert seen == [[".step_000001.part"]]
+    assert checkpoints(tmp_path) == [f"step_{step:06d}" for step in (1, 2, 3)]
+    assert "time/save_s" in read_metrics(run / "metrics.jsonl")[-1]
+    monkeypatch.undo()
+    (tmp_path / "other").mkdir()
+    other = train_here(tmp_path / "other", tiny_model, "schedule.steps=3", *EVERY_STEP)
+    for name in ("model.safetensors", "actor/optimizer.safetensors", "ledger.jsonl"):
+        first, second = (folder / "checkpoints" / "step_000001" / name for folder in (run, other))
+        assert first.read_bytes() == second.read_bytes(), name
+
+
+def test_what_was_not_written_when_a_run_ended_is_not_there(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for the second checkpoint, which is noticed while later steps are made."""
+    write = DeferredWrites.write
+
+    def full(self: DeferredWrites) -> None:
+        if any("step_000002" in str(file) for file in self.copies):
+            raise OSError(28, "No space left on device")
+        write(self)
+
+    monkeypatch.setattr(DeferredWrites, "write", full)
+    with pytest.raises(RunError, match="the checkpoint of step 2 could not be written"):
+        train_here(tmp_path, tiny_model, "schedule.steps=9", *EVERY_STEP)
+    assert checkpoints(tmp_path) == ["step_000001"]
+
+
+def test_a_run_that_fails_still_finishes_the_checkpoint_that_it_writes(
+    tmp_path: Path, tiny_model: Path, hold_writing: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        threading.Timer(0.5, hold_writing.set).start()
+        raise RunError("for this test")
+
+    on_step(monkeypatch, 2, fail)
+    with pytest.raises(RunError, match="for this test"):
+        train_here(tmp_path, tiny_model, "schedule.steps=3", *EVERY_STEP)
+    assert checkpoints(tmp_path) == ["step_000001"]
+    assert problem_with(tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001", hashes=True) is None
