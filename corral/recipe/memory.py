@@ -146,7 +146,7 @@ class _Estimate:
             yield MemoryItem("rollout weights", {"rollout": held} if sleeps else self.always(held))
         for role in ("actor", "critic"):
             if role in roles:
-                yield MemoryItem(f"{role} optimizer", self.held("optimizer", self.optimizer(role), ["train"]))
+                yield MemoryItem(f"{role} optimizer", self.optimizer_states(role))
         if "rollout" in roles:
             yield MemoryItem(KV_CACHE, {"rollout": self.kv_cache()})
             if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
@@ -212,6 +212,14 @@ class _Estimate:
         """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
         copies = 2 if self.weight_bytes >= FLOAT32 else 3
         return self.num_trained * FLOAT32 * copies // self.copy_size(role)
+
+    def optimizer_states(self, role: str) -> dict[Phase, int]:
+        """Offloaded ones are on a GPU only while their parameter is updated, one after the other: the embedding's are
+        the largest."""
+        if "optimizer" not in self.recipe.train.offload:
+            return self.always(self.optimizer(role))
+        largest = self.shape.vocab_size * self.shape.hidden_size / self.shape.num_parameters if self.on_gpu else 1.0
+        return {"train": int(self.optimizer(role) * min(1.0, largest))}
 
     def gradients(self, role: str) -> int:
         """4 P / S: summed over micro-batches in float32, whatever the weights are."""

@@ -37,7 +37,8 @@ class MasterOptimizer:
         layout: ShardingLayout | None = None,
         on_host: bool = False,
     ) -> None:
-        """`on_host`: moments and masters are in the host's memory between updates."""
+        """`on_host`: moments and masters are in the host's memory, and on the device only while their parameter is
+        updated."""
         self.recipe, self.total_updates, self.layout, self.on_host = recipe, total_updates, layout, on_host
         self.num_warmup = recipe.warmup_steps
         if recipe.warmup_ratio is not None:
@@ -53,7 +54,7 @@ class MasterOptimizer:
         )
         self.updates = 0
         self.scaler = LossScaler(enabled=any(master.dtype == torch.float16 for master in self.masters))
-        self._offload()
+        self._offload(self.masters)
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.scaler.scale).backward()
@@ -85,17 +86,25 @@ class MasterOptimizer:
     def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
         """The same in one fused pass over weights, moments and gradients, launched without waiting for the norm: where
         that is not finite, the factor is NaN and the kernel changes nothing."""
-        from corral.kernels.gpu.adamw_kernel import adamw_update
 
         norm = norm * (scale / self.scaler.scale)
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
         factor = torch.where(norm.isfinite(), factor, math.nan)
         masters = [master for master in self.masters if master.received is not None]
+        # States that are in the host's memory come and go one parameter at a time: all of them at once are three times
+        # the size of a float32 model, which is why they are there.
+        for together in [[master] for master in masters] if self.on_host else [masters]:
+            self._update_on_gpu(together, factor, norm.isfinite().float(), rate)
+        return norm.item()
+
+    def _update_on_gpu(self, masters: list["MasterWeight"], factor: Tensor, is_finite: Tensor, rate: float) -> None:
+        from corral.kernels.gpu.adamw_kernel import adamw_update
+
         for master in masters:
             master.to_device()
             self._move_moments(master, master.weight.device)
         states = [self._moments(master) for master in masters]
-        torch._foreach_add_([state["step"] for state in states], norm.isfinite().float())
+        torch._foreach_add_([state["step"] for state in states], is_finite)
         log_betas = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.recipe.betas)
         for master, state in zip(masters, states, strict=True):
             assert master.received is not None
@@ -113,8 +122,7 @@ class MasterOptimizer:
                 log_betas=(log_betas[0], log_betas[1]),
                 eps=self.recipe.epsilon,
             )
-        self._offload()
-        return norm.item()
+        self._offload(masters)
 
     def _moments(self, master: "MasterWeight") -> dict[str, Tensor]:
         """The state of one parameter, in the form of torch's AdamW, so that checkpoints do not depend on the device."""
@@ -137,12 +145,12 @@ class MasterOptimizer:
         self.adamw.step()
         for master in self.masters:
             master.copy_to_parameter()
-        self._offload()
+        self._offload(self.masters)
 
-    def _offload(self) -> None:
-        """Moves masters and moments to the host's memory between updates, if that is configured."""
+    def _offload(self, masters: list["MasterWeight"]) -> None:
+        """Moves masters and moments to the host's memory, if that is configured."""
         if self.on_host:
-            for master in self.masters:
+            for master in masters:
                 if master.is_copy:
                     master.weight.data = master.weight.data.cpu()
                 self._move_moments(master, torch.device("cpu"))
