@@ -169,9 +169,10 @@ def test_answers_are_kept_by_everything_that_decides_them(judged: Callable[..., 
 
 def test_the_rate_limit_spaces_requests_and_waiting_does_not_count_as_running(judged: Callable[..., Any]) -> None:
     endpoint, pool = judged(lambda n: (200, "Score: 5"), {"timeout_s": 1}, requests_per_minute=300)
+    started = time.monotonic()
     scores = score_all(pool, [f"answer {n}" for n in range(11)])
     assert [score.error for score in scores] == [None] * 11
-    assert 1.5 < endpoint.times[-1] - endpoint.times[0] < 4
+    assert 1.9 < endpoint.times[-1] - started < 6  # on a busy machine the first may arrive late
 
 
 @pytest.mark.parametrize(
