@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corral.algorithms import advantages, corrections, losses
+from corral.algorithms import pair_losses as pair_losses  # for its declarations
 from corral.algorithms.declarations import AdvantageDeclaration, Declaration, LossDeclaration
 
 
