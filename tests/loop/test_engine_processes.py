@@ -32,6 +32,7 @@ def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Non
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
 
 
+@pytest.mark.slow
 def test_it_is_the_run_of_one_process(tmp_path: Path, tiny_model: Path) -> None:
     rows = steps_here(tmp_path, tiny_model, OWN_PROCESS)
     assert_same(rows, steps_here(tmp_path, tiny_model))

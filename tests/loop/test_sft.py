@@ -75,6 +75,7 @@ def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
     return [row["policy/loss"] for row in rows if "policy/loss" in row]
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_those_of_trl(recipe: Path, tiny_model: Path) -> None:
     """TRL pads and masks; Corral computes the system message once. Losses and gradient norms are the same."""
     import datasets
@@ -110,6 +111,7 @@ def test_twenty_steps_are_those_of_trl(recipe: Path, tiny_model: Path) -> None:
     assert losses(rows)[-1] < losses(rows)[0] - 0.1
 
 
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_micro_batches_nor_on_shared_beginnings(recipe: Path) -> None:
     """The general path computes every row by itself, so no beginning is shared there."""
     small = train_sft(recipe, "batch.max_tokens_per_micro_batch=200", "schedule.steps=4")
@@ -128,6 +130,7 @@ def test_other_aggregations_weigh_rows_instead_of_tokens(recipe: Path) -> None:
     assert by_row[0]["policy/loss"] == pytest.approx(np.mean(losses(alone)), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(recipe: Path) -> None:
     changes = ("checkpoint.every=3", "batch.updates_per_step=2", "optimizer.warmup_steps=9", "schedule.epochs=1.5")
     changes += ("~schedule.steps",)  # 30 rows of which 4 make a step: 12 steps, in two epochs

@@ -202,6 +202,7 @@ def test_health_and_metrics(server: Server) -> None:
     assert "corral_engine_latency_seconds_count" in text
 
 
+@pytest.mark.slow
 def test_many_at_once_are_answered_each_with_its_own(server: Server) -> None:
     async def ask() -> list[str]:
         async with httpx.AsyncClient(timeout=WAIT_S) as client:

@@ -95,6 +95,7 @@ def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_whic
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_sequences_are_preempted_when_pages_run_out_and_continue_later_as_if_nothing_had_happened() -> None:
     engine = paged_engine(num_pages=5)
     preempted: list[int] = []
@@ -133,6 +134,7 @@ def test_cached_prompts_are_evicted_for_running_sequences() -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_what_is_decoded_behind_a_stop_token_is_cut_off() -> None:
     engine = paged_engine(max_sequences=2)
     free = generate(engine, [(PROMPTS[0], Sampling(max_tokens=40), 5)])[0]

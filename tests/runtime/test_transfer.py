@@ -87,6 +87,7 @@ def test_a_bucket_is_no_larger_than_asked_unless_one_tensor_is() -> None:
 # --- through memory of the node
 
 
+@pytest.mark.slow
 def test_an_unrelated_process_maps_what_the_sender_keeps(tmp_path: Path) -> None:
     weights = [*tiny_weights(device=DEVICE), *odd_weights(device=DEVICE)]
     channel = IpcChannel(DEVICE, bucket_bytes=BUCKET)
@@ -298,6 +299,7 @@ def test_a_broadcast_ends_at_once_when_a_receiver_refuses() -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_receiver_that_dies_ends_the_broadcast_with_a_reason() -> None:
     sender = CollectiveChannel("127.0.0.1", CPU, timeout_s=30.0, bucket_bytes=BUCKET)
     rendezvous, first = sender.open(), tiny_weights()[0]
