@@ -94,7 +94,8 @@ async def save(
             f"the checkpoint of step {step} could not be written ({error.strerror or error}); "
             f"earlier ones in {folder.checkpoints} are as they were"
         ) from error
-    await asyncio.to_thread(prune, folder.checkpoints, parts.recipe.checkpoint.keep)
+    settings = parts.recipe.checkpoint
+    await asyncio.to_thread(prune, folder.checkpoints, settings.keep, settings.best)
 
 
 async def find_writers(group: Group[Any], folder: Path) -> Sequence[int]:

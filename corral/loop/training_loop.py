@@ -287,15 +287,31 @@ async def save_if_due(run: RunState) -> None:
     by_time = settings.minutes and time.monotonic() - run.saved_at >= 60 * settings.minutes
     if run.saving is not None and run.saving[1].done():
         await finish_saving(run)
-    if (by_step or by_time) and not run.is_complete:
+    if (by_step or by_time or is_best(run)) and not run.is_complete:
         with run.timed("save"):  # of the next step's metrics
             await begin_saving(run)
+
+
+def is_best(run: RunState) -> bool:
+    """Returns whether this step's validation was the best of those made so far, since training began."""
+    metric, own = run.recipe.checkpoint.best, run.validations.get(run.step)
+    if metric is None or own is None or run.step == 0:
+        return False
+    if metric not in own:
+        found = ", ".join(sorted(name for name in own if name.startswith("validation/")))
+        raise RunError(f"checkpoint.best: the validation has no metric {metric}; it has {found}")
+    earlier = (values[metric] for step, values in run.validations.items() if 0 < step < run.step and metric in values)
+    return all(own[metric] > value for value in earlier)
 
 
 async def begin_saving(run: RunState) -> None:
     """Begins a checkpoint, which is written while training goes on. Waits for the one before."""
     await finish_saving(run)
-    state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
+    state = {
+        "skipped_in_a_row": run.skipped_in_a_row,
+        "trackers": run.trackers.state(),
+        "validation": run.validations.get(run.step, {}),
+    }
     async with run.parts.trainer_lock:
         run.saving = run.step, await begin_save(run.parts, run.ledger, run.folder, run.step, state)
     run.saved_at = time.monotonic()

@@ -658,6 +658,9 @@ class Checkpoint(Section):
     trainer goes on from there. 0: not by time."""
     keep: PositiveInt = 2
     """Number of newest checkpoints that are kept."""
+    best: str | None = None
+    """A metric of the validation, such as `validation/mean@1`: a checkpoint is also saved when it is higher than after
+    any step before, and the best one is kept besides the newest."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
     resume: str = "auto"

@@ -140,10 +140,14 @@ def retire_later_checkpoints(checkpoints: Path, step: int) -> list[tuple[Path, s
     return found
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints, and what a killed process left of one that it was writing."""
+def prune(checkpoints: Path, keep: int, best: str | None = None) -> None:
+    """Deletes all but the newest `keep` checkpoints and the one with the highest value of `best`, a metric of the
+    validation; and what a killed process left of one that it was writing."""
     valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
-    for folder in [*valid[:-keep], *checkpoints.glob(".step_*.part")]:
+    found = [(read_state(folder).get("validation", {}).get(best), folder) for folder in valid if best is not None]
+    values = {folder: value for value, folder in found if value is not None}
+    kept = {*valid[-keep:], *([max(values, key=values.__getitem__)] if values else [])}
+    for folder in [*(folder for folder in valid if folder not in kept), *checkpoints.glob(".step_*.part")]:
         shutil.rmtree(folder)
 
 

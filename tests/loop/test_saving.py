@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import train_here
+from runs import VALIDATION, train_here
 
 from corral.loop import training_loop
 from corral.loop.training_loop import RunState
+from corral.loop.validation import ValidationResult
 from corral.observe.run_files import read_metrics
 from corral.recipe.errors import RunError
 from corral.training.checkpoint import problem_with
@@ -27,6 +28,28 @@ def test_a_run_saves_when_its_last_checkpoint_is_old(
 ) -> None:
     train_here(tmp_path, tiny_model, "schedule.steps=3", f"checkpoint.minutes={minutes}", "checkpoint.keep=9")
     assert checkpoints(tmp_path) == [f"step_{step:06d}" for step in steps]
+
+
+def test_the_best_checkpoint_by_validation_is_saved_and_kept(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores of the validation are given here: the best is that after the second step."""
+    scores = iter([0.9, 0.1, 0.8, 0.3, 0.7])
+
+    async def scored(parts: object, console: object) -> ValidationResult:
+        return ValidationResult({"validation/mean@1": next(scores)}, [], 6, "question")
+
+    monkeypatch.setattr(training_loop, "validate", scored)
+    settings = ("schedule.steps=4", "validation.every=1", "checkpoint.best=validation/mean@1", "checkpoint.keep=1")
+    train_here(tmp_path, tiny_model, *VALIDATION, *settings)
+    assert checkpoints(tmp_path) == ["step_000002", "step_000004"]
+
+
+def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_has(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    with pytest.raises(RunError, match=r"no metric accuracy; it has validation/.*mean@1"):
+        train_here(tmp_path, tiny_model, *VALIDATION, "validation.every=1", "checkpoint.best=accuracy")
 
 
 @pytest.fixture
