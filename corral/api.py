@@ -175,7 +175,7 @@ class Run:
 
         `part="validation"` gives those of the validation after that step.
         """
-        from corral.observe.run_files import read_trajectories
+        from corral.observe.trajectory_store import read_trajectories
 
         suffix = f".{part}.jsonl.gz" if part else ".jsonl.gz"
         found = (self.folder / "trajectories").glob(f"step_??????{suffix}")

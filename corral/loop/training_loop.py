@@ -34,8 +34,9 @@ from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_a
 from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import Trackers, TrajectoryWriter
+from corral.observe.run_files import Trackers
 from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 

@@ -9,7 +9,7 @@ import pytest
 from runs import steps_here, steps_in_mode, steps_of, train_here
 
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.parts import PRESETS
 from corral.runtime.model_workers import LossStats

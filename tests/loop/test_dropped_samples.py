@@ -18,7 +18,7 @@ from corral.data.batch import Batch, Trajectory
 from corral.loop.rollout_step import PromptGroup, RolloutResult, collect, drop_zero_variance_groups
 from corral.loop.train_step import turns_of
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.parts import PRESETS
 

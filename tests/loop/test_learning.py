@@ -13,7 +13,8 @@ from tiny import tiny_tokenizer
 from tiny_families import config_of, tiny_family_model
 
 from corral.model.families import FAMILIES, FAST_TYPES
-from corral.observe.run_files import read_metrics, read_trajectories
+from corral.observe.run_files import read_metrics
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RunError
 
 PPO = ("algorithm.name=ppo", "critic.optimizer.learning_rate=0.01")

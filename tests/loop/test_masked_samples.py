@@ -6,7 +6,7 @@ import pytest
 from runs import rows_of, steps_here, steps_in_mode, steps_of, train_here
 
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 MASKED = ("algorithm.mask_truncated=true", "rollout.stop=[a, e, t, s]", "schedule.steps=1")
 FOUR_SAMPLES = ("batch.prompts_per_step=2", "batch.samples_per_prompt=2")

@@ -14,7 +14,7 @@ from runs import rows_of, write_recipe
 from tiny import CHARACTERS, TEMPLATE, tiny_tokenizer
 
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 RECIPE = """\
 name: sft

@@ -12,7 +12,7 @@ from corral.data.rows import Row
 from corral.loop.components import several_names
 from corral.loop.validation import summarize
 from corral.observe.console import validation_line
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
 

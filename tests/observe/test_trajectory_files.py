@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.observe.run_files import TrajectoryWriter, read_trajectories
+from corral.observe.trajectory_store import TrajectoryWriter, read_trajectories
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:

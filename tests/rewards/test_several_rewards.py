@@ -9,7 +9,7 @@ import pytest
 from runs import VALIDATION, rows_of, steps_of, train_here
 
 from corral.data.rows import Row
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RecipeError
 from corral.recipe.load import load_recipe
 from corral.recipe.rules import check
