@@ -51,7 +51,7 @@ def ledger_of(run: Path) -> Ledger:
 
 
 def records(run: Path, step: int) -> list[dict[str, Any]]:
-    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl.gz"))
+    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.parquet"))
 
 
 @pytest.mark.usefixtures("two_sources")

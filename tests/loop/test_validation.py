@@ -18,7 +18,7 @@ FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "valida
 
 
 def records(run: Path, step: int) -> list[dict[str, object]]:
-    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.jsonl.gz"))
+    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.parquet"))
 
 
 def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> None:
