@@ -25,6 +25,7 @@ from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.sample_errors import ErrorCounts, TooManyErrors
 from corral.loop.supervisor import Supervisor
 from corral.loop.training_loop import Interrupt, Interrupted, RunState, run_steps, save_run
+from corral.loop.trajectory_records import BackgroundWriter
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console, is_validation, run_log
 from corral.observe.curve import draw_curve
@@ -263,20 +264,22 @@ async def running(
                 await restore(parts, checkpoint, state)
             step = int(state.get("step", 0))
             ledger = truncate_after(folder, checkpoint, step if state else -1, console)
-            yield RunState(
-                recipe=recipe,
-                parts=parts,
-                folder=folder,
-                ledger=ledger,
-                console=console,
-                trackers=trackers,
-                interrupt=interrupt,
-                supervisor=Supervisor(parts, lost),
-                step=step,
-                saved_step=step if own else 0,
-                skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
-                validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
-            )
+            with BackgroundWriter(folder.trajectories, parts.tokenizer) as trajectories:
+                yield RunState(
+                    recipe=recipe,
+                    parts=parts,
+                    folder=folder,
+                    ledger=ledger,
+                    console=console,
+                    trackers=trackers,
+                    trajectories=trajectories,
+                    interrupt=interrupt,
+                    supervisor=Supervisor(parts, lost),
+                    step=step,
+                    saved_step=step if own else 0,
+                    skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
+                    validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
+                )
 
 
 async def finish(run: RunState, recipe_file: Path) -> None:

@@ -29,13 +29,12 @@ from corral.loop.run_checkpoint import save
 from corral.loop.sample_errors import ErrorCounts
 from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
-from corral.loop.trajectory_records import TokenTexts, recorded_columns, step_records, trajectory_records
+from corral.loop.trajectory_records import BackgroundWriter, recorded_columns, step_records, trajectory_records
 from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
 from corral.observe.run_files import Trackers
 from corral.observe.run_folder import RunFolder
-from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 
@@ -56,6 +55,7 @@ class RunState:
     ledger: Ledger
     console: Console
     trackers: Trackers
+    trajectories: BackgroundWriter
     interrupt: "Interrupt"
     supervisor: Supervisor
     step: int = 0
@@ -178,9 +178,9 @@ def record_step(
     metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
     run.trackers.log(run.step, metrics)
     if run.recipe.logging.trajectories:
-        writer = TrajectoryWriter(run.folder.trajectories)
-        columns, texts = recorded_columns(batch, run.parts.algorithm), TokenTexts(run.parts.tokenizer)
-        writer.write(run.step, step_records(rollout, batch, columns, texts, why_not_trained(result)))
+        columns = recorded_columns(batch, run.parts.algorithm)
+        records = step_records(rollout, batch, columns, run.trajectories.texts, why_not_trained(result))
+        run.trajectories.write(run.step, records)
     check_updates(run, result, batch)
     warn_if_idle(run, rollout, batch, result)
 
@@ -267,9 +267,8 @@ async def validate_if_due(run: RunState) -> None:
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
     if run.recipe.logging.trajectories and result.trajectories:
-        writer = TrajectoryWriter(run.folder.trajectories)
-        records = trajectory_records(result.trajectories, TokenTexts(run.parts.tokenizer))
-        writer.write(run.step, records, part="validation")
+        records = trajectory_records(result.trajectories, run.trajectories.texts)
+        run.trajectories.write(run.step, records, part="validation")
     errors = ErrorCounts.of(result.trajectories)
     errors.check(f"validation {when}", run.recipe.tagged_environments, is_first=run.step == 0)
 
@@ -294,6 +293,7 @@ async def save_if_due(run: RunState) -> None:
 
 
 async def save_run(run: RunState) -> None:
+    run.trajectories.flush()  # a checkpoint's steps have their files
     state = {"skipped_in_a_row": run.skipped_in_a_row, "trackers": run.trackers.state()}
     async with run.parts.trainer_lock:
         await save(run.parts, run.ledger, run.folder, run.step, state)

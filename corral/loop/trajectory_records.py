@@ -1,21 +1,66 @@
 """What is written down of trajectories (`observe/trajectory_store.py`): text, tokens, and what was computed of them."""
 
+import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from corral.data.batch import Batch, IntArray, Trajectory, in_prefix_order
 from corral.data.images import decode_tokens
 from corral.loop.rollout_step import RolloutResult
+from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.presets import ResolvedAlgorithm
+
+logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no character, or not yet."""
 MAX_TOKENS_OF_CHARACTER = 4
 """UTF-8 has up to four bytes for a character."""
+
+
+class BackgroundWriter:
+    """Writes trajectories in a thread, while the run goes on: decoding, compressing and fsync leave the interpreter to
+    others for most of their time.
+
+    One step is in flight at most. The next one waits for it, and raises what it raised. A checkpoint waits too
+    (`flush`): whatever is resumed from it has the files of all steps before. Nothing else changes trajectories and
+    batches once they are handed over.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.writer, self.texts = TrajectoryWriter(folder), TokenTexts(tokenizer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
+        self._pending: Future[Path] | None = None
+
+    def write(self, step: int, records: Iterator[dict[str, Any]], part: str = "") -> None:
+        """Records are made in the thread as well, so they must come from a generator that has not begun."""
+        self.flush()
+        self._pending = self._thread.submit(self.writer.write, step, records, part)
+
+    def flush(self) -> None:
+        """Waits until all is on disk. Raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.flush()
+        except Exception as error:
+            if kind is None:
+                raise
+            logger.warning("trajectories could not be written (%s)", error)  # the run has ended for another reason
+        finally:
+            self._thread.shutdown()
 
 
 def step_records(

@@ -1,6 +1,7 @@
 """What is written down of trajectories: texts of tokens, turns, branches, why they were left out, and the numbers that
 training used."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from trajectories import make_trajectory
 from transformers import PreTrainedTokenizerFast
 
 from corral.data.batch import Batch
-from corral.loop import train_step
-from corral.loop.trajectory_records import TokenTexts, find_branches, trajectory_records, turn_spans
-from corral.observe.trajectory_store import TrajectoryStore
+from corral.loop import train_step, training_loop
+from corral.loop.trajectory_records import BackgroundWriter, TokenTexts, find_branches, trajectory_records, turn_spans
+from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -129,3 +131,60 @@ def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_pa
     assert (filtered.groupby("prompt_id")["reward"].nunique() == 1).all()
     assert filtered["advantages"].isna().all()
     assert frame["left_out"].isna().sum() == rows["samples/trajectories"].sum()
+
+
+# --- in a thread
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    write = TrajectoryWriter.write
+
+    def slow(*arguments: Any) -> Path:
+        time.sleep(0.3)
+        if error is not None:
+            raise error
+        return write(*arguments)
+
+    monkeypatch.setattr(TrajectoryWriter, "write", slow)
+
+
+def test_a_write_that_is_slow_stops_nobody_but_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_writes(monkeypatch)
+    with BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
+        writer.write(1, iter([]))
+        assert not any(tmp_path.iterdir())
+        writer.write(2, iter([]))
+        assert [path.name for path in tmp_path.iterdir()] == ["step_000001.parquet"]
+    assert TrajectoryStore(tmp_path).parts() == [(1, ""), (2, "")]
+
+
+def test_what_a_write_raises_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_writes(monkeypatch, OSError("disk full"))
+    for use in (lambda: writer.write(2, iter([])), lambda: writer.flush()):
+        with BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
+            writer.write(1, iter([]))
+            with pytest.raises(OSError, match="disk full"):
+                use()
+    with pytest.raises(OSError, match="disk full"), BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
+        writer.write(1, iter([]))
+    writer = BackgroundWriter(tmp_path, tiny_tokenizer())
+    writer.write(1, iter([]))
+    with pytest.raises(ValueError, match="another"), writer:
+        raise ValueError("another reason to end")
+
+
+def test_a_checkpoint_has_the_files_of_its_steps(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_writes(monkeypatch)
+    there: dict[int, list[tuple[int, str]]] = {}
+    save = training_loop.save
+
+    async def look(parts: Any, ledger: Any, folder: RunFolder, step: int, state: Any) -> None:
+        there[step] = TrajectoryStore(folder.trajectories).parts()
+        await save(parts, ledger, folder, step, state)
+
+    monkeypatch.setattr(training_loop, "save", look)
+    train_here(tmp_path, tiny_model, "logging.trajectories=true", "schedule.steps=2", "checkpoint.every=1")
+    assert there == {step: [(earlier, "") for earlier in range(1, step + 1)] for step in there}
+    assert set(there) == {1, 2}
