@@ -175,17 +175,13 @@ class Run:
 
         `part="validation"` gives those of the validation after that step.
         """
-        from corral.observe.run_files import read_trajectories
+        from corral.observe.trajectory_store import TrajectoryStore
 
-        suffix = f".{part}.jsonl.gz" if part else ".jsonl.gz"
-        found = (self.folder / "trajectories").glob(f"step_??????{suffix}")
-        paths = {int(path.name.split(".")[0].removeprefix("step_")): path for path in found}
-        if not paths:
+        store = TrajectoryStore(self.folder / "trajectories")
+        steps = [number for number, own in store.parts() if own == (part or "")]
+        if not steps:
             raise UserError(f"{self.folder}: no trajectories were written (`logging.trajectories`)")
-        chosen = max(paths) if step is None else step
-        if chosen not in paths:
-            raise UserError(f"{self.folder}: there are no trajectories of step {chosen}; there are {sorted(paths)}")
-        return list(read_trajectories(paths[chosen]))
+        return list(store.records(steps[-1] if step is None else step, part or ""))
 
 
 def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from corral.data.batch import IntArray
     from corral.data.rows import Message
 
 MARK = "<image>"
@@ -73,15 +76,14 @@ def _in_parts(message: "Message") -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def decode_tokens(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
+def decode_tokens(tokenizer: Any, tokens: "Sequence[int] | IntArray", **options: Any) -> str:
     """`tokenizer.decode` of tokens that may have images among them, each of which becomes the model's image token."""
-    text: list[int] = []
-    for i, token in enumerate(tokens):
-        if token >= 0:
-            text.append(int(token))
-        elif i == 0 or tokens[i - 1] != token:
-            text.append(tokenizer.vision.image_token)
-    decoded: str = tokenizer.decode(text, **options)
+    ids = np.asarray(tokens, np.int64)  # of a list, transformers looks at the type of each number
+    is_image = ids < 0
+    if is_image.any():
+        continues = is_image & (ids == np.roll(ids, 1)) & (np.arange(len(ids)) > 0)
+        ids = np.where(is_image, tokenizer.vision.image_token, ids)[~continues]
+    decoded: str = tokenizer.decode(ids, **options)
     return decoded
 
 

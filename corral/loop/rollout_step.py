@@ -35,14 +35,14 @@ class RolloutResult:
     trajectories: list[Trajectory]
     baselines: dict[int, float] = field(default_factory=dict)
     """Greedy reward of each prompt, where the algorithm compares with it."""
-    num_failed: int = 0
-    """Number of trajectories left out because their environment failed before the model generated anything."""
+    unanswered: list[Trajectory] = field(default_factory=list)
+    """Trajectories left out because their environment failed before the model generated anything."""
     failed: list[int] = field(default_factory=list)
     """Prompts of which no trajectory is left, because all failed."""
     dropped: list[Trajectory] = field(default_factory=list)
     """Trajectories left out because they have no reward, or are to be compared with a greedy answer that has none."""
-    zero_variance: list[int] = field(default_factory=list)
-    """Prompts left out because all their rewards were equal (dynamic sampling)."""
+    filtered: list[Trajectory] = field(default_factory=list)
+    """Trajectories left out because all rewards of their group were equal (dynamic sampling)."""
     errors: ErrorCounts = field(default_factory=ErrorCounts)
     """What failed of all that was rolled out, also of what was left out."""
     row_rewards: list[tuple[int, list[float]]] = field(default_factory=list)
@@ -54,10 +54,10 @@ class RolloutResult:
         return cls(
             trajectories=[trajectory for piece in pieces for trajectory in piece.trajectories],
             baselines={prompt_id: reward for piece in pieces for prompt_id, reward in piece.baselines.items()},
-            num_failed=sum(piece.num_failed for piece in pieces),
+            unanswered=[trajectory for piece in pieces for trajectory in piece.unanswered],
             failed=[prompt_id for piece in pieces for prompt_id in piece.failed],
             dropped=[trajectory for piece in pieces for trajectory in piece.dropped],
-            zero_variance=[prompt_id for piece in pieces for prompt_id in piece.zero_variance],
+            filtered=[trajectory for piece in pieces for trajectory in piece.filtered],
             errors=ErrorCounts.join([piece.errors for piece in pieces]),
             row_rewards=[one for piece in pieces for one in piece.row_rewards],
             rounds=max((piece.rounds for piece in pieces), default=1),
@@ -67,6 +67,11 @@ class RolloutResult:
     def prompt_ids(self) -> list[int]:
         """Prompts to train on."""
         return list(dict.fromkeys(trajectory.prompt_id for trajectory in self.trajectories))
+
+    @property
+    def zero_variance(self) -> list[int]:
+        """Prompts left out because all their rewards were equal (dynamic sampling)."""
+        return list(dict.fromkeys(trajectory.prompt_id for trajectory in self.filtered))
 
     @property
     def without_reward(self) -> list[int]:
@@ -206,7 +211,7 @@ def collect(groups: Sequence[PromptGroup], rounds: int) -> RolloutResult:
         result.row_rewards += [(answered[0].row, rewards)] if rewards else []
         if not answered:
             result.failed.append(group.prompt_id)
-        result.num_failed += len(trajectories) - len(answered)
+        result.unanswered += [trajectory for trajectory in trajectories if not trajectory.num_generated]
     result.errors = ErrorCounts.of(one for group in groups for one in group.sampled.result())
     return result
 
@@ -280,9 +285,9 @@ def drop_zero_variance_groups(result: RolloutResult, reward_clip: float | None) 
     if reward_clip is not None:
         rewards = rewards.clamp(-reward_clip, reward_clip)
     groups = torch.tensor([trajectory.prompt_id for trajectory in result.trajectories])
-    informative = informative_groups(rewards, groups)
-    result.zero_variance = sorted(set(groups[~informative].tolist()))
-    result.trajectories = [t for t, keep in zip(result.trajectories, informative.tolist(), strict=True) if keep]
+    informative = list(zip(result.trajectories, informative_groups(rewards, groups).tolist(), strict=True))
+    result.filtered = [trajectory for trajectory, keep in informative if not keep]
+    result.trajectories = [trajectory for trajectory, keep in informative if keep]
 
 
 PendingStep = PendingRollout | PendingRows
@@ -337,7 +342,7 @@ def step_metrics(rollout: RolloutResult, batch: Batch, samples_per_prompt: int) 
         "samples/trajectories": float(len(rewards)),
         "samples/equal_groups": float(np.mean(equal)) if samples_per_prompt > 1 else 0.0,
         "samples/errors": float(sum(one.error is not None for one in [*rollout.trajectories, *rollout.dropped])),
-        "samples/failed": float(rollout.num_failed),
+        "samples/failed": float(len(rollout.unanswered)),
         "samples/error_rate": rollout.errors.rate,
         "samples/dropped": float(len(rollout.dropped)),
     }

@@ -15,8 +15,9 @@ from uuid import uuid4
 from corral.loop.components import RunComponents
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import MetricsFile, TrajectoryWriter
+from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.runtime.group import Group, gather_calls
 from corral.runtime.model_workers import ModelWorker

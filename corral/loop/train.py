@@ -32,6 +32,7 @@ from corral.loop.training_loop import (
     finish_saving,
     run_steps,
 )
+from corral.loop.trajectory_records import BackgroundWriter
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console, is_validation, run_log
 from corral.observe.curve import draw_curve
@@ -270,26 +271,28 @@ async def running(
                 await restore(parts, checkpoint, state)
             step = int(state.get("step", 0))
             ledger = truncate_after(folder, checkpoint, step if state else -1, console)
-            run = RunState(
-                recipe=recipe,
-                parts=parts,
-                folder=folder,
-                ledger=ledger,
-                console=console,
-                trackers=trackers,
-                interrupt=interrupt,
-                supervisor=Supervisor(parts, lost),
-                step=step,
-                saved_step=step if own else 0,
-                skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
-                validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
-            )
-            try:
-                yield run
-            except BaseException as error:
-                # A checkpoint that is being written is let finish, unless a worker took its part of it along.
-                await end_saving(run, cancel=isinstance(error, WorkerLost) or not isinstance(error, Exception))
-                raise
+            with BackgroundWriter(folder.trajectories, parts.tokenizer) as trajectories:
+                run = RunState(
+                    recipe=recipe,
+                    parts=parts,
+                    folder=folder,
+                    ledger=ledger,
+                    console=console,
+                    trackers=trackers,
+                    trajectories=trajectories,
+                    interrupt=interrupt,
+                    supervisor=Supervisor(parts, lost),
+                    step=step,
+                    saved_step=step if own else 0,
+                    skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
+                    validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
+                )
+                try:
+                    yield run
+                except BaseException as error:
+                    # A checkpoint that is being written is let finish, unless a worker took its part of it along.
+                    await end_saving(run, cancel=isinstance(error, WorkerLost) or not isinstance(error, Exception))
+                    raise
 
 
 async def end_saving(run: RunState, cancel: bool) -> None:

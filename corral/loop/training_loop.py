@@ -5,18 +5,16 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from corral.data.batch import Batch, FloatArray, Trajectory
-from corral.data.images import decode_tokens
+from corral.data.batch import Batch
 from corral.data.sampler import SKIP_REASONS
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import (
@@ -31,10 +29,11 @@ from corral.loop.run_checkpoint import begin_save
 from corral.loop.sample_errors import ErrorCounts
 from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
+from corral.loop.trajectory_records import BackgroundWriter, recorded_columns, step_records, trajectory_records
 from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import Trackers, TrajectoryWriter
+from corral.observe.run_files import Trackers
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
@@ -56,6 +55,7 @@ class RunState:
     ledger: Ledger
     console: Console
     trackers: Trackers
+    trajectories: BackgroundWriter
     interrupt: "Interrupt"
     supervisor: Supervisor
     step: int = 0
@@ -180,25 +180,30 @@ def record_step(
     run.trackers.log(run.step, metrics)
     run.times = {}
     if run.recipe.logging.trajectories:
-        writer = TrajectoryWriter(run.folder.trajectories)
-        records = trajectory_records(rollout.trajectories, run.parts.tokenizer, batch)
-        writer.write(run.step, chain(records, trajectory_records(rollout.dropped, run.parts.tokenizer)))
+        columns = recorded_columns(batch, run.parts.algorithm)
+        records = step_records(rollout, batch, columns, run.trajectories.texts, why_not_trained(result))
+        run.trajectories.write(run.step, records)
     check_updates(run, result, batch)
     warn_if_idle(run, rollout, batch, result)
 
 
 def record_prompts(run: RunState, rollout: RolloutResult, result: TrainResult) -> None:
     in_loss = list(dict.fromkeys(one.prompt_id for one in rollout.trajectories if not one.is_masked))
-    if result.finite and not any(result.finite):
-        run.ledger.dropped(run.step, in_loss, "update not finite")
-    elif result.too_far and len(result.too_far) == len(result.finite):
-        run.ledger.dropped(run.step, in_loss, "mean ratio too high")
+    if (reason := why_not_trained(result)) is not None:
+        run.ledger.dropped(run.step, in_loss, reason)
     else:
         run.ledger.trained(run.step, in_loss)
     run.ledger.dropped(run.step, set(rollout.prompt_ids) - set(in_loss), "all samples cut off by length")
     run.ledger.dropped(run.step, rollout.failed, "environment failed")
     run.ledger.dropped(run.step, rollout.without_reward, "no sample with a reward")
     run.ledger.dropped(run.step, rollout.zero_variance, "zero-variance group")
+
+
+def why_not_trained(result: TrainResult) -> str | None:
+    """Returns why no update of the step was made; None: one was, or there was nothing to make one of."""
+    if result.finite and not any(result.finite):
+        return "update not finite"
+    return "mean ratio too high" if result.too_far and len(result.too_far) == len(result.finite) else None
 
 
 def check_updates(run: RunState, result: TrainResult, batch: Batch) -> None:
@@ -264,8 +269,8 @@ async def validate_if_due(run: RunState) -> None:
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
     if run.recipe.logging.trajectories and result.trajectories:
-        writer = TrajectoryWriter(run.folder.trajectories)
-        writer.write(run.step, trajectory_records(result.trajectories, run.parts.tokenizer), part="validation")
+        records = trajectory_records(result.trajectories, run.trajectories.texts)
+        run.trajectories.write(run.step, records, part="validation")
     errors = ErrorCounts.of(result.trajectories)
     errors.check(f"validation {when}", run.recipe.tagged_environments, is_first=run.step == 0)
 
@@ -307,6 +312,7 @@ def is_best(run: RunState) -> bool:
 async def begin_saving(run: RunState) -> None:
     """Begins a checkpoint, which is written while training goes on. Waits for the one before."""
     await finish_saving(run)
+    run.trajectories.flush()  # a checkpoint's steps have their files
     state = {
         "skipped_in_a_row": run.skipped_in_a_row,
         "trackers": run.trackers.state(),
@@ -336,42 +342,6 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         "staleness/max": float(ages.max()),
         **{f"staleness/fraction_{age}": float((ages == age).mean()) for age in np.unique(ages).tolist()},
     }
-
-
-def trajectory_records(
-    trajectories: Sequence[Trajectory], tokenizer: Any, batch: Batch | None = None
-) -> Iterator[dict[str, Any]]:
-    for i, trajectory in enumerate(trajectories):
-        start = trajectory.prompt_length
-        record = {
-            "prompt_id": trajectory.prompt_id,
-            "sample": trajectory.sample,
-            "row": trajectory.row,
-            "tag": trajectory.tag,
-            "reward": None if trajectory.is_dropped else trajectory.reward,
-            "rewards": trajectory.rewards,
-            "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
-            "stop": str(trajectory.stop),
-            "error": trajectory.error,
-            "prompt": decode_tokens(tokenizer, trajectory.tokens[:start].tolist()),
-            "response": decode_tokens(tokenizer, trajectory.tokens[start:].tolist()),
-            "metrics": trajectory.metrics,
-            "prompt_tokens": trajectory.tokens[:start].tolist(),
-            "response_tokens": trajectory.tokens[start:].tolist(),
-            "generated": trajectory.generated[start:].astype(int).tolist(),
-            "logprobs": rounded(trajectory.logprobs[start:]),
-            "versions": trajectory.versions[start:].tolist(),
-        }
-        if batch is not None:
-            span = slice(int(batch.offsets[i]) + start, int(batch.offsets[i + 1]))
-            record["advantages"] = rounded(batch.columns["advantages"][span])
-        yield record
-
-
-def rounded(numbers: FloatArray) -> list[float]:
-    """Rounds to six digits behind the point, as `round` does: times 10^6 a float32 is still exact in float64."""
-    digits: list[float] = np.round(numbers.astype(np.float64), 6).tolist()
-    return digits
 
 
 def save_failed_batch(batch: Batch, path: Path) -> None:

@@ -1,5 +1,4 @@
-"""What a run writes down: `metrics.jsonl`, one gzipped JSON-lines file of trajectories for each step, and the trackers
-that the recipe names (`trackers.py`), all as one.
+"""What a run writes down: `metrics.jsonl`, and the trackers that the recipe names (`trackers.py`), all as one.
 
 A kill at any moment leaves the old content or the new, never half of it. A replaced file is written beside its target,
 flushed to disk (fsync), and renamed over it, which is atomic; without the fsync a power failure could leave the new
@@ -10,14 +9,13 @@ number that is not finite is written as null, since JSON has neither NaN nor inf
 """
 
 import errno
-import gzip
 import json
 import logging
 import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -141,42 +139,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from error
         rows.append(row)
     return rows
-
-
-class TrajectoryWriter:
-    """Writes the trajectories of whole steps, one file for each; writing a step again replaces it.
-
-    `zcat step_000012.jsonl.gz | head` reads one, and so does every data-frame library. Records are plain mappings that
-    the caller prepared.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, step: int, records: Iterable[Mapping[str, Any]], part: str | None = None) -> Path:
-        """`part` separates records of the same step, such as those of a validation."""
-        suffix = f".{part}" if part else ""
-        path = self.folder / f"step_{step:06d}{suffix}.jsonl.gz"
-        # No time and no name in the header: equal trajectories are equal files.
-        with (
-            replacing(path) as file,
-            gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
-        ):
-            for record in records:
-                zipped.write(json_line(record))
-        return path
-
-    def truncate_after(self, step: int) -> None:
-        """Deletes the steps after `step`: a run that resumes from that checkpoint generates them again."""
-        for path in self.folder.glob("step_*.jsonl.gz"):
-            if int(path.name.split(".")[0].removeprefix("step_")) > step:
-                path.unlink()
-
-
-def read_trajectories(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
 
 
 # --- trackers

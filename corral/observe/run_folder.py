@@ -7,7 +7,7 @@
         metrics.jsonl
         ledger.jsonl        what happened to every prompt
         curve.png
-        trajectories/       step_000012.jsonl.gz
+        trajectories/       step_000012.parquet
         checkpoints/
         logs/               main.log, and what trackers keep locally
         failures/

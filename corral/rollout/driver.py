@@ -7,6 +7,7 @@ A hung or raising environment costs its own trajectory and a bounded time, nothi
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -118,6 +119,7 @@ class _Episode:
     """What the reward function returned, where it is still to compare the samples of the group."""
     stop: StopReason = StopReason.ERROR
     turn_states: list[int] = field(default_factory=list)
+    turn_times: list[tuple[float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
@@ -193,6 +195,7 @@ class _Episode:
             tool_errors=self.tool_errors,
             tag=self.factory.tag,
             turn_states=self.turn_states,
+            turn_times=self.turn_times,
             images=self.images,
             is_dropped=self.is_dropped,
             rewards=self.rewards,
@@ -207,6 +210,7 @@ class _Episode:
         budget, num_turns = driver.max_response_tokens, driver.max_turns + self.env.last_turns
         for turn in range(num_turns):
             left = budget - (len(self.tokens) - start)
+            began = time.perf_counter()
             limited = replace(sampling, max_tokens=min(left, sampling.max_tokens, driver.max_turn_tokens or left))
             completion = await driver.engine.generate(
                 self.tokens,
@@ -220,7 +224,9 @@ class _Episode:
             completion = replace(completion, prefix=None)
             self.turns.append((len(self.tokens), completion))
             self.tokens += completion.tokens
+            generated = time.perf_counter()
             answer = await self._step(completion, is_last=turn + 1 == num_turns)
+            self.turn_times.append((generated - began, time.perf_counter() - generated))
             if answer is None:
                 return StopReason.ERROR
             result, observation = answer

@@ -5,11 +5,12 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
+import numpy as np
 import pytest
 from runs import steps_here, steps_in_mode, steps_of, train_here
 
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.parts import PRESETS
 from corral.runtime.model_workers import LossStats
@@ -23,7 +24,7 @@ IN_TWO_MODES = pytest.mark.parametrize("pipelined", [False, True], ids=["synchro
 
 def trajectories_in(folder: Path) -> list[dict[str, Any]]:
     """Trajectories of the only step of the only run."""
-    [file] = folder.glob("runs/*/trajectories/step_000001.jsonl.gz")
+    [file] = folder.glob("runs/*/trajectories/step_000001.parquet")
     return list(read_trajectories(file))
 
 
@@ -74,7 +75,7 @@ def test_a_step_that_teaches_nothing_changes_nothing(tmp_path: Path, tiny_model:
 def test_remax_compares_with_the_greedy_answer(tmp_path: Path, tiny_model: Path) -> None:
     """Of the random model that is a line break eight times, worth nothing: the advantage is the reward itself."""
     run = train_here(tmp_path, tiny_model, "algorithm.name=remax", "logging.trajectories=true", "schedule.steps=1")
-    for record in read_trajectories(run / "trajectories" / "step_000001.jsonl.gz"):
+    for record in read_trajectories(run / "trajectories" / "step_000001.parquet"):
         assert record["advantages"] == pytest.approx([record["reward"]] * len(record["advantages"]))
 
 
@@ -135,7 +136,7 @@ def test_rewards_are_clipped_for_training_and_reported_as_they_were(
     assert max(record["reward"] for record in records) > 0.1
     assert row["reward/mean"] == pytest.approx(mean(record["reward"] for record in records))
     for record in records:
-        assert set(record["advantages"]) == {min(record["reward"], 0.1)}
+        assert set(record["advantages"]) == {np.float32(min(record["reward"], 0.1))}
 
 
 def test_dynamic_sampling_drops_groups_whose_clipped_rewards_are_equal(tmp_path: Path, tiny_model: Path) -> None:

@@ -25,7 +25,7 @@ from corral.loop.rollout_step import prompts_of_step
 from corral.loop.train import train
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
 from corral.recipe.schema import Curriculum
@@ -51,7 +51,7 @@ def ledger_of(run: Path) -> Ledger:
 
 
 def records(run: Path, step: int) -> list[dict[str, Any]]:
-    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl.gz"))
+    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.parquet"))
 
 
 @pytest.mark.usefixtures("two_sources")

@@ -18,7 +18,7 @@ from corral.data.batch import Batch, Trajectory
 from corral.loop.rollout_step import PromptGroup, RolloutResult, collect, drop_zero_variance_groups
 from corral.loop.train_step import turns_of
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RunError
 from corral.recipe.parts import PRESETS
 
@@ -187,7 +187,7 @@ def test_every_algorithm_trains_on_what_is_left(tmp_path: Path, tiny_model: Path
 def test_dropped_samples_are_written_down_and_in_no_statistic(tmp_path: Path, tiny_model: Path, how: str) -> None:
     overrides = (picky(tmp_path), "environment.reward.on_error=drop", f"environment.reward.options.how={how}")
     run = train_here(tmp_path, tiny_model, *overrides, "logging.trajectories=true", "schedule.steps=1", *VALIDATION)
-    records = list(read_trajectories(run / "trajectories" / "step_000001.jsonl.gz"))
+    records = list(read_trajectories(run / "trajectories" / "step_000001.parquet"))
     kept, dropped = ([one for one in records if (one["reward"] is None) is which] for which in (False, True))
     [step] = steps_of(run)
     assert len(kept) + len(dropped) == 16

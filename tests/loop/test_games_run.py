@@ -1,9 +1,7 @@
 """Games in a real run: boards shared by samples, several environments with tags, floors and ceilings, learning."""
 
 import asyncio
-import gzip
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from corral.envs.base import EnvSet
 from corral.loop.train import train
 from corral.observe.console import Console
 from corral.observe.run_files import read_metrics
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
@@ -58,8 +57,8 @@ def run(folder: Path, model: Path, text: str, *overrides: str) -> tuple[Path, st
 
 
 def trajectories(run_folder: Path) -> list[dict[str, Any]]:
-    files = sorted((run_folder / "trajectories").glob("step_*.jsonl.gz"))
-    return [json.loads(line) for file in files for line in gzip.open(file, "rt")]
+    files = sorted((run_folder / "trajectories").glob("step_*.parquet"))
+    return [record for file in files for record in read_trajectories(file)]
 
 
 def test_mixed_environments_have_their_shares_and_their_own_metrics(tmp_path: Path, tiny_model: Path) -> None:

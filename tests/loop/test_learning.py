@@ -13,7 +13,8 @@ from tiny import tiny_tokenizer
 from tiny_families import config_of, tiny_family_model
 
 from corral.model.families import FAMILIES, FAST_TYPES
-from corral.observe.run_files import read_metrics, read_trajectories
+from corral.observe.run_files import read_metrics
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RunError
 
 PPO = ("algorithm.name=ppo", "critic.optimizer.learning_rate=0.01")
@@ -34,10 +35,10 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, tiny_model: Path)
     assert "2 steps = 8 prompts, 32 trajectories" in (run / "plan.txt").read_text()
     assert [row["step"] for row in rows_of(run)] == [0, 1, 2, 2]
     assert {file.name for file in (run / "trajectories").iterdir()} == {
-        "step_000000.validation.jsonl.gz",
-        "step_000001.jsonl.gz",
-        "step_000002.jsonl.gz",
-        "step_000002.validation.jsonl.gz",
+        "step_000000.validation.parquet",
+        "step_000001.parquet",
+        "step_000002.parquet",
+        "step_000002.validation.parquet",
     }
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_000002"]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -155,7 +156,7 @@ def test_the_score_on_held_out_questions_rises(tmp_path: Path, tiny_model: Path)
 
 def test_trajectories_hold_what_was_generated_and_trained_on(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, "logging.trajectories=true")
-    records = list(read_trajectories(run / "trajectories" / "step_000002.jsonl.gz"))
+    records = list(read_trajectories(run / "trajectories" / "step_000002.parquet"))
     expected = [(prompt_id, sample) for prompt_id in range(4, 8) for sample in range(4)]
     assert [(record["prompt_id"], record["sample"]) for record in records] == expected
     for record in records:

@@ -6,7 +6,7 @@ import pytest
 from runs import rows_of, steps_here, steps_in_mode, steps_of, train_here
 
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 MASKED = ("algorithm.mask_truncated=true", "rollout.stop=[a, e, t, s]", "schedule.steps=1")
 FOUR_SAMPLES = ("batch.prompts_per_step=2", "batch.samples_per_prompt=2")
@@ -17,7 +17,7 @@ ALL_CUT_OFF = ("algorithm.mask_truncated=true", "rollout.max_response_tokens=1",
 def test_a_masked_sample_is_in_its_group_and_in_no_loss(tmp_path: Path, tiny_model: Path) -> None:
     """With ratios of 1, the loss is minus the mean advantage of the tokens that are in it."""
     run = train_here(tmp_path, tiny_model, *MASKED, "logging.trajectories=true")
-    records = list(read_trajectories(run / "trajectories" / "step_000001.jsonl.gz"))
+    records = list(read_trajectories(run / "trajectories" / "step_000001.parquet"))
     [step] = steps_of(run)
     cut = [one["stop"] == "length" for one in records]
     assert 0 < sum(cut) < 16
@@ -58,7 +58,7 @@ def test_a_lone_sample_has_no_advantage_unless_its_reward_is_to_count(tmp_path: 
     raw = train_here(tmp_path, tiny_model, *LONE, "name=raw", "algorithm.lone_sample=raw")
     assert (rows_of(zero)[0]["updates/made"], rows_of(zero)[0]["updates/empty"]) == (0, 1)
     assert (rows_of(raw)[0]["updates/made"], rows_of(raw)[0]["updates/empty"]) == (1, 0)
-    records = list(read_trajectories(raw / "trajectories" / "step_000001.jsonl.gz"))
+    records = list(read_trajectories(raw / "trajectories" / "step_000001.parquet"))
     assert any(one["reward"] for one in records)
     for one in records:
         assert one["advantages"] == pytest.approx([one["reward"]] * len(one["advantages"]))

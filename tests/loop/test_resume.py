@@ -12,7 +12,7 @@ import pytest
 from commands import corral, start_corral
 from runs import VALIDATION, rows_of, same_outcome, train_here, write_recipe
 
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 GRPO = (*VALIDATION, "validation.every=2", "validation.temperature=1.0", "validation.samples_per_prompt=2")
 PPO = (

@@ -16,7 +16,7 @@ from corral.loop.components import open_rollout_components
 from corral.loop.validation import validate
 from corral.model.sequence_classifier import load_classifier
 from corral.observe.console import Console
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan

@@ -14,7 +14,7 @@ from runs import rows_of, write_recipe
 from tiny import CHARACTERS, TEMPLATE, tiny_tokenizer
 
 from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 RECIPE = """\
 name: sft
@@ -214,7 +214,7 @@ def test_no_engine_is_built_where_nothing_is_generated(recipe: Path) -> None:
 def test_trajectories_show_which_tokens_were_trained_on(recipe: Path) -> None:
     train_sft(recipe, "schedule.steps=1", "logging.trajectories=true", "data.shuffle=false")
     folder = recipe.parent / "runs" / "sft" / "trajectories"
-    for record, row in zip(read_trajectories(folder / "step_000001.jsonl.gz"), conversations(4), strict=True):
+    for record, row in zip(read_trajectories(folder / "step_000001.parquet"), conversations(4), strict=True):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         tokens = [t for t, own in zip(record["response_tokens"], record["generated"], strict=True) if own]
         assert tiny_tokenizer().decode(tokens) == "".join(f"{text}<|end|>" for text in said)

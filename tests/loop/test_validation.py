@@ -12,13 +12,13 @@ from corral.data.rows import Row
 from corral.loop.components import several_names
 from corral.loop.validation import summarize
 from corral.observe.console import validation_line
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
 
 
 def records(run: Path, step: int) -> list[dict[str, object]]:
-    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.jsonl.gz"))
+    return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.parquet"))
 
 
 def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> None:

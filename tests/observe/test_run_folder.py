@@ -153,10 +153,10 @@ def test_an_attempt_without_a_checkpoint_is_kept_aside(tmp_path: Path) -> None:
     for number in (1, 2):
         with RunFolder.open(tmp_path, "run", "auto") as folder:
             folder.metrics.write_text(f"{number}")
-            (folder.trajectories / "step_000001.jsonl.gz").write_bytes(b"")
+            (folder.trajectories / "step_000001.parquet").write_bytes(b"")
             attempt = folder.archive_attempt()
             assert attempt == folder.path / "attempts" / str(number)
             assert (attempt / "metrics.jsonl").read_text() == f"{number}"
-            assert (attempt / "trajectories" / "step_000001.jsonl.gz").exists()
+            assert (attempt / "trajectories" / "step_000001.parquet").exists()
             assert not folder.metrics.exists()
             assert not any(folder.trajectories.iterdir())

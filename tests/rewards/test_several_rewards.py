@@ -9,7 +9,7 @@ import pytest
 from runs import VALIDATION, rows_of, steps_of, train_here
 
 from corral.data.rows import Row
-from corral.observe.run_files import read_trajectories
+from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import RecipeError
 from corral.recipe.load import load_recipe
 from corral.recipe.rules import check
@@ -136,7 +136,7 @@ def several(functions: str) -> tuple[str, ...]:
 def test_a_run_logs_and_stores_each_reward_by_its_name(tmp_path: Path, tiny_model: Path, functions: str) -> None:
     more = ("logging.trajectories=true", "schedule.steps=1", "batch.samples_per_prompt=8", *VALIDATION)
     run = train_here(tmp_path, tiny_model, *several(functions), *more)
-    records = list(read_trajectories(run / "trajectories" / "step_000001.jsonl.gz"))
+    records = list(read_trajectories(run / "trajectories" / "step_000001.parquet"))
     [step] = steps_of(run)
     known = [record for record in records if record["reward"] is not None]
     assert len(records) == 32

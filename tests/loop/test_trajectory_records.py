@@ -1,0 +1,190 @@
+"""What is written down of trajectories: texts of tokens, turns, branches, why they were left out, and the numbers that
+training used."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import train_here
+from tiny import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trajectories import make_trajectory
+from transformers import PreTrainedTokenizerFast
+
+from corral.data.batch import Batch
+from corral.loop import train_step, training_loop
+from corral.loop.trajectory_records import BackgroundWriter, TokenTexts, find_branches, trajectory_records, turn_spans
+from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, so that most characters have several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+BYTES = TokenTexts(byte_tokenizer())
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_a_character_of_several_tokens_is_added_by_the_last_of_them(text: str) -> None:
+    tokens = np.array(BYTES.tokenizer.encode(text, add_special_tokens=False), np.int64)
+    expected = [length for letter in text for length in [0] * (len(letter.encode()) - 1) + [1]]
+    assert BYTES.decode(tokens) == (text, expected)
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_lengths_of_any_bytes_add_up_to_the_text(ids: list[int]) -> None:
+    text, lengths = BYTES.decode(np.array(ids, np.int64))
+    assert text == BYTES.tokenizer.decode(ids)
+    assert (len(lengths), sum(lengths)) == (len(ids), len(text))
+    assert min(lengths, default=0) >= 0
+
+
+def test_a_space_that_the_decoder_strips_moves_no_other_token() -> None:
+    """As with SentencePiece's tokenizers: the first token of a text loses its space."""
+    vocabulary = {token: i for i, token in enumerate(["▁the", "▁c", "at", "a", "▁"])}
+    tokenizer = Tokenizer(models.Unigram([(token, -1.0) for token in vocabulary]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert texts.decode(np.array([0, 1, 2, 0])) == ("the cat the", [3, 2, 2, 4])
+
+
+def test_turns_end_at_observations_and_at_their_rewards() -> None:
+    trajectory = make_trajectory([1, 2], [3, 4, 5, 6, 7, 8])
+    trajectory.generated = np.array([0, 0, 1, 1, 1, 0, 1, 1], np.bool_)
+    trajectory.turn_rewards = [(3, 0.0), (4, 0.5), (7, 1.0)]
+    assert turn_spans(trajectory) == [(2, 4), (4, 5), (6, 8)]
+
+
+def test_branches_make_one_tree_of_the_samples_of_a_prompt() -> None:
+    responses = [[5, 6, 7], [5, 6], [9], [5, 6, 8], [5, 6, 7]]
+    samples = [make_trajectory([1, 2], own, sample=i) for i, own in enumerate(responses)]
+    branches = find_branches([*samples, make_trajectory([1, 2], [5], group=1)])
+    assert branches == [(1, 4), (None, 0), (3, 2), (4, 4), (0, 5), (None, 0)]
+    # Each trajectory is its parent's beginning, and then its own tokens.
+    for sample, (parent, num_shared) in zip(samples, branches, strict=False):
+        if parent is not None:
+            assert sample.tokens[:num_shared].tolist() == samples[parent].tokens[:num_shared].tolist()
+
+
+def test_a_record_has_the_text_of_each_token() -> None:
+    tokenizer = tiny_tokenizer()
+    prompt, response = tokenizer.encode("1 + 1 ="), tokenizer.encode("two!<|end|>")
+    [record] = trajectory_records([make_trajectory(prompt, response)], TokenTexts(tokenizer))
+    assert (record["prompt"], record["response"]) == ("1 + 1 =", "two!<|end|>")
+    assert (record["prompt_chars"], record["response_chars"]) == ([1] * 7, [1, 1, 1, 1, 7])
+
+
+@pytest.mark.parametrize("old", ["engine", "recompute"])
+def test_numbers_in_the_store_are_those_that_were_trained_with(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, old: str
+) -> None:
+    trained: list[Batch] = []
+    train = train_step.train
+
+    async def remember(parts: Any, batch: Batch, *others: Any) -> Any:
+        trained.append(batch)
+        return await train(parts, batch, *others)
+
+    monkeypatch.setattr(train_step, "train", remember)
+    overrides = (f"algorithm.old_logprobs={old}", "logging.trajectories=true", "schedule.steps=1")
+    run = train_here(tmp_path, tiny_model, *overrides)
+    [batch] = trained
+    frame = pandas.read_parquet(run / "trajectories" / "step_000001.parquet")
+    store = TrajectoryStore(run / "trajectories")
+    assert len(frame) == len(batch) > 0
+    assert ("old_logprobs" in store.trajectory(1, 0)) == (old == "recompute")
+    for i, row in frame.iterrows():
+        span = slice(batch.offsets[i], batch.offsets[i + 1])
+        behind = slice(batch.offsets[i] + row["num_prompt_tokens"], batch.offsets[i + 1])
+        assert [*row["prompt_tokens"], *row["response_tokens"]] == batch.tokens[span].tolist()
+        assert row["generated"].tolist() == batch.generated[behind].tolist()
+        assert row["versions"].tolist() == batch.versions[behind].tolist()
+        assert row["reward"] == batch.token_rewards[span].sum()
+        assert np.array_equal(row["logprobs"], batch.logprobs[behind])
+        assert np.array_equal(row["advantages"], batch.columns["advantages"][behind])
+        if old == "recompute":
+            assert np.array_equal(row["old_logprobs"], batch.columns["old_logprobs"][behind])
+        assert len(row["generate_s"]) == len(row["environment_s"]) == row["num_turns"]
+        assert (row["generate_s"] > 0).all()
+        assert "".join(store.trajectory(1, i)["response_pieces"]) == row["response"]
+
+
+def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_path: Path, tiny_model: Path) -> None:
+    rare = ("environment.reward.name=regex", "environment.reward.options.pattern=^[a-m]")
+    overrides = ("algorithm.name=dapo", "logging.trajectories=true", "schedule.steps=2", *rare)
+    run = train_here(tmp_path, tiny_model, *overrides)
+    frame = pandas.concat([pandas.read_parquet(file) for file in sorted((run / "trajectories").iterdir())])
+    rows = pandas.read_json(run / "metrics.jsonl", lines=True)
+    filtered = frame[frame["left_out"] == "zero-variance group"]
+    assert filtered["prompt_id"].nunique() == rows["samples/dropped_groups"].sum() > 0
+    assert (filtered.groupby("prompt_id")["reward"].nunique() == 1).all()
+    assert filtered["advantages"].isna().all()
+    assert frame["left_out"].isna().sum() == rows["samples/trajectories"].sum()
+
+
+# --- in a thread
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    write = TrajectoryWriter.write
+
+    def slow(*arguments: Any) -> Path:
+        time.sleep(0.3)
+        if error is not None:
+            raise error
+        return write(*arguments)
+
+    monkeypatch.setattr(TrajectoryWriter, "write", slow)
+
+
+def test_a_write_that_is_slow_stops_nobody_but_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_writes(monkeypatch)
+    with BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
+        writer.write(1, iter([]))
+        assert not any(tmp_path.iterdir())
+        writer.write(2, iter([]))
+        assert [path.name for path in tmp_path.iterdir()] == ["step_000001.parquet"]
+    assert TrajectoryStore(tmp_path).parts() == [(1, ""), (2, "")]
+
+
+def test_what_a_write_raises_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_writes(monkeypatch, OSError("disk full"))
+    for use in (lambda: writer.write(2, iter([])), lambda: writer.flush()):
+        with BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
+            writer.write(1, iter([]))
+            with pytest.raises(OSError, match="disk full"):
+                use()
+    with pytest.raises(OSError, match="disk full"), BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
+        writer.write(1, iter([]))
+    writer = BackgroundWriter(tmp_path, tiny_tokenizer())
+    writer.write(1, iter([]))
+    with pytest.raises(ValueError, match="another"), writer:
+        raise ValueError("another reason to end")
+
+
+def test_a_checkpoint_has_the_files_of_its_steps(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_writes(monkeypatch)
+    there: dict[int, list[tuple[int, str]]] = {}
+    save = training_loop.begin_save
+
+    async def look(parts: Any, ledger: Any, folder: RunFolder, step: int, state: Any) -> None:
+        there[step] = TrajectoryStore(folder.trajectories).parts()
+        await save(parts, ledger, folder, step, state)
+
+    monkeypatch.setattr(training_loop, "begin_save", look)
+    train_here(tmp_path, tiny_model, "logging.trajectories=true", "schedule.steps=2", "checkpoint.every=1")
+    assert there == {step: [(earlier, "") for earlier in range(1, step + 1)] for step in there}
+    assert set(there) == {1, 2}
