@@ -171,6 +171,31 @@ def serve(
     )
 
 
+@app.command(epilog=examples("corral view", "corral view runs/my-run other/runs --port 8080"))
+def view(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs, or around them.  [default: runs]")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address; if not loopback, needs a token or --insecure.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8080,
+    export: Annotated[Path | None, typer.Option(help="Write the pages as static files to this new folder.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token that each request needs.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may look without a token.")] = False,
+) -> None:
+    """Show runs in a browser: curves, steps, trajectories token by token, live while they are trained. Read-only."""
+    from corral.runtime.network import is_loopback
+    from corral.runtime.token import read_token
+    from corral.view import server
+
+    folders = folders or [Path("runs")]
+    if export is not None:
+        return server.export(folders, export)
+    if not is_loopback(host) and token_file is None and not insecure:
+        raise UserError(f"on {host} other machines could look too: give --token-file, or --insecure if all of them may")
+    token = None if token_file is None else read_token(token_file)
+    server.serve(folders, host, port, token=token, report=lambda text: print(text, flush=True))
+
+
 @app.command(epilog=examples("corral data gsm8k --out data/gsm8k"))
 def data(
     name: Annotated[str, typer.Argument(help="Name of the data set: gsm8k, math, countries.")],

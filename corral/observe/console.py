@@ -23,11 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from corral.observe.run_files import Tracker
-from corral.recipe.errors import without_controls
+from corral.recipe.errors import first_line, without_controls
 
 PLAIN_WIDTH = 120
 LINE_EVERY_S = 10.0
 STEPS_FOR_ETA = 20
+ENDED_BY = "ended_by"
+"""Logger of the error that ends a run. Not below `corral`: the command line prints the error itself."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,9 @@ def run_log(path: Path, console: Console) -> Iterator[None]:
     logging.captureWarnings(True)
     try:
         yield
+    except Exception as error:  # its last line says why a run failed, to who has not seen the terminal
+        logging.getLogger(ENDED_BY).error("%s", without_controls(first_line(error)))
+        raise
     finally:
         logging.captureWarnings(False)
         ours.setLevel(level)

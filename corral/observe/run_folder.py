@@ -22,6 +22,7 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,26 @@ def holds_run(path: Path) -> bool:
     """Whether anything was computed in a folder, which need not be open."""
     metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
     return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a process writes the run, as far as can be seen from here; for readers, who hold no lock themselves."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        owner = re.fullmatch(r"process ([0-9]+) on (.+)\n", os.read(descriptor, 1000).decode(errors="replace"))
+        if owner is not None and owner[2] == socket.gethostname():
+            os.kill(int(owner[1]), 0)  # raises if it has ended; then the lock is not tried: a run may start just now
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # PermissionError: another user's process
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_used(path: Path) -> bool:

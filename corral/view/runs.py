@@ -1,0 +1,353 @@
+"""Run folders as `corral view` shows them, whatever state they are in: being written, finished, failed, broken, empty.
+
+Nothing here writes, and a file that cannot be read is a problem to show, no error: the run that failed is the one that
+people look at. Runs are named by ids that `Runs` hands out, and files are opened only inside their run's own folder, so
+no request can name a path.
+"""
+
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from corral.observe.console import ENDED_BY, held_out_score, is_validation
+from corral.observe.curve import LOSSES, points
+from corral.observe.ledger import Ledger
+from corral.observe.run_folder import is_in_use, latest_recipe
+from corral.observe.trajectory_store import TrajectoryStore
+from corral.recipe.document import read_document
+from corral.recipe.errors import UserError, first_line
+
+SPARKLINE_POINTS = 60
+TAIL_BYTES = 256 * 1024
+PREVIEW_CHARS = 240
+FILES_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "checkpoints", ".lock")
+
+
+class NotFound(LookupError):
+    """What was asked for is not there."""
+
+
+class Runs:
+    """The runs in the given folders, each of which is a run's own or one around several. New ones are found later."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise UserError(f"{folder} is no folder; name a run's folder, or one with runs in it")
+        self.folders = [folder.resolve() for folder in folders]
+        self._by_id: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list["Run"]:
+        with self._lock:
+            known = {run.path for run in self._by_id.values()}
+            for path in dict.fromkeys(path for folder in self.folders for path in find_runs(folder)):
+                if path not in known:
+                    self._by_id[self._new_id(path.name)] = Run(self._new_id(path.name), path)
+            return [run for run in self._by_id.values() if run.path.is_dir()]
+
+    def _new_id(self, name: str) -> str:
+        number = 1
+        while (run_id := name if number == 1 else f"{name}.{number}") in self._by_id:
+            number += 1
+        return run_id
+
+    def get(self, run_id: str) -> "Run":
+        for run in self.all():
+            if run.id == run_id:
+                return run
+        raise NotFound(f"there is no run {run_id}")
+
+    def overview(self) -> dict[str, Any]:
+        return {"folders": [str(folder) for folder in self.folders], "runs": [run.summary() for run in self.all()]}
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """The folder itself, if it is a run's, else the runs in it. Links are not followed."""
+    if is_run(folder):
+        yield folder
+    else:
+        yield from sorted(path for path in folder.iterdir() if not path.is_symlink() and path.is_dir() and is_run(path))
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in FILES_OF_RUNS)
+
+
+class Run:
+    """One run's folder."""
+
+    def __init__(self, run_id: str, path: Path) -> None:
+        self.id, self.path = run_id, path
+        self.metrics = MetricsReader(path / "metrics.jsonl")
+
+    @property
+    def store(self) -> TrajectoryStore:
+        return TrajectoryStore(self.path / "trajectories")
+
+    def file(self, *names: str) -> Path | None:
+        """A regular file of this run. None: there is none, or it is a link to somewhere else."""
+        path = self.path.joinpath(*names)
+        inside = path.is_file() and path.resolve().is_relative_to(self.path)
+        return path if inside else None
+
+    def summary(self) -> dict[str, Any]:
+        """What the list of runs shows."""
+        rows, (recipe, problems) = self.metrics.rows(), self.recipe()
+        if self.metrics.num_broken:
+            problems.append(f"metrics.jsonl: {self.metrics.num_broken} lines cannot be read")
+        validations = [row for row in rows if is_validation(row)]
+        curve = "reward/mean" if any("reward/mean" in row for row in rows) else next(iter(LOSSES))
+        step, num_steps = max((row["step"] for row in rows), default=0), self.num_steps(recipe)
+        written = [self.file("metrics.jsonl"), self.file("logs", "main.log"), self.file(".lock")]
+        log = tail_lines(written[1])
+        return {
+            "id": self.id,
+            "folder": str(self.path),
+            "state": self.state(step, num_steps, log),
+            "last_line": log[-1] if log else "",
+            "step": step,
+            "num_steps": num_steps,
+            "updated": max((path.stat().st_mtime for path in written if path), default=None),
+            "algorithm": recipe.get("algorithm.name"),
+            "model": recipe.get("model.path"),
+            "curve": curve,
+            "sparkline": thinned(points(rows, curve)[1]),
+            "before": score(validations[0]) if validations else None,
+            "after": score(validations[-1]) if len(validations) > 1 else None,
+            "tokens_per_s": next(
+                (row["speed/tokens_per_s"] for row in rows[::-1] if "speed/tokens_per_s" in row), None
+            ),
+            "problems": problems,
+        }
+
+    def detail(self) -> dict[str, Any]:
+        """What the page of a run shows: its summary, all metrics, recipe, plan, and what else there is to open."""
+        summary, position, rows = self.summary(), self.metrics.position(), self.metrics.rows()
+        names = dict.fromkeys(name for row in rows for name in row if name != "step")
+        steps = sorted({row["step"] for row in rows})
+        by_name = {name: dict(zip(*points(rows, name), strict=True)) for name in names}
+        columns = {name: [values.get(step) for step in steps] for name, values in by_name.items()}
+        recipe = latest_recipe(self.path)
+        texts = {"recipe": self.file(recipe.name) if recipe else None, "plan": self.file("plan.txt")}
+        return {
+            **summary,
+            "position": position,
+            "metrics": {"steps": steps, "columns": columns},
+            "recipe": self.recipe()[0],
+            "texts": {name: "\n".join(tail_lines(path)) for name, path in texts.items()},
+            "logs": sorted(path.name for path in self.path.glob("logs/*.log") if self.file("logs", path.name)),
+            "parts": self.parts(),
+            "ledger": self.audit(),
+        }
+
+    def recipe(self) -> tuple[dict[str, Any], list[str]]:
+        """The keys that the run was last started with, dotted, and what is wrong with the file. Nothing that it names
+        is loaded."""
+        path = latest_recipe(self.path)
+        try:
+            found = path is not None and self.file(path.name) is not None
+            return dict(flat(read_document(path).values)) if found and path else {}, []
+        except (UserError, OSError, UnicodeDecodeError) as error:
+            return {}, [first_line(error)]
+
+    def num_steps(self, recipe: Mapping[str, Any]) -> int | None:
+        """The length of the run, where it is known: from its newest checkpoint, else from the recipe."""
+        for folder in self._checkpoints():
+            if path := self.file("checkpoints", folder.name, "state.json"):
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    return int(json.loads(path.read_bytes())["num_steps"])
+        steps = recipe.get("schedule.steps")
+        return steps if isinstance(steps, int) else None
+
+    def state(self, step: int, num_steps: int | None, log: Sequence[str]) -> str:
+        """running, finished, failed, stopped, or empty: nothing was computed yet."""
+        if is_in_use(self.path):
+            return "running"
+        if log and f" ERROR {ENDED_BY}: " in log[-1]:
+            return "failed"
+        if self.metrics.size == 0:
+            return "empty"
+        return "finished" if num_steps is not None and step >= num_steps else "stopped"
+
+    def parts(self) -> list[tuple[int, str]]:
+        return [] if (self.path / "trajectories").is_symlink() else self.store.parts()
+
+    def step(self, step: int, part: str) -> dict[str, Any]:
+        """The trajectories of a step in short: every column of the store's summaries, long texts cut."""
+        self._check_part(step, part)
+        rows = [{name: preview(value) for name, value in row.items()} for row in self.store.summaries(step, part)]
+        return {"step": step, "part": part, "trajectories": rows}
+
+    def trajectory(self, step: int, part: str, index: int) -> dict[str, Any]:
+        """A whole trajectory, with the text of every token where the run's tokenizer is there."""
+        self._check_part(step, part)
+        record = self.store.trajectory(step, index, part)
+        prompt, response = record.get("prompt_tokens") or [], record.get("response_tokens") or []
+        tokenizer = next(filter(None, map(load_tokenizer, self._tokenizer_files())), None)
+        texts = None if tokenizer is None else split_tokens(tokenizer, [*prompt, *response])
+        own = {"prompt_texts": texts and texts[: len(prompt)], "response_texts": texts and texts[len(prompt) :]}
+        return {**record, "index": index, **own}
+
+    def _tokenizer_files(self) -> Iterator[Path]:
+        """Of the newest checkpoint, else of the model's folder."""
+        for folder in self._checkpoints():
+            if path := self.file("checkpoints", folder.name, "tokenizer.json"):
+                yield path
+        model = Path(str(self.recipe()[0].get("model.path"))) / "tokenizer.json"
+        if model.is_absolute() and model.is_file():
+            yield model
+
+    def _checkpoints(self) -> list[Path]:
+        """Newest first."""
+        return sorted((self.path / "checkpoints").glob("step_*"), reverse=True)
+
+    def _check_part(self, step: int, part: str) -> None:
+        if (step, part) not in self.parts():
+            raise NotFound(f"there are no trajectories of step {step}{f' ({part})' if part else ''}")
+
+    def audit(self) -> dict[str, Any] | None:
+        path = self.file(Ledger.name)
+        try:
+            return None if path is None else Ledger(path).audit().as_dict()
+        except UserError as error:
+            return {"problems": [first_line(error)]}
+
+    def prompt(self, prompt_id: int) -> dict[str, Any]:
+        path = self.file(Ledger.name)
+        if path is None:
+            raise NotFound("this run has no ledger")
+        return {"prompt": prompt_id, "history": Ledger(path).history_of(prompt_id)}
+
+    def log(self, name: str) -> dict[str, Any]:
+        if name not in {path.name for path in self.path.glob("logs/*.log")} or not (path := self.file("logs", name)):
+            raise NotFound(f"there is no log {name}")
+        return {"name": name, "size": path.stat().st_size, "lines": tail_lines(path)}
+
+
+class MetricsReader:
+    """The rows of a `metrics.jsonl`, which may be growing: only what is new is read again.
+
+    A resumed run replaces the file by a shorter one. `position` says which rows a reader has, so that one who has those
+    of the old file sees that they are gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size, self.num_broken = path, 0, 0
+        self._file: tuple[int, int] | None = None
+        self._generation, self._rows = 0, list[dict[str, Any]]()
+        self._lock = threading.Lock()
+
+    def rows(self) -> list[dict[str, Any]]:
+        with self._lock:
+            self._read()
+            return list(self._rows)
+
+    def position(self) -> str:
+        with self._lock:
+            return f"{self._generation}-{len(self._rows)}"
+
+    def after(self, position: str) -> tuple[str, list[dict[str, Any]] | None]:
+        """The new position, and the rows since `position`; None: those before it have changed, begin anew."""
+        rows, now = self.rows(), self.position()
+        generation, _, number = position.partition("-")
+        is_same = now.startswith(f"{generation}-") and number.isdigit() and int(number) <= len(rows)
+        return now, rows[int(number) :] if is_same else None
+
+    def _read(self) -> None:
+        if self.path.is_symlink():
+            return
+        try:
+            with self.path.open("rb") as file:
+                found = self.path.stat()
+                if self._file != (found.st_dev, found.st_ino) or found.st_size < self.size:
+                    self._file, self.size, self.num_broken = (found.st_dev, found.st_ino), 0, 0
+                    self._generation, self._rows = self._generation + 1, []
+                file.seek(self.size)
+                content = file.read()
+        except OSError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]  # a last line that is still being written is read next time
+        self.size += len(whole)
+        for line in whole.splitlines():
+            try:
+                row = json.loads(line)
+                self._rows.append({"step": int(row["step"]), **{key: number(row[key]) for key in row if key != "step"}})
+            except (ValueError, TypeError, KeyError):
+                self.num_broken += 1
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception:  # the library raises nothing more exact
+        return None
+
+
+def split_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text. A character of several tokens belongs to the last of them.
+
+    A token is decoded behind the one before it, because a space between two words is part of neither alone.
+    """
+    texts, first, done = [], 0, 0
+    for end in range(1, len(tokens) + 1):
+        before = tokenizer.decode(tokens[first:done], skip_special_tokens=False)
+        text = tokenizer.decode(tokens[first:end], skip_special_tokens=False)
+        if text.endswith("\ufffd") and end - done < 8 and end < len(tokens):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, done = done, end
+    return texts
+
+
+# --- small things
+
+
+def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The held-out score of a validation, or its loss where nothing is generated."""
+    found = held_out_score(metrics)
+    name = "score" if found is not None else "loss"
+    value = found if found is not None else metrics.get("validation/loss")
+    return {"step": metrics["step"], "kind": name, "value": value, "ci95": metrics.get("validation/ci95")}
+
+
+def number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def thinned(values: Sequence[float]) -> list[float]:
+    """At most SPARKLINE_POINTS of them, evenly, with the last."""
+    every = max(1, -(-len(values) // SPARKLINE_POINTS))
+    return list(values[::-1][::every][::-1])
+
+
+def preview(value: Any) -> Any:
+    return value[:PREVIEW_CHARS] + "…" if isinstance(value, str) and len(value) > PREVIEW_CHARS else value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def tail_lines(path: Path | None) -> list[str]:
+    """The last lines of a file, as many as are in TAIL_BYTES."""
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []

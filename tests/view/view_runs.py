@@ -1,0 +1,59 @@
+"""Run folders for the tests of `corral view`, written with the parts that a run writes with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from corral.observe.ledger import Ledger
+from corral.observe.run_files import MetricsFile
+from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryWriter
+
+HOSTILE = (
+    "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u202etxt\x1b[31m\x00 \ud83d "
+    '"><svg onload=window.hacked=1>'
+)
+RECIPE = "name: {name}\nmodel: {{path: {model}}}\nalgorithm: {{name: grpo}}\nschedule: {{steps: {steps}}}\n"
+
+
+def record(prompt_id: int, sample: int, reward: float, text: str = "ab") -> dict[str, Any]:
+    tokens = [5 + (prompt_id + sample * place) % 40 for place in range(6)]
+    return {
+        "prompt_id": prompt_id, "sample": sample, "row": prompt_id, "tag": "", "reward": reward, "rewards": {"a": 1.0},
+        "turn_rewards": [reward / 2, reward / 2], "stop": "length", "error": None, "prompt": text, "response": text,
+        "metrics": {"success": reward}, "prompt_tokens": [1, 2, 3], "response_tokens": tokens,
+        "generated": [1, 1, 0, 1, 1, 1],
+        "logprobs": [-0.25 * place - 0.125 * sample for place in range(6)], "versions": [0, 0, -1, 1, 1, 1],
+        "advantages": [reward - 0.5] * 6,
+    }  # fmt: skip
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": step / 7, "policy/entropy": 3 - step / 9, "policy/loss": float("nan") if step == 2 else 1.0,
+        "time/step_s": 3.0, "time/rollout_s": 1.5, "time/train_s": 1.25, "speed/tokens_per_s": 100.0 + step,
+    }  # fmt: skip
+
+
+def write_run(folder: Path, name: str, steps: int = 3, of: int = 3, text: str = "ab", model: str = "blank-1m") -> Path:
+    """A run that is not being written any more."""
+    with RunFolder(folder / name) as run:
+        run.write_recipe(RECIPE.format(name=name, model=model, steps=of))
+        run.write_plan("one device")
+        metrics, ledger, writer = MetricsFile(run.metrics), Ledger(run.ledger), TrajectoryWriter(run.trajectories)
+        metrics.log(0, {"validation/mean@1": 0.25, "validation/ci95": 0.1})
+        for step in range(1, steps + 1):
+            prompts = [2 * step - 2, 2 * step - 1]
+            ledger.issue(step, prompts)
+            ledger.generated(step, prompts)
+            ledger.trained(step, prompts)
+            metrics.log(step, metrics_of(step))
+            writer.write(step, [record(prompt, sample, sample / 3, text) for prompt in prompts for sample in range(4)])
+        metrics.log(steps, {"validation/mean@1": 0.75, "validation/ci95": 0.1})
+        writer.write(steps, [record(0, 0, 1.0, text)], part="validation")
+        (run.logs / "main.log").write_text(f"2026-01-01T00:00:00+0000 WARNING corral.x: {text}\n", errors="replace")
+    return folder / name
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
