@@ -16,6 +16,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium")
 WAIT_S = 30.0
+KEY_CODES = {"Escape": 27}
+"""Of keys whose meaning is the browser's own."""
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
@@ -91,7 +93,8 @@ class Browser:
         return str(self.run("document.body.innerText"))
 
     def press(self, key: str) -> None:
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")
+        text, code = (key, 0) if len(key) == 1 else ("", KEY_CODES.get(key, 0))
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text, windowsVirtualKeyCode=code)
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def resize(self, width: int, height: int) -> None:

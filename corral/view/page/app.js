@@ -25,8 +25,18 @@ const PAGES = [
 
 const EVERYWHERE = {
   "?": ["this help", showHelp],
-  r: ["list of runs", () => { location.hash = "#/"; }],
-  u: ["one level up", () => { location.hash = location.hash.replace(/\/[^/]*$/, "").replace(/\/step$/, ""); }],
+  r: [
+    "list of runs",
+    () => {
+      location.hash = "#/";
+    },
+  ],
+  u: [
+    "one level up",
+    () => {
+      location.hash = location.hash.replace(/\/[^/]*$/, "").replace(/\/step$/, "");
+    },
+  ],
   d: ["dark or light", toggleTheme],
   l: ["English or Chinese", toggleLanguage],
   "/": ["filter", () => main.querySelector("[data-filter]")?.focus()],
@@ -62,12 +72,19 @@ async function open() {
 }
 
 function drawBar(trail = []) {
-  const steps = trail.flatMap(([name, href]) => [h("span", { class: "quiet" }, "/"), href ? link(href, shown(name)) : h("span", {}, shown(name))]);
+  const steps = trail.flatMap(([name, href]) => [
+    h("span", { class: "quiet" }, "/"),
+    href ? link(href, shown(name)) : h("span", {}, shown(name)),
+  ]);
   replace(
     bar,
     h("nav", { "aria-label": t("Where you are") }, link("#/", h("strong", {}, "Corral")), steps),
     h("span", { class: "grow" }),
-    h("button", { type: "button", class: "plain", title: `${t("English or Chinese")} (l)`, onclick: toggleLanguage }, language() === "zh" ? "EN" : "中文"),
+    h(
+      "button",
+      { type: "button", class: "plain", title: `${t("English or Chinese")} (l)`, onclick: toggleLanguage },
+      language() === "zh" ? "EN" : "中文",
+    ),
     h("button", { type: "button", class: "plain", title: `${t("dark or light")} (d)`, onclick: toggleTheme }, "◐"),
     h("button", { type: "button", class: "plain", title: `${t("this help")} (?)`, onclick: showHelp }, "?"),
   );
@@ -75,7 +92,14 @@ function drawBar(trail = []) {
 
 function askForToken() {
   const field = h("input", { type: "password", autocomplete: "off", "aria-label": t("Token") });
-  const form = h("form", { class: "card" }, h("p", {}, t("This server needs its token.")), field, " ", h("button", {}, t("Open")));
+  const form = h(
+    "form",
+    { class: "card" },
+    h("p", {}, t("This server needs its token.")),
+    field,
+    " ",
+    h("button", {}, t("Open")),
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     useToken(field.value.trim());
@@ -103,7 +127,9 @@ function toggleLanguage() {
 
 function showHelp() {
   const all = { ...EVERYWHERE, ...keys };
-  const rows = Object.entries(all).map(([key, [what]]) => h("tr", {}, h("td", {}, h("kbd", {}, key)), h("td", {}, t(what))));
+  const rows = Object.entries(all).map(([key, [what]]) =>
+    h("tr", {}, h("td", {}, h("kbd", {}, key)), h("td", {}, t(what))),
+  );
   const close = h("button", { type: "button" }, t("Close"));
   const dialog = h("dialog", {}, h("h2", {}, t("Keys")), h("table", {}, h("tbody", {}, rows)), close);
   close.addEventListener("click", () => dialog.close());
@@ -119,7 +145,10 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   action[1]();
 });
-addEventListener("hashchange", () => { takeTokenFromAddress(); open(); });
+addEventListener("hashchange", () => {
+  takeTokenFromAddress();
+  open();
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
 applyTheme();
 takeTokenFromAddress();

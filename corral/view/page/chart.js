@@ -1,11 +1,11 @@
-// Charts as SVG: lines with zoom, log axis and smoothing; stacked bars; histograms; sparklines.
+// Line charts as SVG, with zoom, log axis and smoothing.
 
 import { chartMenu } from "./chart_files.js";
 import { h, number, plain, replace, s } from "./dom.js";
 import { t } from "./language.js";
 
-const HEIGHT = 210;
-const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 };
+export const HEIGHT = 210;
+export const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 };
 export const COLORS = 8; // classes line-0 ... line-7 of the style sheet
 
 /** What the charts of a page have in common: `range` of steps, smoothing and log axis. Charts are drawn again on change. */
@@ -17,7 +17,10 @@ export function chartSettings() {
     log: false,
     draw: () => drawings.forEach((draw) => draw()),
     add: (draw) => drawings.add(draw),
-    set: (changes) => { Object.assign(settings, changes); settings.draw(); },
+    set: (changes) => {
+      Object.assign(settings, changes);
+      settings.draw();
+    },
   };
   addEventListener("resize", settings.draw);
   settings.leave = () => removeEventListener("resize", settings.draw);
@@ -39,9 +42,34 @@ export function lineChart(title, getSeries, settings, onStep) {
   const svg = s("svg", { class: "chart", role: "img", tabindex: 0, "aria-label": plain(title), height: HEIGHT });
   const tip = h("div", { class: "tip", hidden: true });
   const legend = h("div", { class: "legend" });
-  const log = h("button", { type: "button", class: "plain small", "aria-pressed": "false", onclick: () => { own.log = !own.log; draw(); } }, "log");
+  const log = h(
+    "button",
+    {
+      type: "button",
+      class: "plain small",
+      "aria-pressed": "false",
+      onclick: () => {
+        own.log = !own.log;
+        draw();
+      },
+    },
+    "log",
+  );
   const own = { log: false };
-  const frame = h("figure", { class: "card" }, h("figcaption", {}, h("span", { class: "title" }, title), h("span", { class: "grow" }), chartMenu(title, svg, getSeries), log), legend, h("div", { class: "canvas" }, svg, tip));
+  const frame = h(
+    "figure",
+    { class: "card" },
+    h(
+      "figcaption",
+      {},
+      h("span", { class: "title" }, title),
+      h("span", { class: "grow" }),
+      chartMenu(title, svg, getSeries),
+      log,
+    ),
+    legend,
+    h("div", { class: "canvas" }, svg, tip),
+  );
   let scale = null;
   let pointed = null;
 
@@ -54,8 +82,18 @@ export function lineChart(title, getSeries, settings, onStep) {
     scale = scaleOf(series, svg.parentElement?.clientWidth || 420, settings.range, isLog);
     svg.setAttribute("width", scale.width);
     svg.setAttribute("viewBox", `0 0 ${scale.width} ${HEIGHT}`);
-    replace(svg, axes(scale), series.map((one, index) => drawSeries(one, one.color ?? index % COLORS, scale, settings.window)), s("g", { class: "cross" }));
-    replace(legend, series.length > 1 || series[0].level ? series.map((one, index) => h("span", { class: `key line-${one.color ?? index % COLORS}` }, plain(one.name))) : []);
+    replace(
+      svg,
+      axes(scale),
+      series.map((one, index) => drawSeries(one, one.color ?? index % COLORS, scale, settings.window)),
+      s("g", { class: "cross" }),
+    );
+    replace(
+      legend,
+      series.length > 1 || series[0].level
+        ? series.map((one, index) => h("span", { class: `key line-${one.color ?? index % COLORS}` }, plain(one.name)))
+        : [],
+    );
   }
 
   function point(step) {
@@ -64,22 +102,44 @@ export function lineChart(title, getSeries, settings, onStep) {
     if (!steps.length || !scale) return;
     pointed = steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best));
     const x = scale.x(pointed);
-    replace(svg.querySelector(".cross"), s("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, class: "crossline" }));
-    const lines = series.filter((one) => !one.level).map((one) => [one.name, one.values[one.steps.indexOf(pointed)]]).filter(([, value]) => value !== null && value !== undefined);
-    replace(tip, h("strong", {}, `${t("step")} ${pointed}`), lines.map(([name, value]) => h("div", {}, `${plain(name)} `, h("b", {}, number(value, 6)))));
+    replace(
+      svg.querySelector(".cross"),
+      s("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, class: "crossline" }),
+    );
+    const lines = series
+      .filter((one) => !one.level)
+      .map((one) => [one.name, one.values[one.steps.indexOf(pointed)]])
+      .filter(([, value]) => value !== null && value !== undefined);
+    replace(
+      tip,
+      h("strong", {}, `${t("step")} ${pointed}`),
+      lines.map(([name, value]) => h("div", {}, `${plain(name)} `, h("b", {}, number(value, 6)))),
+    );
     tip.hidden = false;
     tip.style.left = `${Math.min(x + 10, scale.width - 150)}px`;
   }
 
   let dragFrom = null;
   const xOf = (event) => event.clientX - svg.getBoundingClientRect().left;
-  svg.addEventListener("pointerdown", (event) => { dragFrom = xOf(event); });
+  svg.addEventListener("pointerdown", (event) => {
+    dragFrom = xOf(event);
+  });
   svg.addEventListener("pointermove", (event) => {
     if (!scale) return;
     point(scale.stepAt(xOf(event)));
     if (dragFrom !== null && Math.abs(xOf(event) - dragFrom) > 4) {
       const [from, to] = [dragFrom, xOf(event)].sort((one, other) => one - other);
-      svg.querySelector(".cross").append(s("rect", { x: from, width: to - from, y: MARGIN.top, height: HEIGHT - MARGIN.top - MARGIN.bottom, class: "selection" }));
+      svg
+        .querySelector(".cross")
+        .append(
+          s("rect", {
+            x: from,
+            width: to - from,
+            y: MARGIN.top,
+            height: HEIGHT - MARGIN.top - MARGIN.bottom,
+            class: "selection",
+          }),
+        );
     }
   });
   svg.addEventListener("pointerup", (event) => {
@@ -92,7 +152,11 @@ export function lineChart(title, getSeries, settings, onStep) {
     } else if (pointed !== null) onStep?.(pointed);
   });
   svg.addEventListener("dblclick", () => settings.set({ range: null }));
-  svg.addEventListener("pointerleave", () => { dragFrom = null; tip.hidden = true; replace(svg.querySelector(".cross") ?? svg); });
+  svg.addEventListener("pointerleave", () => {
+    dragFrom = null;
+    tip.hidden = true;
+    replace(svg.querySelector(".cross") ?? svg);
+  });
   svg.addEventListener("keydown", (event) => {
     const [low, high] = scale?.domain ?? [0, 1];
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
@@ -113,15 +177,23 @@ function scaleOf(series, width, range, isLog) {
   const curves = series.filter((one) => !one.level);
   const steps = curves.flatMap((one) => one.steps.filter((_, index) => one.values[index] !== null));
   const [low, high] = range ?? [min(steps), max(steps)];
-  const seen = curves.flatMap((one) => one.values.flatMap((value, index) => {
-    if (value === null || one.steps[index] < low || one.steps[index] > high) return [];
-    const ci = one.ci?.[index] ?? 0;
-    return [value - ci, value + ci];
-  }));
-  const values = [...seen, ...series.filter((one) => one.level).map((one) => one.values[0])].filter((value) => !isLog || value > 0);
+  const seen = curves.flatMap((one) =>
+    one.values.flatMap((value, index) => {
+      if (value === null || one.steps[index] < low || one.steps[index] > high) return [];
+      const ci = one.ci?.[index] ?? 0;
+      return [value - ci, value + ci];
+    }),
+  );
+  const values = [...seen, ...series.filter((one) => one.level).map((one) => one.values[0])].filter(
+    (value) => !isLog || value > 0,
+  );
   let [bottom, top] = values.length ? [min(values), max(values)] : [isLog ? 0.1 : 0, 1];
   if (isLog) [bottom, top] = [Math.log10(bottom), Math.log10(top)];
-  if (top - bottom < 1e-12 * Math.max(1, Math.abs(top))) [bottom, top] = [bottom - (isLog ? 0.5 : Math.abs(bottom) / 10 || 0.5), top + (isLog ? 0.5 : Math.abs(top) / 10 || 0.5)];
+  if (top - bottom < 1e-12 * Math.max(1, Math.abs(top)))
+    [bottom, top] = [
+      bottom - (isLog ? 0.5 : Math.abs(bottom) / 10 || 0.5),
+      top + (isLog ? 0.5 : Math.abs(top) / 10 || 0.5),
+    ];
   const space = isLog ? 0 : (top - bottom) * 0.04;
   [bottom, top] = [bottom - space, top + space];
   const inner = width - MARGIN.left - MARGIN.right;
@@ -131,7 +203,11 @@ function scaleOf(series, width, range, isLog) {
     return MARGIN.top + (1 - (at - bottom) / (top - bottom)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
   };
   return {
-    width, isLog, domain: [low, high], bottom, top,
+    width,
+    isLog,
+    domain: [low, high],
+    bottom,
+    top,
     x: (step) => MARGIN.left + (high === low ? inner / 2 : ((step - low) / span) * inner),
     stepAt: (x) => low + ((x - MARGIN.left) / inner) * span,
     y: (value) => (isLog && value <= 0 ? null : y(value)),
@@ -139,8 +215,12 @@ function scaleOf(series, width, range, isLog) {
   };
 }
 
-function min(values) { return values.reduce((least, value) => Math.min(least, value), Infinity); }
-function max(values) { return values.reduce((most, value) => Math.max(most, value), -Infinity); }
+export function min(values) {
+  return values.reduce((least, value) => Math.min(least, value), Infinity);
+}
+export function max(values) {
+  return values.reduce((most, value) => Math.max(most, value), -Infinity);
+}
 
 export function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
@@ -157,97 +237,76 @@ function axes(scale) {
     marks = marks.filter(Number.isInteger).map((power) => 10 ** power);
     if (marks.length < 2) marks = ticks(10 ** bottom, 10 ** top, 4).filter((value) => value > 0);
   }
-  const across = marks.map((value) => [value, scale.y(value)]).map(([value, y]) => [
-    s("line", { x1: MARGIN.left, x2: scale.width - MARGIN.right, y1: y, y2: y, class: "grid" }),
-    s("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end", class: "mark" }, number(Number(value.toPrecision(6)), 4)),
-  ]);
-  const down = ticks(domain[0], domain[1], Math.min(6, scale.width / 80)).filter(Number.isInteger).map((step) =>
-    s("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, String(step)));
+  const across = marks
+    .map((value) => [value, scale.y(value)])
+    .map(([value, y]) => [
+      s("line", { x1: MARGIN.left, x2: scale.width - MARGIN.right, y1: y, y2: y, class: "grid" }),
+      s(
+        "text",
+        { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end", class: "mark" },
+        number(Number(value.toPrecision(6)), 4),
+      ),
+    ]);
+  const down = ticks(domain[0], domain[1], Math.min(6, scale.width / 80))
+    .filter(Number.isInteger)
+    .map((step) =>
+      s("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, String(step)),
+    );
   return [across, down];
 }
 
 function drawSeries(one, color, scale, reach) {
   if (one.level) {
     const y = scale.y(one.values[0]);
-    return y === null ? null : s("line", { x1: MARGIN.left, x2: scale.width - MARGIN.right, y1: y, y2: y, class: `line dashed line-${color}` });
+    return y === null
+      ? null
+      : s("line", {
+          x1: MARGIN.left,
+          x2: scale.width - MARGIN.right,
+          y1: y,
+          y2: y,
+          class: `line dashed line-${color}`,
+        });
   }
-  const points = one.steps.map((step, index) => [step, one.values[index], one.ci?.[index] ?? null]).filter(([step, value]) => value !== null && scale.isIn(step));
-  const smoothed = smooth(points.map(([, value]) => value), reach);
-  const path = (values) => values.map((value, index) => [scale.x(points[index][0]), scale.y(value)]).filter(([, y]) => y !== null)
-    .map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+  const points = one.steps
+    .map((step, index) => [step, one.values[index], one.ci?.[index] ?? null])
+    .filter(([step, value]) => value !== null && scale.isIn(step));
+  const smoothed = smooth(
+    points.map(([, value]) => value),
+    reach,
+  );
+  const path = (values) =>
+    values
+      .map((value, index) => [scale.x(points[index][0]), scale.y(value)])
+      .filter(([, y]) => y !== null)
+      .map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`)
+      .join("");
   const raw = path(points.map(([, value]) => value));
   const parts = [];
   if (one.ci && !scale.isLog) {
-    parts.push(points.filter(([, , ci]) => ci !== null).map(([step, value, ci]) => s("line", { x1: scale.x(step), x2: scale.x(step), y1: scale.y(value - ci), y2: scale.y(value + ci), class: `interval line-${color}` })));
+    parts.push(
+      points
+        .filter(([, , ci]) => ci !== null)
+        .map(([step, value, ci]) =>
+          s("line", {
+            x1: scale.x(step),
+            x2: scale.x(step),
+            y1: scale.y(value - ci),
+            y2: scale.y(value + ci),
+            class: `interval line-${color}`,
+          }),
+        ),
+    );
   }
   parts.push(s("path", { d: raw, class: `line line-${color}${reach ? " faint" : ""}` }));
   if (reach) parts.push(s("path", { d: path(smoothed), class: `line line-${color}` }));
   if (points.length <= 40 && !reach) {
-    parts.push(points.map(([step, value]) => [scale.x(step), scale.y(value)]).filter(([, y]) => y !== null).map(([x, y]) => s("circle", { cx: x, cy: y, r: 2.2, class: `dot line-${color}` })));
+    parts.push(
+      points
+        .map(([step, value]) => [scale.x(step), scale.y(value)])
+        .filter(([, y]) => y !== null)
+        .map(([x, y]) => s("circle", { cx: x, cy: y, r: 2.2, class: `dot line-${color}` })),
+    );
   }
   return parts;
-}
-
-/** Bars of a value for each step, one part above the other. `parts`: [{name, values}], aligned with `steps`. */
-export function stackedBars(title, getData, settings, onStep) {
-  const svg = s("svg", { class: "chart", role: "img", "aria-label": plain(title), height: HEIGHT });
-  const legend = h("div", { class: "legend" });
-  const getSeries = () => { const { steps, parts } = getData(); return parts.map((part) => ({ ...part, steps })); };
-  const frame = h("figure", { class: "card wide" }, h("figcaption", {}, h("span", { class: "title" }, title), h("span", { class: "grow" }), chartMenu(title, svg, getSeries)), legend, h("div", { class: "canvas" }, svg));
-
-  function draw() {
-    const { steps, parts } = getData();
-    const inRange = steps.map((step, index) => [step, index]).filter(([step]) => !settings.range || (step >= settings.range[0] && step <= settings.range[1]));
-    frame.hidden = !inRange.length || !parts.length;
-    if (frame.hidden) return;
-    const width = svg.parentElement?.clientWidth || 900;
-    const perBar = Math.ceil(inRange.length / Math.max(20, Math.floor(width / 9)));
-    const bars = Array.from({ length: Math.ceil(inRange.length / perBar) }, (_, index) => inRange.slice(index * perBar, (index + 1) * perBar));
-    const mean = (part, bar) => bar.reduce((sum, [, index]) => sum + (part.values[index] ?? 0), 0) / bar.length;
-    const highest = max(bars.map((bar) => parts.reduce((sum, part) => sum + mean(part, bar), 0))) || 1;
-    const y = (value) => MARGIN.top + (1 - value / highest) * (HEIGHT - MARGIN.top - MARGIN.bottom);
-    const slot = (width - MARGIN.left - MARGIN.right) / bars.length;
-    svg.setAttribute("width", width);
-    svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const marks = ticks(0, highest, 4).map((value) => [
-      s("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value), class: "grid" }),
-      s("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end", class: "mark" }, `${number(value, 3)} s`),
-    ]);
-    const every = Math.ceil(bars.length / (width / 60));
-    const drawn = bars.map((bar, index) => {
-      let sum = 0;
-      const x = MARGIN.left + index * slot + slot * 0.12;
-      const name = bar.length > 1 ? `${bar[0][0]}–${bar.at(-1)[0]}` : String(bar[0][0]);
-      const words = parts.map((part) => `${part.name} ${number(mean(part, bar), 3)} s`).join("\n");
-      return s("g", { class: "bar", onclick: () => onStep?.(bar[0][0]) }, s("title", {}, `${t("step")} ${name}\n${words}`),
-        parts.map((part, number_) => {
-          const value = mean(part, bar);
-          sum += value;
-          return s("rect", { x, width: Math.max(1, slot * 0.76), y: y(sum), height: Math.max(0, y(sum - value) - y(sum)), class: `fill-${number_ % COLORS}` });
-        }),
-        index % every ? null : s("text", { x: x + slot * 0.38, y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, name));
-    });
-    replace(svg, marks, drawn);
-    replace(legend, parts.map((part, index) => h("span", { class: `key line-${index % COLORS}` }, plain(part.name))));
-  }
-  settings.add(draw);
-  return { element: frame, draw };
-}
-
-export function histogram(values, width = 320, height = 90) {
-  const [low, high] = [min(values), max(values)];
-  const count = Math.min(24, Math.max(1, new Set(values).size));
-  const bins = new Array(count).fill(0);
-  for (const value of values) bins[high === low ? 0 : Math.min(count - 1, Math.floor(((value - low) / (high - low)) * count))] += 1;
-  const most = max(bins) || 1;
-  const slot = width / count;
-  const bars = bins.map((bin, index) => s("rect", { x: index * slot + 1, width: Math.max(1, slot - 2), y: (height - 16) * (1 - bin / most), height: (height - 16) * (bin / most), class: "fill-0" }, s("title", {}, String(bin))));
-  const marks = [s("text", { x: 0, y: height - 2, class: "mark" }, number(low, 3)), s("text", { x: width, y: height - 2, "text-anchor": "end", class: "mark" }, number(high, 3))];
-  return s("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": t("Distribution") }, bars, low === high ? marks[0] : marks);
-}
-
-export function sparkline(values, width = 120, height = 28) {
-  const [low, high] = [min(values), max(values)];
-  const at = (value, index) => `${((index / (values.length - 1)) * (width - 4) + 2).toFixed(1)} ${(height - 3 - ((value - low) / (high - low || 1)) * (height - 6)).toFixed(1)}`;
-  return s("svg", { class: "sparkline", width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, s("path", { d: `M${values.map(at).join("L")}`, class: "line line-0" }));
 }

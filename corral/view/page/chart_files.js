@@ -7,11 +7,15 @@ const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity",
 
 export function chartMenu(title, svg, getSeries) {
   const name = plain(title).replace(/[^\w@.-]+/g, "_");
-  const button = (label, act) => h("button", { type: "button", class: "plain small", title: `${t("Save as")} ${label}`, onclick: act }, label);
-  return h("span", { class: "menu" },
+  const button = (label, act) =>
+    h("button", { type: "button", class: "plain small", title: `${t("Save as")} ${label}`, onclick: act }, label);
+  return h(
+    "span",
+    { class: "menu" },
     button("PNG", () => savePng(svg, name)),
     button("SVG", () => download(`${name}.svg`, "image/svg+xml", svgText(svg))),
-    button("CSV", () => download(`${name}.csv`, "text/csv", csvText(getSeries()))));
+    button("CSV", () => download(`${name}.csv`, "text/csv", csvText(getSeries()))),
+  );
 }
 
 export function csvText(series) {

@@ -57,7 +57,10 @@ export function listen(run, position, onEvent, onState) {
   const control = new AbortController();
   let at = position;
   const once = async () => {
-    const answer = await ask(`run/${encodeURIComponent(run)}/events?position=${encodeURIComponent(at)}`, control.signal);
+    const answer = await ask(
+      `run/${encodeURIComponent(run)}/events?position=${encodeURIComponent(at)}`,
+      control.signal,
+    );
     onState(true);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";

@@ -1,6 +1,7 @@
 // A run: curves, live while it is trained; its steps; recipe, plan, logs, ledger.
 
-import { chartSettings, lineChart, stackedBars } from "./chart.js";
+import { stackedBars } from "./bars.js";
+import { chartSettings, lineChart } from "./chart.js";
 import { get, listen, stepName } from "./data.js";
 import { h, link, number, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
@@ -19,25 +20,74 @@ export async function runPage(id, tab = "curves", more) {
   const live = h("span", { class: "live", hidden: true }, t("live"));
 
   function drawHead() {
-    replace(head,
-      h("div", { class: "toolbar" }, h("h1", {}, shown(id)), stateChip(detail.state), live, h("span", { class: "grow" }), h("span", {}, `${t("Held-out score")} `, scores(detail))),
-      h("p", { class: "quiet small" }, [detail.algorithm, detail.model, `${t("step")} ${detail.step}${detail.num_steps ? ` / ${detail.num_steps}` : ""}`, detail.folder].filter(Boolean).map((part, index) => [index ? " · " : "", shown(part)])),
+    replace(
+      head,
+      h(
+        "div",
+        { class: "toolbar" },
+        h("h1", {}, shown(id)),
+        stateChip(detail.state),
+        live,
+        h("span", { class: "grow" }),
+        h("span", {}, `${t("Held-out score")} `, scores(detail)),
+      ),
+      h(
+        "p",
+        { class: "quiet small" },
+        [
+          detail.algorithm,
+          detail.model,
+          `${t("step")} ${detail.step}${detail.num_steps ? ` / ${detail.num_steps}` : ""}`,
+          detail.folder,
+        ]
+          .filter(Boolean)
+          .map((part, index) => [index ? " · " : "", shown(part)]),
+      ),
       detail.problems.map((problem) => h("p", { class: "problem" }, shown(problem))),
-      detail.state === "failed" || detail.last_line ? h("p", { class: detail.state === "failed" ? "problem" : "quiet small" }, shown(detail.last_line, 400)) : null,
-      h("div", { class: "tabs" }, TABS.map((name) => h("a", { href: `${address}/${name}`, "aria-current": name === tab ? "page" : null }, t(name)))));
+      detail.state === "failed" || detail.last_line
+        ? h("p", { class: detail.state === "failed" ? "problem" : "quiet small" }, shown(detail.last_line, 400))
+        : null,
+      h(
+        "div",
+        { class: "tabs" },
+        TABS.map((name) =>
+          h("a", { href: `${address}/${name}`, "aria-current": name === tab ? "page" : null }, t(name)),
+        ),
+      ),
+    );
   }
 
-  const draw = { curves: () => curves(() => metrics, settings, openStep), steps: () => steps(detail, metrics, address), recipe: () => text(detail.texts.recipe), plan: () => text(detail.texts.plan), logs: () => logs(id, detail, more, address), ledger: () => ledger(id, detail, more, address) }[tab];
+  const draw = {
+    curves: () => curves(() => metrics, settings, openStep),
+    steps: () => steps(detail, metrics, address),
+    recipe: () => text(detail.texts.recipe),
+    plan: () => text(detail.texts.plan),
+    logs: () => logs(id, detail, more, address),
+    ledger: () => ledger(id, detail, more, address),
+  }[tab];
 
   function openStep(step) {
-    const part = detail.parts.find(([own, kind]) => own === step && !kind) ?? detail.parts.find(([own]) => own === step);
+    const part =
+      detail.parts.find(([own, kind]) => own === step && !kind) ?? detail.parts.find(([own]) => own === step);
     if (part) location.hash = `${address}/step/${stepName(...part)}`;
   }
 
   function receive(news) {
-    if (news.reset) return get("run", id, "run.json").then((fresh) => { detail = fresh; metrics = metricsOf(fresh); drawHead(); if (tab === "curves") settings.draw(); });
+    if (news.reset)
+      return get("run", id, "run.json").then((fresh) => {
+        detail = fresh;
+        metrics = metricsOf(fresh);
+        drawHead();
+        if (tab === "curves") settings.draw();
+      });
     news.rows.forEach(metrics.add);
-    Object.assign(detail, { state: news.state, last_line: news.last_line, step: news.step, after: news.after, parts: news.parts });
+    Object.assign(detail, {
+      state: news.state,
+      last_line: news.last_line,
+      step: news.step,
+      after: news.after,
+      parts: news.parts,
+    });
     drawHead();
     if (tab === "steps") replace(body, draw());
     if (tab === "curves" && news.rows.length) settings.draw();
@@ -46,47 +96,110 @@ export async function runPage(id, tab = "curves", more) {
   drawHead();
   replace(body, await draw());
   const isServed = (await get("runs.json")).live;
-  const stop = isServed ? listen(id, detail.position, receive, (isOn) => { live.hidden = !isOn || detail.state !== "running"; }) : () => {};
+  const stop = isServed
+    ? listen(id, detail.position, receive, (isOn) => {
+        live.hidden = !isOn || detail.state !== "running";
+      })
+    : () => {};
   return {
     title: id,
     trail: [[id, address]],
     content: [head, body],
     shown: settings.draw,
-    leave: () => { stop(); settings.leave(); },
+    leave: () => {
+      stop();
+      settings.leave();
+    },
     keys: {
-      "0": ["whole curves", () => settings.set({ range: null })],
-      ...Object.fromEntries(TABS.map((name, index) => [String(index + 1), [name, () => { location.hash = `${address}/${name}`; }]])),
+      0: ["whole curves", () => settings.set({ range: null })],
+      ...Object.fromEntries(
+        TABS.map((name, index) => [
+          String(index + 1),
+          [
+            name,
+            () => {
+              location.hash = `${address}/${name}`;
+            },
+          ],
+        ]),
+      ),
     },
   };
 }
 
 function curves(getMetrics, settings, openStep) {
-  const window_ = h("input", { type: "range", min: 0, max: 20, value: 0, "aria-label": t("Smoothing"), oninput: () => settings.set({ window: Number(window_.value) }) });
+  const window_ = h("input", {
+    type: "range",
+    min: 0,
+    max: 20,
+    value: 0,
+    "aria-label": t("Smoothing"),
+    oninput: () => settings.set({ window: Number(window_.value) }),
+  });
   const log = h("input", { type: "checkbox", onchange: () => settings.set({ log: log.checked }) });
   const whole = h("button", { type: "button", onclick: () => settings.set({ range: null }) }, t("Whole run"));
-  const filter = h("input", { type: "search", placeholder: t("Filter metrics"), "aria-label": t("Filter metrics"), "data-filter": true, oninput: () => drawMore() });
-  const panels = PANELS.map(([title, patterns]) => lineChart(t(title), () => seriesOf(getMetrics(), patterns), settings, openStep).element);
-  const times = stackedBars(t("Where the time of a step goes"), () => timesOf(getMetrics()), settings, openStep).element;
+  const filter = h("input", {
+    type: "search",
+    placeholder: t("Filter metrics"),
+    "aria-label": t("Filter metrics"),
+    "data-filter": true,
+    oninput: () => drawMore(),
+  });
+  const panels = PANELS.map(
+    ([title, patterns]) => lineChart(t(title), () => seriesOf(getMetrics(), patterns), settings, openStep).element,
+  );
+  const times = stackedBars(
+    t("Where the time of a step goes"),
+    () => timesOf(getMetrics()),
+    settings,
+    openStep,
+  ).element;
   const rest = h("div", { class: "charts" });
   const drawn = new Map();
 
   function drawMore() {
     const metrics = getMetrics();
     const usual = new Set(PANELS.flatMap(([, patterns]) => namesOf(metrics, patterns)));
-    const wanted = [...metrics.columns.keys()].sort().filter((name) => (filter.value ? name.includes(filter.value) : !usual.has(name)));
+    const wanted = [...metrics.columns.keys()]
+      .sort()
+      .filter((name) => (filter.value ? name.includes(filter.value) : !usual.has(name)));
     for (const name of wanted) {
-      if (!drawn.has(name)) drawn.set(name, lineChart(name, () => [{ name, steps: getMetrics().steps, values: getMetrics().columns.get(name) ?? [] }], settings, openStep).element);
+      if (!drawn.has(name))
+        drawn.set(
+          name,
+          lineChart(
+            name,
+            () => [{ name, steps: getMetrics().steps, values: getMetrics().columns.get(name) ?? [] }],
+            settings,
+            openStep,
+          ).element,
+        );
     }
-    replace(rest, wanted.map((name) => drawn.get(name)));
+    replace(
+      rest,
+      wanted.map((name) => drawn.get(name)),
+    );
     settings.draw();
   }
   const others = h("details", {}, h("summary", {}, t("All other metrics")), rest);
   others.addEventListener("toggle", drawMore);
-  filter.addEventListener("input", () => { others.open = true; });
+  filter.addEventListener("input", () => {
+    others.open = true;
+  });
   return [
-    h("div", { class: "toolbar" }, h("label", {}, t("Smoothing"), " ", window_), h("label", {}, log, " ", t("Log axis")), whole, h("span", { class: "grow" }), filter),
+    h(
+      "div",
+      { class: "toolbar" },
+      h("label", {}, t("Smoothing"), " ", window_),
+      h("label", {}, log, " ", t("Log axis")),
+      whole,
+      h("span", { class: "grow" }),
+      filter,
+    ),
     getMetrics().steps.length ? null : h("p", { class: "quiet" }, t("Nothing was measured yet.")),
-    h("div", { class: "charts" }, panels), h("div", { class: "charts" }, times), others,
+    h("div", { class: "charts" }, panels),
+    h("div", { class: "charts" }, times),
+    others,
   ];
 }
 
@@ -94,9 +207,16 @@ function steps(detail, metrics, address) {
   const value = (name, step) => metrics.columns.get(name)?.[metrics.steps.indexOf(step)];
   const rows = [...detail.parts].reverse().map(([step, part]) => {
     const score = part ? [...metrics.columns.keys()].find((name) => name.startsWith(`${part}/mean@`)) : "reward/mean";
-    return [link(`${address}/step/${stepName(step, part)}`, `${t("step")} ${step}`), part ? t(part) : t("training"), number(value(score, step), 4), number(value(part ? `${part}/length` : "length/mean", step), 4), part ? "" : number(value("policy/entropy", step), 3)];
+    return [
+      link(`${address}/step/${stepName(step, part)}`, `${t("step")} ${step}`),
+      part ? t(part) : t("training"),
+      number(value(score, step), 4),
+      number(value(part ? `${part}/length` : "length/mean", step), 4),
+      part ? "" : number(value("policy/entropy", step), 3),
+    ];
   });
-  if (!rows.length) return h("p", { class: "quiet" }, t("This run has written no trajectories (logging.trajectories)."));
+  if (!rows.length)
+    return h("p", { class: "quiet" }, t("This run has written no trajectories (logging.trajectories)."));
   return table([t("Step"), "", t("Reward"), t("Length"), t("Entropy")], rows);
 }
 
@@ -105,23 +225,72 @@ function text(content) {
 }
 
 async function logs(id, detail, name = detail.logs.includes("main.log") ? "main.log" : detail.logs[0], address) {
-  const tabs = h("div", { class: "toolbar" }, detail.logs.map((log) => link(`${address}/logs/${encodeURIComponent(log)}`, shown(log))));
+  const tabs = h(
+    "div",
+    { class: "toolbar" },
+    detail.logs.map((log) => link(`${address}/logs/${encodeURIComponent(log)}`, shown(log))),
+  );
   if (!name) return text("");
   const { lines } = await get("run", id, "log", `${name}.json`);
   const kind = (line) => (/ (ERROR|CRITICAL) /.test(line) ? "problem" : / WARNING /.test(line) ? "warning" : null);
-  return [tabs, lines.length ? h("pre", { class: "card" }, lines.map((line) => h("span", { class: kind(line) }, shown(line, 2000), "\n"))) : h("p", { class: "quiet" }, t("The log is empty."))];
+  return [
+    tabs,
+    lines.length
+      ? h(
+          "pre",
+          { class: "card" },
+          lines.map((line) => h("span", { class: kind(line) }, shown(line, 2000), "\n")),
+        )
+      : h("p", { class: "quiet" }, t("The log is empty.")),
+  ];
 }
 
 async function ledger(id, detail, prompt, address) {
   if (!detail.ledger) return text("");
-  const field = h("input", { type: "number", min: 0, value: prompt ?? "", "aria-label": t("Prompt"), "data-filter": true });
-  const form = h("form", { class: "toolbar" }, h("label", {}, t("History of prompt"), " ", field), h("button", {}, t("Open")));
+  const field = h("input", {
+    type: "number",
+    min: 0,
+    value: prompt ?? "",
+    "aria-label": t("Prompt"),
+    "data-filter": true,
+  });
+  const form = h(
+    "form",
+    { class: "toolbar" },
+    h("label", {}, t("History of prompt"), " ", field),
+    h("button", {}, t("Open")),
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     location.hash = `${address}/ledger/${Number(field.value)}`;
   });
   const { dropped = {}, gaps = [], problems = [], clean, ...counts } = detail.ledger;
-  const rows = [...Object.entries(counts), ...Object.entries(dropped).map(([reason, count]) => [`${t("dropped")}: ${reason}`, count])];
-  const history = prompt === undefined ? null : await get("run", id, "prompt", `${prompt}.json`).then((found) => h("ol", { class: "card" }, found.history.length ? found.history.map((line) => h("li", {}, shown(line))) : t("It was never issued.")), (error) => h("p", { class: "problem" }, shown(error.message)));
-  return [form, history, table([], rows.map(([name, count]) => [t(name), String(count)])), h("p", { class: clean ? "good" : "problem" }, t(clean ? "clean" : "not clean")), [...problems, ...(gaps.length ? [`gaps: ${gaps.slice(0, 20).join(", ")}`] : [])].map((one) => h("p", { class: "problem" }, shown(one)))];
+  const rows = [
+    ...Object.entries(counts),
+    ...Object.entries(dropped).map(([reason, count]) => [`${t("dropped")}: ${reason}`, count]),
+  ];
+  const history =
+    prompt === undefined
+      ? null
+      : await get("run", id, "prompt", `${prompt}.json`).then(
+          (found) =>
+            h(
+              "ol",
+              { class: "card" },
+              found.history.length ? found.history.map((line) => h("li", {}, shown(line))) : t("It was never issued."),
+            ),
+          (error) => h("p", { class: "problem" }, shown(error.message)),
+        );
+  return [
+    form,
+    history,
+    table(
+      [],
+      rows.map(([name, count]) => [t(name), String(count)]),
+    ),
+    h("p", { class: clean ? "good" : "problem" }, t(clean ? "clean" : "not clean")),
+    [...problems, ...(gaps.length ? [`gaps: ${gaps.slice(0, 20).join(", ")}`] : [])].map((one) =>
+      h("p", { class: "problem" }, shown(one)),
+    ),
+  ];
 }

@@ -1,6 +1,6 @@
 // The list of runs.
 
-import { sparkline } from "./chart.js";
+import { sparkline } from "./bars.js";
 import { get } from "./data.js";
 import { duration, h, link, number, shown, table } from "./dom.js";
 import { t } from "./language.js";
@@ -11,7 +11,13 @@ export async function runsPage() {
   let overview = await get("runs.json");
   const chosen = new Set();
   const body = h("div");
-  const filter = h("input", { type: "search", placeholder: t("Filter"), "aria-label": t("Filter"), "data-filter": true, oninput: draw });
+  const filter = h("input", {
+    type: "search",
+    placeholder: t("Filter"),
+    "aria-label": t("Filter"),
+    "data-filter": true,
+    oninput: draw,
+  });
   const compare = h("button", { type: "button", disabled: true, onclick: openComparison }, t("Compare"));
 
   function openComparison() {
@@ -20,7 +26,9 @@ export async function runsPage() {
 
   function draw() {
     const text = filter.value.toLowerCase();
-    const runs = overview.runs.filter((run) => `${run.id} ${run.model} ${run.algorithm} ${run.state}`.toLowerCase().includes(text));
+    const runs = overview.runs.filter((run) =>
+      `${run.id} ${run.model} ${run.algorithm} ${run.state}`.toLowerCase().includes(text),
+    );
     runs.sort((one, other) => (other.updated ?? 0) - (one.updated ?? 0));
     if (!overview.runs.length) return body.replaceChildren(empty());
     const head = ["", t("Run"), t("State"), t("Curve"), t("Held-out score"), t("Steps"), t("Speed"), t("Updated")];
@@ -28,11 +36,20 @@ export async function runsPage() {
   }
 
   function empty() {
-    return h("div", { class: "card" }, h("p", {}, t("There is no run here yet.")), overview.folders.map((folder) => h("p", { class: "quiet" }, shown(folder))));
+    return h(
+      "div",
+      { class: "card" },
+      h("p", {}, t("There is no run here yet.")),
+      overview.folders.map((folder) => h("p", { class: "quiet" }, shown(folder))),
+    );
   }
 
   function row(run) {
-    const box = h("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `${t("Compare")} ${run.id}` });
+    const box = h("input", {
+      type: "checkbox",
+      checked: chosen.has(run.id),
+      "aria-label": `${t("Compare")} ${run.id}`,
+    });
     box.addEventListener("change", () => {
       if (box.checked) chosen.add(run.id);
       else chosen.delete(run.id);
@@ -41,9 +58,29 @@ export async function runsPage() {
     const about = [run.algorithm, run.model].filter(Boolean).join(" · ");
     return [
       box,
-      h("td", {}, h("div", {}, link(`#/run/${encodeURIComponent(run.id)}`, h("strong", {}, shown(run.id)))), h("div", { class: "quiet small cut" }, shown(about)), run.problems.map((one) => h("div", { class: "problem small" }, shown(one)))),
-      h("td", {}, stateChip(run.state), run.last_line ? h("div", { class: "quiet small cut", title: run.last_line }, shown(run.last_line, 120)) : null),
-      h("td", {}, run.sparkline.length > 1 ? sparkline(run.sparkline) : null, h("div", { class: "quiet small" }, run.sparkline.length ? `${run.curve} ${number(run.sparkline.at(-1), 3)}` : "")),
+      h(
+        "td",
+        {},
+        h("div", {}, link(`#/run/${encodeURIComponent(run.id)}`, h("strong", {}, shown(run.id)))),
+        h("div", { class: "quiet small cut" }, shown(about)),
+        run.problems.map((one) => h("div", { class: "problem small" }, shown(one))),
+      ),
+      h(
+        "td",
+        {},
+        stateChip(run.state),
+        run.last_line ? h("div", { class: "quiet small cut", title: run.last_line }, shown(run.last_line, 120)) : null,
+      ),
+      h(
+        "td",
+        {},
+        run.sparkline.length > 1 ? sparkline(run.sparkline) : null,
+        h(
+          "div",
+          { class: "quiet small" },
+          run.sparkline.length ? `${run.curve} ${number(run.sparkline.at(-1), 3)}` : "",
+        ),
+      ),
       h("td", {}, scores(run)),
       `${run.step}${run.num_steps ? ` / ${run.num_steps}` : ""}`,
       run.tokens_per_s ? `${number(run.tokens_per_s, 3)} tok/s` : "",
@@ -52,14 +89,19 @@ export async function runsPage() {
   }
 
   draw();
-  const timer = overview.live ? setInterval(async () => {
-    if (document.hidden) return;
-    overview = await get("runs.json").catch(() => overview);
-    draw();
-  }, AGAIN_MS) : 0;
+  const timer = overview.live
+    ? setInterval(async () => {
+        if (document.hidden) return;
+        overview = await get("runs.json").catch(() => overview);
+        draw();
+      }, AGAIN_MS)
+    : 0;
   return {
     title: t("Runs"),
-    content: [h("div", { class: "toolbar" }, h("h1", {}, t("Runs")), h("span", { class: "grow" }), filter, compare), body],
+    content: [
+      h("div", { class: "toolbar" }, h("h1", {}, t("Runs")), h("span", { class: "grow" }), filter, compare),
+      body,
+    ],
     leave: () => clearInterval(timer),
     keys: { c: ["compare the chosen runs", () => compare.disabled || openComparison()] },
   };
@@ -70,7 +112,8 @@ export function stateChip(state) {
 }
 
 export function scores(run) {
-  const text = (score) => (score.kind === "score" && score.value !== null ? `${number(100 * score.value, 3)} %` : number(score.value, 3));
+  const text = (score) =>
+    score.kind === "score" && score.value !== null ? `${number(100 * score.value, 3)} %` : number(score.value, 3);
   if (!run.before) return h("span", { class: "quiet" }, "–");
   const range = run.after?.ci95 ? h("span", { class: "quiet small" }, ` ± ${number(100 * run.after.ci95, 2)}`) : null;
   return h("span", {}, text(run.before), run.after ? [" → ", h("strong", {}, text(run.after)), range] : null);

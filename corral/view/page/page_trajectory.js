@@ -4,7 +4,19 @@ import { getKept } from "./data.js";
 import { h, link, number, replace, shown } from "./dom.js";
 import { t } from "./language.js";
 import { rewardsOf, sampleCells } from "./page_step.js";
-import { colorsFor, columnNames, describeToken, firstDifference, legendOf, nameOf, segmentsOf, tokenSpan, tokenSpans, tokensOf, treeOf } from "./tokens.js";
+import {
+  colorsFor,
+  columnNames,
+  describeToken,
+  firstDifference,
+  legendOf,
+  nameOf,
+  segmentsOf,
+  tokenSpan,
+  tokenSpans,
+  tokensOf,
+  treeOf,
+} from "./tokens.js";
 
 const VIEWS = { conversation: "conversation", tree: "tree", beside: "side by side" };
 const COLUMN = "corral-column";
@@ -18,20 +30,53 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
   const address = `#/run/${encodeURIComponent(id)}`;
   const here = `${address}/step/${name}`;
   const own = tokensOf(record);
-  const wanted = view === "conversation" ? [] : view === "tree" ? group : group.filter((one) => one.index === Number(other ?? nextOf(group, index)));
-  const others = await Promise.all(wanted.filter((one) => one.index !== Number(index)).map(async (one) => ({ sample: one, tokens: tokensOf(await load(one.index)) })));
+  const wanted =
+    view === "conversation"
+      ? []
+      : view === "tree"
+        ? group
+        : group.filter((one) => one.index === Number(other ?? nextOf(group, index)));
+  const others = await Promise.all(
+    wanted
+      .filter((one) => one.index !== Number(index))
+      .map(async (one) => ({ sample: one, tokens: tokensOf(await load(one.index)) })),
+  );
   const all = [{ sample: { ...record, index: Number(index) }, tokens: own }, ...others];
   const columns = columnNames(own);
   const kept = localStorage.getItem(COLUMN);
-  const select = h("select", { "aria-label": t("Color by"), onchange: () => { localStorage.setItem(COLUMN, select.value); draw(); } }, columns.map((column) => h("option", { value: column, selected: column === kept }, nameOf(column))));
+  const select = h(
+    "select",
+    {
+      "aria-label": t("Color by"),
+      onchange: () => {
+        localStorage.setItem(COLUMN, select.value);
+        draw();
+      },
+    },
+    columns.map((column) => h("option", { value: column, selected: column === kept }, nameOf(column))),
+  );
   const legend = h("span");
-  const values = h("div", { class: "values", "aria-live": "polite" }, h("span", { class: "quiet" }, t("Point at a token, or move with the arrow keys.")));
+  const values = h(
+    "div",
+    { class: "values", "aria-live": "polite" },
+    h("span", { class: "quiet" }, t("Point at a token, or move with the arrow keys.")),
+  );
   const body = h("div", { class: "tokens" });
 
   function draw() {
-    const { color, legend: scale } = colorsFor(select.value, all.flatMap((one) => one.tokens));
+    const { color, legend: scale } = colorsFor(
+      select.value,
+      all.flatMap((one) => one.tokens),
+    );
     replace(legend, legendOf(scale));
-    replace(body, { conversation: () => conversation(record, own, color), tree: () => tree(all, color, here), beside: () => beside(all, color, group, here, index) }[view]());
+    replace(
+      body,
+      {
+        conversation: () => conversation(record, own, color),
+        tree: () => tree(all, color, here),
+        beside: () => beside(all, color, group, here, index),
+      }[view](),
+    );
   }
 
   let current = -1;
@@ -39,10 +84,14 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
     body.querySelector(".token.pointed")?.classList.remove("pointed");
     span.classList.add("pointed");
     current = [...body.querySelectorAll(".token")].indexOf(span);
-    const sequence = all.find((one) => String(one.sample.index) === span.closest("[data-sample]")?.dataset.sample) ?? all[0];
+    const sequence =
+      all.find((one) => String(one.sample.index) === span.closest("[data-sample]")?.dataset.sample) ?? all[0];
     replace(values, describeToken(sequence.tokens[Number(span.dataset.token)]));
   }
-  body.addEventListener("pointerover", (event) => { const span = event.target.closest(".token"); if (span) point(span); });
+  body.addEventListener("pointerover", (event) => {
+    const span = event.target.closest(".token");
+    if (span) point(span);
+  });
   const move = (by) => {
     const spans = body.querySelectorAll(".token");
     const span = spans[Math.max(0, Math.min(spans.length - 1, current + by))];
@@ -52,26 +101,74 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
   };
   const go = (by) => {
     const at = trajectories.findIndex((one) => one.index === Number(index)) + by;
-    if (trajectories[at]) location.hash = `${here}/${trajectories[at].index}${view === "conversation" ? "" : `/${view}`}`;
+    if (trajectories[at])
+      location.hash = `${here}/${trajectories[at].index}${view === "conversation" ? "" : `/${view}`}`;
   };
   draw();
   const [step, part] = name.split(".");
   return {
     title: `${id} · ${name} · ${index}`,
-    trail: [[id, address], [`${t("step")} ${step}${part ? ` · ${t(part)}` : ""}`, here], [`${t("prompt")} ${record.prompt_id ?? "?"}, ${t("sample")} ${record.sample ?? index}`]],
+    trail: [
+      [id, address],
+      [`${t("step")} ${step}${part ? ` · ${t(part)}` : ""}`, here],
+      [`${t("prompt")} ${record.prompt_id ?? "?"}, ${t("sample")} ${record.sample ?? index}`],
+    ],
     content: [
       facts(record, own, address, part),
-      group.length > 1 ? sampleCells(group, (one) => `${here}/${one.index}${view === "conversation" ? "" : `/${view}`}`, rewardsOf(group), Number(index)) : null,
-      h("div", { class: "tabs" }, Object.entries(VIEWS).map(([one, label]) => h("a", { href: `${here}/${index}/${one}`, "aria-current": one === view ? "page" : null }, t(label)))),
-      h("div", { class: "toolbar sticky" }, columns.length ? h("label", {}, t("Color by"), " ", select) : null, legend, values),
-      record.prompt_texts || !own.length ? null : h("p", { class: "quiet small" }, t("The text of single tokens needs the tokenizer of a checkpoint, which this run does not have yet.")),
+      group.length > 1
+        ? sampleCells(
+            group,
+            (one) => `${here}/${one.index}${view === "conversation" ? "" : `/${view}`}`,
+            rewardsOf(group),
+            Number(index),
+          )
+        : null,
+      h(
+        "div",
+        { class: "tabs" },
+        Object.entries(VIEWS).map(([one, label]) =>
+          h("a", { href: `${here}/${index}/${one}`, "aria-current": one === view ? "page" : null }, t(label)),
+        ),
+      ),
+      h(
+        "div",
+        { class: "toolbar sticky" },
+        columns.length ? h("label", {}, t("Color by"), " ", select) : null,
+        legend,
+        values,
+      ),
+      record.prompt_texts || !own.length
+        ? null
+        : h(
+            "p",
+            { class: "quiet small" },
+            t("The text of single tokens needs the tokenizer of a checkpoint, which this run does not have yet."),
+          ),
       body,
     ],
     keys: {
-      j: ["next sample", () => go(1)], k: ["sample before", () => go(-1)],
-      ArrowRight: ["next token", () => move(1)], ArrowLeft: ["token before", () => move(-1)],
-      c: ["color by the next value", () => { select.selectedIndex = (select.selectedIndex + 1) % Math.max(1, select.options.length); select.dispatchEvent(new Event("change")); }],
-      ...Object.fromEntries(Object.entries(VIEWS).map(([one, label], at) => [String(at + 1), [label, () => { location.hash = `${here}/${index}/${one}`; }]])),
+      j: ["next sample", () => go(1)],
+      k: ["sample before", () => go(-1)],
+      ArrowRight: ["next token", () => move(1)],
+      ArrowLeft: ["token before", () => move(-1)],
+      c: [
+        "color by the next value",
+        () => {
+          select.selectedIndex = (select.selectedIndex + 1) % Math.max(1, select.options.length);
+          select.dispatchEvent(new Event("change"));
+        },
+      ],
+      ...Object.fromEntries(
+        Object.entries(VIEWS).map(([one, label], at) => [
+          String(at + 1),
+          [
+            label,
+            () => {
+              location.hash = `${here}/${index}/${one}`;
+            },
+          ],
+        ]),
+      ),
     },
   };
 }
@@ -83,30 +180,102 @@ function nextOf(group, index) {
 
 function facts(record, tokens, address, part) {
   const numGenerated = tokens.filter((token) => token.isGenerated).length;
-  const named = [...Object.entries(record.rewards ?? {}), ...Object.entries(record.metrics ?? {})].map(([name, value]) => [shown(name), number(value, 4)]);
-  const prompt = part || record.prompt_id === undefined ? String(record.prompt_id ?? "–") : link(`${address}/ledger/${record.prompt_id}`, String(record.prompt_id));
-  const entries = [[t("reward"), number(record.reward, 5)], ...named, [t("prompt"), prompt], [t("row"), String(record.row ?? "–")], [t("sample"), String(record.sample ?? "–")], [t("stop"), shown(record.stop)], [t("generated tokens"), String(numGenerated)], ...(record.tag ? [[t("environment"), shown(record.tag)]] : [])];
+  const named = [...Object.entries(record.rewards ?? {}), ...Object.entries(record.metrics ?? {})].map(
+    ([name, value]) => [shown(name), number(value, 4)],
+  );
+  const prompt =
+    part || record.prompt_id === undefined
+      ? String(record.prompt_id ?? "–")
+      : link(`${address}/ledger/${record.prompt_id}`, String(record.prompt_id));
+  const entries = [
+    [t("reward"), number(record.reward, 5)],
+    ...named,
+    [t("prompt"), prompt],
+    [t("row"), String(record.row ?? "–")],
+    [t("sample"), String(record.sample ?? "–")],
+    [t("stop"), shown(record.stop)],
+    [t("generated tokens"), String(numGenerated)],
+    ...(record.tag ? [[t("environment"), shown(record.tag)]] : []),
+  ];
   return [
-    h("div", { class: "facts" }, entries.map(([name, value]) => h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value)))),
+    h(
+      "div",
+      { class: "facts" },
+      entries.map(([name, value]) => h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value))),
+    ),
     record.left_out ? h("p", { class: "warning" }, shown(record.left_out)) : null,
-    [record.error, ...(record.tool_errors ?? [])].filter(Boolean).map((error) => h("pre", { class: "problem card" }, shown(error))),
+    [record.error, ...(record.tool_errors ?? [])]
+      .filter(Boolean)
+      .map((error) => h("pre", { class: "problem card" }, shown(error))),
   ];
 }
 
 function conversation(record, tokens, color) {
-  if (!tokens.length) return [["prompt", record.prompt], ["turn", record.response]].map(([kind, text]) => h("div", { class: `message ${kind}` }, h("div", { class: "who" }, t(kind)), h("div", { class: "text" }, shown(text))));
+  if (!tokens.length)
+    return [
+      ["prompt", record.prompt],
+      ["turn", record.response],
+    ].map(([kind, text]) =>
+      h(
+        "div",
+        { class: `message ${kind}` },
+        h("div", { class: "who" }, t(kind)),
+        h("div", { class: "text" }, shown(text)),
+      ),
+    );
   const rewards = record.turn_rewards ?? [];
   const times = record.turn_times ?? record.turn_seconds ?? [];
   return segmentsOf(tokens).map(({ kind, turn, tokens: part }) => {
-    const about = kind === "turn" ? [` ${turn}`, rewards.length > 1 && rewards[turn - 1] !== undefined ? ` · ${t("reward")} ${number(rewards[turn - 1], 4)}` : "", typeof times[turn - 1] === "number" ? ` · ${number(times[turn - 1], 3)} s` : ""] : "";
-    return h("div", { class: `message ${kind}` }, h("div", { class: "who" }, t(kind), about, h("span", { class: "quiet" }, ` · ${part.length} ${t("tokens")}`)), h("div", { class: "text" }, tokenSpans(part, color)));
+    const about =
+      kind === "turn"
+        ? [
+            ` ${turn}`,
+            rewards.length > 1 && rewards[turn - 1] !== undefined
+              ? ` · ${t("reward")} ${number(rewards[turn - 1], 4)}`
+              : "",
+            typeof times[turn - 1] === "number" ? ` · ${number(times[turn - 1], 3)} s` : "",
+          ]
+        : "";
+    return h(
+      "div",
+      { class: `message ${kind}` },
+      h("div", { class: "who" }, t(kind), about, h("span", { class: "quiet" }, ` · ${part.length} ${t("tokens")}`)),
+      h("div", { class: "text" }, tokenSpans(part, color)),
+    );
   });
 }
 
 function tree(all, color, here) {
-  const node = ({ tokens, ended, children }) => h("div", { class: "node", "data-sample": null },
-    tokens.length || ended.length ? h("div", { class: "segment" }, shortened(tokens, color), ended.map((one) => h("a", { class: "sample", href: `${here}/${one.sample.index}` }, `${t("sample")} ${one.sample.sample}: ${number(one.sample.reward, 3)}`))) : null,
-    children.length ? h("div", { class: "children" }, children.map((child) => { const drawn = node(child); drawn.dataset.sample = leaf(child).sample.index; return drawn; })) : null);
+  const node = ({ tokens, ended, children }) =>
+    h(
+      "div",
+      { class: "node", "data-sample": null },
+      tokens.length || ended.length
+        ? h(
+            "div",
+            { class: "segment" },
+            shortened(tokens, color),
+            ended.map((one) =>
+              h(
+                "a",
+                { class: "sample", href: `${here}/${one.sample.index}` },
+                `${t("sample")} ${one.sample.sample}: ${number(one.sample.reward, 3)}`,
+              ),
+            ),
+          )
+        : null,
+      children.length
+        ? h(
+            "div",
+            { class: "children" },
+            children.map((child) => {
+              const drawn = node(child);
+              drawn.dataset.sample = leaf(child).sample.index;
+              return drawn;
+            }),
+          )
+        : null,
+    );
   const root = node(treeOf(all));
   root.dataset.sample = all[0].sample.index;
   return h("div", { class: "tree" }, root);
@@ -122,16 +291,64 @@ function shortened(tokens, color) {
   const middle = tokens.slice(SHORT_START, -SHORT_END);
   const more = h("button", { type: "button", class: "link" }, ` … ${middle.length} ${t("tokens")} … `);
   more.addEventListener("click", () => more.replaceWith(...tokenSpans(middle, color)));
-  return [tokens.slice(0, SHORT_START).map((token) => tokenSpan(token, color)), more, tokens.slice(-SHORT_END).map((token) => tokenSpan(token, color))];
+  return [
+    tokens.slice(0, SHORT_START).map((token) => tokenSpan(token, color)),
+    more,
+    tokens.slice(-SHORT_END).map((token) => tokenSpan(token, color)),
+  ];
 }
 
 function beside(all, color, group, here, index) {
   if (all.length < 2) return h("p", { class: "quiet" }, t("This group has no other sample."));
   const at = firstDifference(all[0].tokens, all[1].tokens);
-  const choose = h("select", { "aria-label": t("other sample"), onchange: () => { location.hash = `${here}/${index}/beside/${choose.value}`; } }, group.filter((one) => one.index !== Number(index)).map((one) => h("option", { value: one.index, selected: one.index === all[1].sample.index }, `${t("sample")} ${one.sample}: ${number(one.reward, 3)}`)));
-  const column = (one, head) => h("div", { "data-sample": one.sample.index }, h("div", { class: "who" }, head), h("div", { class: "message" }, h("div", { class: "text" }, tokenSpans(one.tokens, color, (token) => (token.index < at ? "same" : token.index === at ? "first-difference" : "")))));
+  const choose = h(
+    "select",
+    {
+      "aria-label": t("other sample"),
+      onchange: () => {
+        location.hash = `${here}/${index}/beside/${choose.value}`;
+      },
+    },
+    group
+      .filter((one) => one.index !== Number(index))
+      .map((one) =>
+        h(
+          "option",
+          { value: one.index, selected: one.index === all[1].sample.index },
+          `${t("sample")} ${one.sample}: ${number(one.reward, 3)}`,
+        ),
+      ),
+  );
+  const column = (one, head) =>
+    h(
+      "div",
+      { "data-sample": one.sample.index },
+      h("div", { class: "who" }, head),
+      h(
+        "div",
+        { class: "message" },
+        h(
+          "div",
+          { class: "text" },
+          tokenSpans(one.tokens, color, (token) =>
+            token.index < at ? "same" : token.index === at ? "first-difference" : "",
+          ),
+        ),
+      ),
+    );
   return [
-    h("p", { class: "quiet small" }, at < Math.max(all[0].tokens.length, all[1].tokens.length) ? `${t("first difference at position")} ${at}` : t("They are the same.")),
-    h("div", { class: "beside" }, column(all[0], `${t("sample")} ${all[0].sample.sample}: ${number(all[0].sample.reward, 3)}`), column(all[1], choose)),
+    h(
+      "p",
+      { class: "quiet small" },
+      at < Math.max(all[0].tokens.length, all[1].tokens.length)
+        ? `${t("first difference at position")} ${at}`
+        : t("They are the same."),
+    ),
+    h(
+      "div",
+      { class: "beside" },
+      column(all[0], `${t("sample")} ${all[0].sample.sample}: ${number(all[0].sample.reward, 3)}`),
+      column(all[1], choose),
+    ),
   ];
 }

@@ -33,7 +33,11 @@ export function metricsOf(detail) {
     const at = metrics.steps.indexOf(row.step);
     for (const [name, value] of Object.entries(row)) {
       if (name === "step" || value === null) continue;
-      if (!metrics.columns.has(name)) metrics.columns.set(name, metrics.steps.map(() => null));
+      if (!metrics.columns.has(name))
+        metrics.columns.set(
+          name,
+          metrics.steps.map(() => null),
+        );
       metrics.columns.get(name)[at] = value;
     }
   };
@@ -46,10 +50,17 @@ export function namesOf(metrics, patterns) {
 
 export function seriesOf(metrics, patterns, prefix = "") {
   const names = namesOf(metrics, patterns);
-  const series = names.map((name) => ({ name: prefix + name, steps: metrics.steps, values: metrics.columns.get(name), ci: HELD_OUT.test(name) ? metrics.columns.get("validation/ci95") : undefined }));
+  const series = names.map((name) => ({
+    name: prefix + name,
+    steps: metrics.steps,
+    values: metrics.columns.get(name),
+    ci: HELD_OUT.test(name) ? metrics.columns.get("validation/ci95") : undefined,
+  }));
   if (!prefix && names.some((name) => HELD_OUT.test(name))) {
     for (const baseline of ["random", "optimal"]) {
-      const level = (metrics.columns.get(`validation/${baseline}/reward`) ?? []).filter((value) => value !== null).at(-1);
+      const level = (metrics.columns.get(`validation/${baseline}/reward`) ?? [])
+        .filter((value) => value !== null)
+        .at(-1);
       if (level !== undefined) series.push({ name: baseline, level: true, values: [level] });
     }
   }
@@ -59,10 +70,14 @@ export function seriesOf(metrics, patterns, prefix = "") {
 /** Seconds of each stage of every step; what no stage has measured is `other`. */
 export function timesOf(metrics) {
   const column = (name) => metrics.columns.get(`time/${name}_s`);
-  const kept = metrics.steps.map((_, index) => index).filter((index) => column("step")?.[index] !== null && column("step") !== undefined);
+  const kept = metrics.steps
+    .map((_, index) => index)
+    .filter((index) => column("step")?.[index] !== null && column("step") !== undefined);
   const parts = TIMES.filter(column).map((name) => ({ name, values: kept.map((index) => column(name)[index] ?? 0) }));
   const inStep = parts.filter((part) => part.name !== "validate");
-  const other = kept.map((index, at) => Math.max(0, column("step")[index] - inStep.reduce((sum, part) => sum + part.values[at], 0)));
+  const other = kept.map((index, at) =>
+    Math.max(0, column("step")[index] - inStep.reduce((sum, part) => sum + part.values[at], 0)),
+  );
   if (kept.length) parts.push({ name: "other", values: other });
   return { steps: kept.map((index) => metrics.steps[index]), parts };
 }

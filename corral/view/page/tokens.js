@@ -4,26 +4,47 @@ import { h, number, plain, shown } from "./dom.js";
 import { t } from "./language.js";
 
 const NAMES = {
-  logprobs: "log-prob in the engine", trainer_logprobs: "log-prob in the trainer", ratio: "ratio trainer / engine", advantages: "advantage",
-  entropies: "entropy", versions: "version of the weights", generated: "mask: generated or not",
+  logprobs: "log-prob in the engine",
+  trainer_logprobs: "log-prob in the trainer",
+  ratio: "ratio trainer / engine",
+  advantages: "advantage",
+  entropies: "entropy",
+  versions: "version of the weights",
+  generated: "mask: generated or not",
 };
 const TRAINER = ["trainer_logprobs", "old_logprobs"];
 const RED = [220, 38, 38];
 const BLUE = [37, 99, 235];
 const ORANGE = [234, 88, 12];
-const PALETTE = [BLUE, ORANGE, [22, 163, 74], [147, 51, 234], [202, 138, 4], [219, 39, 119], [8, 145, 178], [100, 116, 139]];
+const PALETTE = [
+  BLUE,
+  ORANGE,
+  [22, 163, 74],
+  [147, 51, 234],
+  [202, 138, 4],
+  [219, 39, 119],
+  [8, 145, 178],
+  [100, 116, 139],
+];
 const AT_ONCE = 4000;
 
 /** One entry for each token of prompt and reply: its text, id and values, and whether it was generated. */
 export function tokensOf(record) {
   const [prompt, reply] = [record.prompt_tokens ?? [], record.response_tokens ?? []];
   const columns = columnsOf(record, prompt.length, reply.length);
-  const texts = [...(record.prompt_texts ?? prompt.map((id) => `[${id}]`)), ...(record.response_texts ?? reply.map((id) => `[${id}]`))];
+  const texts = [
+    ...(record.prompt_texts ?? prompt.map((id) => `[${id}]`)),
+    ...(record.response_texts ?? reply.map((id) => `[${id}]`)),
+  ];
   return [...prompt, ...reply].map((id, index) => ({
-    id, index, text: texts[index],
+    id,
+    index,
+    text: texts[index],
     isPrompt: index < prompt.length,
     isGenerated: index >= prompt.length && columns.get("generated")?.[index - prompt.length] !== 0,
-    values: new Map(index < prompt.length ? [] : [...columns].map(([name, values]) => [name, values[index - prompt.length]])),
+    values: new Map(
+      index < prompt.length ? [] : [...columns].map(([name, values]) => [name, values[index - prompt.length]]),
+    ),
   }));
 }
 
@@ -31,15 +52,28 @@ export function tokensOf(record) {
 function columnsOf(record, numPrompt, numReply) {
   const columns = new Map();
   for (const [name, values] of Object.entries(record)) {
-    if (!Array.isArray(values) || !numReply || name.endsWith("_texts") || name.endsWith("_tokens") || values.some((value) => value !== null && typeof value === "object")) continue;
+    if (
+      !Array.isArray(values) ||
+      !numReply ||
+      name.endsWith("_texts") ||
+      name.endsWith("_tokens") ||
+      values.some((value) => value !== null && typeof value === "object")
+    )
+      continue;
     if (values.some((value) => typeof value === "string")) continue;
     if (values.length === numReply && name !== "turn_rewards") columns.set(name, values.map(Number));
     else if (values.length === numPrompt + numReply) columns.set(name, values.slice(numPrompt).map(Number));
   }
   const trainer = TRAINER.find((name) => columns.has(name));
-  if (trainer && columns.has("logprobs")) columns.set("ratio", columns.get(trainer).map((value, index) => Math.exp(value - columns.get("logprobs")[index])));
+  if (trainer && columns.has("logprobs"))
+    columns.set(
+      "ratio",
+      columns.get(trainer).map((value, index) => Math.exp(value - columns.get("logprobs")[index])),
+    );
   const order = Object.keys(NAMES);
-  return new Map([...columns].sort(([one], [other]) => (order.indexOf(one) + 99) % 99 - (order.indexOf(other) + 99) % 99));
+  return new Map(
+    [...columns].sort(([one], [other]) => ((order.indexOf(one) + 99) % 99) - ((order.indexOf(other) + 99) % 99)),
+  );
 }
 
 export function columnNames(tokens) {
@@ -52,36 +86,79 @@ export function nameOf(column) {
 
 /** A function from a token to a color, with its legend: [[color, text], ...]. The same scale for all `tokens`. */
 export function colorsFor(column, tokens) {
-  const values = tokens.filter((token) => token.isGenerated).map((token) => token.values.get(column)).filter(Number.isFinite);
-  const paint = (color, strength) => `rgb(${color.join(" ")} / ${(0.75 * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
-  const valued = (color) => (token) => { const value = token.values.get(column); return token.isGenerated && Number.isFinite(value) ? color(value) : ""; };
-  if (column === "generated") return { color: (token) => (token.isGenerated ? paint(BLUE, 0.5) : token.isPrompt ? "" : paint(ORANGE, 0.4)), legend: [[paint(BLUE, 0.5), t("generated")], [paint(ORANGE, 0.4), t("observation")]] };
+  const values = tokens
+    .filter((token) => token.isGenerated)
+    .map((token) => token.values.get(column))
+    .filter(Number.isFinite);
+  const paint = (color, strength) =>
+    `rgb(${color.join(" ")} / ${(0.75 * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
+  const valued = (color) => (token) => {
+    const value = token.values.get(column);
+    return token.isGenerated && Number.isFinite(value) ? color(value) : "";
+  };
+  if (column === "generated")
+    return {
+      color: (token) => (token.isGenerated ? paint(BLUE, 0.5) : token.isPrompt ? "" : paint(ORANGE, 0.4)),
+      legend: [
+        [paint(BLUE, 0.5), t("generated")],
+        [paint(ORANGE, 0.4), t("observation")],
+      ],
+    };
   if (column === "versions") {
     const versions = [...new Set(values)].sort((one, other) => one - other);
-    return { color: valued((value) => paint(PALETTE[versions.indexOf(value) % PALETTE.length], 0.6)), legend: versions.slice(0, 8).map((version, index) => [paint(PALETTE[index % PALETTE.length], 0.6), String(version)]) };
+    return {
+      color: valued((value) => paint(PALETTE[versions.indexOf(value) % PALETTE.length], 0.6)),
+      legend: versions
+        .slice(0, 8)
+        .map((version, index) => [paint(PALETTE[index % PALETTE.length], 0.6), String(version)]),
+    };
   }
-  const most = values.reduce((largest, value) => Math.max(largest, Math.abs(column === "ratio" ? Math.log(value) : value)), 0) || 1;
+  const most =
+    values.reduce((largest, value) => Math.max(largest, Math.abs(column === "ratio" ? Math.log(value) : value)), 0) ||
+    1;
   if (column === "advantages" || column === "ratio") {
     const size = column === "ratio" ? (value) => Math.log(value) / most : (value) => value / most;
     const ends = column === "ratio" ? [Math.exp(-most), 1, Math.exp(most)] : [-most, 0, most];
-    return { color: valued((value) => paint(size(value) < 0 ? ORANGE : BLUE, Math.abs(size(value)))), legend: [[paint(ORANGE, 1), number(ends[0], 3)], ["", number(ends[1], 3)], [paint(BLUE, 1), number(ends[2], 3)]] };
+    return {
+      color: valued((value) => paint(size(value) < 0 ? ORANGE : BLUE, Math.abs(size(value)))),
+      legend: [
+        [paint(ORANGE, 1), number(ends[0], 3)],
+        ["", number(ends[1], 3)],
+        [paint(BLUE, 1), number(ends[2], 3)],
+      ],
+    };
   }
   const end = column.includes("logprob") ? Math.min(most, 8) : most;
   const last = values.some((value) => value < 0) ? -end : end;
-  return { color: valued((value) => paint(RED, Math.abs(value) / end)), legend: [["", "0"], [paint(RED, 0.5), number(last / 2, 3)], [paint(RED, 1), number(last, 3)]] };
+  return {
+    color: valued((value) => paint(RED, Math.abs(value) / end)),
+    legend: [
+      ["", "0"],
+      [paint(RED, 0.5), number(last / 2, 3)],
+      [paint(RED, 1), number(last, 3)],
+    ],
+  };
 }
 
 export function legendOf(legend) {
-  return h("span", { class: "scale" }, legend.map(([color, text]) => {
-    const box = h("span", { class: "swatch" });
-    box.style.backgroundColor = color;
-    return [box, h("span", { class: "small" }, text)];
-  }));
+  return h(
+    "span",
+    { class: "scale" },
+    legend.map(([color, text]) => {
+      const box = h("span", { class: "swatch" });
+      box.style.backgroundColor = color;
+      return [box, h("span", { class: "small" }, text)];
+    }),
+  );
 }
 
 export function tokenSpan(token, color, kind = "") {
   const text = token.text === "" ? "·" : token.text;
-  const span = h("span", { class: `token ${kind}`, "data-token": token.index }, text.includes("\n") ? shown(text.replaceAll("\n", "⏎\n")) : shown(text, 400));
+  const span = h(
+    "span",
+    { class: `token ${kind}`, "data-token": token.index },
+    text.includes("\n") ? shown(text.replaceAll("\n", "⏎\n")) : shown(text, 400),
+  );
   span.style.backgroundColor = color(token);
   return span;
 }
@@ -99,8 +176,15 @@ export function tokenSpans(tokens, color, kindOf = () => "") {
 
 /** What stands under the pointer, in words. */
 export function describeToken(token) {
-  const values = [...token.values].map(([name, value]) => h("span", {}, `${nameOf(name)} `, h("b", {}, number(value, 6))));
-  return [h("span", { class: "quoted" }, shown(JSON.stringify(token.text), 60)), h("span", {}, `id ${token.id}`), h("span", {}, `${t("position")} ${token.index}`), values];
+  const values = [...token.values].map(([name, value]) =>
+    h("span", {}, `${nameOf(name)} `, h("b", {}, number(value, 6))),
+  );
+  return [
+    h("span", { class: "quoted" }, shown(JSON.stringify(token.text), 60)),
+    h("span", {}, `id ${token.id}`),
+    h("span", {}, `${t("position")} ${token.index}`),
+    values,
+  ];
 }
 
 /** Runs of tokens of one kind: the prompt, what was generated turn by turn, observations between. */
@@ -129,7 +213,8 @@ export function firstDifference(one, other) {
 export function treeOf(samples, start = 0) {
   const [first] = samples;
   let end = start;
-  const goesOn = () => end < first.tokens.length && samples.every((one) => one.tokens[end]?.id === first.tokens[end].id);
+  const goesOn = () =>
+    end < first.tokens.length && samples.every((one) => one.tokens[end]?.id === first.tokens[end].id);
   while (goesOn()) end += 1;
   const branches = new Map();
   const ended = [];
@@ -137,5 +222,9 @@ export function treeOf(samples, start = 0) {
     if (end >= one.tokens.length) ended.push(one);
     else branches.set(one.tokens[end].id, [...(branches.get(one.tokens[end].id) ?? []), one]);
   }
-  return { tokens: first.tokens.slice(start, end), ended, children: [...branches.values()].map((own) => treeOf(own, end)) };
+  return {
+    tokens: first.tokens.slice(start, end),
+    ended,
+    children: [...branches.values()].map((own) => treeOf(own, end)),
+  };
 }

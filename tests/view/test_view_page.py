@@ -1,0 +1,218 @@
+"""The page of `corral view` in a real browser: every page, by click and key, without an error."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser, browser
+from served import running
+from view_runs import HOSTILE, lines_of, metrics_of, write_run
+
+from corral.observe.run_files import MetricsFile
+from corral.observe.run_folder import RunFolder
+from corral.view import server
+from corral.view.runs import Runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.lab, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Browser]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def address(tmp_path: Path, tiny_model: Path, page: Browser) -> Iterator[str]:
+    """A server with a finished run, a hostile one and a broken one; afterwards nothing must have gone wrong."""
+    write_run(tmp_path, "done", model=str(tiny_model))
+    write_run(tmp_path, "hostile", text=HOSTILE, model=str(tiny_model))
+    broken = write_run(tmp_path, "broken")
+    (broken / "recipe.yaml").write_text("name: [")
+    (broken / "metrics.jsonl").write_text("{\n")
+    with served(tmp_path) as own:
+        page.problems.clear()
+        page.requested.clear()
+        yield own
+        assert page.problems == []
+        assert [asked for asked in page.requested if not asked.startswith((own, "data:", "blob:"))] == []
+        page.open("about:blank")
+
+
+def served(folder: Path, token: str | None = None) -> "running":
+    return running(server.make_app(Runs([folder]), token))
+
+
+def go(page: Browser, address: str, wanted: str) -> None:
+    """Opens a page and waits for a text on it."""
+    page.open(address)
+    page.wait(f"document.body?.innerText.includes({wanted!r})")
+
+
+def click(page: Browser, selector: str) -> None:
+    page.wait(f"document.querySelector({selector!r}) !== null")
+    page.run(f"document.querySelector({selector!r}).click()")
+
+
+def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
+    go(page, f"{address}/#/", "75 %")
+    assert page.run("document.querySelectorAll('.sparkline').length") == 2
+    click(page, "a[href='#/run/done']")
+    page.wait("document.querySelectorAll('figure:not([hidden])').length > 4")
+    click(page, "a[href='#/run/done/steps']")
+    click(page, "a[href='#/run/done/step/2']")
+    page.wait("document.querySelectorAll('.sample').length === 8")
+    click(page, "a[href='#/run/done/step/2/5']")
+    page.wait("document.querySelectorAll('.token').length === 9")
+    page.press("ArrowRight")
+    for _ in range(4):
+        page.press("ArrowRight")
+    # The second token of the reply of sample 1: place 1 of `record`.
+    assert "log-prob in the engine -0.375" in page.wait("document.querySelector('.values').innerText").replace(
+        "\n", " "
+    )
+    for column in ("advantages", "versions", "generated"):
+        page.run(
+            f"(s => {{ s.value = '{column}'; s.dispatchEvent(new Event('change')) }})(document.querySelector('select'))"
+        )
+        assert page.run("[...document.querySelectorAll('.token')].some(one => one.style.backgroundColor)")
+    assert page.run("[...document.querySelectorAll('.message')].map(one => one.className.split(' ')[1]).join()") == (
+        "prompt,turn,observation,turn"
+    )
+    click(page, "a[href$='/tree']")
+    page.wait("document.querySelectorAll('.tree .segment .sample').length === 4")
+    click(page, "a[href$='/beside']")
+    page.wait("document.querySelectorAll('.first-difference').length === 2")
+
+
+def test_every_other_page(page: Browser, address: str) -> None:
+    for tab, wanted in {
+        "recipe": "algorithm:", "plan": "one device", "logs": "WARNING corral.x", "logs/main.log": "WARNING corral.x",
+        "ledger": "clean", "ledger/2": "trained at step 2", "step/3.validation": "Distribution", "x/y": "no such page",
+        "step/99": "no trajectories of step 99", "step/1/99": "has no trajectory 99",
+    }.items():  # fmt: skip
+        go(page, f"{address}/#/run/done/{tab}", wanted)
+    # What is not there is answered by 422 or 404, which the browser logs.
+    page.problems[:] = [one for one in page.problems if "Failed to load resource" not in one]
+    go(page, f"{address}/#/compare/done,hostile", "Nothing but the name")
+    go(page, f"{address}/#/run/broken", "cannot be read")
+
+
+def test_numbers_on_the_page_are_those_of_the_file(page: Browser, address: str, tmp_path: Path) -> None:
+    go(page, f"{address}/#/run/done/steps", "step 3")
+    shown = page.run("[...document.querySelectorAll('tbody tr')].map(row => row.children[2].innerText).join()")
+    means = {row["step"]: row["reward/mean"] for row in lines_of(tmp_path / "done" / "metrics.jsonl") if len(row) > 4}
+    assert shown == ",".join(["0.75" if step == 0 else f"{means[step]:.4g}" for step in (0, 3, 2, 1)])
+
+
+def test_hostile_text_is_text(page: Browser, address: str) -> None:
+    for where in ("run/hostile/logs", "run/hostile/step/1", "run/hostile/step/1/0", "run/hostile/step/1/0/tree"):
+        go(page, f"{address}/#/{where}", "1")
+        time.sleep(0.3)
+        assert page.run("window.hacked") is None
+        assert page.run("document.querySelectorAll('main script, main img, main svg[onload]').length") == 0
+    go(page, f"{address}/#/run/hostile/logs", "<script>window.hacked=1</script>")
+    assert page.run("[...document.querySelectorAll('.code')].map(one => one.innerText).join()").startswith(
+        "\\u202e,\\u001b"
+    )
+
+
+def test_keys_theme_language_and_a_phone(page: Browser, address: str) -> None:
+    go(page, f"{address}/#/run/done", "Reward")
+    theme = page.run("document.documentElement.dataset.theme")
+    page.press("d")
+    assert page.run("document.documentElement.dataset.theme") != theme
+    page.press("l")
+    page.wait("document.body.innerText.includes('奖励')")
+    page.press("?")
+    page.wait("document.querySelector('dialog[open]') !== null")
+    page.press("Escape")
+    page.wait("document.querySelector('dialog') === null")
+    page.press("l")
+    page.wait("document.body.innerText.includes('Reward')")
+    page.resize(375, 800)
+    for where in ("", "run/done", "run/done/step/1", "run/done/step/1/0", "compare/done,hostile"):
+        page.run(f"location.hash = '#/{where}'")
+        page.wait("document.querySelector('main').innerText.length > 40")
+        time.sleep(0.3)
+        assert page.run("document.documentElement.scrollWidth") <= 375, where
+    page.resize(1280, 900)
+
+
+def test_charts_zoom_smooth_and_are_saved(page: Browser, address: str) -> None:
+    go(page, f"{address}/#/run/done", "Entropy")
+    texts = page.wait(
+        "import('./chart_files.js').then(m => m.csvText([{name: 'a,b', steps: [1, 2], values: [0.5, null]}]))"
+    )
+    assert texts == 'step,"a,b"\n1,0.5\n2,\n'
+    page.run("""(() => {
+        const chart = document.querySelector('.chart'), box = chart.getBoundingClientRect();
+        const at = (kind, x) => chart.dispatchEvent(new PointerEvent(kind, {clientX: box.left + x}));
+        at('pointerdown', 60); at('pointermove', 160); at('pointermove', 230); at('pointerup', 230);
+    })()""")
+    last = "document.querySelector('.chart').querySelectorAll('circle').length"
+    assert page.wait(f"{last} < 3") is True
+    page.press("0")
+    assert page.wait(f"{last} === 3")
+    page.run(
+        "(box => { box.value = 2; box.dispatchEvent(new Event('input')) })(document.querySelector('input[type=range]'))"
+    )
+    assert page.wait("document.querySelector('.chart .faint') !== null")
+    page.run("window.saved = []; HTMLAnchorElement.prototype.click = function () { window.saved.push(this.download) }")
+    page.run("document.querySelectorAll('figure .menu')[0].querySelectorAll('button').forEach(one => one.click())")
+    page.wait("window.saved.length === 3")
+    assert sorted(page.run("window.saved")) == ["Reward.csv", "Reward.png", "Reward.svg"]
+
+
+def test_a_run_is_watched_while_it_is_trained(page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LOOK_EVERY_S", 0.05)
+    run = write_run(tmp_path, "going-on", of=50)
+    page.problems.clear()
+    with RunFolder(run), served(tmp_path) as address:
+        go(page, f"{address}/#/run/going-on", "running")
+        before = page.wait("document.querySelector('.chart').querySelectorAll('circle').length")
+        writer = threading.Thread(target=lambda: MetricsFile(run / "metrics.jsonl").log(4, metrics_of(4)))
+        writer.start()
+        page.wait(f"document.querySelector('.chart').querySelectorAll('circle').length > {before}")
+        page.wait("document.body.innerText.includes('step 4 / 50')")
+        assert "live" in page.text()
+        writer.join()
+        page.open("about:blank")
+    assert page.problems == []
+
+
+def test_an_empty_folder_and_a_token(page: Browser, tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        go(page, f"{address}/#/", "There is no run here yet.")
+    write_run(tmp_path, "one")
+    with served(tmp_path, token="a-long-enough-token") as address:
+        go(page, f"{address}/#/", "This server needs its token.")
+        page.run("document.querySelector('input[type=password]').value = 'a-long-enough-token'")
+        page.run("document.querySelector('form button').click()")
+        page.wait("document.body.innerText.includes('75 %')")
+        page.run("sessionStorage.clear()")
+        page.open("about:blank")
+        go(page, f"{address}/#token=a-long-enough-token", "75 %")
+        assert "token" not in page.run("location.href")
+
+
+def test_exported_files_are_the_same_pages(page: Browser, tmp_path: Path) -> None:
+    from fastapi import FastAPI
+    from fastapi.staticfiles import StaticFiles
+
+    write_run(tmp_path / "runs", "done")
+    server.export([tmp_path / "runs"], tmp_path / "out", report=lambda text: None)
+    app = FastAPI()
+    app.mount("/below", StaticFiles(directory=tmp_path / "out", html=True))
+    page.problems.clear()
+    with running(app) as address:
+        for where, wanted in {
+            "": "75 %",
+            "run/done": "Entropy",
+            "run/done/step/2/5": "turn 1",
+            "run/done/ledger/2": "trained at",
+        }.items():
+            go(page, f"{address}/below/#/{where}", wanted)
+    assert page.problems == []
