@@ -185,11 +185,11 @@ def view(
     """Show runs in a browser: curves, steps, trajectories token by token, live while they are trained. Read-only."""
     from corral.runtime.network import is_loopback
     from corral.runtime.token import read_token
-    from corral.view import server
+    from corral.view import server, static_files
 
     folders = folders or [Path("runs")]
     if export is not None:
-        return server.export(folders, export)
+        return static_files.export(folders, export)
     if not is_loopback(host) and token_file is None and not insecure:
         raise UserError(f"on {host} other machines could look too: give --token-file, or --insecure if all of them may")
     token = None if token_file is None else read_token(token_file)

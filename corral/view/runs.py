@@ -24,6 +24,7 @@ from corral.recipe.errors import UserError, first_line
 SPARKLINE_POINTS = 60
 TAIL_BYTES = 256 * 1024
 PREVIEW_CHARS = 240
+ENDED = f" ERROR {ENDED_BY}: "
 FILES_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "checkpoints", ".lock")
 
 
@@ -97,37 +98,38 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows."""
-        rows, (recipe, problems) = self.metrics.rows(), self.recipe()
+        (_, rows), (recipe, problems) = self.metrics.read(), self.recipe()
         if self.metrics.num_broken:
             problems.append(f"metrics.jsonl: {self.metrics.num_broken} lines cannot be read")
         validations = [row for row in rows if is_validation(row)]
         curve = "reward/mean" if any("reward/mean" in row for row in rows) else next(iter(LOSSES))
         step, num_steps = max((row["step"] for row in rows), default=0), self.num_steps(recipe)
-        written = [self.file("metrics.jsonl"), self.file("logs", "main.log"), self.file(".lock")]
-        log = tail_lines(written[1])
+        files = {name: self.file(*name.split("/")) for name in ("metrics.jsonl", "logs/main.log", ".lock")}
+        written = {name: path.stat().st_mtime for name, path in files.items() if path is not None}
+        log = tail_lines(files["logs/main.log"])
+        # A run that failed, was started again and killed has measured something after its last line.
+        failed = bool(log) and ENDED in log[-1] and written["logs/main.log"] >= written.get("metrics.jsonl", 0)
         return {
             "id": self.id,
             "folder": str(self.path),
-            "state": self.state(step, num_steps, log),
+            "state": self.state(step, num_steps, failed),
             "last_line": log[-1] if log else "",
             "step": step,
             "num_steps": num_steps,
-            "updated": max((path.stat().st_mtime for path in written if path), default=None),
+            "updated": max(written.values(), default=None),
             "algorithm": recipe.get("algorithm.name"),
             "model": recipe.get("model.path"),
             "curve": curve,
             "sparkline": thinned(points(rows, curve)[1]),
             "before": score(validations[0]) if validations else None,
             "after": score(validations[-1]) if len(validations) > 1 else None,
-            "tokens_per_s": next(
-                (row["speed/tokens_per_s"] for row in rows[::-1] if "speed/tokens_per_s" in row), None
-            ),
+            "tokens_per_s": next((value for value in points(rows, "speed/tokens_per_s")[1][::-1]), None),
             "problems": problems,
         }
 
     def detail(self) -> dict[str, Any]:
         """What the page of a run shows: its summary, all metrics, recipe, plan, and what else there is to open."""
-        summary, position, rows = self.summary(), self.metrics.position(), self.metrics.rows()
+        summary, (position, rows) = self.summary(), self.metrics.read()
         names = dict.fromkeys(name for row in rows for name in row if name != "step")
         steps = sorted({row["step"] for row in rows})
         by_name = {name: dict(zip(*points(rows, name), strict=True)) for name in names}
@@ -149,9 +151,10 @@ class Run:
         """The keys that the run was last started with, dotted, and what is wrong with the file. Nothing that it names
         is loaded."""
         path = latest_recipe(self.path)
+        if path is None or self.file(path.name) is None:
+            return {}, []
         try:
-            found = path is not None and self.file(path.name) is not None
-            return dict(flat(read_document(path).values)) if found and path else {}, []
+            return read_keys(path, path.stat().st_mtime_ns), []
         except (UserError, OSError, UnicodeDecodeError) as error:
             return {}, [first_line(error)]
 
@@ -164,14 +167,12 @@ class Run:
         steps = recipe.get("schedule.steps")
         return steps if isinstance(steps, int) else None
 
-    def state(self, step: int, num_steps: int | None, log: Sequence[str]) -> str:
+    def state(self, step: int, num_steps: int | None, failed: bool) -> str:
         """running, finished, failed, stopped, or empty: nothing was computed yet."""
         if is_in_use(self.path):
             return "running"
-        if log and f" ERROR {ENDED_BY}: " in log[-1]:
-            return "failed"
-        if self.metrics.size == 0:
-            return "empty"
+        if failed or self.metrics.size == 0:
+            return "failed" if failed else "empty"
         return "finished" if num_steps is not None and step >= num_steps else "stopped"
 
     def parts(self) -> list[tuple[int, str]]:
@@ -184,14 +185,17 @@ class Run:
         return {"step": step, "part": part, "trajectories": rows}
 
     def trajectory(self, step: int, part: str, index: int) -> dict[str, Any]:
-        """A whole trajectory, with the text of every token where the run's tokenizer is there."""
+        """A whole trajectory, with the text of each token: the store's own or, in files of earlier releases, by the
+        tokenizer of the run, where it has one."""
         self._check_part(step, part)
         record = self.store.trajectory(step, index, part)
+        if record.get("response_pieces") is not None:
+            return {**record, "index": index}
         prompt, response = record.get("prompt_tokens") or [], record.get("response_tokens") or []
         tokenizer = next(filter(None, map(load_tokenizer, self._tokenizer_files())), None)
         texts = None if tokenizer is None else split_tokens(tokenizer, [*prompt, *response])
-        own = {"prompt_texts": texts and texts[: len(prompt)], "response_texts": texts and texts[len(prompt) :]}
-        return {**record, "index": index, **own}
+        own = {"prompt_pieces": texts and texts[: len(prompt)], "response_pieces": texts and texts[len(prompt) :]}
+        return {**record, **own, "index": index}
 
     def _tokenizer_files(self) -> Iterator[Path]:
         """Of the newest checkpoint, else of the model's folder."""
@@ -242,21 +246,18 @@ class MetricsReader:
         self._generation, self._rows = 0, list[dict[str, Any]]()
         self._lock = threading.Lock()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def read(self) -> tuple[str, list[dict[str, Any]]]:
+        """The position after the last row, and all rows."""
         with self._lock:
             self._read()
-            return list(self._rows)
+            return f"{self._generation}-{len(self._rows)}", list(self._rows)
 
-    def position(self) -> str:
-        with self._lock:
-            return f"{self._generation}-{len(self._rows)}"
-
-    def after(self, position: str) -> tuple[str, list[dict[str, Any]] | None]:
+    def read_after(self, position: str) -> tuple[str, list[dict[str, Any]] | None]:
         """The new position, and the rows since `position`; None: those before it have changed, begin anew."""
-        rows, now = self.rows(), self.position()
-        generation, _, number = position.partition("-")
-        is_same = now.startswith(f"{generation}-") and number.isdigit() and int(number) <= len(rows)
-        return now, rows[int(number) :] if is_same else None
+        now, rows = self.read()
+        generation, _, num_known = position.partition("-")
+        is_same = now.startswith(f"{generation}-") and num_known.isdigit() and int(num_known) <= len(rows)
+        return now, rows[int(num_known) :] if is_same else None
 
     def _read(self) -> None:
         if self.path.is_symlink():
@@ -279,6 +280,11 @@ class MetricsReader:
                 self._rows.append({"step": int(row["step"]), **{key: number(row[key]) for key in row if key != "step"}})
             except (ValueError, TypeError, KeyError):
                 self.num_broken += 1
+
+
+@lru_cache(maxsize=1000)
+def read_keys(recipe: Path, _written_at: int) -> dict[str, Any]:
+    return dict(flat(read_document(recipe).values))
 
 
 @lru_cache(maxsize=8)

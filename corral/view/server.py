@@ -2,19 +2,18 @@
 
 The page itself is the same for everybody and needs no token; the numbers under /api do, where there is one. The browser
 sends it in a header and never by itself, as it would a cookie, so no other page can make it ask. Without a token only
-pages of this server, under a name of this machine, are answered. Every answer is named like a file, and `export` writes
-the same answers as files.
+pages of this server, under a name of this machine, are answered. Every answer is named like a file: `static_files.py`
+writes the same as files.
 """
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from corral.http_server import listen, make_server, protect, reply, url_of
-from corral.observe.run_files import json_line, write_atomically
+from corral.observe.run_files import json_line
 from corral.recipe.errors import UserError, first_line
 from corral.view.runs import NotFound, Run, Runs
 
@@ -132,7 +131,7 @@ async def run_events(run: Run, position: str, is_ending: Callable[[], bool]) -> 
     known: dict[str, Any] = {}
     quiet_s = 0.0
     while not is_ending():
-        position, rows = await asyncio.to_thread(run.metrics.after, position)
+        position, rows = await asyncio.to_thread(run.metrics.read_after, position)
         summary = await asyncio.to_thread(run.summary)
         now = {name: summary[name] for name in ("state", "last_line", "step", "after")}
         if rows is None or rows or now != known:
@@ -180,41 +179,3 @@ def is_other_page(headers: dict[str, str]) -> bool:
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         return True
     return "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host")
-
-
-# --- static files
-
-
-def export(folders: Sequence[Path], out: Path, report: Callable[[str], None] = print) -> None:
-    """Writes the page and every answer that it may ask for as files, for any web server."""
-    runs = Runs(folders)
-    if out.exists():
-        raise UserError(f"{out} exists already; name a new folder")
-    shutil.copytree(PAGE, out)
-    num_files = 0
-    for name, content in answers(runs):
-        path = out / "api" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json_line(content).decode())
-        num_files += 1
-    report(f"wrote {out}: {len(runs.all())} runs, {num_files} files; any web server can serve it")
-
-
-def answers(runs: Runs) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "runs.json", {**runs.overview(), "live": False}
-    for run in runs.all():
-        detail = run.detail()
-        yield f"run/{run.id}/run.json", detail
-        prompts: set[int] = set()
-        for step, part in detail["parts"]:
-            name = f"{step}.{part}" if part else str(step)
-            listed = run.step(step, part)
-            yield f"run/{run.id}/step/{name}.json", listed
-            for one in listed["trajectories"]:
-                yield f"run/{run.id}/step/{name}/{one['index']}.json", run.trajectory(step, part, one["index"])
-                prompts |= {one["prompt_id"]} if not part and "prompt_id" in one else set()
-        if run.file("ledger.jsonl"):
-            for prompt_id in sorted(prompts):
-                yield f"run/{run.id}/prompt/{prompt_id}.json", run.prompt(prompt_id)
-        for log in detail["logs"]:
-            yield f"run/{run.id}/log/{log}.json", run.log(log)

@@ -14,6 +14,7 @@ from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
 from corral.view import server
 from corral.view.runs import Runs
+from corral.view.static_files import export
 
 pytestmark = [pytest.mark.slow, pytest.mark.lab, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
@@ -203,7 +204,7 @@ def test_exported_files_are_the_same_pages(page: Browser, tmp_path: Path) -> Non
     from fastapi.staticfiles import StaticFiles
 
     write_run(tmp_path / "runs", "done")
-    server.export([tmp_path / "runs"], tmp_path / "out", report=lambda text: None)
+    export([tmp_path / "runs"], tmp_path / "out", report=lambda text: None)
     app = FastAPI()
     app.mount("/below", StaticFiles(directory=tmp_path / "out", html=True))
     page.problems.clear()

@@ -129,17 +129,15 @@ export function lineChart(title, getSeries, settings, onStep) {
     point(scale.stepAt(xOf(event)));
     if (dragFrom !== null && Math.abs(xOf(event) - dragFrom) > 4) {
       const [from, to] = [dragFrom, xOf(event)].sort((one, other) => one - other);
-      svg
-        .querySelector(".cross")
-        .append(
-          s("rect", {
-            x: from,
-            width: to - from,
-            y: MARGIN.top,
-            height: HEIGHT - MARGIN.top - MARGIN.bottom,
-            class: "selection",
-          }),
-        );
+      svg.querySelector(".cross").append(
+        s("rect", {
+          x: from,
+          width: to - from,
+          y: MARGIN.top,
+          height: HEIGHT - MARGIN.top - MARGIN.bottom,
+          class: "selection",
+        }),
+      );
     }
   });
   svg.addEventListener("pointerup", (event) => {

@@ -1,7 +1,10 @@
 // English is what is written in the code; here are the Chinese words for it.
 
 const KEY = "corral-language";
+const ENGLISH = { generate_s: "generation", environment_s: "environment", trained_steps: "steps trained at" };
 const CHINESE = {
+  generate_s: "生成",
+  environment_s: "环境",
   Runs: "运行列表",
   Run: "运行",
   State: "状态",
@@ -113,6 +116,7 @@ const CHINESE = {
   "The text of single tokens needs the tokenizer of a checkpoint, which this run does not have yet.":
     "显示单个词元需要检查点中的分词器，此运行还没有。",
   "log-prob in the engine": "引擎对数概率",
+  "log-prob in the reference": "参考模型对数概率",
   "log-prob in the trainer": "训练器对数概率",
   "ratio trainer / engine": "比率 训练器 / 引擎",
   advantage: "优势",
@@ -159,5 +163,6 @@ export function setLanguage(name) {
 
 export function t(text) {
   document.documentElement.lang = language();
-  return language() === "zh" ? (CHINESE[text] ?? text) : text;
+  const words = language() === "zh" ? CHINESE : ENGLISH;
+  return Object.hasOwn(words, text) ? words[text] : text;
 }

@@ -137,7 +137,7 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
         legend,
         values,
       ),
-      record.prompt_texts || !own.length
+      record.prompt_pieces || !own.length
         ? null
         : h(
             "p",
@@ -224,7 +224,10 @@ function conversation(record, tokens, color) {
       ),
     );
   const rewards = record.turn_rewards ?? [];
-  const times = record.turn_times ?? record.turn_seconds ?? [];
+  const seconds = (name, turn) => {
+    const value = record[name]?.[turn - 1];
+    return typeof value === "number" ? ` · ${t(name)} ${number(value, 3)} s` : "";
+  };
   return segmentsOf(tokens).map(({ kind, turn, tokens: part }) => {
     const about =
       kind === "turn"
@@ -233,7 +236,8 @@ function conversation(record, tokens, color) {
             rewards.length > 1 && rewards[turn - 1] !== undefined
               ? ` · ${t("reward")} ${number(rewards[turn - 1], 4)}`
               : "",
-            typeof times[turn - 1] === "number" ? ` · ${number(times[turn - 1], 3)} s` : "",
+            seconds("generate_s", turn),
+            seconds("environment_s", turn),
           ]
         : "";
     return h(

@@ -5,14 +5,15 @@ import { t } from "./language.js";
 
 const NAMES = {
   logprobs: "log-prob in the engine",
-  trainer_logprobs: "log-prob in the trainer",
+  old_logprobs: "log-prob in the trainer",
   ratio: "ratio trainer / engine",
   advantages: "advantage",
   entropies: "entropy",
+  reference_logprobs: "log-prob in the reference",
   versions: "version of the weights",
   generated: "mask: generated or not",
 };
-const TRAINER = ["trainer_logprobs", "old_logprobs"];
+const NO_COLUMNS = /^turn_|_s$|_(tokens|pieces|chars)$/; // lists that are not one number for each token
 const RED = [220, 38, 38];
 const BLUE = [37, 99, 235];
 const ORANGE = [234, 88, 12];
@@ -33,8 +34,8 @@ export function tokensOf(record) {
   const [prompt, reply] = [record.prompt_tokens ?? [], record.response_tokens ?? []];
   const columns = columnsOf(record, prompt.length, reply.length);
   const texts = [
-    ...(record.prompt_texts ?? prompt.map((id) => `[${id}]`)),
-    ...(record.response_texts ?? reply.map((id) => `[${id}]`)),
+    ...(record.prompt_pieces ?? prompt.map((id) => `[${id}]`)),
+    ...(record.response_pieces ?? reply.map((id) => `[${id}]`)),
   ];
   return [...prompt, ...reply].map((id, index) => ({
     id,
@@ -52,23 +53,20 @@ export function tokensOf(record) {
 function columnsOf(record, numPrompt, numReply) {
   const columns = new Map();
   for (const [name, values] of Object.entries(record)) {
-    if (
-      !Array.isArray(values) ||
-      !numReply ||
-      name.endsWith("_texts") ||
-      name.endsWith("_tokens") ||
-      values.some((value) => value !== null && typeof value === "object")
-    )
-      continue;
-    if (values.some((value) => typeof value === "string")) continue;
-    if (values.length === numReply && name !== "turn_rewards") columns.set(name, values.map(Number));
-    else if (values.length === numPrompt + numReply) columns.set(name, values.slice(numPrompt).map(Number));
+    if (!Array.isArray(values) || !numReply || NO_COLUMNS.test(name)) continue;
+    if (!values.every((value) => value === null || typeof value === "number")) continue;
+    const own =
+      values.length === numReply ? values : values.length === numPrompt + numReply ? values.slice(numPrompt) : null;
+    if (own)
+      columns.set(
+        name,
+        own.map((value) => value ?? NaN),
+      );
   }
-  const trainer = TRAINER.find((name) => columns.has(name));
-  if (trainer && columns.has("logprobs"))
+  if (columns.has("old_logprobs") && columns.has("logprobs"))
     columns.set(
       "ratio",
-      columns.get(trainer).map((value, index) => Math.exp(value - columns.get("logprobs")[index])),
+      columns.get("old_logprobs").map((value, index) => Math.exp(value - columns.get("logprobs")[index])),
     );
   const order = Object.keys(NAMES);
   return new Map(
