@@ -185,7 +185,7 @@ def view(
     """Show runs in a browser: curves, steps, trajectories token by token, live while they are trained. Read-only."""
     from corral.runtime.network import is_loopback
     from corral.runtime.token import read_token
-    from corral.view import server, static_files
+    from corral.view import static_files, view_server
 
     folders = folders or [Path("runs")]
     if export is not None:
@@ -193,7 +193,7 @@ def view(
     if not is_loopback(host) and token_file is None and not insecure:
         raise UserError(f"on {host} other machines could look too: give --token-file, or --insecure if all of them may")
     token = None if token_file is None else read_token(token_file)
-    server.serve(folders, host, port, token=token, report=lambda text: print(text, flush=True))
+    view_server.serve(folders, host, port, token=token, report=lambda text: print(text, flush=True))
 
 
 @app.command(epilog=examples("corral data gsm8k --out data/gsm8k"))

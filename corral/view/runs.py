@@ -40,15 +40,15 @@ class Runs:
             if not folder.is_dir():
                 raise UserError(f"{folder} is no folder; name a run's folder, or one with runs in it")
         self.folders = [folder.resolve() for folder in folders]
-        self._by_id: dict[str, Run] = {}
+        self._by_id: dict[str, RunReader] = {}
         self._lock = threading.Lock()
 
-    def all(self) -> list["Run"]:
+    def all(self) -> list["RunReader"]:
         with self._lock:
             known = {run.path for run in self._by_id.values()}
             for path in dict.fromkeys(path for folder in self.folders for path in find_runs(folder)):
                 if path not in known:
-                    self._by_id[self._new_id(path.name)] = Run(self._new_id(path.name), path)
+                    self._by_id[self._new_id(path.name)] = RunReader(self._new_id(path.name), path)
             return [run for run in self._by_id.values() if run.path.is_dir()]
 
     def _new_id(self, name: str) -> str:
@@ -57,7 +57,7 @@ class Runs:
             number += 1
         return run_id
 
-    def get(self, run_id: str) -> "Run":
+    def get(self, run_id: str) -> "RunReader":
         for run in self.all():
             if run.id == run_id:
                 return run
@@ -79,7 +79,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in FILES_OF_RUNS)
 
 
-class Run:
+class RunReader:
     """One run's folder."""
 
     def __init__(self, run_id: str, path: Path) -> None:
@@ -302,14 +302,17 @@ def split_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
     A token is decoded behind the one before it, because a space between two words is part of neither alone.
     """
-    texts, first, done = [], 0, 0
+    texts: list[str] = []
+    first = done = 0
     for end in range(1, len(tokens) + 1):
         before = tokenizer.decode(tokens[first:done], skip_special_tokens=False)
-        text = tokenizer.decode(tokens[first:end], skip_special_tokens=False)
-        if text.endswith("\ufffd") and end - done < 8 and end < len(tokens):
-            texts.append("")
+        text = tokenizer.decode(tokens[first:end], skip_special_tokens=False)[len(before) :]
+        if text.endswith("\ufffd") and end - done < 4 and end < len(tokens):
+            texts.append("")  # perhaps the first bytes of a character
             continue
-        texts.append(text[len(before) :])
+        while text.startswith("\ufffd") and done < end - 1:
+            texts[done], text, done = "\ufffd", text[1:], done + 1  # they were not
+        texts.append(text)
         first, done = done, end
     return texts
 

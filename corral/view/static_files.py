@@ -8,7 +8,7 @@ from typing import Any
 from corral.observe.run_files import json_line, write_atomically
 from corral.recipe.errors import UserError
 from corral.view.runs import Runs
-from corral.view.server import PAGE
+from corral.view.view_server import PAGE
 
 
 def export(folders: Sequence[Path], out: Path, report: Callable[[str], None] = print) -> None:

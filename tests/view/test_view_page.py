@@ -12,7 +12,7 @@ from view_runs import HOSTILE, lines_of, metrics_of, write_run
 
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
-from corral.view import server
+from corral.view import view_server
 from corral.view.runs import Runs
 from corral.view.static_files import export
 
@@ -43,7 +43,7 @@ def address(tmp_path: Path, tiny_model: Path, page: Browser) -> Iterator[str]:
 
 
 def served(folder: Path, token: str | None = None) -> "running":
-    return running(server.make_app(Runs([folder]), token))
+    return running(view_server.make_app(Runs([folder]), token))
 
 
 def go(page: Browser, address: str, wanted: str) -> None:
@@ -168,7 +168,7 @@ def test_charts_zoom_smooth_and_are_saved(page: Browser, address: str) -> None:
 
 
 def test_a_run_is_watched_while_it_is_trained(page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(view_server, "LOOK_EVERY_S", 0.05)
     run = write_run(tmp_path, "going-on", of=50)
     page.problems.clear()
     with RunFolder(run), served(tmp_path) as address:

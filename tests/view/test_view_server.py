@@ -4,14 +4,16 @@ import io
 import json
 import os
 import re
+import signal
 import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import corral
+from commands import corral, start_corral
 from fastapi.testclient import TestClient
+from guides import block
 from served import running
 from view_runs import HOSTILE, lines_of, record, write_run
 
@@ -20,14 +22,14 @@ from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
-from corral.view import server
+from corral.view import view_server
 from corral.view.runs import MetricsReader, Runs, split_tokens
 
-PAGE = Path(server.PAGE)
+PAGE = Path(view_server.PAGE)
 
 
 def client(*folders: Path, token: str | None = None, **options: Any) -> TestClient:
-    return TestClient(server.make_app(Runs(folders), token), base_url="http://localhost", **options)
+    return TestClient(view_server.make_app(Runs(folders), token), base_url="http://localhost", **options)
 
 
 def ask(folder: Path, path: str) -> Any:
@@ -134,6 +136,7 @@ def test_tokens_of_a_character_are_joined_and_spaces_kept() -> None:
     assert len(texts) == len(tokens) == len(text.encode())
     assert texts[:4] == ["a", " ", "", "é"]
     assert split_tokens(tokenizer, tokens[:3]) == ["a", " ", "\ufffd"]
+    assert split_tokens(tokenizer, [*tokens[2:3], *tokens[:2]]) == ["\ufffd", "a", " "]  # bytes that are no character
 
 
 def test_token_texts_come_from_the_tokenizer_of_the_model_or_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
@@ -213,10 +216,10 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
 
 
 def test_new_rows_are_sent_while_a_run_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(view_server, "LOOK_EVERY_S", 0.02)
     run = write_run(tmp_path, "one", steps=2)
     is_over = threading.Event()
-    with RunFolder(run), running(server.make_app(Runs([tmp_path]), None, is_over.is_set)) as address:
+    with RunFolder(run), running(view_server.make_app(Runs([tmp_path]), None, is_over.is_set)) as address:
         with urllib.request.urlopen(f"{address}/api/run/one/run.json", timeout=10) as answer:
             position = json.load(answer)["position"]
         with urllib.request.urlopen(f"{address}/api/run/one/events?position={position}", timeout=10) as events:
@@ -286,7 +289,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     ],
 )
 def test_other_pages_get_no_answer(tmp_path: Path, headers: dict[str, str], status: int) -> None:
-    app = server.make_app(Runs([tmp_path]), None)
+    app = view_server.make_app(Runs([tmp_path]), None)
     with TestClient(app, base_url="http://127.0.0.1") as asking:
         asking.headers["host"] = "localhost"
         assert asking.get("/api/runs.json", headers=headers).status_code == status
@@ -307,6 +310,21 @@ def test_with_a_token_the_page_is_open_and_the_numbers_are_not(tmp_path: Path) -
     right = {"Authorization": "Bearer a-long-enough-token"}
     assert asking.get("/api/runs.json", headers=right).status_code == 200
     assert asking.get("/api/runs.json", headers={**right, "Origin": "http://pages.example"}).status_code == 403
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "one")
+    [command] = block("view").commands
+    server_process = start_corral(tmp_path, *command.replace("8080", "0").split()[1:])
+    server_process.wait_until(lambda: "Ctrl-C" in server_process.stdout.read_text())
+    [address] = re.findall(r"http://[0-9.:]+", server_process.stdout.read_text())
+    with urllib.request.urlopen(f"{address}/api/runs.json", timeout=30) as answer:
+        [run] = json.load(answer)["runs"]
+    with urllib.request.urlopen(f"{address}/api/run/one/events?position=1-5", timeout=30) as events:
+        assert next_event(events)["state"] == run["state"] == "finished"
+        server_process.send(signal.SIGINT)  # while somebody is watching
+        finished = server_process.wait(30)
+    assert (finished.code, finished.stderr) == (0, "")
 
 
 def test_other_machines_need_a_token(tmp_path: Path) -> None:
@@ -348,7 +366,8 @@ def test_every_word_of_the_page_has_a_chinese_one() -> None:
 def test_exported_files_are_the_answers_of_the_server(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "one")
     write_run(tmp_path / "runs", "two", steps=1)
-    result = corral(tmp_path, "view", "runs", "--export", "out")
+    [command] = block("view-export").commands
+    result = corral(tmp_path, *command.replace("site", "out").split()[1:])
     assert result.code == 0, result.stderr
     app = client(tmp_path / "runs")
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]

@@ -13,7 +13,7 @@ const main = document.getElementById("main");
 const bar = document.getElementById("bar");
 let leave = () => {};
 let keys = {};
-let opening = 0;
+let visit = 0;
 
 const PAGES = [
   [/^$/, () => runsPage],
@@ -43,7 +43,7 @@ const EVERYWHERE = {
 };
 
 async function open() {
-  const mine = ++opening;
+  const mine = ++visit;
   leave();
   leave = () => {};
   keys = {};
@@ -54,7 +54,7 @@ async function open() {
   const [match, page] = found;
   try {
     const view = await page(...match.slice(1).map((part) => part && decodeURIComponent(part)));
-    if (mine !== opening) return view.leave?.();
+    if (mine !== visit) return view.leave?.();
     leave = view.leave ?? leave;
     keys = view.keys ?? {};
     document.title = plain(`${view.title} · Corral`);
@@ -62,7 +62,7 @@ async function open() {
     replace(main, view.content);
     view.shown?.();
   } catch (error) {
-    if (mine !== opening) return;
+    if (mine !== visit) return;
     if (error instanceof TokenNeeded) askForToken();
     else {
       if (!(error instanceof Error) || error instanceof TypeError) console.error(error);

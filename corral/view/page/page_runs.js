@@ -112,9 +112,18 @@ export function stateChip(state) {
 }
 
 export function scores(run) {
-  const text = (score) =>
-    score.kind === "score" && score.value !== null ? `${number(100 * score.value, 3)} %` : number(score.value, 3);
+  // Rewards need not be fractions: as on the console, only what lies between 0 and 1 is a percentage.
+  const isFraction = [run.before, run.after].every(
+    (score) => !score || (score.kind === "score" && score.value >= 0 && score.value <= 1),
+  );
+  const text = (value, digits) =>
+    isFraction && value !== null ? `${number(100 * value, digits)} %` : number(value, digits);
   if (!run.before) return h("span", { class: "quiet" }, "–");
-  const range = run.after?.ci95 ? h("span", { class: "quiet small" }, ` ± ${number(100 * run.after.ci95, 2)}`) : null;
-  return h("span", {}, text(run.before), run.after ? [" → ", h("strong", {}, text(run.after)), range] : null);
+  const range = run.after?.ci95 ? h("span", { class: "quiet small" }, ` ± ${text(run.after.ci95, 2)}`) : null;
+  return h(
+    "span",
+    {},
+    text(run.before.value, 3),
+    run.after ? [" → ", h("strong", {}, text(run.after.value, 3)), range] : null,
+  );
 }

@@ -192,7 +192,7 @@ function fact(name, value) {
 }
 
 /** Samples as cells that link to them, colored by where their reward is among `rewards`. */
-export function sampleCells(samples, hrefOf, rewards, current) {
+export function sampleCells(samples, hrefOf, rewards, current, labelOf = (one) => number(one.reward, 3)) {
   const [low, high] = rewards.reduce(
     ([least, most], reward) => [Math.min(least, reward), Math.max(most, reward)],
     [Infinity, -Infinity],
@@ -218,7 +218,7 @@ export function sampleCells(samples, hrefOf, rewards, current) {
           "aria-current": one.index === current ? "page" : null,
           title: plain(about.filter(Boolean).join("\n")),
         },
-        number(one.reward, 3),
+        labelOf(one),
       );
       cell.style.setProperty(
         "--place",

@@ -255,18 +255,7 @@ function tree(all, color, here) {
       "div",
       { class: "node", "data-sample": null },
       tokens.length || ended.length
-        ? h(
-            "div",
-            { class: "segment" },
-            shortened(tokens, color),
-            ended.map((one) =>
-              h(
-                "a",
-                { class: "sample", href: `${here}/${one.sample.index}` },
-                `${t("sample")} ${one.sample.sample}: ${number(one.sample.reward, 3)}`,
-              ),
-            ),
-          )
+        ? h("div", { class: "segment" }, shortened(tokens, color), ended.length ? leaves(ended) : null)
         : null,
       children.length
         ? h(
@@ -283,6 +272,12 @@ function tree(all, color, here) {
   const root = node(treeOf(all));
   root.dataset.sample = all[0].sample.index;
   return h("div", { class: "tree" }, root);
+
+  function leaves(ended) {
+    const label = (one) => `${t("sample")} ${one.sample}: ${number(one.reward, 3)}`;
+    const samples = ended.map((one) => one.sample);
+    return sampleCells(samples, (one) => `${here}/${one.index}`, rewardsOf(all.map((one) => one.sample)), null, label);
+  }
 
   // Which sample a node's numbers are of: the first that goes through it, as in `treeOf`.
   function leaf(child) {

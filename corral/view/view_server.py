@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from corral.http_server import listen, make_server, protect, reply, url_of
 from corral.observe.run_files import json_line
 from corral.recipe.errors import UserError, first_line
-from corral.view.runs import NotFound, Run, Runs
+from corral.view.runs import NotFound, RunReader, Runs
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Response
@@ -126,7 +126,7 @@ def step_and_part(name: str) -> tuple[int, str]:
     return int(step), part
 
 
-async def run_events(run: Run, position: str, is_ending: Callable[[], bool]) -> AsyncIterator[bytes]:
+async def run_events(run: RunReader, position: str, is_ending: Callable[[], bool]) -> AsyncIterator[bytes]:
     """Server-sent events: the rows that are new in `metrics.jsonl`, the state, and which trajectories there are."""
     known: dict[str, Any] = {}
     quiet_s = 0.0
