@@ -211,7 +211,7 @@ class MLflow(TrackerAdapter):
     def _log_params(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARACTERS]) for key, value in _flat(config)]
+        params = [Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARACTERS]) for key, value in flat(config)]
         for start in range(0, len(params), self.MAX_PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + self.MAX_PARAMS_PER_CALL])
 
@@ -274,9 +274,10 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w/. -]", "_", name.replace("@", "_at_"))
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of a recipe by their dotted keys."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -6,10 +6,12 @@ no request can name a path.
 """
 
 import json
+import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from corral.observe.console import ENDED_BY, held_out_score, is_validation
 from corral.observe.curve import LOSSES, points
 from corral.observe.ledger import Ledger
 from corral.observe.run_folder import is_in_use, latest_recipe
+from corral.observe.trackers import flat
 from corral.observe.trajectory_store import TrajectoryStore
 from corral.recipe.document import read_document
 from corral.recipe.errors import UserError, first_line
@@ -48,20 +51,16 @@ class Runs:
             known = {run.path for run in self._by_id.values()}
             for path in dict.fromkeys(path for folder in self.folders for path in find_runs(folder)):
                 if path not in known:
-                    self._by_id[self._new_id(path.name)] = RunReader(self._new_id(path.name), path)
+                    ids = (path.name if number == 1 else f"{path.name}.{number}" for number in count(1))
+                    new = next(run_id for run_id in ids if run_id not in self._by_id)
+                    self._by_id[new] = RunReader(new, path)
             return [run for run in self._by_id.values() if run.path.is_dir()]
 
-    def _new_id(self, name: str) -> str:
-        number = 1
-        while (run_id := name if number == 1 else f"{name}.{number}") in self._by_id:
-            number += 1
-        return run_id
-
     def get(self, run_id: str) -> "RunReader":
-        for run in self.all():
-            if run.id == run_id:
-                return run
-        raise NotFound(f"there is no run {run_id}")
+        found = next((run for run in self.all() if run.id == run_id), None)
+        if found is None:
+            raise NotFound(f"there is no run {run_id}")
+        return found
 
     def overview(self) -> dict[str, Any]:
         return {"folders": [str(folder) for folder in self.folders], "runs": [run.summary() for run in self.all()]}
@@ -84,11 +83,7 @@ class RunReader:
 
     def __init__(self, run_id: str, path: Path) -> None:
         self.id, self.path = run_id, path
-        self.metrics = MetricsReader(path / "metrics.jsonl")
-
-    @property
-    def store(self) -> TrajectoryStore:
-        return TrajectoryStore(self.path / "trajectories")
+        self.metrics, self.store = MetricsReader(path / "metrics.jsonl"), TrajectoryStore(path / "trajectories")
 
     def file(self, *names: str) -> Path | None:
         """A regular file of this run. None: there is none, or it is a link to somewhere else."""
@@ -264,7 +259,7 @@ class MetricsReader:
             return
         try:
             with self.path.open("rb") as file:
-                found = self.path.stat()
+                found = os.fstat(file.fileno())
                 if self._file != (found.st_dev, found.st_ino) or found.st_size < self.size:
                     self._file, self.size, self.num_broken = (found.st_dev, found.st_ino), 0, 0
                     self._generation, self._rows = self._generation + 1, []
@@ -322,10 +317,12 @@ def split_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The held-out score of a validation, or its loss where nothing is generated."""
-    found = held_out_score(metrics)
-    name = "score" if found is not None else "loss"
-    value = found if found is not None else metrics.get("validation/loss")
-    return {"step": metrics["step"], "kind": name, "value": value, "ci95": metrics.get("validation/ci95")}
+    kind, value = (
+        ("loss", metrics.get("validation/loss"))
+        if held_out_score(metrics) is None
+        else ("score", held_out_score(metrics))
+    )
+    return {"kind": kind, "value": value, "ci95": metrics.get("validation/ci95")}
 
 
 def number(value: Any) -> float | None:
@@ -340,14 +337,6 @@ def thinned(values: Sequence[float]) -> list[float]:
 
 def preview(value: Any) -> Any:
     return value[:PREVIEW_CHARS] + "…" if isinstance(value, str) and len(value) > PREVIEW_CHARS else value
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def tail_lines(path: Path | None) -> list[str]:

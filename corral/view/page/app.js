@@ -31,16 +31,19 @@ const EVERYWHERE = {
       location.hash = "#/";
     },
   ],
-  u: [
-    "one level up",
-    () => {
-      location.hash = location.hash.replace(/\/[^/]*$/, "").replace(/\/step$/, "");
-    },
-  ],
+  u: ["one level up", () => (location.hash = parentOf(location.hash))],
   d: ["dark or light", toggleTheme],
   l: ["English or Chinese", toggleLanguage],
   "/": ["filter", () => main.querySelector("[data-filter]")?.focus()],
 };
+
+/** The page above: of a trajectory its step, of a step the run's steps, of a run the list. */
+function parentOf(hash) {
+  const [, kind, run, tab, step, index] = hash.split("/");
+  if (kind !== "run" || !tab) return "#/";
+  if (tab !== "step") return `#/run/${run}`;
+  return index === undefined ? `#/run/${run}/steps` : `#/run/${run}/step/${step}`;
+}
 
 async function open() {
   const mine = ++visit;
@@ -61,6 +64,7 @@ async function open() {
     drawBar(view.trail);
     replace(main, view.content);
     view.shown?.();
+    scrollTo(0, 0);
   } catch (error) {
     if (mine !== visit) return;
     if (error instanceof TokenNeeded) askForToken();
