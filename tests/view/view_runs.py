@@ -10,7 +10,7 @@ from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryWriter
 
 HOSTILE = (
-    "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u202etxt\x1b[31m\x00 \ud83d "
+    "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u202etxt\x1b[31m\x00 "
     '"><svg onload=window.hacked=1>'
 )
 RECIPE = "name: {name}\nmodel: {{path: {model}}}\nalgorithm: {{name: grpo}}\nschedule: {{steps: {steps}}}\n"
@@ -48,7 +48,7 @@ def write_run(folder: Path, name: str, steps: int = 3, of: int = 3, text: str = 
             ledger.generated(step, prompts)
             ledger.trained(step, prompts)
             metrics.log(step, metrics_of(step))
-            writer.write(step, [record(prompt, sample, sample / 3, text) for prompt in prompts for sample in range(4)])
+            writer.write(step, [record(prompt, sample, sample / 4, text) for prompt in prompts for sample in range(4)])
         metrics.log(steps, {"validation/mean@1": 0.75, "validation/ci95": 0.1})
         writer.write(steps, [record(0, 0, 1.0, text)], part="validation")
         (run.logs / "main.log").write_text(f"2026-01-01T00:00:00+0000 WARNING corral.x: {text}\n", errors="replace")
