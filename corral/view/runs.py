@@ -125,10 +125,14 @@ class RunReader:
     def detail(self) -> dict[str, Any]:
         """What the page of a run shows: its summary, all metrics, recipe, plan, and what else there is to open."""
         summary, (position, rows) = self.summary(), self.metrics.read()
-        names = dict.fromkeys(name for row in rows for name in row if name != "step")
-        steps = sorted({row["step"] for row in rows})
-        by_name = {name: dict(zip(*points(rows, name), strict=True)) for name in names}
-        columns = {name: [values.get(step) for step in steps] for name, values in by_name.items()}
+        by_step: dict[int, dict[str, float]] = {}  # a step that was logged again counts once, as in `points`
+        for row in rows:
+            by_step.setdefault(row["step"], {}).update(
+                (name, value) for name, value in row.items() if value is not None
+            )
+        steps = sorted(by_step)
+        names = dict.fromkeys(name for row in by_step.values() for name in row if name != "step")
+        columns = {name: [by_step[step].get(name) for step in steps] for name in names}
         recipe = latest_recipe(self.path)
         texts = {"recipe": self.file(recipe.name) if recipe else None, "plan": self.file("plan.txt")}
         return {
