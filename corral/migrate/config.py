@@ -80,7 +80,7 @@ class RawConfig:
         return next((self.origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.origins), "")
 
     def flat(self) -> dict[str, ForeignValue]:
-        """References resolved. Raises a RecipeError with all problems."""
+        """References resolved; what could not be is left out, and in `problems`."""
         references = ReferenceResolver(self)
         given: dict[str, ForeignValue] = {}
         for path, value in leaves((), self.values):
@@ -92,8 +92,6 @@ class RawConfig:
             for below, leaf in leaves(path, resolved):
                 key = ".".join(below)
                 given[key] = ForeignValue(key, leaf, self.where(below) or ".".join(path), key in self.added)
-        if self.problems:
-            raise RecipeError(dict.fromkeys(self.problems))
         named = {target[0] for target in references.found}
         return {key: replace(one, referenced=key.split(".")[0] in named) for key, one in given.items()}
 

@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 
 from corral.migrate import engines
 from corral.migrate.config import RawConfig, add_file, add_override, leaves
-from corral.migrate.migration import Migration, migrate, value_at
+from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at, with_overrides
 from corral.migrate.outcome import ABSENT, ForeignValue
 from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
@@ -18,6 +18,7 @@ from corral.migrate.table import KeyTable, load_table
 from corral.migrate.value_kinds import format_value
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
+from corral.recipe.keys import find_key
 from corral.recipe.schema import Recipe
 
 TABLES = {"verl": "verl", "search_r1": "verl", "roll": "roll", "rlinf": "rlinf"}
@@ -74,18 +75,43 @@ class TrainingCommand:
         return [self.program, *(word.text for word in self.words)]
 
 
-def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
-    """Raises a RecipeError with all that is wrong."""
+def migrate_file(
+    path: Path, system: str | None = None, defined: Mapping[str, str] | None = None, changes: Sequence[str] = ()
+) -> Migration:
+    """Raises a RecipeError with all that is wrong. `changes`: `key=value` of the other system or of the recipe."""
+    foreign, own = split_changes(changes, system)
+    return with_overrides(read_file(path, system, defined, foreign), own)
+
+
+def split_changes(changes: Sequence[str], system: str | None) -> tuple[list[str], list[str]]:
+    """Changes to keys of the other system, by their names or by their ends (`rollout.n=5`), and those to the recipe."""
+    tables = [table_of(name) for name in candidates(system)]
+    names = {row.key for table in tables for row in table.rows if "*" not in row.key}
+    foreign, own = list[str](), list[str]()
+    for change in changes:
+        key, equals, value = change.partition("=")
+        ends = [key] if key in names else [name for name in names if name.endswith(f".{key}")]
+        if len(ends) == 1 and find_key(tuple(key.split("."))) is None:
+            foreign.append(f"{ends[0]}{equals}{value}")
+        else:
+            own.append(change)
+    return foreign, own
+
+
+def read_file(
+    path: Path, system: str | None, defined: Mapping[str, str] | None, changes: Sequence[str] = ()
+) -> Migration:
     if path.suffix in (".yaml", ".yml"):
         config = RawConfig(defined)
         add_file(config, path)
+        add_changes(config, changes)
         return finish(config, system, [])
     first, *others = read_sources(read_text(path), path, defined)
-    migration = migrate_source(first, system, defined)
+    migration = migrate_source(first, system, defined, changes)
     problems, remarks = list[str](), list[str]()
     for other in others:
         try:
-            found = migrate_source(other, system, defined)
+            found = migrate_source(other, system, defined, changes)
         except RecipeError as error:
             remarks.append(f"if it were not for {other.question}, there would be no recipe: {error.problems[0]}")
             continue
@@ -96,9 +122,16 @@ def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, st
                 shown = " or ".join("nothing" if value is ABSENT else format_value(value) for value in values)
                 open_key = f"`{'.'.join(key)}` is {shown}: {other.question} decides"
                 (remarks if is_text else problems).append(open_key)
+    pitfalls = (*migration.pitfalls, *dict.fromkeys(remarks))
     if problems:
-        raise RecipeError([f"{one}, and nothing is run here; give the variables with --define" for one in problems])
-    return replace(migration, pitfalls=(*migration.pitfalls, *dict.fromkeys(remarks)))
+        what = [f"{one}, and nothing is run here; give the variables with --define" for one in problems]
+        raise RefusedConfig(what, migration.title, migration.entries, pitfalls)
+    return replace(migration, pitfalls=pitfalls)
+
+
+def add_changes(config: RawConfig, changes: Sequence[str]) -> None:
+    for change in changes:
+        add_override(config, change, "command line")
 
 
 def migrate_words(
@@ -226,7 +259,9 @@ def strays(behind: Sequence[ShellCommand], file: str) -> Iterator[str]:
 # --- from what was found to a recipe
 
 
-def migrate_source(source: TrainingCommand, system: str | None, defined: Mapping[str, str] | None) -> Migration:
+def migrate_source(
+    source: TrainingCommand, system: str | None, defined: Mapping[str, str] | None, changes: Sequence[str] = ()
+) -> Migration:
     config, chosen = RawConfig(defined), system or source.system
     assert chosen is not None
     options, words = split_options(source.words)
@@ -237,11 +272,8 @@ def migrate_source(source: TrainingCommand, system: str | None, defined: Mapping
     elif not words:
         raise RecipeError(f"{source.file}: the command says nothing of what to train; name its configuration")
     add_words(config, words, source)
-    try:
-        return finish(config, chosen, source.pitfalls)
-    except RecipeError as error:
-        warnings = dict.fromkeys(warning for word in words for warning in word.warnings)
-        raise RecipeError([*error.problems, *warnings]) from None
+    add_changes(config, changes)
+    return finish(config, chosen, source.pitfalls)
 
 
 def split_options(words: Sequence[ShellValue]) -> tuple[dict[str, ShellValue], list[ShellValue]]:
@@ -301,9 +333,12 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
         add_override(config, word.text, where)
 
 
+def candidates(system: str | None) -> tuple[str, ...]:
+    return tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+
+
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
-    candidates = tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
-    tables = [table_of(name) for name in candidates]
+    tables = [table_of(name) for name in candidates(system)]
     written = [ForeignValue(".".join(path), value, config.where(path)) for path, value in leaves((), config.values)]
     if kind := next(filter(None, (table.other_kind(written) for table in tables)), None):
         raise RecipeError(kind)
@@ -311,12 +346,14 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and system is None:
-        raise RecipeError("none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?")
+        raise RecipeError(
+            config.problems or "none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?"
+        )
     if config.missing:
         names = ", ".join(dict.fromkeys(config.missing))
         usual = f"{best.title}'s usual values are taken"
         pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
-    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])
+    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)], config.problems)
 
 
 @cache

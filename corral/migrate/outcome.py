@@ -38,6 +38,8 @@ class Outcome:
     status: Status
     ours: Mapping[KeyPath, Any] = field(default_factory=dict)
     note: str = ""
+    differs: bool = False
+    """Whether the training is not quite the same, although Corral has the thing: the note has both sides."""
 
 
 def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
@@ -45,9 +47,9 @@ def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
     return Outcome("mapped", {as_path(ours): value}, note)
 
 
-def converted(ours: Mapping[Any, Any], note: str) -> Outcome:
+def converted(ours: Mapping[Any, Any], note: str, differs: bool = False) -> Outcome:
     """Another number or other words for the same thing; the note has both. Keys are `a.b` or tuples."""
-    return Outcome("converted", {as_path(key): value for key, value in ours.items()}, note)
+    return Outcome("converted", {as_path(key): value for key, value in ours.items()}, note, differs)
 
 
 def built_in(note: str) -> Outcome:

@@ -215,8 +215,9 @@ def truncated_samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("off, as in Corral")
     if is_agentic(config):
         return unsupported("truncated trajectories count; see `algorithm.mask_truncated`")
-    note = "samples cut off by length are in no loss; with `whiten_advantages`, Corral whitens over them too"
-    return converted({"algorithm.mask_truncated": True}, note)
+    whitens_all = bool(config.value("whiten_advantages"))
+    note = "samples cut off by length are in no loss" + "; Corral whitens over them too" * whitens_all
+    return converted({"algorithm.mask_truncated": True}, note, differs=whitens_all)
 
 
 def reward_of(config: ForeignConfig, domain: str) -> str | None:
@@ -307,9 +308,10 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
         why = "rewards of later turns are not discounted" if discounted else f"Corral has {', '.join(ESTIMATORS)}"
         return replaced(ours, f"{why}; {found.name} takes its place")
     note = f"{found.description}: {found.name}"
-    if found.name in ("reinforce", "reinforce_plus_plus") and is_agentic(config) and written != "step_reinforce":
+    by_token = found.name in ("reinforce", "reinforce_plus_plus") and is_agentic(config) and written != "step_reinforce"
+    if by_token:
         note += "; a token has the return from there on, in ROLL that of the whole trajectory"
-    return converted(ours, note)
+    return converted(ours, note, differs=by_token)
 
 
 def whitens(config: ForeignConfig) -> bool:

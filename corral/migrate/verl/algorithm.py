@@ -78,7 +78,7 @@ def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if found.status != "mapped" or config.table.row("do_search"):
         return found
     unread = "verl reads it where `clip_ratio_low` and `clip_ratio_high` are null only, and else clips at 0.2"
-    return converted(found.ours, f"{given.value:g} on either side; {unread}")
+    return converted(found.ours, f"{given.value:g} on either side; {unread}", differs=given.value != 0.2)
 
 
 def clip(config: ForeignConfig, given: ForeignValue, *sides: str) -> Outcome:
