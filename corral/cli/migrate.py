@@ -21,6 +21,7 @@ MAX_PATH_LENGTH = 250
 
 class System(StrEnum):
     VERL = "verl"
+    VERL_SFT = "verl_sft"
     SEARCH_R1 = "search_r1"
     ROLL = "roll"
     RLINF = "rlinf"

@@ -24,7 +24,9 @@ DEFAULT = re.compile(r"[\w./-]{1,200}")
 PACKAGE = re.compile(r"^#\s*@package\s+([\w.]+)", re.MULTILINE)
 YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
-ENGINE_CHOICE = re.compile(r"(actor|ref|critic)@[\w.]+=(dp|megatron|mlite|veomni|torchtitan|automodel)_\1")
+ENGINE_CHOICE = re.compile(
+    r"(actor|ref|critic)@[\w.]+=(dp|megatron|mlite|veomni|torchtitan|automodel)_\1|(engine|optim)=\w+"
+)
 """Choices of verl's files with the settings of a trainer."""
 MAX_FILES = 100
 MAX_DEPTH = 30

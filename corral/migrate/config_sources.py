@@ -21,18 +21,19 @@ from corral.recipe.errors import RecipeError
 from corral.recipe.keys import find_key
 from corral.recipe.schema import Recipe
 
-TABLES = {"verl": "verl", "search_r1": "verl", "roll": "roll", "rlinf": "rlinf"}
+TABLES = {"verl": "verl", "search_r1": "verl", "verl_sft": "verl", "roll": "roll", "rlinf": "rlinf"}
 """Systems, and the packages with the functions that their tables name besides those of `engines.py`. Of several tables
 the one that knows most of the keys is taken: for verl also that of Search-R1, which is a verl with keys of its own."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_sync|ppo_v0|ppo_format|dapo)(?:\.py)?"),
+    "verl_sft": re.compile(r"(?:[\w./-]*[./])?(?:fsdp_)?sft_trainer(?:_ray)?(?:\.py)?"),
     "roll": re.compile(r"(?:[\w./-]*/)?(?:start_\w+_pipeline\.py|run_\w*pipeline\w*\.sh)"),
     "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
 }
 """Programs that start a training, and so end whatever comes before them: Ray, Slurm, containers."""
 OTHER_KINDS = {
-    r"\w*sft_trainer\w*|train_v\wm?_sft|start_sft_pipeline": "supervised fine-tuning (see docs/sft.md)",
+    r"train_v\wm?_sft|start_sft_pipeline": "supervised fine-tuning (see docs/sft.md)",
     r"start_dpo_pipeline": "preference optimization (DPO; see docs/preferences.md)",
     r"start_\w*distill\w*|main_gkd": "distillation (see docs/distillation.md)",
     r"main_generation\w*|start_\w+_rollout_pipeline": "rollouts without training",
@@ -43,6 +44,7 @@ OTHER_KINDS = {
 """Kinds of run that no recipe comes of, by the last part of a program's name."""
 OWN_PROGRAM = re.compile(r"recipe\.(?!dapo\.main_dapo\b)[\w.]+|verl\.experimental\.[\w.]+")
 """Programs beside verl's trainer, each with code and keys of its own."""
+TORCHRUN = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
 MAX_PROGRAM_LENGTH = 300
 SHELL = re.compile(r"(?:.*/)?(?:ba|da|z|k)?sh")
 CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
@@ -171,7 +173,7 @@ def read_sources(text: str, path: Path, defined: Mapping[str, str] | None, folde
             source.pitfalls = [*script.broken_lines, *source.pitfalls, *lost_in_jobs(way, path)]
             sources.append(source)
     if not sources:
-        known = "main_ppo (verl, Search-R1), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
+        known = "main_ppo, sft_trainer (verl), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
         ends = f"; it ends itself in line {script.exit_line}" if script.exit_line else ""
         raise RecipeError(f"{path}: no command in it starts a training that is known: {known}{ends}")
     return sources
@@ -205,6 +207,7 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
                 raise RecipeError(f"{file}:{command.line}: `{word.text}` is {kind}, which is not migrated")
             if system := program_of(word.text, before):
                 source = TrainingCommand(system, command.words[place + 1 :], word.text, file, line=command.line)
+                source.words[:0] = launched_on(command.words[:place]) if system == "verl_sft" else []
                 source.pitfalls += address_problems(command.words[:place], file)
                 source.pitfalls += strays(commands[number + 1 :], file)
                 yield source
@@ -212,6 +215,15 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
             is_shell = any(SHELL.fullmatch(one.text) for one in command.words[:place])
             if is_shell and re.fullmatch("-[a-z]*c", before) and any(map(str.isspace, word.text)):
                 yield from programs(read_script(word.text, file).commands, file)
+
+
+def launched_on(before: Sequence[ShellValue]) -> Iterator[ShellValue]:
+    """Nodes and devices as torchrun has them, under the names that they have in verl's configuration."""
+    for word, behind in zip(before, [*before[1:], ShellValue("")], strict=True):
+        name, equals, text = word.text.lstrip("-").replace("-", "_").partition("=")
+        if word.text.startswith("-") and name in TORCHRUN:
+            value = replace(word, text=text) if equals else behind
+            yield replace(value, text=f"{TORCHRUN[name]}={value.text}", line=word.line)
 
 
 def program_of(word: str, before: str) -> str | None:
@@ -360,4 +372,4 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
 def table_of(name: str) -> KeyTable:
     package = import_module(f"corral.migrate.{TABLES[name]}")
     modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__)]
-    return load_table(name, engines, *modules, base=table_of("verl") if name == "search_r1" else None)
+    return load_table(name, engines, *modules, base=table_of("verl") if name in ("search_r1", "verl_sft") else None)

@@ -21,9 +21,9 @@ from corral.recipe.load import RecipeDumper, problems_of, problems_of_parts, rec
 from corral.recipe.references import escape_references
 from corral.recipe.schema import Recipe
 
-ALWAYS_WRITTEN = {("algorithm", "kl", "where"), ("rollout", "engine", "name")}
-"""Keys that are written with their defaults, too: of one a null says something else than nothing, and of the other the
-line says why the recipe has this engine."""
+ALWAYS_WRITTEN = {("algorithm", "kl", "where"), ("rollout", "engine", "name"), ("model", "lora", "rank")}
+"""Keys that are written with their defaults, too: of one a null says something else than nothing, of another the line
+says why the recipe has this engine, and without the last there would be no adapters."""
 TITLES: dict[Status, str] = {
     "mapped": "mapped",
     "converted": "converted",
@@ -32,6 +32,8 @@ TITLES: dict[Status, str] = {
     "unsupported": "unsupported",
 }
 assert tuple(TITLES) == get_args(Status)
+COUNTING = ("algorithm", "batch", "optimizer")
+"""Sections of a recipe whose values the report names, also where they are the other system's defaults."""
 NUM_SHOWN = 5
 """Number of keys that a line of the report names, where the same is said of all of them."""
 
@@ -217,8 +219,12 @@ def report_text(found: Migration | RefusedConfig, every_key: bool = False) -> st
         if rest := [entry for entry in some if entry not in first]:
             each = every_key or status == "converted"
             lines += ["", TITLES[status], *((f"  {entry_text(one)}" for one in rest) if each else grouped(rest))]
-    if isinstance(found, Migration) and (num_defaults := len(list(defaults_of(found)))):
-        lines += ["", f"besides, {title}'s defaults where Corral's are others: {num_defaults} lines of the recipe"]
+    if isinstance(found, Migration) and (defaults := dict(defaults_of(found))):
+        algorithm = [
+            f"{dotted(path)}: {format_value(one.value)}" for path, one in defaults.items() if path[0] in COUNTING
+        ]
+        lines += ["", f"besides, {title}'s defaults where Corral's are others: {len(defaults)} lines of the recipe"]
+        lines += [f"  {one_line(', '.join(algorithm))}"] * bool(algorithm)
     if not every_key and len(entries) > len(first) + len(by_status["converted"]):
         lines += ["", "`--all` lists every key"]
     return "\n".join(lines)

@@ -76,3 +76,11 @@ def run_name(config: object, given: ForeignValue) -> Outcome:
     if not name:
         raise ValueError("should name the run")
     return mapped("name", name) if name == given.value else converted({"name": name}, f"`{given.value}` as a folder")
+
+
+def adapted_layers(config: object, given: ForeignValue) -> Outcome:
+    """`all-linear`, or ends of names: a list, or a text with commas in it."""
+    names = given.value.strip("[]") if isinstance(given.value, str) else given.value
+    if names in (None, "all-linear"):
+        return mapped("model.lora.targets", "all-linear")
+    return mapped("model.lora.targets", [one.strip() for one in names.split(",")] if isinstance(names, str) else names)

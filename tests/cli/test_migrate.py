@@ -243,11 +243,11 @@ def test_strict_refuses_what_corral_lacks(tmp_path: Path) -> None:
         "python3",
         "-m",
         "verl.trainer.main_ppo",
-        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.actor.qat.enable=true",
     ]
     refused = corral(tmp_path, *words)
     assert refused.code == 2
-    assert "`actor_rollout_ref.model.lora_rank=8` is unsupported" in refused.stderr
+    assert "`actor_rollout_ref.actor.qat.enable=true` is unsupported" in refused.stderr
     assert corral(tmp_path, words[0], *words[2:]).code == 0
 
 
@@ -353,10 +353,10 @@ def test_corral_verl_is_a_drop_in_for_main_ppo(tmp_path: Path, rows: Path, tiny_
 
 def test_what_is_unsupported_is_not_run_unless_it_is_allowed(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
     words = ["migrate", "--system", "verl", "--train", "--", *overrides(rows, tiny_model)]
-    words += ["actor_rollout_ref.model.lora_rank=8"]
+    words += ["actor_rollout_ref.actor.qat.enable=true"]
     refused = corral(tmp_path, *words)
     assert refused.code == 2
-    assert "lora_rank=8` is unsupported" in refused.stderr
+    assert "qat.enable=true` is unsupported" in refused.stderr
     assert "--allow-unsupported goes on without" in refused.stderr
     assert corral(tmp_path, words[0], "--allow-unsupported", *words[1:]).code == 0
 
