@@ -35,7 +35,7 @@ assert tuple(TITLES) == get_args(Status)
 COUNTING = ("algorithm", "batch", "optimizer")
 """Sections of a recipe whose values the report names, also where they are the other system's defaults."""
 NUM_SHOWN = 5
-"""Number of keys that a line of the report names, where the same is said of all of them."""
+"""Number of keys that a line of the report names, where all of them have the same note."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def comment(setting: RecipeValue, title: str) -> str:
 
 
 def report_text(found: Migration | RefusedConfig, every_key: bool = False) -> str:
-    """What changes the training or needs a decision, each with both values; then the rest, by what is said of it."""
+    """What changes the training or needs a decision, each with both values; then the rest, by note."""
     title, entries = found.title, found.entries
     by_status = {status: [entry for entry in entries if entry.outcome.status == status] for status in TITLES}
     counts = ", ".join(f"{len(some)} {status}" for status, some in by_status.items() if some)
@@ -238,15 +238,15 @@ def decision_text(entry: KeyReport) -> str:
 
 
 def grouped(entries: Iterable[KeyReport]) -> Iterator[str]:
-    """Keys of which the same is said, on one line."""
+    """Keys with the same note, on one line."""
 
     def note(entry: KeyReport) -> str:
         return entry.outcome.note
 
-    for said, some in groupby(sorted(entries, key=note), key=note):
+    for reason, some in groupby(sorted(entries, key=note), key=note):
         keys = [one.given.key for one in some]
         more = f" and {len(keys) - NUM_SHOWN} more" if len(keys) > NUM_SHOWN else ""
-        yield "  " + one_line(f"{said or 'under another name'}: {', '.join(keys[:NUM_SHOWN])}{more}")
+        yield "  " + one_line(f"{reason or 'under another name'}: {', '.join(keys[:NUM_SHOWN])}{more}")
 
 
 def defaults_of(migration: Migration) -> Iterator[tuple[KeyPath, RecipeValue]]:
