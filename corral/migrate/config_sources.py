@@ -63,6 +63,8 @@ class TrainingCommand:
     system: str | None = None
     words: list[ShellValue] = field(default_factory=list)
     """What stands behind the program's name."""
+    launched: list[ShellValue] = field(default_factory=list)
+    """What is before it, as overrides: on how many devices it is launched."""
     program: str = ""
     file: str = "command"
     folder: Path = Path()
@@ -207,7 +209,7 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
                 raise RecipeError(f"{file}:{command.line}: `{word.text}` is {kind}, which is not migrated")
             if system := program_of(word.text, before):
                 source = TrainingCommand(system, command.words[place + 1 :], word.text, file, line=command.line)
-                source.words[:0] = launched_on(command.words[:place]) if system == "verl_sft" else []
+                source.launched += launched_on(command.words[:place]) if system == "verl_sft" else []
                 source.pitfalls += address_problems(command.words[:place], file)
                 source.pitfalls += strays(commands[number + 1 :], file)
                 yield source
@@ -283,7 +285,7 @@ def migrate_source(
         add_file(config, file)
     elif not words:
         raise RecipeError(f"{source.file}: the command says nothing of what to train; name its configuration")
-    add_words(config, words, source)
+    add_words(config, [*source.launched, *words], source)
     add_changes(config, changes)
     return finish(config, chosen, source.pitfalls)
 
