@@ -63,14 +63,14 @@ class TrainingCommand:
     system: str | None = None
     words: list[ShellValue] = field(default_factory=list)
     """What stands behind the program's name."""
-    launched: list[ShellValue] = field(default_factory=list)
-    """What is before it, as overrides: on how many devices it is launched."""
     program: str = ""
     file: str = "command"
     folder: Path = Path()
     """The folder in which the command would run."""
     line: int = 0
     pitfalls: list[str] = field(default_factory=list)
+    launched: list[ShellValue] = field(default_factory=list)
+    """What stands before the program, as overrides: on how many devices it is launched."""
     question: str = ""
     """The condition of the script that would have to be decided otherwise for this to be the command."""
 
