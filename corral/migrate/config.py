@@ -87,7 +87,8 @@ class RawConfig:
         given: dict[str, ForeignValue] = {}
         for path, value in leaves((), self.values):
             try:
-                resolved = references.resolve(path, value)
+                # where Hydra looks for files, and what it does with its output, is nothing that a recipe has
+                resolved = value if path[0] == "hydra" else references.resolve(path, value)
             except RecipeError as error:
                 self.problems += error.problems
                 continue

@@ -39,6 +39,12 @@ def test_every_key_has_its_line(tmp_path: Path) -> None:
     assert given["a.d"].where == "command"
 
 
+def test_settings_of_hydra_itself_need_no_variables(tmp_path: Path) -> None:
+    config = read(tmp_path, "hydra:\n  searchpath: ['file://${oc.env:REPO_PATH}/config']\na: ${oc.env:HERE}\n")
+    assert flat(config) == {"hydra.searchpath": ["file://${oc.env:REPO_PATH}/config"]}
+    assert [line.partition("`")[2][:1] for line in config.problems] == ["a"]
+
+
 def test_overrides_as_hydra_reads_them() -> None:
     config = RawConfig()
     for word in ("a.b=1e-6", "+a.c=true", "++d=[x,y]", "e={f: 1}", "g=null", "h=a: b", "i=", "j='1'", "k=x=y"):
