@@ -14,4 +14,4 @@ def read(table: KeyTable, *overrides: str, file: Path | None = None) -> Migratio
         add_file(config, file)
     for override in overrides:
         add_override(config, override, "test")
-    return migrate(table, config.flat())
+    return migrate(table, config.flat(), problems=config.problems)

@@ -52,7 +52,7 @@ def migrate_words(case: Path, words: Sequence[str]) -> Migration:
         rest = rest[2:]
     for word in rest:
         add_override(config, word, "command")
-    return migrate(table_of(system), config.flat())
+    return migrate(table_of(system), config.flat(), problems=config.problems)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Migrated:
         problems = "".join(f"{problem}\n" for problem in self.problems).replace(folder, "")
         if self.made is None:
             return {"error.txt": problems}
-        report = report_text(self.made).replace(folder, "") + "\n"
+        report = report_text(self.made, every_key=True).replace(folder, "") + "\n"
         return {"recipe.yaml": recipe_text(self.made), "report.txt": report + problems}
 
     def changes(self, base: "Migrated") -> Iterator[str]:

@@ -73,12 +73,13 @@ def compared(scripts: list[Path]) -> Iterator[tuple[Path, list[str]]]:
         for path in scripts:
             copy = Path(scratch) / "checkout" / path
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(path.read_text())
+            # the oracle sources scripts, and then a last `\` without a line behind it would be a word
+            copy.write_text(path.read_text() + "\n")
             copies.append(copy)
         work = Path(scratch) / "work"
         for path, copy, passed in zip(scripts, copies, run_in_bash(copies, Path(scratch)), strict=True):
             try:
-                source, *_ = read_sources(copy.read_text(), copy, None, str(work))
+                source, *_ = read_sources(path.read_text(), copy, None, str(work))
             except RecipeError:
                 continue
             found = [words for words in passed if source.program in words]

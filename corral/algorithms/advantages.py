@@ -188,6 +188,8 @@ class DiscountOptions:
 class GaeOptions(DiscountOptions):
     gae_lambda: Annotated[float, Gt(0), Le(1)] = 1.0
     """Lambda of generalized advantage estimation: 1 trusts the rewards, smaller values trust the critic more."""
+    whiten: bool = True
+    """Whether advantages are brought to mean 0 and deviation 1 over the batch."""
 
 
 @dataclass(frozen=True)
@@ -209,13 +211,13 @@ def none(batch: RewardedBatch, options: NoOptions) -> Tensor:
 
 @advantage(
     "gae",
-    "generalized advantage estimation with a critic's values, whitened",
+    "generalized advantage estimation with a critic's values, whitened unless `whiten` is false",
     options=GaeOptions,
     needs=Needs(critic=True),
     whitened=True,
 )
 def gae(batch: RewardedBatch, options: GaeOptions) -> Advantages:
-    """Generalized advantage estimation (Schulman et al., 2015, arXiv 1506.02438), whitened over the batch.
+    """Generalized advantage estimation (Schulman et al., 2015, arXiv 1506.02438), whitened over the batch by default.
 
     `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * gae_lambda * A_next`, where next is the next
     *generated* token of the trajectory, and 0 after the last: a truncated trajectory counts as finished.
@@ -228,7 +230,8 @@ def gae(batch: RewardedBatch, options: GaeOptions) -> Advantages:
     deltas = rewards + options.gamma * ragged.shift_left(values, offsets) - values
     advantages = ragged.discounted_suffix_sums(deltas, offsets, options.gamma * options.gae_lambda)
     raw = _scatter(advantages, index, batch)
-    return _result(batch, batch.whiten(raw), _scatter(advantages + values, index, batch))
+    found = batch.whiten(raw) if options.whiten else raw
+    return _result(batch, found, _scatter(advantages + values, index, batch))
 
 
 @advantage("grpo", "reward minus the mean of the prompt's samples, divided by their standard deviation", needs=BY_GROUP)

@@ -3,7 +3,7 @@
 The other policy is an engine with its own kernels and precision, or older weights. With x = log pi_train - log
 pi_engine of a token (clamped to [-20, 20]), every bound here is on `pi_train / pi_engine = exp(x)`, never on its
 inverse. A sequence's ratio is the product of its tokens', `exp(sum x)`. Dropped tokens have a loss of 0 and still count
-in the aggregation, as in the papers.
+in the aggregation, as in the papers, unless an option says otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Correction:
     """[T] To multiply the per-token loss with. No gradient; 0 on dropped tokens and on those not generated."""
     keep: Tensor
     """[T] bool, generated tokens that were not dropped."""
+    counted: Tensor
+    """[T] bool, generated tokens that the aggregation counts."""
     metrics: dict[str, Tensor]
     """Over generated tokens: `ratio_mean`, `kl_k1` and `kl_k3` (of engine || train), `dropped_fraction`, and `ess`, the
     effective sample size of the weights as a fraction of the tokens: `(sum w)^2 / (n sum w^2)`."""
@@ -59,7 +61,8 @@ def correction_weights(
     log_ratio = ragged.only((train_logprobs - engine_logprobs).detach(), mask).clamp(-20, 20)
     weights, keep = part.declaration.function(EngineRatios(log_ratio, mask, offsets), part.options)
     weights = ragged.only(weights, keep)
-    return Correction(weights, keep, _metrics(log_ratio, weights, keep, mask))
+    leaves = isinstance(part.options, RejectionOptions) and not part.options.count_dropped
+    return Correction(weights, keep, keep if leaves else mask, _metrics(log_ratio, weights, keep, mask))
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class RejectionOptions(IcepopOptions):
     cap: Annotated[float, Gt(0)] = 2.0
     level: Literal["token", "sequence"] = "token"
     """Whether single tokens are dropped for their ratio, or whole sequences for theirs."""
+    count_dropped: bool = True
+    """Whether dropped tokens still count in what the loss is divided by. False: they leave the loss with all of its
+    terms, as in verl; a sequence stays one where sequences are counted."""
 
 
 @correction("none", "no correction")

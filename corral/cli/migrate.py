@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.cli.planning import Debug, Insecure, PostMortem, ResumeAnyway, Shrink, print_plan, train_recipe
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from corral.migrate.migration import Migration
@@ -21,6 +21,7 @@ MAX_PATH_LENGTH = 250
 
 class System(StrEnum):
     VERL = "verl"
+    VERL_SFT = "verl_sft"
     SEARCH_R1 = "search_r1"
     ROLL = "roll"
     RLINF = "rlinf"
@@ -31,7 +32,7 @@ def migrate(
         list[str] | None,
         typer.Argument(
             metavar="FILE [KEY=VALUE...] | -- COMMAND...",
-            help="A script or a YAML file, with changes to keys of the recipe; or a whole command.",
+            help="A script or a YAML file, with changes to its keys or to those of the recipe; or a whole command.",
             show_default=False,
         ),
     ] = None,
@@ -52,6 +53,7 @@ def migrate(
         typer.Option(help="NAME=VALUE of a variable that the script does not set.", show_default=False),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if any key is unsupported.")] = False,
+    every_key: Annotated[bool, typer.Option("--all", help="Report every key with its value.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan of the recipe instead.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Train the recipe instead of printing it.")] = False,
@@ -66,12 +68,12 @@ def migrate(
 ) -> None:
     """Print the recipe that a command or configuration of verl, Search-R1, ROLL or RLinf amounts to, or run it.
 
-    The recipe goes to standard output, what became of each key to standard error. Nothing of a script is run.
+    The recipe goes to standard output, what became of its keys to standard error. Nothing of a script is run.
     """
-    from corral.migrate.config_sources import migrate_file, migrate_words
-    from corral.migrate.migration import with_overrides
     from corral.runtime.local_debugger import Debugging
 
+    if every_key and (plan or train):
+        raise UserError("--all belongs to the report, which --plan and --train do not print")
     if (allow_unsupported or shrink is not None) and not (plan or train):
         raise UserError("--allow-unsupported and --shrink belong to --plan and --train")
     if (debug or post_mortem or insecure or resume_anyway) and not train:
@@ -83,13 +85,9 @@ def migrate(
         raise UserError("name a script or a YAML file of another system, or write its command behind `--`")
     recipe = own_recipe(words)
     if recipe is None:
-        defined = dict(name_and_value(one) for one in define or [])
-        if is_file_with_overrides(words):
-            migration = with_overrides(migrate_file(Path(words[0]), system, defined), words[1:])
-        else:
-            migration = migrate_words(words, system, defined)
+        migration = read(words, system, dict(name_and_value(one) for one in define or []), every_key, as_json)
         if not (plan or train):
-            print_migration(migration, strict, as_json)
+            print_migration(migration, strict, every_key, as_json)
             return
         recipe = accepted(migration, allow_unsupported)
     elif not (plan or train):
@@ -99,6 +97,26 @@ def migrate(
         print_plan(recipe, shrink, as_json)
     else:
         train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
+
+
+def read(
+    words: Sequence[str], system: str | None, defined: Mapping[str, str], every_key: bool, as_json: bool
+) -> "Migration":
+    """The migration. What is refused has its report, too, before the error."""
+    from corral.migrate.config_sources import migrate_file, migrate_words
+    from corral.migrate.migration import RefusedConfig, as_dict, report_text
+
+    try:
+        if is_file_with_overrides(words):
+            return migrate_file(Path(words[0]), system, defined, words[1:])
+        return migrate_words(words, system, defined)
+    except RecipeError as error:
+        refused = error if isinstance(error, RefusedConfig) else RefusedConfig(error.problems)
+        if as_json:
+            print(json.dumps(as_dict(refused, error.problems), indent=2))
+        elif refused.entries or refused.pitfalls:
+            print(f"{report_text(refused, every_key)}\n\nthere is no recipe:", file=sys.stderr)
+        raise
 
 
 def is_file_with_overrides(words: Sequence[str]) -> bool:
@@ -127,16 +145,22 @@ def name_and_value(written: str) -> tuple[str, str]:
     return name, value
 
 
-def print_migration(migration: "Migration", strict: bool, as_json: bool) -> None:
+def print_migration(migration: "Migration", strict: bool, every_key: bool, as_json: bool) -> None:
     from corral.migrate.migration import as_dict, recipe_text, report_text
     from corral.recipe.plan import make_plan
 
+    problem = None
+    try:
+        make_plan(migration.recipe)
+    except UserError as error:
+        problem = error
     if as_json:
-        print(json.dumps(as_dict(migration), indent=2))
+        print(json.dumps(as_dict(migration, str(problem).splitlines() if problem else ()), indent=2))
     else:
         print(recipe_text(migration), end="")
-        print(report_text(migration), file=sys.stderr)
-    make_plan(migration.recipe)
+        print(report_text(migration, every_key), file=sys.stderr)
+    if problem is not None:
+        raise problem
     if strict and migration.unsupported:
         raise UserError(describe_unsupported(migration))
 

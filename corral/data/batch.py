@@ -173,6 +173,11 @@ class Batch:
     def num_generated(self) -> int:
         return int(self.generated.sum())
 
+    @property
+    def counted(self) -> BoolArray:
+        """[tokens], generated tokens that are in the loss: all, but those that a correction takes out."""
+        return self.generated & (self.columns["counted"] > 0) if "counted" in self.columns else self.generated
+
     def sequence(self, row: int) -> IntArray:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
@@ -294,6 +299,10 @@ class Pack:
     @cached_property
     def generated(self) -> BoolArray:
         return self.batch.generated[self.flat]
+
+    @cached_property
+    def counted(self) -> BoolArray:
+        return self.batch.counted[self.flat]
 
     @cached_property
     def targets(self) -> IntArray:

@@ -158,7 +158,7 @@ class StepTraining:
             await parts.actor.group.all(ActorWorker.zero_grad)
         elif self.stats.num_tokens:
             in_loss = batch.take(np.flatnonzero(~batch.is_masked).tolist())
-            counts = GlobalCounts(in_loss.num_generated, len(in_loss))
+            counts = GlobalCounts(int(in_loss.counted.sum()), len(in_loss))
             await step_policy(parts, self.stats, result, self._scale(counts))
             result.finite.append(not result.skipped)
         else:
@@ -235,7 +235,7 @@ def terms_of(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> UpdateT
     """Returns what losses are divided by: counts of the whole update, whatever is left out or split off."""
     flat = batch.positions_of(rows)
     offsets = np.cumsum([0, *(batch.offsets[row + 1] - batch.offsets[row] for row in rows)])
-    mask = torch.from_numpy(batch.generated[flat])
+    mask = torch.from_numpy(batch.counted[flat])
     preserved = num_preserved(torch.from_numpy(batch.columns["advantages"][flat]), mask, torch.from_numpy(offsets))
     return UpdateTerms(GlobalCounts(int(mask.sum()), len(rows)), preserved, kl_coefficient(parts))
 
@@ -386,6 +386,8 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
         engine = torch.from_numpy(batch.logprobs)
         correction = correction_weights(algorithm.correction, old, engine, mask, offsets)
         batch.columns["correction"] = correction.weights.numpy()
+        if not torch.equal(correction.counted, mask):
+            batch.columns["counted"] = correction.counted.numpy().astype(np.float32)
         metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
     values, teacher_lead = batch.columns.get("values"), None
     needs = algorithm.advantage.declaration.needs

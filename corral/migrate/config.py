@@ -24,7 +24,9 @@ DEFAULT = re.compile(r"[\w./-]{1,200}")
 PACKAGE = re.compile(r"^#\s*@package\s+([\w.]+)", re.MULTILINE)
 YAML_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 """What OmegaConf's YAML has for true and false, besides these words."""
-ENGINE_CHOICE = re.compile(r"(actor|ref|critic)@[\w.]+=(dp|megatron|mlite|veomni|torchtitan|automodel)_\1")
+ENGINE_CHOICE = re.compile(
+    r"(actor|ref|critic)@[\w.]+=(dp|megatron|mlite|veomni|torchtitan|automodel)_\1|(engine|optim)=\w+"
+)
 """Choices of verl's files with the settings of a trainer."""
 MAX_FILES = 100
 MAX_DEPTH = 30
@@ -80,20 +82,19 @@ class RawConfig:
         return next((self.origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.origins), "")
 
     def flat(self) -> dict[str, ForeignValue]:
-        """References resolved. Raises a RecipeError with all problems."""
+        """References resolved; what could not be is left out, and in `problems`."""
         references = ReferenceResolver(self)
         given: dict[str, ForeignValue] = {}
         for path, value in leaves((), self.values):
             try:
-                resolved = references.resolve(path, value)
+                # where Hydra looks for files, and what it does with its output, is nothing that a recipe has
+                resolved = value if path[0] == "hydra" else references.resolve(path, value)
             except RecipeError as error:
                 self.problems += error.problems
                 continue
             for below, leaf in leaves(path, resolved):
                 key = ".".join(below)
                 given[key] = ForeignValue(key, leaf, self.where(below) or ".".join(path), key in self.added)
-        if self.problems:
-            raise RecipeError(dict.fromkeys(self.problems))
         named = {target[0] for target in references.found}
         return {key: replace(one, referenced=key.split(".")[0] in named) for key, one in given.items()}
 

@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 
 from corral.migrate import engines
 from corral.migrate.config import RawConfig, add_file, add_override, leaves
-from corral.migrate.migration import Migration, migrate, value_at
+from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at, with_overrides
 from corral.migrate.outcome import ABSENT, ForeignValue
 from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
@@ -18,20 +18,22 @@ from corral.migrate.table import KeyTable, load_table
 from corral.migrate.value_kinds import format_value
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
+from corral.recipe.keys import find_key
 from corral.recipe.schema import Recipe
 
-TABLES = {"verl": "verl", "search_r1": "verl", "roll": "roll", "rlinf": "rlinf"}
+TABLES = {"verl": "verl", "search_r1": "verl", "verl_sft": "verl", "roll": "roll", "rlinf": "rlinf"}
 """Systems, and the packages with the functions that their tables name besides those of `engines.py`. Of several tables
 the one that knows most of the keys is taken: for verl also that of Search-R1, which is a verl with keys of its own."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_sync|ppo_v0|ppo_format|dapo)(?:\.py)?"),
+    "verl_sft": re.compile(r"(?:[\w./-]*[./])?(?:fsdp_)?sft_trainer(?:_ray)?(?:\.py)?"),
     "roll": re.compile(r"(?:[\w./-]*/)?(?:start_\w+_pipeline\.py|run_\w*pipeline\w*\.sh)"),
     "rlinf": re.compile(r"(?:[\w./-]*/)?(?:main_(?:math|math_pipeline|grpo|reasoning)\.py|run_main_\w+\.sh)"),
 }
 """Programs that start a training, and so end whatever comes before them: Ray, Slurm, containers."""
 OTHER_KINDS = {
-    r"\w*sft_trainer\w*|train_v\wm?_sft|start_sft_pipeline": "supervised fine-tuning (see docs/sft.md)",
+    r"train_v\wm?_sft|start_sft_pipeline": "supervised fine-tuning (see docs/sft.md)",
     r"start_dpo_pipeline": "preference optimization (DPO; see docs/preferences.md)",
     r"start_\w*distill\w*|main_gkd": "distillation (see docs/distillation.md)",
     r"main_generation\w*|start_\w+_rollout_pipeline": "rollouts without training",
@@ -42,6 +44,7 @@ OTHER_KINDS = {
 """Kinds of run that no recipe comes of, by the last part of a program's name."""
 OWN_PROGRAM = re.compile(r"recipe\.(?!dapo\.main_dapo\b)[\w.]+|verl\.experimental\.[\w.]+")
 """Programs beside verl's trainer, each with code and keys of its own."""
+TORCHRUN = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
 MAX_PROGRAM_LENGTH = 300
 SHELL = re.compile(r"(?:.*/)?(?:ba|da|z|k)?sh")
 CHANGE = re.compile(r"\+{0,2}[a-z]\w*(?:\.\w+)+=.*", re.DOTALL)
@@ -66,6 +69,8 @@ class TrainingCommand:
     """The folder in which the command would run."""
     line: int = 0
     pitfalls: list[str] = field(default_factory=list)
+    launched: list[ShellValue] = field(default_factory=list)
+    """What stands before the program, as overrides: on how many devices it is launched."""
     question: str = ""
     """The condition of the script that would have to be decided otherwise for this to be the command."""
 
@@ -74,18 +79,43 @@ class TrainingCommand:
         return [self.program, *(word.text for word in self.words)]
 
 
-def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, str] | None = None) -> Migration:
-    """Raises a RecipeError with all that is wrong."""
+def migrate_file(
+    path: Path, system: str | None = None, defined: Mapping[str, str] | None = None, changes: Sequence[str] = ()
+) -> Migration:
+    """Raises a RecipeError with all that is wrong. `changes`: `key=value` of the other system or of the recipe."""
+    foreign, own = split_changes(changes, system)
+    return with_overrides(read_file(path, system, defined, foreign), own)
+
+
+def split_changes(changes: Sequence[str], system: str | None) -> tuple[list[str], list[str]]:
+    """Changes to keys of the other system, by their names or by their ends (`rollout.n=5`), and those to the recipe."""
+    tables = [table_of(name) for name in candidates(system)]
+    names = {row.key for table in tables for row in table.rows if "*" not in row.key}
+    foreign, own = list[str](), list[str]()
+    for change in changes:
+        key, equals, value = change.partition("=")
+        ends = [key] if key in names else [name for name in names if name.endswith(f".{key}")]
+        if len(ends) == 1 and find_key(tuple(key.split("."))) is None:
+            foreign.append(f"{ends[0]}{equals}{value}")
+        else:
+            own.append(change)
+    return foreign, own
+
+
+def read_file(
+    path: Path, system: str | None, defined: Mapping[str, str] | None, changes: Sequence[str] = ()
+) -> Migration:
     if path.suffix in (".yaml", ".yml"):
         config = RawConfig(defined)
         add_file(config, path)
+        add_changes(config, changes)
         return finish(config, system, [])
     first, *others = read_sources(read_text(path), path, defined)
-    migration = migrate_source(first, system, defined)
+    migration = migrate_source(first, system, defined, changes)
     problems, remarks = list[str](), list[str]()
     for other in others:
         try:
-            found = migrate_source(other, system, defined)
+            found = migrate_source(other, system, defined, changes)
         except RecipeError as error:
             remarks.append(f"if it were not for {other.question}, there would be no recipe: {error.problems[0]}")
             continue
@@ -96,9 +126,16 @@ def migrate_file(path: Path, system: str | None = None, defined: Mapping[str, st
                 shown = " or ".join("nothing" if value is ABSENT else format_value(value) for value in values)
                 open_key = f"`{'.'.join(key)}` is {shown}: {other.question} decides"
                 (remarks if is_text else problems).append(open_key)
+    pitfalls = (*migration.pitfalls, *dict.fromkeys(remarks))
     if problems:
-        raise RecipeError([f"{one}, and nothing is run here; give the variables with --define" for one in problems])
-    return replace(migration, pitfalls=(*migration.pitfalls, *dict.fromkeys(remarks)))
+        what = [f"{one}, and nothing is run here; give the variables with --define" for one in problems]
+        raise RefusedConfig(what, migration.title, migration.entries, pitfalls)
+    return replace(migration, pitfalls=pitfalls)
+
+
+def add_changes(config: RawConfig, changes: Sequence[str]) -> None:
+    for change in changes:
+        add_override(config, change, "command line")
 
 
 def migrate_words(
@@ -138,7 +175,7 @@ def read_sources(text: str, path: Path, defined: Mapping[str, str] | None, folde
             source.pitfalls = [*script.broken_lines, *source.pitfalls, *lost_in_jobs(way, path)]
             sources.append(source)
     if not sources:
-        known = "main_ppo (verl, Search-R1), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
+        known = "main_ppo, sft_trainer (verl), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
         ends = f"; it ends itself in line {script.exit_line}" if script.exit_line else ""
         raise RecipeError(f"{path}: no command in it starts a training that is known: {known}{ends}")
     return sources
@@ -172,6 +209,7 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
                 raise RecipeError(f"{file}:{command.line}: `{word.text}` is {kind}, which is not migrated")
             if system := program_of(word.text, before):
                 source = TrainingCommand(system, command.words[place + 1 :], word.text, file, line=command.line)
+                source.launched += launched_on(command.words[:place]) if system == "verl_sft" else []
                 source.pitfalls += address_problems(command.words[:place], file)
                 source.pitfalls += strays(commands[number + 1 :], file)
                 yield source
@@ -179,6 +217,15 @@ def programs(commands: Sequence[ShellCommand], file: str) -> Iterator[TrainingCo
             is_shell = any(SHELL.fullmatch(one.text) for one in command.words[:place])
             if is_shell and re.fullmatch("-[a-z]*c", before) and any(map(str.isspace, word.text)):
                 yield from programs(read_script(word.text, file).commands, file)
+
+
+def launched_on(before: Sequence[ShellValue]) -> Iterator[ShellValue]:
+    """Nodes and devices as torchrun has them, under the names that they have in verl's configuration."""
+    for word, behind in zip(before, [*before[1:], ShellValue("")], strict=True):
+        name, equals, text = word.text.lstrip("-").replace("-", "_").partition("=")
+        if word.text.startswith("-") and name in TORCHRUN:
+            value = replace(word, text=text) if equals else behind
+            yield replace(value, text=f"{TORCHRUN[name]}={value.text}", line=word.line)
 
 
 def program_of(word: str, before: str) -> str | None:
@@ -226,7 +273,9 @@ def strays(behind: Sequence[ShellCommand], file: str) -> Iterator[str]:
 # --- from what was found to a recipe
 
 
-def migrate_source(source: TrainingCommand, system: str | None, defined: Mapping[str, str] | None) -> Migration:
+def migrate_source(
+    source: TrainingCommand, system: str | None, defined: Mapping[str, str] | None, changes: Sequence[str] = ()
+) -> Migration:
     config, chosen = RawConfig(defined), system or source.system
     assert chosen is not None
     options, words = split_options(source.words)
@@ -236,12 +285,9 @@ def migrate_source(source: TrainingCommand, system: str | None, defined: Mapping
         add_file(config, file)
     elif not words:
         raise RecipeError(f"{source.file}: the command says nothing of what to train; name its configuration")
-    add_words(config, words, source)
-    try:
-        return finish(config, chosen, source.pitfalls)
-    except RecipeError as error:
-        warnings = dict.fromkeys(warning for word in words for warning in word.warnings)
-        raise RecipeError([*error.problems, *warnings]) from None
+    add_words(config, [*source.launched, *words], source)
+    add_changes(config, changes)
+    return finish(config, chosen, source.pitfalls)
 
 
 def split_options(words: Sequence[ShellValue]) -> tuple[dict[str, ShellValue], list[ShellValue]]:
@@ -301,9 +347,12 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
         add_override(config, word.text, where)
 
 
+def candidates(system: str | None) -> tuple[str, ...]:
+    return tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+
+
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
-    candidates = tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
-    tables = [table_of(name) for name in candidates]
+    tables = [table_of(name) for name in candidates(system)]
     written = [ForeignValue(".".join(path), value, config.where(path)) for path, value in leaves((), config.values)]
     if kind := next(filter(None, (table.other_kind(written) for table in tables)), None):
         raise RecipeError(kind)
@@ -311,16 +360,18 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
     num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
     best = max(tables, key=lambda table: num_known[table.title])
     if not num_known[best.title] and system is None:
-        raise RecipeError("none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?")
+        raise RecipeError(
+            config.problems or "none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?"
+        )
     if config.missing:
         names = ", ".join(dict.fromkeys(config.missing))
         usual = f"{best.title}'s usual values are taken"
         pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
-    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)])
+    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)], config.problems)
 
 
 @cache
 def table_of(name: str) -> KeyTable:
     package = import_module(f"corral.migrate.{TABLES[name]}")
     modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__)]
-    return load_table(name, engines, *modules, base=table_of("verl") if name == "search_r1" else None)
+    return load_table(name, engines, *modules, base=table_of("verl") if name in ("search_r1", "verl_sft") else None)

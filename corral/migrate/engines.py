@@ -64,7 +64,7 @@ def engine(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if wanted in PROCESSES:
         why = why_native(config)
         how = f"{wanted}, in a process of its own" if why is None else f"{wanted}, here Corral's own engine: {why}"
-        return converted(ours, f"{how}{uncorrected}")
+        return converted(ours, f"{how}{uncorrected}", differs=why is not None)
     if wanted in TRANSFORMERS:
         return converted(ours, f"{wanted}, here Corral's own engine{uncorrected}")
     return Outcome(

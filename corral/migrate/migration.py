@@ -5,12 +5,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from corral.migrate.outcome import ABSENT, ForeignValue, Status, mapped
+from corral.migrate.outcome import ABSENT, ForeignValue, Outcome, Status, mapped
 from corral.migrate.table import ForeignConfig, KeyReport, KeyTable, RecipeValue
 from corral.migrate.value_kinds import format_value, is_secret, one_line
 from corral.recipe.document import OVERRIDE, Document, apply_override, compose, is_part
@@ -20,9 +21,9 @@ from corral.recipe.load import RecipeDumper, problems_of, problems_of_parts, rec
 from corral.recipe.references import escape_references
 from corral.recipe.schema import Recipe
 
-ALWAYS_WRITTEN = {("algorithm", "kl", "where"), ("rollout", "engine", "name")}
-"""Keys that are written with their defaults, too: of one a null says something else than nothing, and of the other the
-line says why the recipe has this engine."""
+ALWAYS_WRITTEN = {("algorithm", "kl", "where"), ("rollout", "engine", "name"), ("model", "lora", "rank")}
+"""Keys that are written with their defaults, too: of one a null says something else than nothing, of another the line
+says why the recipe has this engine, and without the last there would be no adapters."""
 TITLES: dict[Status, str] = {
     "mapped": "mapped",
     "converted": "converted",
@@ -31,6 +32,10 @@ TITLES: dict[Status, str] = {
     "unsupported": "unsupported",
 }
 assert tuple(TITLES) == get_args(Status)
+COUNTING = ("algorithm", "batch", "optimizer")
+"""Sections of a recipe whose values the report names, also where they are the other system's defaults."""
+NUM_SHOWN = 5
+"""Number of keys that a line of the report names, where all of them have the same note."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,35 @@ class Migration:
     def unsupported(self) -> list[KeyReport]:
         return [entry for entry in self.entries if entry.outcome.status == "unsupported"]
 
+    @property
+    def title(self) -> str:
+        return self.table.title
 
-def migrate(table: KeyTable, given: Mapping[str, ForeignValue], pitfalls: Iterable[str] = ()) -> Migration:
-    """Raises a RecipeError with all that is wrong."""
-    settings, entries = ForeignConfig(table, given).read()
+
+class RefusedConfig(RecipeError):
+    """All that is wrong with a configuration, and what became of those of its keys that could be read."""
+
+    def __init__(
+        self, problems: Iterable[str], title: str = "", entries: Iterable[KeyReport] = (), pitfalls: Iterable[str] = ()
+    ) -> None:
+        super().__init__(dict.fromkeys(problems))
+        self.title, self.entries, self.pitfalls = title, tuple(entries), tuple(dict.fromkeys(pitfalls))
+
+
+def migrate(
+    table: KeyTable, given: Mapping[str, ForeignValue], pitfalls: Iterable[str] = (), problems: Iterable[str] = ()
+) -> Migration:
+    """Raises a RefusedConfig with all that is wrong; `problems` are what was wrong before."""
+    config = ForeignConfig(table, given)
+    config.problems[:0] = problems
+    settings, entries = config.read()
     chosen = {path: settings[path] for path in in_order(settings) if differs(path, settings[path].value)}
-    return Migration(table, validated(chosen), chosen, tuple(entries), tuple(pitfalls))
+    try:
+        if config.problems:
+            raise RecipeError(config.problems)
+        return Migration(table, validated(chosen), chosen, tuple(entries), tuple(pitfalls))
+    except RecipeError as error:
+        raise RefusedConfig(error.problems, table.title, entries, pitfalls) from None
 
 
 def with_overrides(migration: Migration, overrides: Sequence[str]) -> Migration:
@@ -176,39 +204,73 @@ def comment(setting: RecipeValue, title: str) -> str:
     return one_line(f"{given.key}: {outcome.note}" if outcome.note else given.key)
 
 
-def report_text(migration: Migration) -> str:
-    """Every key that was written, by what became of it; and what looks wrong."""
-    title, entries = migration.table.title, migration.entries
+def report_text(found: Migration | RefusedConfig, every_key: bool = False) -> str:
+    """What changes the training or needs a decision, each with both values; then the rest, by note."""
+    title, entries = found.title, found.entries
     by_status = {status: [entry for entry in entries if entry.outcome.status == status] for status in TITLES}
-    counts = ", ".join(f"{len(found)} {status}" for status, found in by_status.items() if found)
+    counts = ", ".join(f"{len(some)} {status}" for status, some in by_status.items() if some)
     lines = [f"{title}: {len(entries)} keys: {counts}" if entries else f"{title}: no keys"]
-    for status, found in by_status.items():
-        if found:
-            lines += ["", TITLES[status], *(f"  {entry_text(entry)}" for entry in found)]
-    if num_defaults := len(list(defaults_of(migration))):
-        lines += ["", f"besides, {title}'s defaults where Corral's are others: {num_defaults} lines of the recipe"]
-    if migration.pitfalls:
-        lines += ["", "look at these", *(f"  {pitfall}" for pitfall in migration.pitfalls)]
+    first = by_status["unsupported"] + [entry for entry in entries if entry.outcome.differs]
+    if first:
+        lines += ["", "changes the training, or needs a decision", *map(decision_text, first)]
+    if found.pitfalls:
+        lines += ["", "look at these", *(f"  {pitfall}" for pitfall in found.pitfalls)]
+    for status, some in by_status.items():
+        if rest := [entry for entry in some if entry not in first]:
+            each = every_key or status == "converted"
+            lines += ["", TITLES[status], *((f"  {entry_text(one)}" for one in rest) if each else grouped(rest))]
+    if isinstance(found, Migration) and (defaults := dict(defaults_of(found))):
+        algorithm = [
+            f"{dotted(path)}: {format_value(one.value)}" for path, one in defaults.items() if path[0] in COUNTING
+        ]
+        lines += ["", f"besides, {title}'s defaults where Corral's are others: {len(defaults)} lines of the recipe"]
+        lines += [f"  {one_line(', '.join(algorithm))}"] * bool(algorithm)
+    if not every_key and len(entries) > len(first) + len(by_status["converted"]):
+        lines += ["", "`--all` lists every key"]
     return "\n".join(lines)
+
+
+def decision_text(entry: KeyReport) -> str:
+    """Where it is written, its value there, and what the recipe has for it."""
+    outcome = entry.outcome
+    here = ours_text(outcome) or "nothing"
+    return "  " + one_line(f"{entry.given.where}: {entry.given}; here {here} ({outcome.note})")
+
+
+def grouped(entries: Iterable[KeyReport]) -> Iterator[str]:
+    """Keys with the same note, on one line."""
+
+    def note(entry: KeyReport) -> str:
+        return entry.outcome.note
+
+    for reason, some in groupby(sorted(entries, key=note), key=note):
+        keys = [one.given.key for one in some]
+        more = f" and {len(keys) - NUM_SHOWN} more" if len(keys) > NUM_SHOWN else ""
+        yield "  " + one_line(f"{reason or 'under another name'}: {', '.join(keys[:NUM_SHOWN])}{more}")
 
 
 def defaults_of(migration: Migration) -> Iterator[tuple[KeyPath, RecipeValue]]:
     yield from ((path, one) for path, one in migration.settings.items() if not one.given.where)
 
 
+def ours_text(outcome: Outcome) -> str:
+    return ", ".join(f"{'.'.join(path)}: {format_value(value)}" for path, value in outcome.ours.items())
+
+
 def entry_text(entry: KeyReport) -> str:
-    outcome = entry.outcome
-    ours = ", ".join(f"{'.'.join(path)}: {format_value(value)}" for path, value in outcome.ours.items())
+    outcome, ours = entry.outcome, ours_text(entry.outcome)
     return one_line(
         " ".join([str(entry.given), *([f"-> {ours}"] if ours else []), *([f"({outcome.note})"] * bool(outcome.note))])
     )
 
 
-def as_dict(migration: Migration) -> dict[str, Any]:
-    """The migration for programs."""
+def as_dict(migration: Migration | RefusedConfig, problems: Sequence[str] = ()) -> dict[str, Any]:
+    """The migration for programs, or why there is none."""
+    made = migration if isinstance(migration, Migration) else None
     return {
-        "system": migration.table.title,
-        "recipe": recipe_text(migration),
+        "system": migration.title or None,
+        "recipe": recipe_text(made) if made else None,
+        "problems": list(problems),
         "keys": [
             {
                 "key": entry.given.key,
@@ -217,9 +279,10 @@ def as_dict(migration: Migration) -> dict[str, Any]:
                 "status": entry.outcome.status,
                 "ours": {".".join(path): value for path, value in entry.outcome.ours.items()},
                 "note": entry.outcome.note,
+                "differs": entry.outcome.differs or entry.outcome.status == "unsupported",
             }
             for entry in migration.entries
         ],
-        "defaults": {".".join(path): setting.value for path, setting in defaults_of(migration)},
+        "defaults": {".".join(path): setting.value for path, setting in (defaults_of(made) if made else ())},
         "pitfalls": list(migration.pitfalls),
     }

@@ -38,6 +38,8 @@ class Outcome:
     status: Status
     ours: Mapping[KeyPath, Any] = field(default_factory=dict)
     note: str = ""
+    differs: bool = False
+    """Whether the training is not quite the same, although Corral has the thing: the note has both sides."""
 
 
 def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
@@ -45,9 +47,9 @@ def mapped(ours: str | KeyPath, value: Any, note: str = "") -> Outcome:
     return Outcome("mapped", {as_path(ours): value}, note)
 
 
-def converted(ours: Mapping[Any, Any], note: str) -> Outcome:
+def converted(ours: Mapping[Any, Any], note: str, differs: bool = False) -> Outcome:
     """Another number or other words for the same thing; the note has both. Keys are `a.b` or tuples."""
-    return Outcome("converted", {as_path(key): value for key, value in ours.items()}, note)
+    return Outcome("converted", {as_path(key): value for key, value in ours.items()}, note, differs)
 
 
 def built_in(note: str) -> Outcome:
@@ -74,3 +76,11 @@ def run_name(config: object, given: ForeignValue) -> Outcome:
     if not name:
         raise ValueError("should name the run")
     return mapped("name", name) if name == given.value else converted({"name": name}, f"`{given.value}` as a folder")
+
+
+def adapted_layers(config: object, given: ForeignValue) -> Outcome:
+    """`all-linear`, or ends of names: a list, or a text with commas in it."""
+    names = given.value.strip("[]") if isinstance(given.value, str) else given.value
+    if names in (None, "all-linear"):
+        return mapped("model.lora.targets", "all-linear")
+    return mapped("model.lora.targets", [one.strip() for one in names.split(",")] if isinstance(names, str) else names)

@@ -128,7 +128,7 @@ class ShellScope:
         for word in itertools.chain.from_iterable(map(expand_braces, words)):
             *others, last = self._fields(word)
             for pieces in others:
-                value = self.join(pieces, word.line)
+                value = self.join(pieces, line_of_key(pieces) or word.line)
                 found.append(with_warnings(value, lost) if lost else value)
                 lost = []
             lost += [warning for value in last for warning in value.warnings]
@@ -372,6 +372,11 @@ def without_affix(text: str, operator: str, pattern: str) -> str:
         return text[ends[0] :] if ends else text
     starts = [start for start in (places if len(operator) == 2 else reversed(places)) if regex.fullmatch(text, start)]
     return text[: starts[0]] if starts else text
+
+
+def line_of_key(pieces: Sequence[ShellValue]) -> int:
+    """The line in which `key=` stands, where that comes from an array or another variable as a whole; else 0."""
+    return next((piece.line for piece in pieces[:1] if "=" in piece.text), 0)
 
 
 def expand_braces(word: ShellWord) -> Iterator[ShellWord]:

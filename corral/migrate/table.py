@@ -42,6 +42,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
     - unsupported unless off:         # null, false, 0 and empty are built in
         this is `corral evaluate`: trainer.val_only
     - defaults: {data.seed: 1}        # rows of the table that this one is based on, with other defaults
+    base rows: false                  # only conversions and the like are taken from that table, and none of its rows
     - when: has_critic                # rows under a condition
       rows:
       - {block: optimizer, role: critic, ours: critic.optimizer, lr: 1e-5}
@@ -54,8 +55,9 @@ Arguments in brackets behind a function's name follow those that it gets anyway:
 choice(value, "a", "b").
 
 A case or a rule has `to` (mapped, as `value` where that is given, or as what the constant `as` has for it), `set`
-(several keys; with a `note` converted, with `unsupported` what takes its place), `convert`, a fate, `refuse`. In `if`
-and `when` stand tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
+(several keys; with a `note` converted, with `unsupported` what takes its place), `convert`, a fate, `refuse`. A note
+under `differs` says that the training is not quite the same, and stands first in the report. In `if` and `when` stand
+tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
 file's own `tests`, and comparisons (`loss_of == ppo`, `value > {num_devices}`). In braces and before a comparison stand
 `value`, `value - 1`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null,
 `title`, `constants[losses]`, and functions of the configuration (`lengths.0` is a part of what one gives). Rules that
@@ -68,7 +70,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
@@ -80,7 +82,6 @@ from corral.migrate import value_kinds
 from corral.migrate.outcome import ABSENT, ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.value_kinds import Kind, anything, format_value, plural
 from corral.recipe.document import compose, plain, plain_scalar, read_text
-from corral.recipe.errors import RecipeError
 from corral.recipe.keys import KeyPath, did_you_mean
 
 CALL = re.compile(r"([\w.]+)(?:\((.*)\))?", re.DOTALL)
@@ -91,7 +92,7 @@ LOOK_UP = re.compile(r"(config|meant|constants)\[([^\[\]]+)\]")
 COMPARISON = re.compile(r"(.+) (==|<|>) (.+)")
 SPEC = {"convert", "cases", "rules", "only", "otherwise", "switch", "off", "null", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides what it has in common with a rule."""
-DECISION = {"to", "value", "as", "note", "set", "refuse"}
+DECISION = {"to", "value", "as", "note", "differs", "set", "refuse"}
 """What a rule may say, besides a fate."""
 INHERITED = ("aliases", "kinds", "conditions", "tests", "constants", "own defaults", "blocks", "conversions")
 
@@ -225,7 +226,7 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     for old, new in document["aliases"].items():
         spellings, keys = list(expand_keys(old)), list(expand_keys(new))
         aliases |= zip(spellings, keys if len(keys) > 1 else keys * len(spellings), strict=True)
-    if base is not None:
+    if base is not None and document.get("base rows", True):
         own = {row.key for row in rows}
         rows += [row for row in base.rows if row.key not in own]
     is_whole = functions["is_whole"] if document["own defaults"] else KeyTable.is_whole
@@ -368,11 +369,13 @@ class _TableReader:
             rule = filled(parts, FIELD, lambda name: self._value(name, config, given))
             if "refuse" in rule:
                 raise ValueError(rule["refuse"])
+            differs = "differs" in rule
+            note = rule["differs"] if differs else rule.get("note", "")
             if "to" in rule:
                 value = config.constants[rule["as"]][given.value] if "as" in rule else rule.get("value", given.value)
-                return mapped(rule["to"], value, rule.get("note", ""))
+                return replace(mapped(rule["to"], value, note), differs=differs)
             if "set" in rule:
-                found = converted(rule["set"], rule.get("note") or rule.get("unsupported", ""))
+                found = converted(rule["set"], note or rule.get("unsupported", ""), differs)
                 return replace(
                     found, status="unsupported" if "unsupported" in rule else "converted" if found.note else "mapped"
                 )
@@ -451,6 +454,24 @@ def call_of(text: str) -> tuple[str, list[Any]]:
 # --- reading
 
 
+def nearest_name(key: str, known: Iterable[str]) -> str | None:
+    """The key that was probably meant: the same name in another section, or one whose words are all spelled alike.
+    (`local_rank` as a whole is like `lora_rank`, and something else.)"""
+    names = [name for name in known if "*" not in name]
+    last = key.rpartition(".")[2]
+    if elsewhere := [name for name in names if name.rpartition(".")[2] == last]:
+        return max(elsewhere, key=lambda name: SequenceMatcher(None, key, name).ratio())
+
+    def likeness(name: str) -> float:
+        words, others = re.split("[._]", key), re.split("[._]", name)
+        pairs = zip(words, others, strict=True) if len(words) == len(others) else [(key, name)]
+        least = min(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        return least if len(words) == len(others) or least > 0.9 else 0.0
+
+    best = max(get_close_matches(key, names, n=20, cutoff=0.75), key=likeness, default="")
+    return best if best and likeness(best) >= 0.75 else None
+
+
 @dataclass(frozen=True)
 class KeyReport:
     """What became of a key: a line of the report."""
@@ -476,6 +497,7 @@ class ForeignConfig:
         self.problems: list[str] = []
         self.given: dict[str, ForeignValue] = {}
         self.strange: list[KeyReport] = []
+        """Keys that are in no row, and other spellings of those that are."""
         for one in given.values():
             self._add(table.canonical(one.key), one)
 
@@ -488,7 +510,7 @@ class ForeignConfig:
         elif row is None and one.referenced and not any(name.startswith(key.split(".")[0]) for name in self._known()):
             self.strange.append(KeyReport(one, no_effect("other keys refer to it, and nothing else reads it")))
         elif row is None:
-            near = did_you_mean(next(iter(get_close_matches(key, self._known(), n=1, cutoff=0.8)), None))
+            near = did_you_mean(nearest_name(key, self._known()))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
         elif other is not None and other.value != one.value:
             self.problem(one, f"is the same key as {other} ({other.where}), with another value")
@@ -498,6 +520,8 @@ class ForeignConfig:
             except (ValueError, OverflowError) as error:
                 self.problem(one, f"should be {error}")
             else:
+                if other is not None:
+                    self.strange.append(KeyReport(other, built_in(f"another spelling of `{one.key}`")))
                 self.given[key] = ForeignValue(one.key, value, one.where)
 
     def _known(self) -> list[str]:
@@ -542,7 +566,7 @@ class ForeignConfig:
             return []
 
     def read(self) -> tuple[dict[KeyPath, RecipeValue], list[KeyReport]]:
-        """Raises a RecipeError with all that is wrong."""
+        """The values of the recipe, and what became of each key; `problems` are why there is none."""
         outcomes = list(self._outcomes())
         entries = [*(KeyReport(one, outcome) for one, outcome in outcomes if one.where), *self.strange]
         settings: dict[KeyPath, RecipeValue] = {}
@@ -553,8 +577,6 @@ class ForeignConfig:
                     settings[path] = RecipeValue(value, one, outcome)
                 elif one.where and before.value != value:
                     self.problem(one, f"and {before.given} both say what `{'.'.join(path)}` is, and differ")
-        if self.problems:
-            raise RecipeError(dict.fromkeys(self.problems))
         return settings, entries
 
     def _feature(self, one: ForeignValue) -> Outcome | None:

@@ -91,7 +91,7 @@ class LossStats:
     def add(self, policy_loss: TokenLoss, entropy_sum: Tensor, pack: Pack) -> None:
         sums = {**policy_loss.sums, "entropy": entropy_sum}
         self.unread.append((sums, policy_loss.maxima, policy_loss.pair_sums))
-        self.num_tokens += int(pack.generated.sum())
+        self.num_tokens += int(pack.counted.sum())
         self.num_pairs += 0 if pack.is_chosen is None else int(pack.is_chosen.sum())
 
     def read(self) -> "LossStats":
@@ -119,7 +119,7 @@ def policy_loss_of(
 ) -> Tensor:
     """Returns a pack's contribution to the policy loss."""
     device = logprobs.device
-    mask, offsets = (on_device(array, device) for array in (pack.generated, pack.offsets))
+    mask, offsets = (on_device(array, device) for array in (pack.counted, pack.offsets))
     column = {name: on_device(pack.column(name), device) for name in pack.batch.columns}
     reference = column.get("reference_logprobs")
     terms = PolicyTerms(logprobs, column["old_logprobs"], column["advantages"], mask, offsets, reference)
@@ -146,7 +146,7 @@ def policy_loss_of(
 
 def value_loss_of(clip: float | None, pack: Pack, update: UpdateTerms, values: Tensor) -> Tensor:
     """Returns a pack's contribution to the value loss."""
-    columns = pack.generated, pack.offsets, pack.column("values"), pack.column("returns")
+    columns = pack.counted, pack.offsets, pack.column("values"), pack.column("returns")
     mask, offsets, old, returns = (on_device(column, values.device) for column in columns)
     token_loss = value_loss(values, old, returns, mask, clip)
     return aggregate(token_loss.loss, mask, offsets, TOKEN_MEAN, update.counts)

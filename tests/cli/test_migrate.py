@@ -243,12 +243,57 @@ def test_strict_refuses_what_corral_lacks(tmp_path: Path) -> None:
         "python3",
         "-m",
         "verl.trainer.main_ppo",
-        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.actor.qat.enable=true",
     ]
     refused = corral(tmp_path, *words)
     assert refused.code == 2
-    assert "`actor_rollout_ref.model.lora_rank=8` is unsupported" in refused.stderr
+    assert "`actor_rollout_ref.actor.qat.enable=true` is unsupported" in refused.stderr
     assert corral(tmp_path, words[0], *words[2:]).code == 0
+
+
+# --- the report
+
+
+SCRIPT = """ARGS=(
+  data.train_files=/d/train.parquet  # rows
+  actor_rollout_ref.actor.qat.enable=true
+  data.train_max_samples=100
+)
+python3 -m verl.trainer.main_ppo "${ARGS[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
+  trainer.nnodes=$NODES trainer.balance_batch=true trainer.use_v1=true
+"""
+
+
+def test_what_changes_the_training_stands_first_with_its_line_and_both_values(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("=$NODES", "=1"))
+    report = corral(tmp_path, "migrate", "run.sh").stderr
+    first, *rest = report.partition("changes the training, or needs a decision\n")[2].split("\n\n")
+    assert first.startswith("  run.sh:3: actor_rollout_ref.actor.qat.enable=true; here nothing")
+    assert "run.sh:4: data.train_max_samples=100; here data.train.max_rows: 100" in first
+    assert "speed and memory: trainer.balance_batch, trainer.use_v1" in "\n".join(rest)
+    assert "trainer.use_v1=true" not in report
+    assert "trainer.use_v1=true (speed and memory)" in corral(tmp_path, "migrate", "run.sh", "--all").stderr
+
+
+def test_what_is_refused_has_its_report_and_remarks_are_not_errors(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    refused = corral(tmp_path, "migrate", "run.sh")
+    assert refused.code == 2
+    assert "run.sh:3: actor_rollout_ref.actor.qat.enable=true; here nothing" in refused.stderr
+    [error] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert error == "error: run.sh:7: `trainer.nnodes=` should be a whole number"
+    assert "\n  run.sh:7: $NODES is not set in the script, so it is empty\n" in refused.stderr
+    found = json.loads(corral(tmp_path, "migrate", "run.sh", "--json").stdout)
+    assert (found["recipe"], found["problems"]) == (None, [error.removeprefix("error: ")])
+    assert {one["key"]: one["where"] for one in found["keys"]}["data.train_files"] == "run.sh:2"
+
+
+@pytest.mark.parametrize("change", ["rollout.n=5", "actor_rollout_ref.rollout.n=5", "batch.samples_per_prompt=5"])
+def test_keys_of_either_side_can_be_changed_behind_the_file(tmp_path: Path, change: str) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    made = corral(tmp_path, "migrate", "run.sh", "--define", "NODES=1", change)
+    assert made.code == 0, made.stderr
+    assert yaml.safe_load(made.stdout)["batch"]["samples_per_prompt"] == 5
 
 
 # --- commands of other systems, run as they are
@@ -308,10 +353,10 @@ def test_corral_verl_is_a_drop_in_for_main_ppo(tmp_path: Path, rows: Path, tiny_
 
 def test_what_is_unsupported_is_not_run_unless_it_is_allowed(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
     words = ["migrate", "--system", "verl", "--train", "--", *overrides(rows, tiny_model)]
-    words += ["actor_rollout_ref.model.lora_rank=8"]
+    words += ["actor_rollout_ref.actor.qat.enable=true"]
     refused = corral(tmp_path, *words)
     assert refused.code == 2
-    assert "lora_rank=8` is unsupported" in refused.stderr
+    assert "qat.enable=true` is unsupported" in refused.stderr
     assert "--allow-unsupported goes on without" in refused.stderr
     assert corral(tmp_path, words[0], "--allow-unsupported", *words[1:]).code == 0
 

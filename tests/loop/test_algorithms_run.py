@@ -99,6 +99,16 @@ def test_correction_of_recomputed_log_probs(tmp_path: Path, tiny_model: Path, na
         assert row["updates/made"] == 1
 
 
+@IN_TWO_MODES
+def test_rejected_tokens_leave_the_counts_of_the_loss(tmp_path: Path, tiny_model: Path, pipelined: bool) -> None:
+    rejection = ["algorithm.correction.name=rejection", "algorithm.old_logprobs=recompute", "schedule.steps=1"]
+    rejection += ["algorithm.correction.floor=1", "algorithm.correction.cap=1.1"]  # what rounding makes of 1 decides
+    [row] = steps_in_mode(tmp_path, tiny_model, pipelined, *rejection, "algorithm.correction.count_dropped=false")
+    assert 0 < row["correction/dropped_fraction"] < 1
+    assert row["updates/made"] == 1
+    assert row["policy/ratio"] == pytest.approx(1, abs=1e-4)  # a mean over the tokens that are left
+
+
 def test_overlong_answers_are_penalised(tmp_path: Path, tiny_model: Path) -> None:
     overrides = (
         "algorithm.shaping=overlong",

@@ -5,8 +5,7 @@ from types import ModuleType
 import pytest
 
 from corral.migrate.outcome import ForeignValue, Outcome, mapped
-from corral.migrate.table import ForeignConfig, KeyTable, read_table
-from corral.recipe.errors import RecipeError
+from corral.migrate.table import ForeignConfig, KeyTable, nearest_name, read_table
 
 TABLE = """
 title: Test
@@ -125,8 +124,9 @@ def test_every_form_of_a_row_says_what_becomes_of_its_key(given: dict[str, objec
 
 
 def test_a_rule_refuses_with_the_names_that_it_knows() -> None:
-    with pytest.raises(RecipeError, match="`precision=int8` should be one of bf16, fp16"):
-        ForeignConfig(make(), {"precision": ForeignValue("precision", "int8", "test")}).read()
+    config = ForeignConfig(make(), {"precision": ForeignValue("precision", "int8", "test")})
+    config.read()
+    assert config.problems == ["test: `precision=int8` should be one of bf16, fp16"]
 
 
 def test_defaults_are_read_where_nothing_is_written() -> None:
@@ -139,3 +139,22 @@ def test_defaults_are_read_where_nothing_is_written() -> None:
 def test_aliases_are_expanded_side_by_side() -> None:
     assert make().canonical("two.lr") == "four.lr"
     assert make().canonical("old.x.y") == "new.x.y"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("lora_rank", None),
+        ("data.trian_batch", "data.train_batch"),
+        ("train_batch", "data.train_batch"),
+        ("data.trainbatch", "data.train_batch"),
+    ],
+)
+def test_a_suggestion_is_the_same_name_elsewhere_or_is_spelled_alike(written: str, meant: str | None) -> None:
+    assert nearest_name(written, ["local_rank", "data.train_batch", "data.**"]) == meant
+
+
+def test_a_key_in_two_spellings_is_reported_twice() -> None:
+    given = {one: ForeignValue(one, 1, "test") for one in ("old.c.d", "new.c.d")}
+    _, reports = ForeignConfig(make(), given).read()
+    assert sorted(report.given.key for report in reports) == ["new.c.d", "old.c.d"]

@@ -28,6 +28,7 @@ from corral.rewards.scorer_pool import RewardScorer
 
 ResultRole = Literal["tool", "user"]
 ToolPrompt = Literal["template", "system"]
+KeptPart = Literal["beginning", "end", "both_ends"]
 CLOSING = "\n</tool_response>"
 
 CALL_INSTRUCTIONS = {
@@ -55,21 +56,24 @@ class ToolsEnv(Env):
         tool_prompt: ToolPrompt = "template",
         tool_timeout_s: float = 30.0,
         max_result_characters: int = 4000,
+        kept_part: KeptPart = "beginning",
         max_calls_per_turn: int = 8,
         format_penalty: float = 0.0,
         in_process: bool = False,
     ) -> None:
         """`tool_prompt`: where the model's tools are described: by the chat template or, where that has no place for
-        them, in a system message. `format_penalty` is taken off for every reply with a call that could not be made.
-        `in_process`: tools are called in this process, for a debugger."""
+        them, in a system message. `kept_part`: what is kept of a result that is too long. `format_penalty` is taken off
+        for every reply with a call that could not be made. `in_process`: tools are called in this process, for a
+        debugger."""
         check_choice("style", style, get_args(Style))
         check_choice("result_role", result_role, get_args(ResultRole))
         check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
+        check_choice("kept_part", kept_part, get_args(KeptPart))
         self.tools = shared.schemas if tool_prompt == "template" else []
         self._box, self._timeout_s = shared, tool_timeout_s
         self._pool, self._style, self._result_role, self._tool_prompt = pool, style, result_role, tool_prompt
         self._max_characters, self._max_calls, self._penalty = max_result_characters, max_calls_per_turn, format_penalty
-        self._in_process = in_process
+        self._in_process, self._kept_part = in_process, kept_part
         self._sessions: dict[type, ToolSession] = {}
         self._process: ToolProcess | None = None
         """Process with the objects of this trajectory."""
@@ -159,13 +163,13 @@ class ToolsEnv(Env):
                 raise InvalidCall(f"not called: there may be {self._max_calls} calls in a turn")
             result = await self._call(call)
         except InvalidCall as error:
-            return cut(f"Error: {error}", self._max_characters)
+            return cut(f"Error: {error}", self._max_characters, self._kept_part)
         except ToolError as error:
             self._errors += 1
             self._raised.append(error)
             result = f"Error: {error}"
         self._valid += 1
-        return cut(result, self._max_characters)
+        return cut(result, self._max_characters, self._kept_part)
 
     async def _call(self, call: ToolCall) -> str:
         """Whatever a tool does costs `tool_timeout_s` at most and raises nothing but ToolError."""
@@ -222,9 +226,16 @@ def with_instructions(prompt: list[Message], schemas: list[dict[str, Any]], styl
     return [Message(role="system", content=text), *prompt]
 
 
-def cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int, kept: KeptPart = "beginning") -> str:
     text = text.encode(errors="replace").decode()  # half a surrogate pair would be no text to a tokenizer
-    return text if len(text) <= limit else f"{text[:limit]}\n... (the first {limit} of {len(text)} characters)"
+    if len(text) <= limit:
+        return text
+    if kept == "beginning":
+        return f"{text[:limit]}\n... (the first {limit} of {len(text)} characters)"
+    if kept == "end":
+        return f"(the last {limit} of {len(text)} characters) ...\n{text[len(text) - limit :]}"
+    half = limit // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters are left out) ...\n{text[len(text) - half :]}"
 
 
 def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:

@@ -322,7 +322,7 @@ def decay(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> O
     kind = given.value.removeprefix("torch_")
     length = "total_training_steps" if is_fsdp(config, role) else "lr_decay_iters"
     note = f"{kind}, over the whole run; in RLinf over {length}, which should be as long"
-    return converted({f"{ours}.schedule": kind, **final_rate(config, role, ours)}, note)
+    return converted({f"{ours}.schedule": kind, **final_rate(config, role, ours)}, note, differs=True)
 
 
 def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:

@@ -129,13 +129,25 @@ def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
 
 
-def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
+def num_trajectories(config: ForeignConfig) -> int:
+    return num_prompts(config) * group_size(config)
+
+
+def sizes_of_update(config: ForeignConfig) -> tuple[int, int, int]:
+    """Trajectories of an update: of a device at once, how often, and on how many copies of the model."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     each, times = (config.value(f"{TRAINING}.{name}") for name in names)
-    copies, trajectories = data_parallel(config), num_prompts(config) * group_size(config)
-    size = each * times * copies
-    made = math.ceil(trajectories / size)
-    note = f"{each} x {times} x {copies} = {size} trajectories per update, of {trajectories}: "
+    return each, times, data_parallel(config)
+
+
+def num_updates(config: ForeignConfig) -> int:
+    return math.ceil(num_trajectories(config) / math.prod(sizes_of_update(config)))
+
+
+def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    each, times, copies = sizes_of_update(config)
+    made, all_of_them = num_updates(config), num_trajectories(config)
+    note = f"{each} x {times} x {copies} = {each * times * copies} trajectories per update, of {all_of_them}: "
     return converted({"batch.updates_per_step": made}, f"{note}{plural(made, 'update')} per step")
 
 
@@ -215,8 +227,9 @@ def truncated_samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return built_in("off, as in Corral")
     if is_agentic(config):
         return unsupported("truncated trajectories count; see `algorithm.mask_truncated`")
-    note = "samples cut off by length are in no loss; with `whiten_advantages`, Corral whitens over them too"
-    return converted({"algorithm.mask_truncated": True}, note)
+    whitens_all = bool(config.value("whiten_advantages"))
+    note = "samples cut off by length are in no loss" + "; Corral whitens over them too" * whitens_all
+    return converted({"algorithm.mask_truncated": True}, note, differs=whitens_all)
 
 
 def reward_of(config: ForeignConfig, domain: str) -> str | None:
@@ -307,9 +320,10 @@ def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
         why = "rewards of later turns are not discounted" if discounted else f"Corral has {', '.join(ESTIMATORS)}"
         return replaced(ours, f"{why}; {found.name} takes its place")
     note = f"{found.description}: {found.name}"
-    if found.name in ("reinforce", "reinforce_plus_plus") and is_agentic(config) and written != "step_reinforce":
+    by_token = found.name in ("reinforce", "reinforce_plus_plus") and is_agentic(config) and written != "step_reinforce"
+    if by_token:
         note += "; a token has the return from there on, in ROLL that of the whole trajectory"
-    return converted(ours, note)
+    return converted(ours, note, differs=by_token)
 
 
 def whitens(config: ForeignConfig) -> bool:
@@ -392,9 +406,11 @@ def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return (built_in if written == forced else unsupported)(f"the loss {loss(config)} is always {forced}")
     if written != "seq_mean_token_sum_norm":
         return mapped("algorithm.aggregation.name", written)
-    length = config.value("sequence_length")
-    ours = {"algorithm.aggregation.name": written, "algorithm.aggregation.norm": length}
-    return converted(ours, f"divided by the length of a sequence, {length}")
+    # roll/utils/functionals.py, commit 8eb27cc: a sum over all trajectories, divided by the length alone
+    length, size = config.value("sequence_length"), min(math.prod(sizes_of_update(config)), num_trajectories(config))
+    ours = {"algorithm.aggregation.name": written, "algorithm.aggregation.norm": length / size}
+    note = f"the sum over {size} trajectories, divided by the length of a sequence, {length}; Corral has their mean"
+    return converted(ours, note)
 
 
 # --- tokens sampled with other weights, or by another engine

@@ -59,7 +59,26 @@ def distillation(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"algorithm.name": "distill", "reference.path": teacher}, "advantages are the teacher's log-probs")
 
 
+def reinforces(config: ForeignConfig) -> bool:
+    """Whether the loss is that of `bypass_mode` with `loss_type=reinforce`."""
+    return bool(config[f"{CORRECTION}.bypass_mode"]) and config[f"{CORRECTION}.loss_type"] == "reinforce"
+
+
+def reinforce(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """`-w A log pi`, w the capped ratio to the engine's probability: cispo without a lower bound. Without w: gpg."""
+    if config[f"{CORRECTION}.rollout_is"] is None:
+        return mapped("algorithm.loss.name", "gpg")
+    floor, cap = bounds(config[f"{CORRECTION}.rollout_is_threshold"])
+    if config[f"{CORRECTION}.rollout_is"] != "token" or floor is not None or cap < 1:
+        return unsupported("Corral has weights of tokens, with a cap of at least 1; the recipe has cispo")
+    ours = {"name": "cispo", "clip_low": 1.0, "clip_high": cap - 1}
+    note = f"log-probs weighted with the ratio to the engine's probability, at most {cap:g}: cispo"
+    return converted({f"algorithm.loss.{key}": value for key, value in ours.items()}, note)
+
+
 def loss_of(config: ForeignConfig) -> str:
+    if reinforces(config):
+        return "gpg" if config[f"{CORRECTION}.rollout_is"] is None else "cispo"
     return str(config.constants["losses"].get(config[f"{ACTOR}.policy_loss.loss_mode"], usual_loss(config)))
 
 
@@ -78,12 +97,14 @@ def clip_both(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if found.status != "mapped" or config.table.row("do_search"):
         return found
     unread = "verl reads it where `clip_ratio_low` and `clip_ratio_high` are null only, and else clips at 0.2"
-    return converted(found.ours, f"{given.value:g} on either side; {unread}")
+    return converted(found.ours, f"{given.value:g} on either side; {unread}", differs=given.value != 0.2)
 
 
 def clip(config: ForeignConfig, given: ForeignValue, *sides: str) -> Outcome:
     ours = loss_of(config)
     options = LOSSES[ours].option_names
+    if reinforces(config):
+        return no_effect("`loss_type=reinforce` does not clip")
     if "threshold" in options:
         low, high = clip_of(config, "low"), clip_of(config, "high")
         if low != high:
@@ -192,8 +213,12 @@ def rejected(config: ForeignConfig, given: ForeignValue) -> Outcome:
         return unsupported(f"Corral rejects by {' or '.join(levels)}")
     floor, cap = bounds(config[f"{CORRECTION}.rollout_rs_threshold"])
     floor = floor or config[f"{CORRECTION}.rollout_rs_threshold_lower"] or 1 / cap
-    note = f"{levels[kind]}s with a ratio outside {floor:g} to {cap:g} are dropped"
-    return corrected("rejection", note, level=levels[kind], floor=floor, cap=cap)
+    note = f"{levels[kind]}s with a ratio outside {floor:g} to {cap:g} are dropped, and not counted"
+    if kind.endswith("k1"):
+        # verl/trainer/ppo/rollout_corr_helper.py compares -x, x = log pi_train - log pi_engine, with the logarithms
+        note += f"; verl's is of the engine's to the trainer's probability, here {1 / cap:g} to {1 / floor:g}"
+        floor, cap = 1 / cap, 1 / floor
+    return corrected("rejection", note, level=levels[kind], floor=floor, cap=cap, count_dropped=False)
 
 
 def flat_correction(config: ForeignConfig, given: ForeignValue) -> Outcome:

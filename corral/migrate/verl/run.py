@@ -268,6 +268,39 @@ def looks_at_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
     return VISION_MODEL.search(PurePosixPath(given.value or "").name) is not None
 
 
+def names_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
+    """The same, with those that Corral trains with rollouts."""
+    return looks_at_pictures(config, given) or "-vl" in PurePosixPath(given.value or "").name.lower()
+
+
+# --- supervised fine-tuning
+
+
+def sft_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    ours = {"data.train.path": paths(given.value), "algorithm.name": "sft"}
+    return converted(ours, "the answers that the rows have are trained on")
+
+
+def sft_micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """The size of micro-batches: tokens where `use_dynamic_bsz` is on, else rows of the greatest length."""
+    longest = positive(config, "data.max_length")
+    if config["data.use_dynamic_bsz"]:
+        if not given.key.endswith("max_token_len_per_gpu"):
+            return no_effect("`data.max_token_len_per_gpu` decides")
+        return mapped("batch.max_tokens_per_micro_batch", max(positive(config, "data.max_token_len_per_gpu"), longest))
+    if given.key.endswith("max_token_len_per_gpu"):
+        return no_effect("`data.micro_batch_size_per_gpu` decides")
+    rows = positive(config, "data.micro_batch_size_per_gpu")
+    note = f"{plural(rows, 'row')} of up to {longest} tokens"
+    return converted({"batch.max_tokens_per_micro_batch": rows * longest}, f"{note}: {rows * longest} tokens")
+
+
+def column(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
+    """A column of rows, with the keys below it that an early verl has beside: `extra_info` and `[question]`."""
+    below = config[given.key.replace("_key", "_dict_keys")] or []
+    return mapped(ours, ".".join([given.value, *below]))
+
+
 # --- names and folders
 
 
@@ -308,6 +341,8 @@ def usual_keep(config: ForeignConfig) -> int:
 
 
 def pair(value: Any) -> list[float]:
+    if isinstance(value, str) and re.fullmatch(r"[\[(][\d.e, -]+[\])]", value):
+        value = [float(item) for item in value[1:-1].split(",")]
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("two numbers")
     return [number(item) for item in value]
