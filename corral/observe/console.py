@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
@@ -291,7 +291,7 @@ def run_log(path: Path, console: Console) -> Iterator[None]:
     (transformers, httpx, Python's `warnings`) is in the file only."""
     root, ours = logging.getLogger(), logging.getLogger("corral")
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file = _LogFile(path, console)
     to_file.setFormatter(
         logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
     )
@@ -310,6 +310,27 @@ def run_log(path: Path, console: Console) -> Iterator[None]:
         ours.removeHandler(to_console)
         root.removeHandler(to_file)
         to_file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """The run's log. Where it cannot be written, on a full disk for example, that is one warning: `logging` would print
+    a traceback for every record, and the end of the run would be the log's and not its own."""
+
+    def __init__(self, path: Path, console: Console) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.console, self.has_warned = console, False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_warned:
+            self.has_warned = True
+            self.console.warn(f"{self.baseFilename} cannot be written: {error.strerror}")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def quiet_libraries() -> None:
