@@ -9,22 +9,20 @@ was lost, silent or left behind.
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from corral.child_process import describe_exit, read_stat, start_child, terminate_group
+from corral.cluster.chaos_report import ChaosOptions, ChaosReport, EndRecord, FaultRecord, audit_folder, explain_end
 from corral.cluster.faults import (
     KINDS,
     PlannedFault,
@@ -36,9 +34,7 @@ from corral.cluster.faults import (
     send_signal,
 )
 from corral.cluster.node_processes import NodeProcess, all_processes
-from corral.observe.console import is_validation
-from corral.observe.ledger import Ledger
-from corral.observe.run_files import read_metrics, write_atomically
+from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
 from corral.runtime.membership import state_folder
 from corral.runtime.presence import present
@@ -61,74 +57,6 @@ ENDS_IN_A_ROW = 4
 ENDLESS = 1_000_000
 
 
-# --- the run under faults
-
-
-@dataclass(frozen=True)
-class ChaosOptions:
-    num_faults: int
-    seed: int
-    kinds: tuple[str, ...]
-    interval_s: float
-    recover_timeout_s: float
-    max_silence_s: float
-
-
-@dataclass
-class FaultRecord:
-    number: int
-    kind: str
-    target: str
-    pid: int
-    at_s: float
-    """Seconds since the beginning, as all times here that are no durations."""
-    step: int
-    """The last step that the run had made, then or when what was lost was there again."""
-    is_back: bool = False
-    """Whether what was lost is there again."""
-    noticed_s: float | None = None
-    """Seconds until the console had a warning or an error, or the run ended. None: it went on without a word."""
-    recovered_s: float | None = None
-    """Seconds until the run had made a step more than ever before, and a lost worker was replaced."""
-    outcome: str = "did not recover"
-
-
-@dataclass(frozen=True)
-class EndRecord:
-    at_s: float
-    code: int
-    explanation: str | None
-    """The line that explains it; None: there is none."""
-
-
-@dataclass
-class ChaosReport:
-    options: ChaosOptions
-    run: str
-    duration_s: float = 0.0
-    faults: list[FaultRecord] = field(default_factory=list)
-    ends: list[EndRecord] = field(default_factory=list)
-    silence_s: float = 0.0
-    silence_at_s: float = 0.0
-    impossible: list[str] = field(default_factory=list)
-    """Kinds for which this run has no process, and faults that found none."""
-    facts: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "kinds": summarize(self.faults), "passed": not self.problems}
-
-    def text(self) -> str:
-        starts = sum(fault.outcome == "started again" for fault in self.faults)
-        lines = [f"{len(self.faults)} faults in {self.duration_s:.0f} s, seed {self.options.seed}: {self.run}", ""]
-        lines += format_table(summarize(self.faults))
-        lines += ["", *self.facts, f"{len(self.ends)} ends, after {starts} of which the run was started again"]
-        lines += [f"longest silence of the console: {self.silence_s:.1f} s, at {self.silence_at_s:.0f} s"]
-        lines += [f"not tried: {what}" for what in self.impossible]
-        lines += [f"problem: {problem}" for problem in self.problems]
-        return "\n".join([*lines, "failed" if self.problems else "passed"])
-
-
 class ChaosRun:
     """A run that faults hit. `command`: trains in `folder`, and goes on there when it is called again."""
 
@@ -139,7 +67,6 @@ class ChaosRun:
         self.report = ChaosReport(options, folder.name)
         self.began = time.monotonic()
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
-        self.before = set(state_folder().glob("run-*"))
         self.schedule: list[PlannedFault] | None = None
         """Faults to come; None: it is not known yet which ones are possible."""
         self.pending: list[FaultRecord] = []
@@ -147,6 +74,8 @@ class ChaosRun:
         self.step = self.highest = self.idle_ends = 0
         self.seen: dict[int, int] = {}
         """Processes of the run so far, with their start times."""
+        self.ray_folders: set[str] = set()
+        """Folders of the Rays that the run has started."""
         self.usual: set[str] = set()
         """Lines of the console before the first fault."""
         self.lines: list[tuple[float, str]] = []
@@ -224,6 +153,7 @@ class ChaosRun:
         for process in self._processes():
             if process.pid not in self.seen and (stat := read_stat(process.pid)) is not None:
                 self.seen[process.pid] = stat.started
+                self.ray_folders |= set(re.findall(rf"{state_folder()}/run-\w+", process.command))
         for fault in self.pending:
             if fault.noticed_s is None and (times := [at for at, _ in self._complaints(fault.at_s)]):
                 fault.noticed_s = times[0] - fault.at_s
@@ -373,11 +303,8 @@ class ChaosRun:
         processes = [str(table[pid]) for pid in same if pid in table]
         memory = [path for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in self.seen)]
         folders = [path for path in self.temporary.iterdir() if not path.name.startswith(CACHES)]
-        folders += set(state_folder().glob("run-*")) - self.before
+        folders += [Path(folder) for folder in self.ray_folders if Path(folder).exists()]
         return [*processes, *map(str, [*memory, *folders])]
-
-
-# --- the audit
 
 
 def last_step(metrics: Path) -> int:
@@ -387,76 +314,6 @@ def last_step(metrics: Path) -> int:
         lines = file.read().split(b"\n")[:-1]
         return int(json.loads(lines[-1])["step"]) if lines else 0
     return 0
-
-
-def explain_end(code: int, lines: Sequence[str]) -> str | None:
-    """The line of the console that explains an end; None where there is none."""
-    sign = "error: " if code else "resume "
-    return next((line for line in lines if line.startswith(sign)), None)
-
-
-def audit_folder(folder: Path) -> tuple[list[str], list[str]]:
-    """What ledger and metrics of a run say, and what is wrong with them."""
-    facts, problems = list[str](), list[str]()
-    for path in [folder / Ledger.name, *sorted((folder / "attempts").glob(f"*/{Ledger.name}"))]:
-        audit = Ledger(path).audit()
-        problems += [f"{path}: {problem}" for problem in audit.problems]
-        problems += [f"{path}: prompts {list(audit.gaps)} were lost"] if audit.gaps else []
-        dropped = sum(audit.dropped.values())
-        facts.append(
-            f"ledger: {audit.issued} prompts issued ({audit.reissued} times again), {audit.trained} trained, {dropped} "
-            f"dropped, {audit.open} open"
-        )
-        if path.parent == folder:
-            steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if not is_validation(row)]
-            facts.append(f"metrics: {len(steps)} steps")
-            if steps != list(range(1, len(steps) + 1)):
-                problems.append(f"the steps in {folder / 'metrics.jsonl'} are not 1, 2, 3, ...: {steps}")
-            if audit.trained_steps > len(steps):
-                problems.append(f"prompts were trained in {audit.trained_steps} steps, and {len(steps)} have metrics")
-    return facts, problems
-
-
-# --- the report
-
-
-def summarize(faults: Iterable[FaultRecord]) -> list[dict[str, Any]]:
-    """One row for each kind of fault, and for each role where workers were hit."""
-    rows = dict[str, list[FaultRecord]]()
-    for fault in sorted(faults, key=lambda one: list(KINDS).index(one.kind)):
-        role = fault.target.partition("(")[2].rstrip(")")
-        rows.setdefault(f"{fault.kind} {role}".strip(), []).append(fault)
-    return [
-        {
-            "kind": name,
-            "number": len(own),
-            "noticed_s": spread(one.noticed_s for one in own),
-            "recovered_s": spread(one.recovered_s for one in own),
-            "outcomes": dict(Counter(one.outcome for one in own)),
-        }
-        for name, own in rows.items()
-    ]
-
-
-def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return {"min": min(known), "median": statistics.median(known), "max": max(known)}
-
-
-def format_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield f"{'fault':<32}{'number':>6}  {'noticed (s)':<20}{'recovered (s)':<22}outcome"
-    for row in rows:
-        noticed, recovered = (
-            " / ".join(f"{value:.1f}" for value in row[key].values()) if row[key] else "-"
-            for key in ("noticed_s", "recovered_s")
-        )
-        outcomes = ", ".join(f"{number} {outcome}" for outcome, number in row["outcomes"].items())
-        yield f"{row['kind']:<32}{row['number']:>6}  {noticed:<20}{recovered:<22}{outcomes}"
-
-
-# --- the command
 
 
 def chaos(
@@ -475,10 +332,12 @@ def chaos(
     used = {one.run for one in present()}
     name = next(name for name in names if name not in used and not (runs / name).exists())
     own = [f"name={name}", "checkpoint.resume=auto", f"schedule.steps={ENDLESS}"]
-    command = [sys.executable, "-m", "corral.cli.main", "train", str(recipe), *overrides, *own]
     address = None if loaded.cluster.address == "auto" else loaded.cluster.address
-    in_cluster = runs_on_ray(loaded) and find_cluster(address) is not None
-    with attached(address) if in_cluster else nullcontext():
-        report = ChaosRun(command, runs / name, options, Reach(in_cluster), show).run()
+    cluster = find_cluster(address) if runs_on_ray(loaded) else None
+    if cluster is not None:
+        own.append(f"cluster.address={cluster}")  # the child has a temporary folder of its own, where Ray would look
+    command = [sys.executable, "-m", "corral.cli.main", "train", str(recipe), *overrides, *own]
+    with nullcontext() if cluster is None else attached(cluster):
+        report = ChaosRun(command, runs / name, options, Reach(cluster is not None), show).run()
     write_atomically(file or runs / name / "chaos.json", json.dumps(report.as_dict(), indent=2) + "\n")
     return report

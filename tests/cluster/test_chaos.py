@@ -1,5 +1,6 @@
 """The schedule of faults, the audit, the report; and a stand-in for a run, which is hit as a real one would be."""
 
+import json
 import signal
 import sys
 from collections import Counter
@@ -170,3 +171,23 @@ def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: 
     assert finished.code == 0, finished.stdout + log
     assert finished.stdout.endswith("passed\n")
     assert (tmp_path / "runs" / "tiny-chaos" / "chaos.json").exists()
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_workers_of_other_nodes_are_hit_too(tmp_path: Path, tiny_model: Path) -> None:
+    from hosts import Lab
+    from runs import write_recipe
+
+    recipe = write_recipe(tmp_path, tiny_model)
+    apart = ("cluster.nodes=2", "cluster.devices_per_node=1", "cluster.placement={rollout: 0, actor: 1}")
+    own = (*apart, "checkpoint.every=2", "optimizer.learning_rate=1e-4", "--kinds=kill-worker,kill-reward")
+    command = [sys.executable, "-c", "from corral.cli.main import main; main()", "chaos", str(recipe), *own]
+    with Lab(2) as lab:
+        lab.start_ray(devices=1)
+        lab.run(0, [*command, "--faults=3", "--seed=2", "--interval=1"], timeout_s=500, OMP_NUM_THREADS="1")
+    faults = json.loads((tmp_path / "runs" / "tiny-chaos" / "chaos.json").read_text())["faults"]
+    assert [fault["target"] for fault in faults if fault["kind"] == "kill-worker"] == [
+        "device 1 (actor)",
+        "device 0 (rollout)",
+    ]
