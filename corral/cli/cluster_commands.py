@@ -259,8 +259,8 @@ def chaos(
     """Train the recipe in a run folder of its own while faults hit it at random moments: processes are killed or
     stopped, the disk is full. Then audit that no prompt was lost or trained twice, that every end was explained and
     that nothing was left behind. Exits with 1 if anything was."""
-    from corral.cluster.chaos import ChaosOptions
     from corral.cluster.chaos import chaos as run_chaos
+    from corral.cluster.chaos_report import ChaosOptions
     from corral.cluster.faults import KINDS
 
     chosen = tuple(KINDS) if kinds is None else tuple(kinds.split(","))

@@ -4,13 +4,15 @@ import json
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from guides import block
 
 from corral.cluster import chaos
-from corral.cluster.chaos import ChaosOptions, ChaosReport, ChaosRun, FaultRecord, audit_folder, explain_end
+from corral.cluster.chaos import ChaosRun
+from corral.cluster.chaos_report import ChaosOptions, ChaosReport, FaultRecord, audit_folder, explain_end
 from corral.cluster.faults import KINDS, Reach, descendants, make_schedule
 from corral.cluster.node_processes import NodeProcess
 
@@ -25,10 +27,12 @@ print("warning: this one is printed at every start", flush=True)
 metrics, ledger = f"{folder}/metrics.jsonl", f"{folder}/ledger.jsonl"
 lines = open(metrics).readlines() if os.path.exists(metrics) else []
 done = len([line for line in lines if line.endswith("\\n")])
-for path, number in ((metrics, done), (ledger, 2 * done)):
-    kept = open(path).readlines()[:number] if os.path.exists(path) else []
-    open(path, "w").writelines(kept)
 try:
+    for path, number in ((metrics, done), (ledger, 2 * done)):
+        kept = open(path).readlines()[:number] if os.path.exists(path) else []
+        with open(path + ".new", "w") as file:
+            file.writelines(kept)
+        os.replace(path + ".new", path)
     for step in range(done + 1, 1000000):
         prompt = step - 1 if is_honest else step
         with open(ledger, "a", buffering=1) as file:
@@ -135,7 +139,8 @@ def stand_in_run(folder: Path, is_honest: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(chaos, "POLL_S", 0.02)
     monkeypatch.setattr(chaos, "FULL_DISK_S", 1.0)
     command = [sys.executable, "-S", "-c", STAND_IN, str(folder), "honest" if is_honest else "careless"]
-    return ChaosRun(command, folder, OPTIONS, Reach(False), lambda _: None)
+    options = OPTIONS if is_honest else replace(OPTIONS, num_faults=2)
+    return ChaosRun(command, folder, options, Reach(False), lambda _: None)
 
 
 def test_a_run_is_hit_started_again_and_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
