@@ -44,7 +44,7 @@ TAIL_BYTES = 1 << 18
 """So much of the end of metrics.jsonl is read to see how far the run is."""
 FULL_DISK_S = 20.0
 """Seconds after which a disk has space again, if the run has not noticed that it was full."""
-NO_TARGET_S = 60.0
+NO_TARGET_S = 200.0
 """Seconds after which a fault is given up for which there is no process."""
 LEFTOVERS_S = 150.0
 """Seconds in which everything has to go after the end of a run: Ray's helpers wait a minute for a lost head."""
