@@ -72,6 +72,7 @@ class ChaosRun:
         self.pending: list[FaultRecord] = []
         self.free_since = self.last_fault_at = self.full_since = 0.0
         self.step = self.highest = self.idle_ends = 0
+        self.is_interrupted = False
         self.seen: dict[int, int] = {}
         """Processes of the run so far, with their start times."""
         self.ray_folders: set[str] = set()
@@ -87,23 +88,26 @@ class ChaosRun:
         return time.monotonic() - self.began
 
     def run(self) -> ChaosReport:
-        """Hits the run with all faults, ends it, and audits it. Ctrl-C: no more faults; twice: at once."""
+        """Hits the run with all faults, ends it, and audits it. Ctrl-C or SIGTERM: no more faults; twice: at once."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._on_signal) for number in numbers]
         self._start()
         try:
             while not self._is_over():
-                try:
-                    self._go_on()
-                except KeyboardInterrupt:
-                    if not self.schedule:
-                        raise
-                    self.report.impossible.append(f"{len(self.schedule)} faults, after Ctrl-C")
-                    self.schedule = []
+                self._go_on()
             self._stop()
         finally:
             self._kill_all()
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
         self._audit()
         self.report.duration_s = self.now()
         return self.report
+
+    def _on_signal(self, *_: object) -> None:
+        if self.is_interrupted or self.schedule is None:
+            raise KeyboardInterrupt
+        self.is_interrupted = True
 
     def _go_on(self) -> None:
         time.sleep(POLL_S)
@@ -228,6 +232,9 @@ class ChaosRun:
         self.free_since, self.usual = self.now(), {line for _, line in self.lines}
 
     def _inject_if_due(self) -> None:
+        if self.schedule and self.is_interrupted:
+            self.report.impossible.append(f"{len(self.schedule)} faults, after a signal to stop")
+            self.schedule = []
         if not self.schedule or (self.pending and not self.schedule[0].during_recovery):
             return
         planned = self.schedule[0]

@@ -1,6 +1,7 @@
 """The schedule of faults, the audit, the report; and a stand-in for a run, which is hit as a real one would be."""
 
 import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -157,6 +158,22 @@ def test_a_run_that_loses_a_prompt_and_explains_nothing_fails(tmp_path: Path, mo
     report = stand_in_run(tmp_path, False, monkeypatch).run()
     assert any("prompts [0] were lost" in problem for problem in report.problems)
     assert any("that nothing explains" in problem for problem in report.problems)
+
+
+def test_a_signal_means_no_more_faults_and_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = stand_in_run(tmp_path, True, monkeypatch)
+    run.options = replace(OPTIONS, num_faults=1000)
+
+    def show(_: str) -> None:
+        if len(run.report.faults) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.show = show
+    report = run.run()
+    assert report.problems == []
+    assert [fault.outcome for fault in report.faults] == ["started again"] * len(report.faults)
+    assert report.impossible[-1] == f"{1000 - len(report.faults)} faults, after a signal to stop"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_every_kind_is_described() -> None:
