@@ -68,10 +68,10 @@ class ChaosReport:
         return {**asdict(self), "kinds": summarize(self.faults), "passed": not self.problems}
 
     def text(self) -> str:
-        starts = sum(fault.outcome == "started again" for fault in self.faults)
+        explained = sum(end.explanation is not None for end in self.ends)
         lines = [f"{len(self.faults)} faults in {self.duration_s:.0f} s, seed {self.options.seed}: {self.run}", ""]
         lines += format_table(summarize(self.faults))
-        lines += ["", *self.facts, f"{len(self.ends)} ends, after {starts} of which the run was started again"]
+        lines += ["", *self.facts, f"ends: {len(self.ends)}, of which {explained} are explained"]
         lines += [f"longest silence of the console: {self.silence_s:.1f} s, at {self.silence_at_s:.0f} s"]
         lines += [f"not tried: {what}" for what in self.impossible]
         lines += [f"problem: {problem}" for problem in self.problems]
