@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corral.cluster.node_processes import NodeProcess, ProcessTable, all_processes
+from corral.cluster.node_processes import SERVERS, NodeProcess, ProcessTable, all_processes
 from corral.cluster.stacks import MARKS
 from corral.runtime.presence import present
 
@@ -149,8 +149,8 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 def limit_files(processes: Iterable[NodeProcess], num_bytes: int) -> None:
     """Lets no file of these processes grow beyond so many bytes; -1: no limit. Python ignores the signal that comes
-    with it, so a write fails as it does on a full disk."""
-    for process in processes:
+    with it, so a write fails as it does on a full disk. Ray's servers would end with it, and are left out."""
+    for process in (one for one in processes if one.name not in SERVERS):
         with suppress(OSError, ValueError):
             hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard if num_bytes < 0 else num_bytes, hard))
