@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 
 POLL_EVERY_S = 0.02
 TAIL_BYTES = 64 * 1024
+REMOVE_ATTEMPTS = 50
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HINTS: dict[int, str] = {
     signal.SIGKILL: "often out of memory, ended by the kernel or by Ray",
@@ -190,7 +191,7 @@ def run_and_record_exit(folder: Path, name: str, command: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    if folder.is_dir():  # it is removed at the end of a run, when nobody asks any more
+    with suppress(FileNotFoundError):  # the folder is removed at the end of a run, when nobody asks any more
         work = folder / f".exit-{name}"
         work.write_text(str(code))
         work.rename(folder / f"exit-{name}")
@@ -236,8 +237,14 @@ def remove_released_folder(folder: Path) -> None:
     with suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits
-        if not any(folder.glob("*.log")):
+        if any(folder.glob("*.log")):
+            return
+        # The shim of a worker, which does not hold the folder, may write an exit code in the middle of this.
+        for _ in range(REMOVE_ATTEMPTS):
             shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                return
+            time.sleep(POLL_EVERY_S)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The verbs of a cluster: up, down, check, status, stacks, doctor; and of its jobs: submit, jobs, logs, stop."""
+"""The verbs of a cluster: up, down, check, status, stacks, doctor, chaos; and of its jobs: submit, jobs, logs, stop."""
 
 import json
 import os
@@ -244,6 +244,37 @@ def show_progress(text: str) -> None:
         print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
 
 
+def chaos(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    faults: Annotated[int, typer.Option(min=1, help="Number of faults.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of their kinds, moments and victims.")] = 0,
+    kinds: Annotated[str | None, typer.Option(help="Kinds, such as kill-worker,full-disk; default: all.")] = None,
+    interval: Annotated[float, typer.Option(min=0, help="Mean seconds from a recovery to the next fault.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds in which the run has to recover.")] = 600.0,
+    max_silence: Annotated[float, typer.Option(min=1, help="Seconds for which the console may be silent.")] = 60.0,
+    report: Annotated[Path | None, typer.Option(help="JSON file; default: chaos.json in the run's folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the recipe in a run folder of its own while faults hit it at random moments: processes are killed or
+    stopped, the disk is full. Then audit that no prompt was lost or trained twice, that every end was explained and
+    that nothing was left behind. Exits with 1 if anything was."""
+    from corral.cluster.chaos import chaos as run_chaos
+    from corral.cluster.chaos_report import ChaosOptions
+    from corral.cluster.faults import KINDS
+
+    chosen = tuple(KINDS) if kinds is None else tuple(kinds.split(","))
+    if unknown := [kind for kind in chosen if kind not in KINDS]:
+        listed = "".join(f"\n  {name}: {kind.description}" for name, kind in KINDS.items())
+        raise UserError(f"--kinds: there is no {', '.join(unknown)}, but{listed}")
+    planned(recipe, overrides)  # raises what is wrong with it
+    options = ChaosOptions(faults, seed, chosen, interval, timeout, max_silence)
+    found = run_chaos(recipe, overrides or [], options, lambda text: print(text, file=sys.stderr, flush=True), report)
+    print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
+    if found.problems:
+        raise typer.Exit(1)
+
+
 # --- jobs: runs that the cluster does by itself
 
 
@@ -395,6 +426,7 @@ VERBS: dict[Callable[..., None], str] = {
     status: "corral status",
     stacks: "corral stacks --native",
     doctor: "corral doctor recipe.yaml --all --shared /data",
+    chaos: "corral chaos recipe.yaml --faults 200 --seed 1 --kinds kill-worker,kill-controller",
     submit: "corral submit recipe.yaml schedule.steps=100 --env WANDB_API_KEY",
     jobs: "corral jobs --json",
     logs: "corral logs my-run -f",

@@ -83,7 +83,7 @@ def train(
         console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
         for change in changes:
             console.note(f"changed since: {change}")
-        with interrupt, run_log(folder.logs / "main.log", console):
+        with interrupt, run_log(folder.logs / "main.log", console), console.signs_of_life():
             open_workers = partial(open_runtime, debugging=debugging)
             runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
     return folder.path

@@ -8,10 +8,11 @@ Corral's modules warn through `logging`: `run_log` sends that to the console, an
 import logging
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
@@ -27,6 +28,8 @@ from corral.recipe.errors import first_line, without_controls
 
 PLAIN_WIDTH = 120
 LINE_EVERY_S = 10.0
+SIGN_OF_LIFE_S = 30.0
+"""After so many seconds without a line there is one that says what is being done."""
 STEPS_FOR_ETA = 20
 ENDED_BY = "ended_by"
 """Logger of the error that ends a run. Not below `corral`: the command line prints the error itself."""
@@ -64,6 +67,7 @@ class Console(Tracker):
             highlight=False,
             emoji=False,
         )
+        self._is_terminal = is_terminal
         self._is_live = live and is_terminal and self._rich.is_interactive
         self._clock, self._warnings = clock, warnings
         self._last_line_at = clock()
@@ -72,6 +76,7 @@ class Console(Tracker):
         self._ends: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_ETA + 1)
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
+        self._stages: list[ConsoleStage] = []
 
     def banner(self, run: str, folder: Path, model: str, plan: Sequence[str], resumed_at: int | None = None) -> None:
         self._rows(
@@ -119,12 +124,43 @@ class Console(Tracker):
             stage.task = self._live().add_task(name, total=total, note="")
         elif self._total is None:
             self._print(f"{name} ...")  # within a step that would be a line too many
+        self._stages.append(stage)
         try:
             yield stage
         finally:
+            self._stages.remove(stage)
             if self._progress is not None and stage.task is not None:
                 self._progress.remove_task(stage.task)
                 self._stop_if_idle()
+
+    @contextmanager
+    def signs_of_life(self) -> Iterator[None]:
+        """Prints what is being done when nothing was printed for half a minute, for the time of the block: workers may
+        take minutes to start, and what hangs prints nothing. On a terminal the progress bar shows it, or a debugger
+        waits there."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            own_line_at, silent_since = -math.inf, 0.0
+            while not ended.wait(max(SIGN_OF_LIFE_S / 30, self._last_line_at + SIGN_OF_LIFE_S - self._clock())):
+                if self._last_line_at != own_line_at:
+                    silent_since = self._last_line_at
+                if self._clock() - self._last_line_at >= SIGN_OF_LIFE_S:
+                    self._print(f"{self._doing} (nothing new for {duration(self._clock() - silent_since)})")
+                    own_line_at = self._last_line_at
+
+        if not self._is_terminal:
+            threading.Thread(target=watch, name="signs of life", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    @property
+    def _doing(self) -> str:
+        if self._stages:
+            return self._stages[-1].name
+        return "starting" if self._total is None else f"step {self._ends[-1][0] + 1}/{self._total}"
 
     def _show(self, stage: "ConsoleStage") -> None:
         if self._progress is not None and stage.task is not None:
@@ -293,7 +329,7 @@ def run_log(path: Path, console: Console) -> Iterator[None]:
     (transformers, httpx, Python's `warnings`) is in the file only."""
     root, ours = logging.getLogger(), logging.getLogger("corral")
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file = _LogFile(path, console)
     to_file.setFormatter(
         logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
     )
@@ -315,6 +351,27 @@ def run_log(path: Path, console: Console) -> Iterator[None]:
         ours.removeHandler(to_console)
         root.removeHandler(to_file)
         to_file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """The run's log. Where it cannot be written, on a full disk for example, that is one warning: `logging` would print
+    a traceback for every record, and the end of the run would be the log's and not its own."""
+
+    def __init__(self, path: Path, console: Console) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.console, self.has_warned = console, False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_warned:
+            self.has_warned = True
+            self.console.warn(f"{self.baseFilename} cannot be written: {error.strerror}")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def quiet_libraries() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from corral.observe.run_files import json_line, write_atomically
+from corral.observe.run_files import json_line, naming, write_atomically
 from corral.recipe.errors import RunError, UserError
 
 PromptIds = NDArray[np.int64]
@@ -133,9 +133,10 @@ class Ledger:
         try:
             if os.fstat(descriptor).st_size < self._size:
                 raise RunError(f"{self.path} is shorter than what this run wrote to it: something else has changed it")
-            os.ftruncate(descriptor, self._size)
-            if os.pwrite(descriptor, line, self._size) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            with naming(self.path):
+                os.ftruncate(descriptor, self._size)
+                if os.pwrite(descriptor, line, self._size) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
         self._size += len(line)

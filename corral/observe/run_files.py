@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -46,6 +46,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of writing say which file it was: a full disk is noticed by a descriptor, which has no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
@@ -108,11 +119,11 @@ class MetricsFile(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         line = json_line({"step": step, **dict(sorted(metrics.items()))})
-        with self.path.open("ab", buffering=0) as file:
+        with naming(self.path), self.path.open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             try:
                 if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 file.truncate(size)  # no half line for the next one to be appended to
                 raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -41,8 +42,12 @@ from corral.rollout.engine_process import (
 )
 from corral.runtime.transfer_channels import BUCKET_BYTES, IpcDeviceMemory, MemoryFile, SentBucket, pack
 
+logger = logging.getLogger(__name__)
+
 START_S = 900.0
 """For a process to load its model: large ones come over a network."""
+START_ATTEMPTS = 3
+"""How often the process that takes the place of a lost one is started."""
 CALL_S = 600.0
 """For calls that are no requests: weights, log-probs, memory."""
 CLOSE_S = 10.0
@@ -92,7 +97,7 @@ class ProcessEngine:
         self.start()
 
     def start(self) -> None:
-        """Starts the process, also one in place of a lost one: that has the weights of the beginning."""
+        """Starts the first process."""
         try:
             self._start(self.python)
         except BaseException:
@@ -123,7 +128,7 @@ class ProcessEngine:
                 raise RunError(f"the engine's process was not ready after {START_S:g} s; its output is in {self.log}")
             ready: Ready = self.wire.recv()
         except (EOFError, OSError):
-            raise RunError(self._why_it_ended()) from None
+            raise EngineLost(self._why_it_ended()) from None
         if ready.error is not None:
             raise UserError(ready.error)
         self.lost = None
@@ -253,8 +258,15 @@ class ProcessEngine:
         await self._while_requests_wait(self.restart_and_load, weights, version)
 
     def restart_and_load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The same where nothing is in flight."""
-        self.start()
+        """The same where nothing is in flight. A process that dies while it starts is started again, too."""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                self._start(self.python)
+                break
+            except EngineLost as lost:
+                logger.warning("%s\nit died while it started (attempt %d of %d)", lost, attempt, START_ATTEMPTS)
+                if attempt == START_ATTEMPTS:
+                    raise
         self._replace_weights(weights, version)
 
     async def _while_requests_wait(self, replace: Callable[..., None], *arguments: Any) -> float:

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def make_ray_folder() -> Path:
     """Makes the folder of a Ray that this process starts, and removes those of processes that were killed. The lock on
     a folder ends with the process that made it, in whichever container that was."""
     for old in state_folder().glob("run-*"):
-        with open_folder(old) as descriptor:
+        with suppress(FileNotFoundError), open_folder(old) as descriptor:  # another run may have removed it just now
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -13,7 +13,19 @@ from runs import write_recipe
 
 from corral.model.model_loading import resolve_dtype
 
-CLUSTER_VERBS = ["up", "down", "check 1", "status", "stacks", "doctor", "submit x", "jobs", "logs x", "stop x"]
+CLUSTER_VERBS = [
+    "up",
+    "down",
+    "check 1",
+    "status",
+    "stacks",
+    "doctor",
+    "chaos x",
+    "submit x",
+    "jobs",
+    "logs x",
+    "stop x",
+]
 ONLY_LINUX_HAS = ("sched_getaffinity", "sched_setaffinity", "memfd_create", "pidfd_open", "eventfd", "copy_file_range")
 ON_WINDOWS = """\
 import signal, sys, typer

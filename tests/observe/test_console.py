@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,28 @@ def test_the_summary_has_the_change_and_what_to_do_next(console: Console, stream
         "curve       runs/addition/curve.png\n"
         "evaluate    corral evaluate runs/addition\n"
     )
+
+
+def test_a_long_silence_is_broken_by_what_is_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.observe.console.SIGN_OF_LIFE_S", 0.2)
+    stream = io.StringIO()
+    console = Console(stream)
+    with console.signs_of_life(), console.stage("starting workers"):
+        time.sleep(0.7)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "starting workers ..."
+    assert 2 <= len(lines) <= 5
+    assert all(line.startswith("starting workers (nothing new for ") for line in lines[1:])
+    time.sleep(0.3)
+    assert stream.getvalue().splitlines() == lines  # nobody waits any more
+
+
+def test_who_prints_needs_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.observe.console.SIGN_OF_LIFE_S", 0.5)
+    stream = io.StringIO()
+    console = Console(stream)
+    with console.signs_of_life():
+        for number in range(8):
+            console.note(f"line {number}")
+            time.sleep(0.1)
+    assert len(stream.getvalue().splitlines()) == 8

@@ -195,8 +195,9 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (40, resource.RLIM_INFINITY))
 try:
     ledger.trained(1, [0])
-except OSError:
+except OSError as error:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert error.filename == sys.argv[1]
     assert ledger.open(1) == [0]
     ledger.dropped(1, [0], "equal rewards")
 """

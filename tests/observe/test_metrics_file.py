@@ -90,8 +90,9 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 try:
     metrics.log(2, {"x": 1.0})
-except OSError:
+except OSError as error:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert error.filename == sys.argv[1]
     metrics.log(3, {"x": 1.0})
 """
     path = tmp_path / "metrics.jsonl"

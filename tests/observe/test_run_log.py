@@ -71,3 +71,12 @@ def test_the_logging_of_the_process_is_as_before_when_the_run_is_over(tmp_path: 
     with run_log(tmp_path / "main.log", Console(io.StringIO())):
         pass
     assert (logging.root.handlers, logging.getLogger("corral").level) == (handlers, level)
+
+
+def test_a_log_on_a_full_disk_is_one_warning_and_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    with run_log(Path("/dev/full"), Console(stream)):
+        for number in range(3):
+            logging.getLogger("corral.loop").info("line %d", number)
+    assert stream.getvalue() == "warning: /dev/full cannot be written: No space left on device\n"
+    assert capfd.readouterr().err == ""

@@ -7,6 +7,8 @@ interpreter of an environment that has them.
 import asyncio
 import os
 import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,30 @@ def test_a_process_that_is_killed_fails_what_waits_for_it_and_says_how(model: tu
     folder = engine.folder
     engine.close()
     assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_replacement_that_is_killed_while_it_starts_is_started_again(model: tuple[Path, Any]) -> None:
+    engine = start_engine(model, "native")
+    killed = [engine.process.pid]
+    os.kill(killed[0], signal.SIGKILL)
+    engine.reader.join()
+
+    def kill_next() -> None:
+        while engine.process.pid in killed:
+            time.sleep(0.001)
+        killed.append(engine.process.pid)
+        os.kill(engine.process.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_next)
+    thread.start()
+    engine.restart_and_load((), 3)
+    thread.join()
+    assert engine.version == 3
+    assert len(killed) == 2
+    assert engine.process.pid not in killed
+    assert asyncio.run(engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)).tokens
+    engine.close()
 
 
 def test_what_keeps_an_engine_from_starting_is_told(model: tuple[Path, Any], tmp_path: Path) -> None:

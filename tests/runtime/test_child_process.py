@@ -138,3 +138,22 @@ def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: 
     while folder.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhile(tmp_path: Path) -> None:
+    """As a worker's shim does, which ends a moment later than the worker."""
+    folder = tmp_path / "held"
+    folder.mkdir()
+    program = (
+        "import shutil, sys; from pathlib import Path; from corral import child_process; folder = Path(sys.argv[1])\n"
+        "def late(path, ignore_errors, remove=shutil.rmtree):\n"
+        "    shutil.rmtree = remove\n"
+        "    (folder / 'exit-1').write_text('0')  # when the files were listed and the folder is not gone yet\n"
+        "shutil.rmtree = late\n"
+        "child_process.remove_released_folder(folder)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
+    deadline = time.monotonic() + 10
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

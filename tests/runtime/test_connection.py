@@ -109,3 +109,11 @@ def test_a_cluster_that_another_user_has_named_for_everybody_is_not_joined(
     os.chown(named, STRANGER, STRANGER)
     assert address_of_ray_start() is None
     assert "the Ray cluster of user 65534 on this machine is not used" in caplog.text
+
+
+def test_a_folder_that_another_run_removes_meanwhile_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.runtime.connection.state_folder", lambda: tmp_path)
+    (tmp_path / "run-gone").symlink_to(tmp_path / "nowhere")  # listed, and not there when it is opened
+    assert make_ray_folder().is_dir()
