@@ -94,8 +94,7 @@ def cell(recipe: Path, model: Path, devices: str) -> str:
         needed = str(error).partition("settings need is ")[2].partition(" of a device")[0]
         return f"does not fit: needs {needed}"
     found = json.loads(printed.getvalue())
-    seconds = sum(found["step_s"].values())
-    return f"{found['settings']}: {found['peak_bytes'] / 2**30:.0f} GiB, about {seconds:.0f} s a step"
+    return f"{found['settings']}: {found['peak_bytes'] / 2**30:.0f} GiB, about {found['step_s']:.0f} s a step"
 
 
 if __name__ == "__main__":

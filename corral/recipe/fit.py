@@ -92,7 +92,13 @@ class Fit:
     """The proposed settings, as `corral plan` and `corral train` take them."""
     peak: int
     """Bytes of the fullest device."""
-    step_s: Mapping[str, float]
+    stages_s: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: of its stages, or of the longer side where rollouts run ahead of training."""
+        rollout, total = self.stages_s.get("rollout", 0.0), sum(self.stages_s.values())
+        return max(rollout, total - rollout) if self.recipe.schedule.max_staleness else total
 
     def as_dict(self) -> dict[str, Any]:
         """The proposal for programs."""
@@ -100,17 +106,18 @@ class Fit:
             "settings": describe_fit(self.recipe),
             "overrides": list(self.overrides),
             "peak_bytes": self.peak,
-            "step_s": dict(self.step_s),
+            "step_s": self.step_s,
+            "stages_s": dict(self.stages_s),
         }
 
     def lines(self, arguments: str, hardware: Hardware) -> list[str]:
         """`arguments`: what the command had, the recipe and its changes."""
-        stages = ", ".join(f"{stage} {seconds:.3g}" for stage, seconds in self.step_s.items())
+        stages = ", ".join(f"{stage} {seconds:.3g}" for stage, seconds in self.stages_s.items())
         return [
             f"fits {hardware}: {describe_fit(self.recipe)}",
             f"  {self.peak / GIB:.1f} of {hardware.memory} GiB of the fullest device, estimated; up to "
             f"{MARGIN:.0%} are planned with",
-            f"  about {sum(self.step_s.values()):.3g} s a step of full-length trajectories ({stages}):",
+            f"  about {self.step_s:.3g} s a step of full-length trajectories ({stages}):",
             "  an estimate from rates measured on one H200, scaled by data sheets; several devices were not measured",
             f"corral train {arguments} \\",
             *(f"  {shlex.quote(line)} \\" for line in self.overrides[:-1]),
@@ -143,9 +150,11 @@ def candidates(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> Iterato
     base = on_hardware(recipe, hardware)
     batch = base.batch.model_copy(update={"max_tokens_per_micro_batch": min_micro_batch(recipe)})
     for engine, offload in engines(recipe, hardware, shape):
-        rollout = {"engine": engine, "max_sequences": min_sequences_of(recipe, hardware, engine)}
-        sections: dict[str, Any] = {"batch": batch, "rollout": base.rollout.model_copy(update=rollout)}
-        with_engine = base.model_copy(update=sections if recipe.needs_engine else {"batch": batch})
+        sections: dict[str, Any] = {"batch": batch}
+        if recipe.needs_engine:
+            least = min(min_sequences(recipe), trajectories_per_engine(base, engine))
+            sections["rollout"] = base.rollout.model_copy(update={"engine": engine, "max_sequences": least})
+        with_engine = base.model_copy(update=sections)
         for checkpoints, sizes in savings(shape):
             train = {"offload": list(offload), "gradient_checkpointing": checkpoints, "parallel": Parallel(**sizes)}
             changed = with_engine.model_copy(update={"train": base.train.model_copy(update=train)})
@@ -184,13 +193,9 @@ def engines(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> list[tuple
     ]
 
 
-def trajectories_per_engine(recipe: Recipe, hardware: Hardware, engine: EngineChoice) -> int:
-    num_engines = hardware.nodes * hardware.devices_per_node // engine.tensor_parallel
-    return -(-recipe.num_trajectories // num_engines)
-
-
-def min_sequences_of(recipe: Recipe, hardware: Hardware, engine: EngineChoice) -> int:
-    return min(min_sequences(recipe), trajectories_per_engine(recipe, hardware, engine))
+def trajectories_per_engine(recipe: Recipe, engine: EngineChoice) -> int:
+    placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
+    return -(-recipe.num_trajectories * engine.tensor_parallel // len(placement.roles["rollout"]))
 
 
 def min_micro_batch(recipe: Recipe) -> int:
@@ -214,7 +219,7 @@ def grow(candidate: Recipe, hardware: Hardware, shape: ModelShape) -> Recipe:
     """The largest micro-batch and KV cache for which there is memory: they are in different phases of a step."""
     most = 1
     if candidate.needs_engine:
-        most = min(MAX_SEQUENCES["cuda"], trajectories_per_engine(candidate, hardware, candidate.rollout.engine))
+        most = min(MAX_SEQUENCES["cuda"], trajectories_per_engine(candidate, candidate.rollout.engine))
     tokens, sequences = candidate.batch.max_tokens_per_micro_batch, candidate.rollout.max_sequences or most
     changes = [{"batch": {"max_tokens_per_micro_batch": size}} for size in MICRO_BATCHES if size > tokens]
     while sequences < most:
@@ -253,17 +258,22 @@ def made_fit(recipe: Recipe, found: Recipe, hardware: Hardware, shape: ModelShap
     if recipe.needs_engine:
         values |= engine_lines(recipe, plan)
         values["rollout.max_sequences"] = found.rollout.max_sequences
-    overrides = tuple(f"{key}={value}" for key, value in values.items())
+    overrides = tuple(key if value is None else f"{key}={value}" for key, value in values.items())
     peak = max(total for group in plan.memory for total in group.totals.values())
     return Fit(found, overrides, peak, estimate_step_s(plan, hardware.kind))
 
 
 def engine_lines(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Where trainers are on its devices, vLLM is given what the plan has for it."""
+    """Another engine than the written one takes none of its options. Where trainers are on its devices, vLLM is given
+    what the plan has for it."""
     engine, written = plan.recipe.rollout.engine, recipe.rollout.engine
+    is_other = engine.name != written.name or engine.own_process != written.own_process
+    lines: dict[str, Any] = (
+        {"~rollout.engine": None} if is_other and "engine" in recipe.rollout.model_fields_set else {}
+    )
     if engine.name == "native":
-        return {} if written.in_process else {"rollout.engine": "native"}
-    lines: dict[str, Any] = {} if written.name == "vllm" else {"rollout.engine": "vllm"}
+        return lines
+    lines["rollout.engine.name"] = engine.name
     lines["rollout.engine.tensor_parallel"] = engine.tensor_parallel
     if plan.placement.colocated:
         [group] = (one for one in plan.memory if "rollout" in one.roles)

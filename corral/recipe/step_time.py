@@ -60,7 +60,7 @@ HOST_BYTES = 25e9
 
 
 def estimate_step_s(plan: Plan, kind: DeviceKind) -> dict[str, float]:
-    """Returns seconds by stage of a step whose trajectories all have full length; the step is their sum."""
+    """Returns seconds by stage of a step whose trajectories all have full length."""
     stages = {"rollout": rollout_s(plan, kind), "weights": link_s(plan, kind, link_traffic(plan)["weight transfer"])}
     stages |= {"log-probs": logprobs_s(plan, kind), "training": training_s(plan, kind), "offload": offload_s(plan)}
     return {stage: seconds for stage, seconds in stages.items() if seconds}

@@ -123,11 +123,32 @@ def test_long_trajectories_spread_their_tokens(folder: Path) -> None:
     assert f"train.parallel.context={fit.recipe.train.parallel.context}" in fit.overrides
 
 
+@pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen2.5-32B"])
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_another_engine_than_the_written_one_has_none_of_its_options(folder: Path, model: str, name: str) -> None:
+    written = f"rollout.engine={{name: {name}, python: /there/python, memory_fraction: 0.3}}"
+    recipe, shape = load(folder, model, written)
+    fit = find_fit(recipe, Hardware.parse(FOUR_NODES), shape)
+    again, _ = planned(folder / "recipe.yaml", [f"model.path={folder / model}", written, *fit.overrides])
+    assert again.rollout.engine.name == ("native" if model == "Qwen2.5-7B" else "vllm")
+    keeps = (model, name) == ("Qwen2.5-32B", "vllm")
+    assert again.rollout.engine.python == ("/there/python" if keeps else None)
+
+
+def test_rollouts_ahead_of_training_cost_the_longer_side(folder: Path) -> None:
+    apart = ("cluster.placement={actor: 0-3, rollout: 4-7}", "schedule.max_staleness=1")
+    recipe, shape = load(folder, "Qwen2.5-7B", *apart)
+    fit = find_fit(recipe, Hardware.parse("8xh200-141"), shape)
+    assert fit.recipe.rollout.max_sequences == 256  # 1024 trajectories on four engines
+    others = sum(seconds for stage, seconds in fit.stages_s.items() if stage != "rollout")
+    assert fit.step_s == pytest.approx(max(fit.stages_s["rollout"], others))
+
+
 def test_supervised_fine_tuning_has_no_lines_of_an_engine(folder: Path) -> None:
     recipe, shape = load(folder, "Qwen2.5-14B", "algorithm.name=sft", "~rollout", "~batch.samples_per_prompt")
     fit = find_fit(recipe, Hardware.parse(NODE), shape)
     assert not any(line.startswith("rollout") for line in fit.overrides)
-    assert set(fit.step_s) == {"training"}
+    assert set(fit.stages_s) == {"training"}
 
 
 def test_the_lines_that_the_command_prints_are_a_command(folder: Path) -> None:
