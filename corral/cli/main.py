@@ -82,7 +82,9 @@ def sft(
 
 @app.command(
     epilog=examples(
-        "corral plan recipe.yaml cluster.nodes=4 cluster.devices_per_node=8", "corral plan recipe.yaml --json"
+        "corral plan recipe.yaml cluster.nodes=4 cluster.devices_per_node=8",
+        "corral plan recipe.yaml --json",
+        "corral plan recipe.yaml model.path=models/Qwen2.5-7B --fit --devices 8xh100-80",
     )
 )
 def plan(
@@ -91,8 +93,15 @@ def plan(
     shrink: planning.Shrink = None,
     as_json: AsJson = False,
     check: planning.Check = False,
+    fit: planning.FitFlag = False,
+    devices: planning.FitDevices = None,
 ) -> None:
-    """Print what would run where: batch arithmetic, placement, memory, warnings. Touches no device."""
+    """Print what would run where: batch arithmetic, placement, memory, links, warnings. Touches no device."""
+    if fit != (devices is not None):
+        raise UserError("--fit and --devices go together, as in `corral plan recipe.yaml --fit --devices 8xh100-80`")
+    if devices is not None:
+        planning.print_fit(recipe, overrides or [], devices, as_json)
+        return
     planning.print_plan(planning.load_own_recipe(recipe, overrides or []), shrink, as_json, check)
 
 

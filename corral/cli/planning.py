@@ -1,6 +1,7 @@
 """Recipe arguments of the command line, and the way from them to a checked recipe, its plan and its training."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +67,18 @@ Insecure = Annotated[
     bool, typer.Option("--insecure", help="Workers' debuggers, which have no password, listen on the network.")
 ]
 
+FitDevices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="8xh100-80",
+        help="With --fit: number, kind and GiB of the devices, or 4x8xh100-80 with nodes.",
+    ),
+]
+FitFlag = Annotated[
+    bool,
+    typer.Option("--fit", help="Find settings with which the recipe fits --devices; if there are none, exit with 2."),
+]
 Check = Annotated[bool, typer.Option("--check", help="Also read the first rows, and call environment and reward once.")]
 ResumeAnyway = Annotated[
     bool, typer.Option("--resume-anyway", help="Go on with a run though its model, data, reward, ... have changed.")
@@ -132,6 +145,27 @@ def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool, check: bo
 
         checked = check_here(plan, lambda warning: print(f"warning: {warning}"))
         print("\n".join(["checked", *(f"  {line}" for line in checked)]))
+
+
+def print_fit(path: Path, overrides: Sequence[str], devices: str, as_json: bool) -> None:
+    """Prints the settings that fit the devices, and the plan with them."""
+    from corral.recipe.fit import Hardware, find_fit
+    from corral.recipe.shape import ModelShape
+
+    hardware = Hardware.parse(devices)
+    recipe = load_own_recipe(path, overrides)
+    shape = ModelShape.find(recipe.model.path)
+    if shape is None:
+        raise UserError(
+            f"--fit: the shape of {recipe.model.path} is unknown: it is not on this machine, and a plan downloads "
+            "nothing; `model.path` may be a folder with its config.json alone"
+        )
+    fit = find_fit(recipe, hardware, shape)
+    _, plan = planned(path, [*overrides, *fit.overrides])
+    if as_json:
+        print(json.dumps({**fit.as_dict(), "plan": plan.as_dict()}, indent=2))
+        return
+    print("\n".join([*fit.lines(shlex.join([str(path), *overrides]), hardware), "", plan.text()]))
 
 
 def describe_services(recipe: "Recipe") -> list[str]:

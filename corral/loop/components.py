@@ -23,10 +23,12 @@ from corral.model.builtin_models import needs_conversion
 from corral.model.lora import AdapterFolder
 from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
+from corral.recipe.default_mesh import with_default_mesh
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, resolve_meshes, resolve_placement, runs_on_ray, transfer_kind
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Part, Recipe, TeacherEndpoint
+from corral.recipe.shape import ModelShape
 from corral.rollout.chat_rendering import check_template
 from corral.runtime.group import Group, LocalGroup, LocalRuntime, Runtime
 from corral.runtime.local_debugger import Debugging
@@ -193,6 +195,7 @@ async def open_components(
         if recipe.trains_on_rows and recipe.data.validation is not None:
             validation_rows = prompts_of(recipe, "validation", tokenizer, console, with_answers=True)
         recipe = with_steps(recipe, len(train))
+        recipe, _ = with_default_mesh(recipe, runtime.placement, ModelShape.find(recipe.model.path))
         assert recipe.schedule.steps is not None
         with console.stage("loading the model"):
             roles = [role for role in BUILD_ORDER if role in placement.roles]

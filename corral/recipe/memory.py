@@ -3,8 +3,7 @@
 P is the number of parameters, b the bytes of one weight, S the devices that hold one copy of a model together
 (`train.parallel` without replicate). A rollout device that does not hold the whole actor has its own copy of the
 weights. What stays between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the
-host, only where the device computes with it. Layers that sharding gathers for a moment, and buffers in which weights
-travel, are left out.
+host, only where the device computes with it. Buffers in which weights travel are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -156,6 +155,8 @@ class _Estimate:
             trained = [role for role in ("actor", "critic") if role in roles]  # one after the other
             yield MemoryItem("gradients", {"train": max(map(self.gradients, trained))})
         yield MemoryItem("activations", self.activations(roles))
+        if gathered := self.gathered_layers(roles):
+            yield MemoryItem("gathered layers", gathered)
         if "actor" in roles or "reference" in roles:
             yield MemoryItem("logits chunk", self.logits_chunk(roles))
 
@@ -228,9 +229,8 @@ class _Estimate:
     def kv_cache(self) -> int:
         """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: on a CPU it grows as
         needed; on a GPU it is taken at once, or as much of it as fits, and given back for training."""
-        shape = self.shape
-        per_token = shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * self.weight_bytes
-        spread = min(self.recipe.rollout.engine.tensor_parallel, shape.num_kv_heads)
+        per_token = self.shape.kv_values_per_token * self.weight_bytes
+        spread = min(self.recipe.rollout.engine.tensor_parallel, self.shape.num_kv_heads)
         return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token // spread
 
     def decode_logits(self) -> int:
@@ -266,6 +266,25 @@ class _Estimate:
             "train": int(micro_batch * train) * ("actor" in roles or "critic" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
+
+    def gathered_layers(self, roles: tuple[str, ...]) -> dict[Phase, int]:
+        """What ranks with shards put together for a moment: embedding and head for a whole pass, the layer that
+        computes and the next one; in training also a layer's gradient, in the weights' type and, to sum it, float32."""
+        mesh = next((self.meshes[role] for role in roles if role in self.meshes), MeshShape())
+        if mesh.is_whole:
+            return {}
+        shape, trains = self.shape, self.recipe.model.lora is None
+        ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+        of_experts = shape.num_expert_parameters
+        layers = shape.num_parameters - shape.vision_parameters - ends - of_experts + of_experts // mesh.expert
+        layer = layers // shape.num_layers
+        passing = (ends + 2 * layer) * self.weight_bytes
+        sizes: dict[Phase, int] = {
+            "logprobs": passing * self.computes_logprobs(roles),
+            "train": (passing + layer * (self.weight_bytes + FLOAT32) * trains)
+            * ("actor" in roles or "critic" in roles),
+        }
+        return {phase: size // mesh.tensor for phase, size in sizes.items() if size}
 
     def splits_of_micro_batch(self, roles: tuple[str, ...]) -> int:
         """Roles on the same devices have the same mesh."""
@@ -308,6 +327,17 @@ def num_trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
         return shape.num_parameters
     targets = None if lora.targets == "all-linear" else [target.rpartition(".")[2] for target in lora.targets]
     return shape.num_adapter_parameters(lora.rank, targets)
+
+
+def memory_table(group: DeviceMemory) -> list[str]:
+    rows = [(item.name, item.bytes_by_phase) for item in group.items] + [("total", group.totals)]
+    width = max(len(name) for name, _ in rows)
+    header = f"{'':<{width}}" + "".join(f"{phase:>11}" for phase in group.phases)
+    return [header] + [
+        f"{name:<{width}}"
+        + "".join(f"{human_bytes(sizes[phase]) if sizes.get(phase) else '-':>11}" for phase in group.phases)
+        for name, sizes in rows
+    ]
 
 
 def human_bytes(size: float) -> str:

@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from corral.recipe.default_mesh import with_default_mesh
+from corral.recipe.link_traffic import describe_links, link_traffic
 from corral.recipe.memory import (
     DTYPE_BYTES,
     FLOAT32,
@@ -13,6 +15,7 @@ from corral.recipe.memory import (
     estimate_memory,
     human_bytes,
     human_count,
+    memory_table,
     num_trained_parameters,
 )
 from corral.recipe.mesh import MeshShape
@@ -59,6 +62,8 @@ class Plan:
     warnings: tuple[str, ...]
     model_path: str | None = None
     """How the model is computed, and why; None where it is not known before it is loaded."""
+    mesh_reason: str | None = None
+    """Why the mesh is as it is, where the recipe does not write it."""
 
     def text(self) -> str:
         cluster = self.recipe.cluster
@@ -77,6 +82,7 @@ class Plan:
                 *describe_cluster(self),
             ],
             memory_title(self): describe_memory(self),
+            **describe_links(self),
             "warnings": [f"- {warning}" for warning in self.warnings] or ["none"],
         }
         return "\n".join(
@@ -133,6 +139,7 @@ class Plan:
                 }
                 for group in self.memory
             ],
+            "links": {name: asdict(traffic) for name, traffic in link_traffic(self).items()},
             "warnings": list(self.warnings),
         }
 
@@ -154,6 +161,7 @@ def make_plan(
     warnings = check(recipe)
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
+    recipe, mesh_reason = with_default_mesh(recipe, placement, model_shape)
     rows = known_rows(recipe, num_rows)
     on_gpu = device != "cpu" or recipe.cluster.device_memory is not None
     auto_bytes = dtype_bytes or (2 if on_gpu else 4)
@@ -173,6 +181,7 @@ def make_plan(
         memory=tuple(memory),
         warnings=tuple(warnings),
         model_path=model_path,
+        mesh_reason=mesh_reason,
     )
 
 
@@ -334,6 +343,8 @@ def describe_cluster(plan: Plan) -> list[str]:
         known = "the cluster that runs on this machine, else one that is started for the run"
         runtime = f"Ray, {known if address == 'auto' else f'at {address}'}"
     lines = [f"weights  {weights}", f"runtime  {runtime}"]
+    if plan.mesh_reason is not None:
+        lines.append(f"mesh     {plan.mesh_reason}")
     if (teacher := plan.recipe.reference.endpoint) is not None:
         asked = f"{count(teacher.concurrency, 'request')} at once; it needs no device of this run"
         lines.append(f"teacher  {teacher.model} at {teacher.url}, {asked}")
@@ -477,17 +488,6 @@ def host_memory(plan: Plan) -> int:
         for device in group.devices:
             of_nodes[device // per_node] = of_nodes.get(device // per_node, 0) + size
     return max(of_nodes.values(), default=0)
-
-
-def memory_table(group: DeviceMemory) -> list[str]:
-    rows = [(item.name, item.bytes_by_phase) for item in group.items] + [("total", group.totals)]
-    width = max(len(name) for name, _ in rows)
-    header = f"{'':<{width}}" + "".join(f"{phase:>11}" for phase in group.phases)
-    return [header] + [
-        f"{name:<{width}}"
-        + "".join(f"{human_bytes(sizes[phase]) if sizes.get(phase) else '-':>11}" for phase in group.phases)
-        for name, sizes in rows
-    ]
 
 
 def count(number: int, noun: str) -> str:

@@ -584,7 +584,8 @@ class Parallel(Section):
     tensor."""
 
     replicate: PositiveInt = 1
-    """Copies of the sharded model (HSDP)."""
+    """Copies of the sharded model (HSDP). Where neither this nor `shard` is written and `cluster.device_memory` is: as
+    many as there is memory for, each on the devices of one node where they hold one."""
     shard: PositiveInt | None = None
     """Devices over which one copy's parameters, gradients and optimizer are sharded (FSDP). None: all that are left.
     1: nothing is sharded, and an engine on the same device decodes with the trainer's own tensors."""

@@ -44,17 +44,20 @@ class ModelShape:
 
     @classmethod
     def find(cls, path: str) -> "ModelShape | None":
-        """Of a folder or a built-in model. None for a hub name, since nothing is downloaded for a plan; and for a model
-        without attention heads (Mamba, RWKV), whose memory is not estimated."""
+        """Of a folder, a built-in model, or a hub name whose configuration is in the hub's cache here. None for other
+        hub names, since nothing is downloaded for a plan; and for a model without attention heads (Mamba, RWKV), whose
+        memory is not estimated."""
         if path.lower() == "smollm2-135m-instruct":
             return SMOLLM2_135M
         if path.lower() == "blank-1m":
             return BLANK_1M
         if path.lower() == "blank-vision-1m":
             return BLANK_VISION_1M
-        folder = Path(path).expanduser()
+        folder: Path | None = Path(path).expanduser()
+        if folder is not None and not folder.is_dir():
+            folder = _cached_folder(path)
         try:
-            return cls.from_folder(folder) if folder.is_dir() else None
+            return None if folder is None else cls.from_folder(folder)
         except UnknownShape:
             return None
 
@@ -132,6 +135,24 @@ class ModelShape:
         return rank * sum(sizes) * self.num_layers
 
     @property
+    def num_expert_parameters(self) -> int:
+        """Parameters of the experts that a token may or may not pass through; 0 in a dense model."""
+        return (self.num_layers - self.num_dense_layers) * self.num_experts * self._mlp(self.intermediate_size)
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters with which one token is multiplied: not those of experts that it does not pass through, nor an
+        embedding that is not also the head."""
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        active = self.num_expert_parameters * self.experts_per_token // max(1, self.num_experts)
+        return self.num_parameters - self.vision_parameters - embedding - self.num_expert_parameters + active
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers in the keys and values of one token."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * 2
+
+    @property
     def active_intermediate_size(self) -> int:
         """Width of the feed-forward layer that one token passes through."""
         return self.intermediate_size * max(1, self.experts_per_token) + self.shared_expert_size
@@ -167,6 +188,17 @@ BLANK_1M = ModelShape(
     tie_word_embeddings=True,
 )
 BLANK_VISION_1M = replace(BLANK_1M, num_layers=3, vocab_size=263, qkv_bias=True, vision_parameters=213_000)
+
+
+def _cached_folder(name: str) -> Path | None:
+    """Folder of a hub name's configuration in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # not a name that a hub could have
+        return None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ def test_a_key_is_changed_from_the_command_line(folder: Path) -> None:
     assert "32 prompts x 4 samples" in said
 
 
+def test_settings_that_fit_are_found(folder: Path) -> None:
+    [printed] = run(folder, block("fit"))
+    assert "fits 8xh100-80: 8 replicas, engine native" in printed
+
+
 def test_algorithms_are_chosen_from_the_command_line(folder: Path) -> None:
     plan, _ = run(folder, block("algorithms"))
     assert "dapo" in plan

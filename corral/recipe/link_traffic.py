@@ -1,0 +1,151 @@
+"""Bytes that a step moves between devices, by link: within a node, and across nodes.
+
+Estimates for trajectories of full length. A device that lacks a part of a tensor receives it once, over the links of
+its node where another device of its group is there; a node receives over the network what none of its devices has.
+Not in it: activations, which tensor, context and expert groups exchange, and what the controller sends.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from corral.recipe.memory import FLOAT32, human_bytes, num_trained_parameters
+from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import transfer_kind
+from corral.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from corral.recipe.plan import Plan
+
+Groups = Sequence[Sequence[int]]
+"""Devices that take part in one collective together, for each of those that run at the same time."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    within_node: float = 0.0
+    """Bytes that a device receives from its own node."""
+    across_nodes: float = 0.0
+    """Bytes that a node receives from other nodes, all of its devices together."""
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.within_node + other.within_node, self.across_nodes + other.across_nodes)
+
+    def __mul__(self, times: float) -> "Traffic":
+        return Traffic(self.within_node * times, self.across_nodes * times)
+
+
+def link_traffic(plan: "Plan") -> dict[str, Traffic]:
+    """Returns what moves in a step, by its purpose. Empty where the model's shape is unknown."""
+    if plan.shape is None:
+        return {}
+    gathers, gradients = Traffic(), Traffic()
+    updates = plan.recipe.batch.updates_per_step * plan.recipe.batch.ppo_epochs
+    for role, mesh in plan.meshes.items():
+        num_micro_batches = updates * micro_batches_per_update(plan.recipe, mesh)
+        if role != "reference":
+            # A sharded model reduces gradients in the backward pass of each micro-batch; whole copies once an update.
+            gradients += gradient_reduction(plan, role) * (updates if mesh.is_whole else num_micro_batches)
+            gathers += parameter_gather(plan, role) * (2 * num_micro_batches)  # forward, and again backward
+        forward_only = num_logprob_passes(plan, role) * num_micro_batches / plan.recipe.batch.ppo_epochs
+        gathers += parameter_gather(plan, role) * forward_only
+    return {"parameter gathers": gathers, "gradient reduction": gradients, "weight transfer": weight_transfer(plan)}
+
+
+def trained_tokens(recipe: Recipe) -> int:
+    """Most tokens of a step that training computes: the prompt of a group is computed once."""
+    if recipe.trains_on_rows:
+        return recipe.num_trajectories * recipe.max_trained_tokens
+    prompts = recipe.batch.prompts_per_step * recipe.data.max_prompt_tokens
+    return prompts + recipe.num_trajectories * recipe.rollout.max_response_tokens
+
+
+def micro_batches_per_update(recipe: Recipe, mesh: MeshShape) -> int:
+    batch = recipe.batch
+    tokens = trained_tokens(recipe) / batch.updates_per_step / mesh.num_data
+    return max(1, math.ceil(tokens / batch.max_tokens_per_micro_batch))
+
+
+def num_logprob_passes(plan: "Plan", role: str) -> int:
+    """Passes without gradients that a role makes over the tokens of a step."""
+    if role != "actor":
+        return 1
+    is_reference = plan.algorithm.needs_reference and "reference" not in plan.meshes
+    is_reference &= plan.recipe.reference.endpoint is None
+    return int(plan.algorithm.old_logprobs == "recompute") + is_reference
+
+
+def parameter_gather(plan: "Plan", role: str) -> Traffic:
+    """All layers of a sharded model, once."""
+    assert plan.shape is not None
+    mesh = plan.meshes[role]
+    num_experts = plan.shape.num_expert_parameters if mesh.expert > 1 else 0
+    size = plan.weight_bytes / mesh.tensor
+    dense = gather(plan, role, ("shard", "expert", "context"), (plan.shape.num_parameters - num_experts) * size)
+    return dense + gather(plan, role, ("shard", "context"), num_experts * size / mesh.expert)
+
+
+def gradient_reduction(plan: "Plan", role: str) -> Traffic:
+    """Scattered sums over a copy's devices, in float32, and sums of these over the copies: each is one gather's bytes,
+    and a sum that all have is two."""
+    assert plan.shape is not None
+    mesh = plan.meshes[role]
+    size = num_trained_parameters(plan.recipe, plan.shape) * FLOAT32 / mesh.tensor
+    scattered = gather(plan, role, ("shard", "expert", "context"), size)
+    return scattered + gather(plan, role, ("replicate",), size * mesh.tensor * mesh.replicate / mesh.size) * 2
+
+
+def weight_transfer(plan: "Plan") -> Traffic:
+    """New weights, once: gathered by trainers that hold shards, and sent to engines on other devices."""
+    assert plan.shape is not None
+    recipe, per_node = plan.recipe, plan.recipe.cluster.devices_per_node
+    if not recipe.needs_engine:
+        return Traffic()
+    only_adapters = recipe.model.lora is not None and recipe.rollout.engine.in_process
+    num_sent = num_trained_parameters(recipe, plan.shape) if only_adapters else plan.shape.num_parameters
+    size = num_sent * plan.weight_bytes
+    gathered = gather(plan, "actor", ("shard", "expert", "context", "tensor"), size)
+    if transfer_kind(recipe, plan.placement) == "shared":
+        return gathered
+    trainers, engines = ({d // per_node for d in plan.placement.roles[role]} for role in ("actor", "rollout"))
+    return gathered + Traffic(size, size * bool(engines - trainers or len(trainers) > 1))
+
+
+def gather(plan: "Plan", role: str, dimensions: Sequence[str], size: float) -> Traffic:
+    """A tensor of `size` bytes, of which each device of a group along the dimensions has an equal part, on all of
+    them. What each device of a sum receives is the same."""
+    per_node = plan.recipe.cluster.devices_per_node
+    groups = groups_along(plan.meshes[role], plan.placement.roles[role], dimensions)
+    within, across = 0.0, dict[int, float]()
+    for group in groups:
+        nodes = [device // per_node for device in group]
+        if len(set(nodes)) < len(group):
+            within = size * (1 - 1 / len(group))
+        for node in set(nodes):
+            across[node] = across.get(node, 0.0) + size * (1 - nodes.count(node) / len(group))
+    return Traffic(within, max(across.values()))
+
+
+def groups_along(mesh: MeshShape, devices: Sequence[int], dimensions: Sequence[str]) -> Groups:
+    """Devices that differ in these dimensions only."""
+    sizes = asdict(mesh)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device, position in zip(devices, product(*map(range, sizes.values())), strict=True):
+        rest = tuple(place for name, place in zip(sizes, position, strict=True) if name not in dimensions)
+        groups.setdefault(rest, []).append(device)
+    return list(groups.values())
+
+
+def describe_links(plan: "Plan") -> dict[str, list[str]]:
+    """The section of the plan, with its title. Empty where nothing travels, or it is not known how much."""
+    traffic = link_traffic(plan)
+    if not any(one.within_node or one.across_nodes for one in traffic.values()):
+        return {}
+    has_network = plan.recipe.cluster.nodes > 1
+    lines = [f"{'':<20}{'within a node, to a device':>28}" + f"{'across nodes, to a node':>26}" * has_network]
+    for name, one in {**traffic, "total": sum(traffic.values(), Traffic())}.items():
+        sizes = [(one.within_node, 28), (one.across_nodes, 26)][: 1 + has_network]
+        lines.append(f"{name:<20}" + "".join(f"{human_bytes(size) if size else '-':>{width}}" for size, width in sizes))
+    return {"links: bytes of a step of full length, estimated": lines}

@@ -1,0 +1,167 @@
+"""The mesh that a recipe has without writing one, and what it moves between devices."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from conftest import Load
+
+from corral.recipe.default_mesh import UNKNOWN
+from corral.recipe.link_traffic import Traffic, link_traffic
+from corral.recipe.mesh import MeshShape
+from corral.recipe.plan import Plan, make_plan
+from corral.recipe.shape import SMOLLM2_135M, ModelShape
+
+QWEN_7B = ModelShape(3584, 28, 28, 4, 128, 18944, 152064, tie_word_embeddings=False, qkv_bias=True)
+QWEN_72B = ModelShape(8192, 80, 64, 8, 128, 29568, 152064, tie_word_embeddings=False, qkv_bias=True)
+FOUR_NODES = ("cluster.nodes=4", "cluster.devices_per_node=8")
+OF_80_GIB = (*FOUR_NODES, "cluster.device_memory=80", "train.gradient_checkpointing=true")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "reason"),
+    [
+        (SMOLLM2_135M, MeshShape(replicate=32), "whole copies: a device holds one"),
+        (QWEN_7B, MeshShape(replicate=4, shard=8), "shards within a node, copies across nodes"),
+        (QWEN_72B, MeshShape(shard=32), "shards over all devices: those of one node do not hold a whole copy"),
+    ],
+)
+def test_a_model_is_sharded_no_further_than_it_has_to_be(
+    load: Load, shape: ModelShape, mesh: MeshShape, reason: str
+) -> None:
+    engine = () if shape != QWEN_72B else ("rollout.engine=vllm", "rollout.engine.tensor_parallel=8")
+    plan = make_plan(load(*OF_80_GIB, *engine), shape)
+    assert plan.meshes["actor"] == mesh
+    assert f"mesh     {reason}" in plan.text()
+
+
+def test_a_mesh_that_is_written_is_kept(load: Load) -> None:
+    plan = make_plan(load(*OF_80_GIB, "train.parallel.shard=32"), SMOLLM2_135M)
+    assert plan.meshes["actor"] == MeshShape(shard=32)
+    assert plan.mesh_reason is None
+    assert make_plan(load("cluster.device_memory=80"), SMOLLM2_135M).mesh_reason is None  # one device has no choice
+
+
+def test_other_dimensions_that_are_written_stay(load: Load) -> None:
+    plan = make_plan(load(*OF_80_GIB, "train.parallel.tensor=2", "train.parallel.context=2"), SMOLLM2_135M)
+    assert plan.meshes["actor"] == MeshShape(replicate=8, context=2, tensor=2)
+
+
+def test_where_it_is_not_known_what_a_device_holds_everything_is_sharded(load: Load) -> None:
+    for recipe, shape in ((load(*FOUR_NODES), SMOLLM2_135M), (load(*OF_80_GIB), None)):
+        plan = make_plan(recipe, shape)
+        assert plan.meshes["actor"] == MeshShape(shard=32)
+        assert plan.mesh_reason == UNKNOWN
+
+
+def test_parameters_that_are_offloaded_are_sharded(load: Load) -> None:
+    plan = make_plan(load(*OF_80_GIB, "train.offload=[parameters, gradients]"), SMOLLM2_135M)
+    assert plan.meshes["actor"] == MeshShape(replicate=4, shard=8)
+
+
+def test_roles_with_fewer_devices_have_as_many_copies(load: Load) -> None:
+    apart = "cluster.placement={actor: 0-15, reference: 16-23, rollout: 24-31}"
+    plan = make_plan(load(*OF_80_GIB, "algorithm.kl.where=loss", apart), SMOLLM2_135M)
+    assert plan.meshes == {"actor": MeshShape(replicate=8, shard=2), "reference": MeshShape(replicate=8)}
+
+
+def test_layers_that_are_gathered_count_where_they_are_computed_with(load: Load) -> None:
+    plan = make_plan(load(*FOUR_NODES, "model.dtype=bfloat16", "algorithm.kl.where=loss"), QWEN_7B)
+    [group] = plan.memory
+    [gathered] = [item.bytes_by_phase for item in group.items if item.name == "gathered layers"]
+    ends, norm = 2 * 152064 * 3584, 3584  # the final norm is spread over the layers
+    layer = (QWEN_7B.num_parameters - ends - norm) / 28
+    assert gathered["logprobs"] == pytest.approx(2 * ends + 2 * 2 * layer, rel=1e-6)
+    assert gathered["train"] == pytest.approx(2 * ends + (2 * 2 + 2 + 4) * layer, rel=1e-6)
+    whole = make_plan(load(*FOUR_NODES, "train.parallel.replicate=32"), QWEN_7B)
+    assert "gathered layers" not in {item.name for item in whole.memory[0].items}
+
+
+# --- bytes over links
+
+P = SMOLLM2_135M.num_parameters
+TWO_NODES = ("cluster.nodes=2", "cluster.devices_per_node=2", "batch.max_tokens_per_micro_batch=1000000")
+
+
+def traffic_of(plan: Plan) -> list[tuple[Any, Any]]:
+    """(bytes within a node, bytes across nodes) of gathers, gradients and weights, each for a parameter."""
+    return [(one.within_node / P, one.across_nodes / P) for one in link_traffic(plan).values()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        # 4 bytes a parameter. Whole copies: a sum that all have, twice 3/4 of it to a device, twice 1/2 to a node.
+        ("replicate=4", [(0, 0), (6, 4), (0, 0)]),
+        # Shards: gathered twice, scattered once, and gathered once more for the engine.
+        ("shard=4", [(6, 4), (3, 2), (3, 2)]),
+        # Shards within a node: over the network only sums of the two halves, for each of the node's two devices.
+        ("replicate=2", [(4, 0), (2, 4), (2, 0)]),
+    ],
+)
+def test_bytes_over_links_are_those_counted_by_hand(load: Load, mesh: str, expected: list[tuple[float, float]]) -> None:
+    plan = make_plan(load(*TWO_NODES, f"train.parallel.{mesh}"), SMOLLM2_135M)
+    assert traffic_of(plan) == pytest.approx(expected)
+
+
+def test_shards_move_for_each_micro_batch_and_whole_copies_for_each_update(load: Load) -> None:
+    batch = ("batch.updates_per_step=2", "batch.prompts_per_step=8", "data.max_prompt_tokens=1024")
+    # 8 x 1024 + 64 x 256 tokens, by 2 updates and 4 devices: 3072, or 2 micro-batches of 2048.
+    batch += ("rollout.max_response_tokens=256", "batch.max_tokens_per_micro_batch=2048")
+    sharded = make_plan(load(*TWO_NODES, *batch, "train.parallel.shard=4"), SMOLLM2_135M)
+    assert traffic_of(sharded) == pytest.approx([(4 * 6, 4 * 4), (4 * 3, 4 * 2), (3, 2)])
+    whole = make_plan(load(*TWO_NODES, *batch, "train.parallel.replicate=4"), SMOLLM2_135M)
+    assert traffic_of(whole) == pytest.approx([(0, 0), (2 * 6, 2 * 4), (0, 0)])
+
+
+def test_weights_reach_engines_on_other_nodes_once(load: Load) -> None:
+    plan = make_plan(load(*TWO_NODES, "cluster.placement={actor: 0-1, rollout: 2-3}"), SMOLLM2_135M)
+    assert link_traffic(plan)["weight transfer"] == Traffic(within_node=(4 + 2) * P, across_nodes=4 * P)
+
+
+def test_adapters_alone_have_gradients_to_sum(load: Load) -> None:
+    plan = make_plan(load(*TWO_NODES, "train.parallel.replicate=4", "model.lora.rank=8"), SMOLLM2_135M)
+    trained = SMOLLM2_135M.num_adapter_parameters(8, None)
+    assert link_traffic(plan)["gradient reduction"].across_nodes == 4 * trained
+
+
+def test_experts_that_are_spread_are_gathered_by_fewer(load: Load) -> None:
+    mixture = ModelShape(64, 2, 4, 4, 16, 128, 256, tie_word_embeddings=True, num_experts=8, experts_per_token=2)
+    experts = 2 * 8 * 3 * 64 * 128
+    assert mixture.num_expert_parameters == experts
+    plan = make_plan(load(*TWO_NODES, "train.parallel.expert=2", "algorithm.old_logprobs=engine"), mixture)
+    others = mixture.num_parameters - experts
+    # Forward and backward: others over 4 devices, half of the experts over the 2 of the nodes that have the same half.
+    gathers = link_traffic(plan)["parameter gathers"]
+    assert gathers.within_node == 2 * 4 * others * 3 / 4
+    assert gathers.across_nodes == 2 * (4 * others / 2 + 2 * 4 * (experts / 2) / 2)
+
+
+def test_the_plan_prints_links_only_where_something_travels(load: Load) -> None:
+    text = make_plan(load(*TWO_NODES, "train.parallel.shard=4"), SMOLLM2_135M).text()
+    assert "links: bytes of a step of full length, estimated" in text
+    assert "across nodes, to a node" in text
+    assert "across nodes" not in make_plan(load("cluster.devices_per_node=2"), SMOLLM2_135M).text()
+    assert "links" not in make_plan(load(), SMOLLM2_135M).text()
+    plan = make_plan(load(*TWO_NODES), SMOLLM2_135M).as_dict()
+    assert plan["links"]["gradient reduction"] == {"within_node": 3 * P, "across_nodes": 2 * P}
+
+
+# --- hub names
+
+
+def test_a_hub_name_in_the_cache_has_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({**config, "intermediate_size": 128, "vocab_size": 256}))
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = ModelShape.find("org/name")
+    assert found is not None
+    assert (found.hidden_size, found.num_layers) == (64, 2)
+    assert ModelShape.find("org/other") is None
+    assert ModelShape.find("no such/../name") is None
