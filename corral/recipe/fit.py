@@ -187,10 +187,8 @@ def engines(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> list[tuple
     written = recipe.rollout.engine if recipe.rollout.engine.name == "vllm" else EngineChoice(name="vllm")
     sizes = [size for size in (1, *SIZES) if hardware.devices_per_node % size == 0 and shape.num_heads % size == 0]
     with_vllm = [written.model_copy(update={"tensor_parallel": size}) for size in sizes]
-    return [
-        *((EngineChoice(), offload) for offload in OFFLOADS),
-        *((engine, offload) for offload in OFFLOADS for engine in with_vllm),
-    ]
+    # Another engine costs less than states that travel to the host and back in every update.
+    return [(engine, offload) for offload in OFFLOADS for engine in (EngineChoice(), *with_vllm)]
 
 
 def trajectories_per_engine(recipe: Recipe, engine: EngineChoice) -> int:
