@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from corral.data.batch import IntArray
     from corral.data.rows import Message
@@ -78,6 +76,8 @@ def _in_parts(message: "Message") -> dict[str, Any]:
 
 def decode_tokens(tokenizer: Any, tokens: "Sequence[int] | IntArray", **options: Any) -> str:
     """`tokenizer.decode` of tokens that may have images among them, each of which becomes the model's image token."""
+    import numpy as np  # here: processes of reward functions import this file, and not numpy
+
     ids = np.asarray(tokens, np.int64)  # of a list, transformers looks at the type of each number
     is_image = ids < 0
     if is_image.any():

@@ -59,7 +59,8 @@ def serve(
     listening = listen(host, port)
     server = make_server(make_app(runs, token, lambda: server.should_exit), MAX_CONNECTIONS)
     needs = "" if token is None else "; add #token=TOKEN to the address, or type the token into the page"
-    report(f"{url_of(host, listening)} shows {len(runs.all())} runs{needs}; Ctrl-C ends it")
+    num_runs = len(runs.all())
+    report(f"{url_of(host, listening)} shows {num_runs} run{'s' * (num_runs != 1)}{needs}; Ctrl-C ends it")
     try:
         server.run(sockets=[listening])
     finally:

@@ -116,8 +116,8 @@ def test_a_small_model_has_whole_copies_and_the_native_engine(folder: Path) -> N
 
 
 def test_long_trajectories_spread_their_tokens(folder: Path) -> None:
-    recipe, shape = load(folder, "Qwen2.5-7B", "rollout.max_response_tokens=128000")
-    fit = find_fit(recipe, Hardware.parse(NODE), shape)
+    recipe, shape = load(folder, "Qwen2.5-7B", "rollout.max_response_tokens=32000")
+    fit = find_fit(recipe, Hardware.parse("8xa100-40"), shape)
     assert fit.recipe.train.gradient_checkpointing
     assert fit.recipe.train.parallel.context > 1
     assert f"train.parallel.context={fit.recipe.train.parallel.context}" in fit.overrides

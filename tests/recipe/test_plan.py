@@ -110,7 +110,7 @@ def test_the_plan_describes_the_algorithm(load):
         ("algorithm.reward_clip=2", "of a trajectory, within [-2, 2]"),
         ("algorithm.whiten=true", "divided by their standard deviation; whitened over the batch"),
         ("algorithm.advantage_clip=5", "divided by their standard deviation; within [-5, 5]"),
-        ("algorithm.name=ppo algorithm.advantage_clip=5", "gamma 1, gae_lambda 1; within [-5, 5]"),
+        ("algorithm.name=ppo algorithm.advantage_clip=5", "gamma 1, gae_lambda 1, whiten True; within [-5, 5]"),
         ("algorithm.name=dr_grpo", "divided by a constant, mean over trajectories; norm 256"),
         ("algorithm.name=dapo", "replaced by other prompts, in up to 10 rounds"),
         ("algorithm.name=reinforce algorithm.advantage.gamma=0.9", "gamma 0.9"),
@@ -382,7 +382,7 @@ def test_the_plan_as_a_dictionary_survives_json(load):
     assert json.loads(json.dumps(plan)) == plan
     assert plan["batch"]["update_sizes"] == [512]
     assert plan["placement"] == {"actor": [0], "rollout": [0], "reference": [0], "critic": [0], "idle": []}
-    assert plan["algorithm"]["advantage"] == {"name": "gae", "gamma": 1.0, "gae_lambda": 1.0}
+    assert plan["algorithm"]["advantage"] == {"name": "gae", "gamma": 1.0, "gae_lambda": 1.0, "whiten": True}
     whole = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
     assert plan["mesh"] == {"actor": whole, "reference": whole, "critic": whole}
     assert plan["memory"][0]["total"]["train"] > 0
