@@ -198,12 +198,12 @@ async def supervise(
                 run.parts.runtime.on_ending = interrupt.request
                 try:
                     await run.supervisor.run(run_steps(run))
-                except (Interrupted, TooManyErrors) as end:
+                except Interrupted:
+                    await run.parts.scheduler.cancel()
+                except TooManyErrors:
                     await run.parts.scheduler.cancel()
                     await finish(run, recipe_file)
-                    if isinstance(end, TooManyErrors):
-                        raise
-                    return
+                    raise
                 await finish(run, recipe_file)
                 if run.parts.runtime.ending and not run.is_complete:
                     raise RunError(
