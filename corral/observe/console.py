@@ -139,22 +139,21 @@ class Console(Tracker):
         take minutes to start, and what hangs prints nothing. On a terminal the progress bar shows it, or a debugger
         waits there."""
         ended = threading.Event()
-
-        def watch() -> None:
-            own_line_at, silent_since = -math.inf, 0.0
-            while not ended.wait(max(SIGN_OF_LIFE_S / 30, self._last_line_at + SIGN_OF_LIFE_S - self._clock())):
-                if self._last_line_at != own_line_at:
-                    silent_since = self._last_line_at
-                if self._clock() - self._last_line_at >= SIGN_OF_LIFE_S:
-                    self._print(f"{self._doing} (nothing new for {duration(self._clock() - silent_since)})")
-                    own_line_at = self._last_line_at
-
         if not self._is_terminal:
-            threading.Thread(target=watch, name="signs of life", daemon=True).start()
+            threading.Thread(target=self._report_silence, args=(ended,), name="signs of life", daemon=True).start()
         try:
             yield
         finally:
             ended.set()
+
+    def _report_silence(self, ended: threading.Event) -> None:
+        own_line_at, silent_since = -math.inf, 0.0
+        while not ended.wait(max(SIGN_OF_LIFE_S / 30, self._last_line_at + SIGN_OF_LIFE_S - self._clock())):
+            if self._last_line_at != own_line_at:
+                silent_since = self._last_line_at
+            if self._clock() - self._last_line_at >= SIGN_OF_LIFE_S:
+                self._print(f"{self._doing} (nothing new for {duration(self._clock() - silent_since)})")
+                own_line_at = self._last_line_at
 
     @property
     def _doing(self) -> str:
