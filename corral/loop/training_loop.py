@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import signal
 import threading
 import time
@@ -305,8 +306,9 @@ def is_best(run: RunState) -> bool:
     if metric not in own:
         found = ", ".join(sorted(name for name in own if name.startswith("validation/")))
         raise RunError(f"checkpoint.best: the validation has no metric {metric}; it has {found}")
-    earlier = (values[metric] for step, values in run.validations.items() if 0 < step < run.step and metric in values)
-    return all(own[metric] > value for value in earlier)
+    # A number that is not finite is null in the metrics that a resumed run has read.
+    earlier = (values.get(metric) for step, values in run.validations.items() if 0 < step < run.step)
+    return math.isfinite(own[metric]) and all(value is None or own[metric] > value for value in earlier)
 
 
 async def begin_saving(run: RunState) -> None:

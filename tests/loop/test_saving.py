@@ -1,5 +1,6 @@
 """When checkpoints are saved, and that training goes on while they are written."""
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_the_best_checkpoint_by_validation_is_saved_and_kept(
     settings = ("schedule.steps=4", "validation.every=1", "checkpoint.best=validation/mean@1", "checkpoint.keep=1")
     train_here(tmp_path, tiny_model, *VALIDATION, *settings)
     assert checkpoints(tmp_path) == ["step_000002", "step_000004"]
+
+
+def test_a_score_that_was_not_finite_is_not_the_best_and_hinders_no_other(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run resumes in the middle, and then reads its metrics, in which such a score is null."""
+    scores = iter([0.9, math.nan, 0.2, 0.8, 0.1])
+
+    async def scored(parts: object, console: object) -> ValidationResult:
+        return ValidationResult({"validation/mean@1": next(scores)}, [], 6, "question")
+
+    monkeypatch.setattr(training_loop, "validate", scored)
+    settings = (*VALIDATION, "validation.every=1", "checkpoint.best=validation/mean@1", "checkpoint.keep=1")
+    train_here(tmp_path, tiny_model, "schedule.steps=2", "optimizer.schedule=constant", *settings)
+    train_here(tmp_path, tiny_model, "schedule.steps=4", "optimizer.schedule=constant", *settings)
+    assert checkpoints(tmp_path) == ["step_000003", "step_000004"]
 
 
 def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_has(
