@@ -36,6 +36,15 @@ CHECK_S = 5.0
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
+def check_installed(command: str) -> None:
+    """Raises, with what to install for `command`, where the libraries of a server are missing."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{command} needs an extra: pip install 'corral[serve]'") from error
+
+
 class RequestRefused(Exception):
     """A request that is not answered, with the status and the reason."""
 

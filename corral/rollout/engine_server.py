@@ -33,6 +33,7 @@ from corral.http_server import (
     Histogram,
     PrometheusText,
     RequestRefused,
+    check_installed,
     client_disconnected,
     listen,
     make_server,
@@ -391,11 +392,7 @@ def serve(
     report: Callable[[str], None] = print,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises what `load` raises."""
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError("corral serve needs an extra: pip install 'corral[serve]'") from error
+    check_installed("corral serve")
     service = EngineService(name)
     failures: list[BaseException] = []
     listening = listen(host, port)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from corral.http_server import listen, make_server, protect, reply, url_of
+from corral.http_server import check_installed, listen, make_server, protect, reply, url_of
 from corral.observe.run_files import json_line
 from corral.recipe.errors import UserError, first_line
 from corral.view.runs import NotFound, RunReader, Runs
@@ -50,11 +50,7 @@ def serve(
     report: Callable[[str], None] = print,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C."""
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError("corral view needs an extra: pip install 'corral[serve]'") from error
+    check_installed("corral view")
     runs = Runs(folders)
     listening = listen(host, port)
     server = make_server(make_app(runs, token, lambda: server.should_exit), MAX_CONNECTIONS)
