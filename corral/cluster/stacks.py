@@ -37,6 +37,7 @@ BACKGROUND = {
     "WorkerHeartbeat._beat",
     "Heartbeats._ask_nodes",
     "Heartbeats._ask_ray",
+    "Heartbeats._watch_raylet",
     "DebuggerWatch._look",
     "TrackerThread._run",
     "Console._report_silence",

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import select
 import shutil
 import socket
 import sys
@@ -173,11 +174,13 @@ class Heartbeats:
         gcs_address: str,
         on_answer: Callable[[Node, list[WorkerState]], None],
         on_head_lost: Callable[[], None],
+        report: ShowMessage,
     ) -> None:
         self.nodes, self.timeout_s, self.gcs_address = nodes, timeout_s, gcs_address
-        self.on_answer, self.on_head_lost = on_answer, on_head_lost
+        self.on_answer, self.on_head_lost, self.report = on_answer, on_head_lost, report
         self.closed = threading.Event()
-        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._ask_nodes, self._ask_ray)]
+        work = (self._ask_nodes, self._ask_ray, self._watch_raylet)
+        self.threads = [threading.Thread(target=one, daemon=True) for one in work]
         for thread in self.threads:
             thread.start()
 
@@ -217,6 +220,30 @@ class Heartbeats:
             for node in self.nodes:
                 if node.id not in alive:
                     mark_lost(node, "Ray found it dead")
+
+
+    def _watch_raylet(self) -> None:
+        """Reports at once that Ray's process on the controller's node has ended. Without it Ray ends this process too,
+        in whatever call of Ray's comes next and without a line, so that nothing later could say why."""
+        raylet = find_raylet(self.gcs_address)
+        if raylet is None:
+            return
+        with open(os.pidfd_open(raylet), "rb", buffering=0) as process:
+            while not self.closed.is_set():
+                if select.select([process], [], [], HEARTBEAT_S)[0] and not self.closed.is_set():
+                    self.report(f"error: Ray's process on this node (raylet, {raylet}) has ended; the run cannot go on")
+                    return
+
+
+def find_raylet(gcs_address: str) -> int | None:
+    """Process id of the raylet on this node that belongs to the cluster with this address; None where /proc does not
+    show it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"/raylet") and f"--gcs-address={gcs_address}".encode() in words:
+                return int(process.name)
+    return None
 
 
 def mark_lost(node: Node, how: str) -> None:

@@ -144,7 +144,7 @@ class RayRuntime(Runtime):
         self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
         self.reservation, bundles, of_services = await reserve_devices(self.cluster, self.resource, self.nodes, report)
-        await self._start_agents(of_services)
+        await self._start_agents(of_services, report)
         check_debugger(self.debugger, self.nodes)
         await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
         await asyncio.gather(*(self._wait_for_services(node) for node in self.nodes))
@@ -290,7 +290,7 @@ class RayRuntime(Runtime):
 
     # --- starting
 
-    async def _start_agents(self, bundles: dict[str, int]) -> None:
+    async def _start_agents(self, bundles: dict[str, int], report: ShowMessage) -> None:
         """`bundles`: of devices for services, by the id of their node. An agent has them as its own, and with them Ray
         tells it which GPUs they are."""
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -322,7 +322,9 @@ class RayRuntime(Runtime):
             loop.call_soon_threadsafe(self._check_workers, node, workers)
 
         limit_s = self.cluster.node_timeout_s
-        self.heartbeats = Heartbeats(self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head)
+        self.heartbeats = Heartbeats(
+            self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head, report
+        )
 
     async def _wait_for_services(self, node: Node) -> None:
         if self.cluster.services:

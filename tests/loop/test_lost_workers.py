@@ -241,6 +241,18 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
     assert not any("ray::DeviceProcess" in title_of(pid) for pid in workers)
 
 
+def test_the_end_of_rays_process_on_the_controllers_node_is_printed_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    run = LocalRun(tmp_path, tiny_model, "schedule.steps=600")
+    run.command.wait_until(lambda: run.num_steps >= 1)
+    own = descendants(run.command.process.pid)
+    raylet = next(pid for pid in own if "raylet/raylet" in title_of(pid))
+    os.kill(raylet, signal.SIGKILL)
+    killed_at = time.monotonic()
+    run.command.wait_until(lambda: f"error: Ray's process on this node (raylet, {raylet}) has ended" in run.output)
+    assert time.monotonic() - killed_at < 5  # Ray itself takes longer, and a call of Ray's in the meantime ends the run
+    assert run.command.wait(60).code == 1, run.output
+
+
 def use_temporary_folder(folder: Path) -> None:
     os.environ["TMPDIR"] = str(folder)
 
