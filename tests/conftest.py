@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
+# How long an example takes depends on what else the machine does.
+settings.register_profile("corral", deadline=None)
+settings.load_profile("corral")
 sys.path.insert(0, str(Path(__file__).parent))
 # Ray would start Python processes in advance for every run. Corral's actors, whose environment is their own, use none.
 os.environ |= {"RAY_prestart_worker_first_driver": "false"}

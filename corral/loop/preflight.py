@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from corral.cluster.doctor.recipe_checks import checkpoint_bytes
+from corral.cluster.doctor.recipe_checks import checkpoint_bytes, num_kept
 from corral.data.plugins import is_broken_code
 from corral.data.rows import Row
 from corral.data.sources import load_rows
@@ -36,6 +36,8 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
 
     check(f"trackers: {', '.join(recipe.logging.trackers) or 'none'}", lambda: check_trackers(recipe.logging))
     check("disk: room for a checkpoint", lambda: check_disk(plan, Path(recipe.logging.runs), warn))
+    if recipe.checkpoint.upload:
+        check("checkpoint.upload: the command", lambda: check_command("checkpoint.upload", recipe.checkpoint.upload[0]))
     rows: list[Row] = []
     check("data.train: the first rows", lambda: rows.extend(first_rows(recipe, "train")))
     if recipe.data.validation is not None:
@@ -50,7 +52,7 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
 
 def check_disk(plan: Plan, folder: Path, warn: Callable[[str], None]) -> None:
     """Raises where not even one checkpoint fits on the disk; warns where not all fit that are kept."""
-    needed, keep = checkpoint_bytes(plan), plan.recipe.checkpoint.keep
+    needed, keep = checkpoint_bytes(plan), num_kept(plan)
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(there).free
     one = needed // (keep + 1)
@@ -64,6 +66,11 @@ def check_disk(plan: Plan, folder: Path, warn: Callable[[str], None]) -> None:
             f"{there} has {human_bytes(free)} free, and {keep} checkpoints and one that is being written take "
             f"{human_bytes(needed)}; `checkpoint.keep` says how many are kept"
         )
+
+
+def check_command(key: str, name: str) -> None:
+    if shutil.which(name) is None:
+        raise UserError(f"`{key}`: there is no program {name} on this machine")
 
 
 def first_rows(recipe: Recipe, part: Part) -> list[Row]:

@@ -7,11 +7,14 @@ rolled out again.
 
 import asyncio
 import logging
+import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from corral.child_process import describe_exit, last_lines, start_child, terminate_group
 from corral.loop.components import RunComponents
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
@@ -31,6 +34,8 @@ from corral.training.checkpoint import (
 )
 
 logger = logging.getLogger(__name__)
+
+UPLOAD_POLL_S = 0.2
 
 
 async def begin_save(
@@ -96,7 +101,31 @@ async def save(
             f"earlier ones in {folder.checkpoints} are as they were"
         ) from error
     settings = parts.recipe.checkpoint
-    await asyncio.to_thread(prune, folder.checkpoints, settings.keep, settings.best)
+    if settings.upload:
+        await upload(settings.upload, step_folder(folder.checkpoints, step), step)
+    keep = None if settings.keep == "all" else settings.keep
+    weights = folder.weights if settings.keep_weights else None
+    await asyncio.to_thread(prune, folder.checkpoints, keep, settings.best, weights)
+
+
+async def upload(command: Sequence[str], checkpoint: Path, step: int) -> None:
+    """Runs the user's command for a checkpoint. Its end is waited for, since the checkpoint may be pruned after that;
+    a run that is stopped ends it."""
+    words = [word.replace("{checkpoint}", str(checkpoint)).replace("{step}", str(step)) for word in command]
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = start_child(words, stdout=output, stderr=output, death_signal=signal.SIGTERM)
+        except OSError as error:
+            logger.warning("checkpoint.upload: %s could not be started: %s", words[0], error.strerror or error)
+            return
+        try:
+            while process.poll() is None:
+                await asyncio.sleep(UPLOAD_POLL_S)
+        finally:
+            code = terminate_group(process)
+        if code:
+            last = "".join(f": {line}" for line in last_lines(output, 1))
+            logger.warning("checkpoint.upload: the command for step %d %s%s", step, describe_exit(code), last)
 
 
 async def find_writers(group: Group[Any], folder: Path) -> Sequence[int]:

@@ -53,6 +53,7 @@ class RunFolder:
         self.recipe, self.plan = path / "recipe.yaml", path / "plan.txt"
         self.metrics, self.ledger, self.curve = path / "metrics.jsonl", path / "ledger.jsonl", path / "curve.png"
         self.trajectories, self.checkpoints = path / "trajectories", path / "checkpoints"
+        self.weights = path / "weights"
         self.logs, self.failures = path / "logs", path / "failures"
         self._lock: int | None = _lock(path / LOCK)
         os.register_at_fork(after_in_child=self._leave_lock_to_parent)

@@ -657,8 +657,15 @@ class Checkpoint(Section):
     minutes: NaturalFloat = 30.0
     """A checkpoint is also saved at the end of a step if the last one is so many minutes old: a run that loses a
     trainer goes on from there. 0: not by time."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints that are kept."""
+    keep: PositiveInt | Literal["all"] = 2
+    """Number of newest checkpoints that are kept, or `all`."""
+    keep_weights: bool = False
+    """A checkpoint that is no longer kept leaves its model behind, without optimizer states: `weights/step_000040` in
+    the run's folder, in Hugging Face layout."""
+    upload: list[str] = []
+    """A command and its arguments that is run after each checkpoint, while training goes on; `{checkpoint}` stands for
+    the checkpoint's folder, `{step}` for its step. The next checkpoint waits until it has ended. If it fails, that is a
+    warning."""
     best: str | None = None
     """A metric of the validation, such as `validation/mean@1`: a checkpoint is also saved when it is higher than after
     any step before, and the best one is kept besides the newest."""

@@ -221,7 +221,6 @@ class Heartbeats:
                 if node.id not in alive:
                     mark_lost(node, "Ray found it dead")
 
-
     def _watch_raylet(self) -> None:
         """Reports at once that Ray's process on the controller's node has ended. Without it Ray ends this process too,
         in whatever call of Ray's comes next and without a line, so that nothing later could say why."""

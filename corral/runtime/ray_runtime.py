@@ -322,9 +322,7 @@ class RayRuntime(Runtime):
             loop.call_soon_threadsafe(self._check_workers, node, workers)
 
         limit_s = self.cluster.node_timeout_s
-        self.heartbeats = Heartbeats(
-            self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head, report
-        )
+        self.heartbeats = Heartbeats(self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head, report)
 
     async def _wait_for_services(self, node: Node) -> None:
         if self.cluster.services:

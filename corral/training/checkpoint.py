@@ -140,15 +140,34 @@ def retire_later_checkpoints(checkpoints: Path, step: int) -> list[tuple[Path, s
     return found
 
 
-def prune(checkpoints: Path, keep: int, best: str | None = None) -> None:
-    """Deletes all but the newest `keep` checkpoints and the one with the highest value of `best`, a metric of the
-    validation; and what a killed process left of one that it was writing."""
+def prune(checkpoints: Path, keep: int | None, best: str | None = None, weights: Path | None = None) -> None:
+    """Deletes all but the newest `keep` checkpoints (None: all) and the one with the highest value of `best`, a metric
+    of the validation; and what a killed process left of one that it was writing. `weights`: folder in which the models
+    of deleted ones are kept."""
     valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
     found = [(read_state(folder).get("validation", {}).get(best), folder) for folder in valid if best is not None]
     values = {folder: value for value, folder in found if value is not None}
-    kept = {*valid[-keep:], *([max(values, key=values.__getitem__)] if values else [])}
-    for folder in [*(folder for folder in valid if folder not in kept), *checkpoints.glob(".step_*.part")]:
-        shutil.rmtree(folder)
+    kept = {*valid[-(keep or len(valid)) :], *([max(values, key=values.__getitem__)] if values else [])}
+    for folder in [folder for folder in valid if folder not in kept]:
+        if weights is None:
+            shutil.rmtree(folder)
+        else:
+            weights.mkdir(exist_ok=True)
+            os.replace(folder, weights / f".{folder.name}.part")
+    for unfinished in checkpoints.glob(".step_*.part"):
+        shutil.rmtree(unfinished)
+    for stripped in [] if weights is None else weights.glob(".step_*.part"):
+        strip_to_model(stripped)
+
+
+def strip_to_model(checkpoint: Path) -> None:
+    """Deletes all of a checkpoint but the model and the tokenizer, and then takes the dot and `.part` off its name."""
+    out = checkpoint.with_name(checkpoint.name.removeprefix(".").removesuffix(".part"))
+    for path in checkpoint.iterdir():
+        if path.name in NOT_THE_MODEL:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(out, ignore_errors=True)  # of a step that was trained again
+    os.replace(checkpoint, out)
 
 
 def export_model(checkpoint: Path, out: Path, dtype: str, merge: bool = False) -> None:

@@ -12,7 +12,7 @@ from commands import corral
 from runs import VALIDATION, train_here, write_recipe
 
 from corral.api import checked_plan
-from corral.loop.preflight import check_disk, check_here
+from corral.loop.preflight import check_command, check_disk, check_here
 from corral.loop.train import commands_after, train
 from corral.observe.console import Console
 from corral.recipe.errors import UserError
@@ -175,3 +175,8 @@ def test_the_printed_evaluate_command_works(tmp_path: Path, tiny_model: Path) ->
     finished = corral(tmp_path, *command.split()[1:])
     assert finished.code == 0, finished.stderr
     assert "validation" in finished.stdout
+
+
+def test_the_program_that_uploads_checkpoints_must_be_there() -> None:
+    with pytest.raises(UserError, match=r"`checkpoint\.upload`: there is no program rclown on this machine"):
+        check_command("checkpoint.upload", "rclown")

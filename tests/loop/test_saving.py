@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from runs import VALIDATION, train_here
+from transformers import AutoModelForCausalLM
 
 from corral.loop import training_loop
 from corral.loop.training_loop import RunState
@@ -67,6 +68,35 @@ def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_h
 ) -> None:
     with pytest.raises(RunError, match=r"no metric accuracy; it has validation/.*mean@1"):
         train_here(tmp_path, tiny_model, *VALIDATION, "validation.every=1", "checkpoint.best=accuracy")
+
+
+def test_checkpoints_that_are_no_longer_kept_leave_their_models(tmp_path: Path, tiny_model: Path) -> None:
+    settings = ("schedule.steps=3", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_weights=true")
+    train_here(tmp_path, tiny_model, *settings)
+    assert checkpoints(tmp_path) == ["step_000003"]
+    weights = tmp_path / "runs" / "tiny" / "weights"
+    assert sorted(path.name for path in weights.iterdir()) == ["step_000001", "step_000002"]
+    model, loaded = AutoModelForCausalLM.from_pretrained(weights / "step_000002", output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert model.num_parameters() > 0
+    assert not (weights / "step_000002" / "actor").exists()
+
+
+def test_a_command_gets_every_checkpoint_before_it_can_be_deleted(tmp_path: Path, tiny_model: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    command = f'["cp", "-r", "{{checkpoint}}", "{store}/{{step}}"]'
+    settings = ("schedule.steps=3", "checkpoint.every=1", "checkpoint.keep=1")
+    train_here(tmp_path, tiny_model, *settings, f"checkpoint.upload={command}")
+    assert sorted(path.name for path in store.iterdir()) == ["1", "2", "3"]
+    assert all(problem_with(path, hashes=True) is None for path in store.iterdir())
+
+
+def test_an_upload_that_fails_is_a_warning(tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    command = '["sh", "-c", "echo the store is closed; exit 3"]'
+    train_here(tmp_path, tiny_model, "schedule.steps=1", f"checkpoint.upload={command}")
+    assert checkpoints(tmp_path) == ["step_000001"]
+    assert "the command for step 1 ended with exit code 3: the store is closed" in caplog.text
 
 
 @pytest.fixture

@@ -134,6 +134,22 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 4]
 
 
+def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3, 4)
+    prune(tmp_path, keep=None)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_kill_while_a_checkpoint_becomes_a_model_costs_nothing(tmp_path: Path) -> None:
+    checkpoints, weights = tmp_path / "checkpoints", tmp_path / "weights"
+    make(checkpoints, 1, 2, 3)
+    weights.mkdir()
+    (checkpoints / "step_000001").rename(weights / ".step_000001.part")  # that far the killed process had come
+    prune(checkpoints, 1, weights=weights)
+    assert sorted(os.listdir(weights)) == ["step_000001", "step_000002"]
+    assert os.listdir(weights / "step_000001") == ["config.json"]
+
+
 def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3)
     (step_folder(tmp_path, 3) / "manifest.json").unlink()

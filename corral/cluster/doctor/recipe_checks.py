@@ -54,7 +54,15 @@ def checkpoint_bytes(plan: Plan) -> int:
     models = 2 if plan.algorithm.needs_critic else 1
     state = 8 if plan.weight_bytes >= 4 else 12
     num_parameters = num_trained_parameters(plan.recipe, plan.shape)
-    return num_parameters * (plan.weight_bytes + state) * models * (plan.recipe.checkpoint.keep + 1)
+    return num_parameters * (plan.weight_bytes + state) * models * (num_kept(plan) + 1)
+
+
+def num_kept(plan: Plan) -> int:
+    """Number of checkpoints that are kept at the same time, of those that are saved by step."""
+    settings = plan.recipe.checkpoint
+    if settings.keep != "all":
+        return settings.keep
+    return (plan.num_steps or 0) // settings.every + 1 if settings.every else 1
 
 
 @dataclass(frozen=True)

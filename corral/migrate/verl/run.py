@@ -333,7 +333,7 @@ def has_projects(config: ForeignConfig) -> bool:
     return not TRACKERS_WITH_PROJECTS.isdisjoint(trackers_of(config))
 
 
-def usual_keep(config: ForeignConfig) -> int:
+def usual_keep(config: ForeignConfig) -> int | str:
     return Checkpoint().keep
 
 
