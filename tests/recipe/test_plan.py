@@ -34,6 +34,7 @@ def test_the_plan_counts_trainers(load):
         ("train.parallel.tensor=2", "on 4 trainers (2 shards x 2 tensor), up to"),
         ("train.parallel.replicate=4", "on 4 trainers (4 replicas), up to"),
         ("train.parallel.context=2 train.parallel.expert=2", "on 4 trainers (2 expert x 2 context), up to"),
+        ("train.parallel.pipeline=2", "on 4 trainers (2 stages x 2 shards), up to"),
     ],
 )
 def test_the_plan_says_how_a_model_is_spread(load, overrides, words):
@@ -383,7 +384,7 @@ def test_the_plan_as_a_dictionary_survives_json(load):
     assert plan["batch"]["update_sizes"] == [512]
     assert plan["placement"] == {"actor": [0], "rollout": [0], "reference": [0], "critic": [0], "idle": []}
     assert plan["algorithm"]["advantage"] == {"name": "gae", "gamma": 1.0, "gae_lambda": 1.0, "whiten": True}
-    whole = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
+    whole = {"pipeline": 1, "replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
     assert plan["mesh"] == {"actor": whole, "reference": whole, "critic": whole}
     assert plan["memory"][0]["total"]["train"] > 0
 

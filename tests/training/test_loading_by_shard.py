@@ -108,7 +108,7 @@ def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshSh
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2)])
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2), MeshShape(pipeline=2)])
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_parts_are_those_of_the_whole_model(
     team: Callable[[int], Team], tmp_path: Path, stored: torch.dtype, dtype: str, shape: MeshShape, trained: bool
