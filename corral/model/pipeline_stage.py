@@ -25,8 +25,8 @@ class PipelineStage:
         self.received: Tensor | None = None
         """Hidden states [tokens, width] of the stage before, while this one computes."""
         self.width, self.dtype = int(causal.config.get_text_config().hidden_size), causal.dtype
-        layers = causal.get_decoder().layers
         before, after = modules_around_layers(causal)
+        layers = causal.get_decoder().layers
         first = {p for module in before for p in module.parameters()}
         last = {p for module in after for p in module.parameters()} | set(causal.get_output_embeddings().parameters())
         last |= set(model.parameters()) - set(causal.get_decoder().parameters())  # the head, or that of a critic
@@ -67,7 +67,7 @@ def pass_on(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def modules_around_layers(causal: Any) -> tuple[list[Any], list[Any]]:
-    """Modules of the decoder that have parameters, before its layers and after them."""
+    """Modules of the decoder: those that embed, before its layers, and those after them."""
     decoder = causal.get_decoder()
     names = list(getattr(decoder.config, "base_model_pp_plan", None) or ())
     if "layers" not in names:
@@ -75,7 +75,6 @@ def modules_around_layers(causal: Any) -> tuple[list[Any], list[Any]]:
             f"train.parallel.pipeline: transformers has no plan to deal the layers of {type(causal).__name__} over "
             "stages; leave it at 1"
         )
-    modules = {name: getattr(decoder, name) for name in names}
-    with_parameters = [name for name in names if any(True for _ in modules[name].parameters())]
-    at = with_parameters.index("layers")
-    return [modules[name] for name in with_parameters[:at]], [modules[name] for name in with_parameters[at + 1 :]]
+    modules, at = [getattr(decoder, name) for name in names], names.index("layers")
+    # A dropout comes before the layers, too; and a norm after them may have no parameters, as OLMo's.
+    return [module for module in modules[:at] if any(True for _ in module.parameters())], modules[at + 1 :]

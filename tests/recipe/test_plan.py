@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,30 @@ def test_every_dimension_but_replicas_divides_what_a_device_holds(load):
     items, _ = memory_of(load("cluster.devices_per_node=32", *parallel))
     for name, per_parameter in (("actor weights", 4), ("actor optimizer", 8), ("gradients", 4)):
         assert items[name]["train"] == per_parameter * SMOLLM2_135M.num_parameters // 16
+
+
+def test_a_device_holds_what_the_largest_stage_has(load):
+    """30 layers, and an embedding as large as 8 of them at both ends: stages of 15 and 15 layers, or 4, 11, 11 and 4."""
+    embedding = SMOLLM2_135M.vocab_size * SMOLLM2_135M.hidden_size
+    layer = (SMOLLM2_135M.num_parameters - embedding) // 30
+    for stages, largest in ((2, 15 * layer + embedding), (4, 4 * layer + embedding)):
+        items, _ = memory_of(load("cluster.devices_per_node=4", f"train.parallel.pipeline={stages}"))
+        assert items["actor weights"]["train"] == pytest.approx(4 * largest / (4 // stages), rel=1e-6)
+        assert items["gradients"]["train"] == pytest.approx(4 * largest / (4 // stages), rel=1e-6)
+
+
+def test_the_first_stage_keeps_activations_of_as_many_micro_batches_as_there_are_stages(load):
+    alone, _ = memory_of(load("cluster.devices_per_node=2"))
+    staged, _ = memory_of(load("cluster.devices_per_node=2", "train.parallel.pipeline=2"))
+    assert staged["activations"]["train"] == alone["activations"]["train"]  # 2 x 15 layers
+
+
+def test_the_plan_says_how_long_stages_wait(load):
+    recipe = load(*BATCH, "cluster.devices_per_node=4", "train.parallel.pipeline=4", "data.max_prompt_tokens=512")
+    plan = make_plan(recipe, SMOLLM2_135M)
+    number = math.ceil((64 * 512 + 512 * recipe.rollout.max_response_tokens) / recipe.batch.max_tokens_per_micro_batch)
+    assert plan.as_dict()["batch"]["pipeline_bubble"] == pytest.approx(3 / (number + 3))
+    assert f"pipeline: 4 stages; with {number} micro-batches of an update of full length, each waits" in plan.text()
 
 
 def test_context_and_tensor_divide_the_activations(load):
