@@ -46,7 +46,7 @@ from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
 from corral.training.optimizer import MasterOptimizer, UpdateResult
-from corral.training.pipeline_schedule import Pipeline
+from corral.training.pipeline_schedule import PipelineSchedule
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardedModel, check_offload, local_tensor
 from corral.training.tensor_files import (
@@ -102,7 +102,7 @@ class _NativeTrainer:
             in_float32=in_float32,
         )
         self.layout = self.sharded.layout
-        self.pipeline = None if self.sharded.stage is None else Pipeline(self.mesh, self.sharded.stage)
+        self.pipeline = None if self.sharded.stage is None else PipelineSchedule(self.mesh, self.sharded.stage)
         if self.mesh.is_sharded:  # a whole one was checked when it was loaded
             self._check()
         self.optimizer: MasterOptimizer | None = None
@@ -202,7 +202,7 @@ class _NativeTrainer:
             computed = [one for one in micro_batches if one[0] is not None or self.mesh.is_sharded]
             return sum(self._backward(self._loss(self._predict(one[0]), one)) for one in computed)
 
-    def _train_pipeline(self, pipeline: Pipeline, micro_batches: Sequence["MicroBatch"]) -> float:
+    def _train_pipeline(self, pipeline: PipelineSchedule, micro_batches: Sequence["MicroBatch"]) -> float:
         predictions = [self._predict(pack) for pack, _ in micro_batches]
         contributions = []
 

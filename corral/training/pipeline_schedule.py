@@ -24,7 +24,7 @@ Backward = Callable[[int, Tensor, Tensor | None], None]
 """(micro-batch, what `Forward` returned for it, the gradient of it; None: it is the loss)"""
 
 
-class Pipeline:
+class PipelineSchedule:
     """This rank's place in a pipeline, between the stages before and behind it."""
 
     def __init__(self, mesh: ProcessMesh, stage: PipelineStage) -> None:

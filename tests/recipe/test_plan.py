@@ -317,7 +317,7 @@ def test_every_dimension_but_replicas_divides_what_a_device_holds(load):
 
 
 def test_a_device_holds_what_the_largest_stage_has(load):
-    """30 layers, and an embedding as large as 8 of them at both ends: stages of 15 and 15 layers, or 4, 11, 11 and 4."""
+    """30 layers, and an embedding as large as 8 of them at both ends: stages of 15 and 15 layers, or 4, 11, 11, 4."""
     embedding = SMOLLM2_135M.vocab_size * SMOLLM2_135M.hidden_size
     layer = (SMOLLM2_135M.num_parameters - embedding) // 30
     for stages, largest in ((2, 15 * layer + embedding), (4, 4 * layer + embedding)):
