@@ -95,7 +95,7 @@ def measure(folder: Path, implementation: str) -> dict[str, float | str]:
     for _ in range(3):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        trainer.forward_backward(pack, lambda logprobs, entropy: logprobs.mean())
+        trainer.forward_backward([(pack, lambda logprobs, entropy: logprobs.mean())])
         trainer.zero_grad()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)

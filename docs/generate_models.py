@@ -29,7 +29,7 @@ A model takes one of two paths, and `corral plan` says which and why.
   families that were compared with plain transformers; they are declared in `corral/model/families.py`.
 - The **general path** is for every other causal model that transformers loads: its own forward pass, one sequence at a
   time, and its own cache, in batches of equally long sequences. It is slow and right. `model.implementation: general`
-  chooses it for any model, to compare with. Tensor, expert and context parallel training need the fast path.
+  chooses it for any model, to compare with. Tensor, expert, context and pipeline parallel training need the fast path.
 
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts read **images**, on the general path, with one device for
 each copy of the model (`train.parallel.replicate`). [data.md](data.md#images) says how rows carry images;

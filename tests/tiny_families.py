@@ -308,7 +308,7 @@ def compare_trainer(ours: Any, plain: Any) -> tuple[float, float]:
         computed.append(logprobs.detach())
         return (weights * logprobs).sum()
 
-    trainer.forward_backward(pack, loss)
+    trainer.forward_backward([(pack, loss)])
     places = {int(place): n for n, place in enumerate(pack.flat)}
     difference, start, total = 0.0, 0, torch.zeros(())
     for tokens in SEQUENCES:

@@ -34,7 +34,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
     pack = random_pack(settings)
 
     def step() -> float:
-        policy.forward_backward(pack, lambda logprobs, entropy: -logprobs.sum() / settings.train.num_tokens)
+        policy.forward_backward([(pack, lambda logprobs, entropy: -logprobs.sum() / settings.train.num_tokens)])
         result = policy.step()
         assert not result.skipped, "the update was not finite"
         return result.gradient_norm

@@ -339,6 +339,9 @@ class TrainResult:
             "updates/skipped": float(len(self.skipped) + len(self.too_far)),
             "updates/empty": float(self.num_empty),
         }
+        if self.stats.num_idle_turns:
+            turns = self.stats.num_turns + self.stats.num_idle_turns
+            metrics["updates/pipeline_bubble"] = self.stats.num_idle_turns / turns
         if self.num_overflows:
             metrics["updates/overflowed"] = float(self.num_overflows)
         if self.value_losses:

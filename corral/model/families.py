@@ -160,7 +160,7 @@ def check_length(config: Any, limit: int) -> None:
             )
 
 
-GENERAL_CANNOT = ("context", "expert", "tensor")
+GENERAL_CANNOT = ("context", "expert", "pipeline", "tensor")
 """Dimensions of a mesh that cut sequences or layers, which the general path computes as a whole."""
 
 

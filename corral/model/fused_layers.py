@@ -90,15 +90,21 @@ def fuse(model: Any, move_weights: bool = True) -> bool:
     decoder = model.get_decoder()
     if not is_fusible(decoder):
         return False
-    for layer in decoder.layers:
+    for layer in computed_layers(decoder):
         for linears in (qkv_projections(layer), gate_up_projections(layer)) if move_weights else ():
             make_adjacent([linear.weight for linear in linears])
             if biases := biases_of(linears):
                 make_adjacent(biases)
         # Bound methods: a deep copy of the layer computes with its own weights.
         layer.forward = MethodType(layer_forward, layer)
-    decoder.norm.forward = MethodType(norm_forward, decoder.norm)
+    if decoder.norm.weight is not None:
+        decoder.norm.forward = MethodType(norm_forward, decoder.norm)
     return True
+
+
+def computed_layers(decoder: Any) -> list[Any]:
+    """Layers that have parameters; others are on other stages of a pipeline."""
+    return [layer for layer in decoder.layers if any(True for _ in layer.parameters())]
 
 
 def unfuse(model: Any) -> bool:
@@ -221,7 +227,7 @@ def is_fusible(decoder: Any) -> bool:
     if not isinstance(layers, nn.ModuleList) or not is_norm(getattr(decoder, "norm", None)):
         return False
     uses_ours = getattr(decoder.config, "_attn_implementation", None) == ATTENTION_NAME
-    return uses_ours and len(layers) > 0 and all(is_fusible_layer(layer) for layer in layers)
+    return uses_ours and len(layers) > 0 and all(is_fusible_layer(layer) for layer in computed_layers(decoder))
 
 
 def is_fusible_layer(layer: nn.Module) -> bool:

@@ -144,10 +144,14 @@ def has_adapters(model: nn.Module) -> bool:
 
 def transferred_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """What an engine that has the model gets after an update: its adapters where it has some, else everything."""
+    parameters = dict(model.named_parameters())
+    return ((name, parameters[name]) for name in transferred_names(model, parameters))
+
+
+def transferred_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The same of names, which may be those of a model whose parameters are on other ranks."""
     only_adapters = has_adapters(model)
-    for name, parameter in model.named_parameters():
-        if not only_adapters or name.endswith(ADAPTERS):
-            yield name, parameter
+    return [name for name in names if not only_adapters or name.endswith(ADAPTERS)]
 
 
 def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:

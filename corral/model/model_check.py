@@ -5,8 +5,9 @@ on wrong numbers without a word. A few short sequences are enough: a state that 
 position that is wrong moves log-probs by whole nats.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,19 @@ def plain_forward(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def plain_logprobs(model: Any, tokens: list[int]) -> Tensor:
+def plain_logprobs(model: Any, tokens: list[int], device: torch.device | None = None) -> Tensor:
     """Log-prob of each token after the first, by the model's own forward pass over this sequence alone."""
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     with plain_forward(model):
         logits = sequence_logits(model, torch.tensor([tokens], device=device))[:-1]
     return logits.float().log_softmax(-1).gather(1, torch.tensor(tokens[1:], device=device)[:, None])[:, 0]
+
+
+def plain_hidden(model: Any, tokens: list[int], device: torch.device) -> Tensor:
+    """Hidden states [tokens, width] of the same pass, on a pipeline stage that does not have the head."""
+    with plain_forward(model):
+        hidden: Tensor = model.get_decoder()(torch.tensor([tokens], device=device), use_cache=False).last_hidden_state
+    return hidden[0]
 
 
 def probe_sequences(model: Any) -> list[list[int]]:
@@ -63,33 +71,56 @@ def probe_sequences(model: Any) -> list[list[int]]:
 def check_model(model: Any) -> None:
     """Raises where packed sequences (fast path), or a sequence and its beginning (general path), do not give what the
     plain forward pass gives."""
-    path = model.config._name_or_path
     sequences = probe_sequences(model)
     expected = [plain_logprobs(model, sequence) for sequence in sequences]
-    if is_general(model):
-        computed = [plain_logprobs(model, sequence[:-3]) for sequence in sequences]
-        found = difference(computed, [one[:-3] for one in expected])
-        problem = "a token's log-prob depends on the tokens behind it, so it is not a causal model"
-    else:
-        tree = TokenTree.build([np.array(sequence, np.int64) for sequence in sequences])
-        device = expected[0].device
-        hidden = forward_hidden(
-            model,
-            torch.from_numpy(tree.tokens).to(device),
-            torch.from_numpy(tree.positions).to(device),
-            TreeAttention(tree, device),
-        )
-        log_p = OutputHead.of_model(model).logits(hidden).float().log_softmax(-1)
-        computed = [
-            log_p[torch.from_numpy(path_of[:-1]).to(device), torch.tensor(sequence[1:], device=device)]
-            for sequence, path_of in zip(sequences, tree.paths, strict=True)
-        ]
-        found = difference(computed, expected)
-        problem = (
-            "packed sequences give other log-probs than transformers' own forward pass; please report the model, and "
-            "set `model.implementation: general` meanwhile"
-        )
-    raise_if_large(found, model, f"model.path: {path}: {problem}")
+    if not is_general(model):
+        raise_if_packing_differs(model, difference([packed_logprobs(model, sequences, expected[0].device)], expected))
+        return
+    computed = [plain_logprobs(model, sequence[:-3]) for sequence in sequences]
+    found = difference(computed, [one[:-3] for one in expected])
+    problem = "a token's log-prob depends on the tokens behind it, so it is not a causal model"
+    raise_if_large(found, model, f"model.path: {model.config._name_or_path}: {problem}")
+
+
+ThroughStages = Callable[[int, Callable[[], Tensor]], Tensor]
+"""(number of tokens, what this stage computes of the hidden states of the one before) -> what it computed"""
+
+
+@torch.no_grad()
+def difference_on_stage(model: Any, device: torch.device, is_last: bool, through_stages: ThroughStages) -> float:
+    """What `check_model` compares, on one stage of a pipeline, all of which call it; 0 on those before the last."""
+    sequences = probe_sequences(model)
+    plain, packed = (plain_logprobs, packed_logprobs) if is_last else (plain_hidden, packed_hidden)
+    expected = [through_stages(len(one), partial(plain, model, one, device)) for one in sequences]
+    computed = through_stages(probe_tree(sequences).num_nodes, partial(packed, model, sequences, device))
+    return difference([computed], expected) if is_last else 0.0
+
+
+def probe_tree(sequences: list[list[int]]) -> TokenTree:
+    return TokenTree.build([np.array(sequence, np.int64) for sequence in sequences])
+
+
+def packed_hidden(model: Any, sequences: list[list[int]], device: torch.device) -> Tensor:
+    """Hidden states [nodes, width] of the sequences as one tree."""
+    tree = probe_tree(sequences)
+    tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.tokens, tree.positions))
+    return forward_hidden(model, tokens, positions, TreeAttention(tree, device))
+
+
+def packed_logprobs(model: Any, sequences: list[list[int]], device: torch.device) -> Tensor:
+    """`plain_logprobs` of all sequences, computed as one tree."""
+    log_p = OutputHead.of_model(model).logits(packed_hidden(model, sequences, device)).float().log_softmax(-1)
+    by_sequence = [
+        log_p[torch.from_numpy(path[:-1]).to(device), torch.tensor(sequence[1:], device=device)]
+        for sequence, path in zip(sequences, probe_tree(sequences).paths, strict=True)
+    ]
+    return torch.cat(by_sequence)
+
+
+def raise_if_packing_differs(model: Any, found: float) -> None:
+    problem = "packed sequences give other log-probs than transformers' own forward pass; please report the model, and "
+    problem += "set `model.implementation: general` meanwhile"
+    raise_if_large(found, model, f"model.path: {model.config._name_or_path}: {problem}")
 
 
 def raise_if_large(found: float, model: Any, problem: str) -> None:

@@ -44,13 +44,14 @@ def mesh_choices(recipe: Recipe, placement: Placement) -> list[tuple[Parallel, s
     take each. One `replicate` is for all roles, so it divides the devices of each. Empty: the sizes do not divide."""
     parallel, per_node = recipe.train.parallel, recipe.cluster.devices_per_node
     roles = [placement.roles[role] for role in MESH_ROLES if role in placement.roles]
-    fixed = parallel.expert * parallel.context * parallel.tensor
+    fixed = parallel.pipeline * parallel.expert * parallel.context * parallel.tensor
     common = math.gcd(*(len(devices) for devices in roles))
     if common % fixed:
         return []
     common //= fixed
     divisors = [number for number in range(1, common + 1) if common % number == 0]
-    within_a_node = [number for number in divisors if all(is_within_nodes(one, number, per_node) for one in roles)]
+    stages = parallel.pipeline  # each on devices of its own, which are beside each other
+    within_a_node = [n for n in divisors if all(is_within_nodes(one, n * stages, per_node) for one in roles)]
     choices = {common: "whole copies: a device holds one" if fixed == 1 else "as many copies as there can be"}
     if fixed == 1 and {"parameters", "gradients"} & set(recipe.train.offload):
         choices = {}  # only shards are gathered when they are needed

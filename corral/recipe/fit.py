@@ -4,7 +4,8 @@ A plain search: candidates in a fixed order, the cheapest first, through the sam
 first that fits is proposed. Whole copies, shards within a node, shards over all devices; the same with gradient
 checkpointing; with a mixture's experts, then the tokens of a micro-batch, spread over more and more devices; all of
 these with the optimizer offloaded, and with parameters, too. First with the native engine, then with vLLM, whose
-engines have more and more devices. `tensor` is not proposed: `context` saves as much.
+engines have more and more devices. `tensor` is not proposed: `context` saves as much. Nor is `pipeline`: `shard` saves
+as much, and waits for nobody.
 """
 
 import math
@@ -248,7 +249,7 @@ def made_fit(recipe: Recipe, found: Recipe, hardware: Hardware, shape: ModelShap
     }
     if len({one.shard for one in plan.meshes.values()}) > 1:
         del values["train.parallel.shard"]  # each role shards over the devices that it has
-    for name in ("context", "tensor", "expert"):
+    for name in ("pipeline", "context", "tensor", "expert"):
         if getattr(mesh, name) != getattr(recipe.train.parallel, name):
             values[f"train.parallel.{name}"] = getattr(mesh, name)
     if found.train.offload != recipe.train.offload:

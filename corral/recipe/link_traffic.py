@@ -2,13 +2,14 @@
 
 Estimates for trajectories of full length. A device that lacks a part of a tensor receives it once, over the links of
 its node where another device of its group is there; a node receives over the network what none of its devices has.
-Not in it: activations, which tensor, context and expert groups exchange, and what the controller sends.
+Not in it: activations, which tensor, context and expert groups exchange (those of pipeline stages are), and what the
+controller sends.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from corral.recipe.memory import FLOAT32, human_bytes, num_trained_parameters
@@ -41,7 +42,7 @@ def link_traffic(plan: "Plan") -> dict[str, Traffic]:
     """Returns what moves in a step, by its purpose. Empty where the model's shape is unknown."""
     if plan.shape is None:
         return {}
-    gathers, gradients = Traffic(), Traffic()
+    gathers, gradients, stages = Traffic(), Traffic(), Traffic()
     updates = plan.recipe.batch.updates_per_step * plan.recipe.batch.ppo_epochs
     for role, mesh in plan.meshes.items():
         num_micro_batches = updates * micro_batches_per_update(plan.recipe, mesh)
@@ -51,7 +52,30 @@ def link_traffic(plan: "Plan") -> dict[str, Traffic]:
             gathers += parameter_gather(plan, role) * (2 * num_micro_batches)  # forward, and again backward
         forward_only = num_logprob_passes(plan, role) * num_micro_batches / plan.recipe.batch.ppo_epochs
         gathers += parameter_gather(plan, role) * forward_only
-    return {"parameter gathers": gathers, "gradient reduction": gradients, "weight transfer": weight_transfer(plan)}
+        stages += hidden_states(plan, role)
+    return {
+        "parameter gathers": gathers,
+        "gradient reduction": gradients,
+        **({"pipeline stages": stages} if stages != Traffic() else {}),
+        "weight transfer": weight_transfer(plan),
+    }
+
+
+def hidden_states(plan: "Plan", role: str) -> Traffic:
+    """Hidden states that each pipeline stage receives of the one before it, and in training their gradients of the one
+    behind it."""
+    assert plan.shape is not None
+    mesh, epochs, per_node = plan.meshes[role], plan.recipe.batch.ppo_epochs, plan.recipe.cluster.devices_per_node
+    tokens = trained_tokens(plan.recipe) / mesh.num_data / mesh.context
+    size, backward = tokens * plan.shape.hidden_size * plan.weight_bytes, epochs * (role != "reference")
+    within, across = dict[int, float](), dict[int, float]()
+    for group in groups_along(mesh, plan.placement.roles[role], ("pipeline",)):
+        for before, behind in pairwise(group):
+            is_within = before // per_node == behind // per_node
+            for device, times in ((behind, backward + num_logprob_passes(plan, role)), (before, backward)):
+                received, key = (within, device) if is_within else (across, device // per_node)
+                received[key] = received.get(key, 0.0) + size * times
+    return Traffic(max(within.values(), default=0.0), max(across.values(), default=0.0))
 
 
 def trained_tokens(recipe: Recipe) -> int:
@@ -82,7 +106,7 @@ def parameter_gather(plan: "Plan", role: str) -> Traffic:
     assert plan.shape is not None
     mesh = plan.meshes[role]
     num_experts = plan.shape.num_expert_parameters if mesh.expert > 1 else 0
-    size = plan.weight_bytes / mesh.tensor
+    size = plan.weight_bytes / mesh.tensor / mesh.pipeline
     dense = gather(plan, role, ("shard", "expert", "context"), (plan.shape.num_parameters - num_experts) * size)
     return dense + gather(plan, role, ("shard", "context"), num_experts * size / mesh.expert)
 
@@ -92,9 +116,9 @@ def gradient_reduction(plan: "Plan", role: str) -> Traffic:
     and a sum that all have is two."""
     assert plan.shape is not None
     mesh = plan.meshes[role]
-    size = num_trained_parameters(plan.recipe, plan.shape) * FLOAT32 / mesh.tensor
-    scattered = gather(plan, role, ("shard", "expert", "context"), size)
-    return scattered + gather(plan, role, ("replicate",), size * mesh.tensor * mesh.replicate / mesh.size) * 2
+    num_trained = num_trained_parameters(plan.recipe, plan.shape)
+    scattered = gather(plan, role, ("shard", "expert", "context"), num_trained * FLOAT32 / mesh.tensor / mesh.pipeline)
+    return scattered + gather(plan, role, ("replicate",), num_trained * FLOAT32 * mesh.replicate / mesh.size) * 2
 
 
 def weight_transfer(plan: "Plan") -> Traffic:
@@ -106,7 +130,7 @@ def weight_transfer(plan: "Plan") -> Traffic:
     only_adapters = recipe.model.lora is not None and recipe.rollout.engine.in_process
     num_sent = num_trained_parameters(recipe, plan.shape) if only_adapters else plan.shape.num_parameters
     size = num_sent * plan.weight_bytes
-    gathered = gather(plan, "actor", ("shard", "expert", "context", "tensor"), size)
+    gathered = gather(plan, "actor", ("pipeline", "shard", "expert", "context", "tensor"), size)
     if transfer_kind(recipe, plan.placement) == "shared":
         return gathered
     trainers, engines = ({d // per_node for d in plan.placement.roles[role]} for role in ("actor", "rollout"))

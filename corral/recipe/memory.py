@@ -1,17 +1,19 @@
 """What a recipe will hold in memory, per device and phase. Estimates, to find out on paper what would not fit.
 
 P is the number of parameters, b the bytes of one weight, S the devices that hold one copy of a model together
-(`train.parallel` without replicate). A rollout device that does not hold the whole actor has its own copy of the
-weights. What stays between phases (weights, optimizer state) counts in all of them; what `train.offload` takes to the
-host, only where the device computes with it. Buffers in which weights travel are left out.
+(`train.parallel` without replicate); of a pipeline, what its largest stage has is counted. A rollout device that does
+not hold the whole actor has its own copy of the weights. What stays between phases (weights, optimizer state) counts in
+all of them; what `train.offload` takes to the host, only where the device computes with it. Buffers in which weights
+travel are left out.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from corral.recipe.errors import RecipeError
-from corral.recipe.mesh import MeshShape
+from corral.recipe.mesh import MeshShape, deal_layers
 from corral.recipe.placement import Placement, format_devices, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.recipe_warnings import needs_logprobs
@@ -173,16 +175,19 @@ class _Estimate:
         phases: dict[Phase, bool] = {"rollout": False, "logprobs": computes_logprobs, "train": role != "reference"}
         return [phase for phase, used in phases.items() if used]
 
-    def copy_size(self, role: str) -> int:
-        """S: the number of devices that hold one copy together."""
-        return self.meshes[role].size // self.meshes[role].replicate
+    def held_part(self, role: str, size: int, shape: ModelShape | None = None) -> int:
+        """What a device holds of what is spread as the parameters are: size / S, or more where stages differ."""
+        mesh = self.meshes[role]
+        of_stage = size * largest_stage(shape or self.shape, mesh.pipeline)
+        return int(of_stage * mesh.replicate / mesh.stage_size)
 
     def weights(self, role: str) -> int:
         """P b / S, and with adapters those of the roles that are trained."""
         if role == "reference":
-            return self.reference_shape.num_parameters * self.weight_bytes // self.copy_size(role)
+            size = self.reference_shape.num_parameters * self.weight_bytes
+            return self.held_part(role, size, self.reference_shape)
         adapters = self.num_trained if self.recipe.model.lora is not None else 0
-        return (self.shape.num_parameters + adapters) * self.weight_bytes // self.copy_size(role)
+        return self.held_part(role, (self.shape.num_parameters + adapters) * self.weight_bytes)
 
     @property
     def reference_shape(self) -> ModelShape:
@@ -212,7 +217,7 @@ class _Estimate:
     def optimizer(self, role: str) -> int:
         """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
         copies = 2 if self.weight_bytes >= FLOAT32 else 3
-        return self.num_trained * FLOAT32 * copies // self.copy_size(role)
+        return self.held_part(role, self.num_trained * FLOAT32 * copies)
 
     def optimizer_states(self, role: str) -> dict[Phase, int]:
         """Offloaded ones are on a GPU only while their parameter is updated, one after the other: the embedding's are
@@ -224,7 +229,7 @@ class _Estimate:
 
     def gradients(self, role: str) -> int:
         """4 P / S: summed over micro-batches in float32, whatever the weights are."""
-        return self.num_trained * FLOAT32 // self.copy_size(role)
+        return self.held_part(role, self.num_trained * FLOAT32)
 
     def kv_cache(self) -> int:
         """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: on a CPU it grows as
@@ -249,13 +254,16 @@ class _Estimate:
     def activations(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """Without gradients one layer's at a time; with them every layer's, or with gradient checkpointing every
         layer's input and one layer's inside. Devices of a context split the tokens of a micro-batch, and those of a
-        tensor group roughly the width of a layer."""
+        tensor group roughly the width of a layer. A stage of a pipeline has its own layers' only, of as many
+        micro-batches as there are stages from it to the end."""
         shape, layer = self.shape, layer_activations(self.shape, self.weight_bytes)
         of_classifier = layer_activations(self.reward_model_shape, self.reward_model_bytes) * ("reward_model" in roles)
         micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
-        train = layer * shape.num_layers
+        num_stages = self.mesh_of(roles).pipeline
+        num_kept = max(len(own) * (num_stages - stage) for stage, own in enumerate(stage_layers(shape, num_stages)))
+        train = layer * num_kept
         if self.recipe.train.gradient_checkpointing:
-            train = layer + shape.hidden_size * self.weight_bytes * shape.num_layers
+            train = layer + shape.hidden_size * self.weight_bytes * num_kept
         prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {
             "rollout": prefill * layer * ("rollout" in roles),
@@ -270,7 +278,7 @@ class _Estimate:
     def gathered_layers(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """What ranks with shards put together for a moment: embedding and head for a whole pass, the layer that
         computes and the next one; in training also a layer's gradient, in the weights' type and, to sum it, float32."""
-        mesh = next((self.meshes[role] for role in roles if role in self.meshes), MeshShape())
+        mesh = self.mesh_of(roles)
         if mesh.is_whole:
             return {}
         shape, trains = self.shape, self.recipe.model.lora is None
@@ -278,6 +286,8 @@ class _Estimate:
         of_experts = shape.num_expert_parameters
         layers = shape.num_parameters - shape.vision_parameters - ends - of_experts + of_experts // mesh.expert
         layer = layers // shape.num_layers
+        if mesh.pipeline > 1:  # no stage has both ends
+            ends = shape.vocab_size * shape.hidden_size
         passing = (ends + 2 * layer) * self.weight_bytes
         sizes: dict[Phase, int] = {
             "logprobs": passing * self.computes_logprobs(roles),
@@ -285,6 +295,10 @@ class _Estimate:
             * ("actor" in roles or "critic" in roles),
         }
         return {phase: size // mesh.tensor for phase, size in sizes.items() if size}
+
+    def mesh_of(self, roles: tuple[str, ...]) -> MeshShape:
+        """Roles on the same devices have the same mesh."""
+        return next((self.meshes[role] for role in roles if role in self.meshes), MeshShape())
 
     def splits_of_micro_batch(self, roles: tuple[str, ...]) -> int:
         """Roles on the same devices have the same mesh."""
@@ -319,6 +333,30 @@ def layer_activations(shape: ModelShape, weight_bytes: int) -> int:
     what transformers keeps for Llama and Qwen3."""
     attention = 2 * shape.attention_size + shape.num_heads * shape.head_dim
     return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * weight_bytes
+
+
+def stage_layers(shape: ModelShape, num_stages: int) -> list[range]:
+    """The layers of each stage of a pipeline, about as the trainer deals them: as if all were of one size."""
+    embedding = shape.vocab_size * shape.hidden_size
+    return deal_layers([layer_size(shape)] * shape.num_layers, embedding, embedding, num_stages)
+
+
+def layer_size(shape: ModelShape) -> int:
+    """Parameters of a layer, in the mean."""
+    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    return (shape.num_parameters - shape.vision_parameters - ends) // shape.num_layers
+
+
+def largest_stage(shape: ModelShape, num_stages: int) -> Fraction:
+    """Part of the parameters that the largest stage of a pipeline has. Both ends have a tied embedding."""
+    if num_stages == 1:
+        return Fraction(1)
+    embedding, layer = shape.vocab_size * shape.hidden_size, layer_size(shape)
+    sizes = [
+        len(own) * layer + embedding * (stage in (0, num_stages - 1))
+        for stage, own in enumerate(stage_layers(shape, num_stages))
+    ]
+    return Fraction(max(sizes), shape.num_parameters)
 
 
 def num_trained_parameters(recipe: Recipe, shape: ModelShape) -> int:

@@ -1,6 +1,8 @@
 """How many ways a model is split: the sizes of `train.parallel` for a number of devices."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.recipe.errors import RecipeError
@@ -9,8 +11,10 @@ from corral.recipe.schema import Parallel
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks are numbered with `tensor` fastest, then context, expert, shard and replicate."""
+    """Ranks are numbered with `tensor` fastest, then context, expert, shard, replicate and pipeline: the stages of a
+    pipeline exchange the least, and are the first to be on different nodes."""
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     expert: int = 1
@@ -19,30 +23,66 @@ class MeshShape:
 
     @property
     def size(self) -> int:
+        return self.pipeline * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks that have the same layers."""
         return self.replicate * self.shard * self.expert * self.context * self.tensor
 
     @property
     def num_data(self) -> int:
-        """Number of shards of a batch. Ranks that differ only in context and tensor work on the same one."""
+        """Number of shards of a batch. Ranks that differ only in pipeline, context and tensor work on the same one."""
         return self.replicate * self.shard * self.expert
 
     def data_rank(self, rank: int) -> int:
-        return rank // (self.context * self.tensor)
+        return rank % self.stage_size // (self.context * self.tensor)
 
     @property
     def is_whole(self) -> bool:
         """Whether every device holds all parameters."""
-        return self.shard == self.expert == self.context == self.tensor == 1
+        return self.pipeline == self.shard == self.expert == self.context == self.tensor == 1
+
+    def bubble(self, num_micro_batches: int) -> float:
+        """Part of an update's time in which a pipeline stage waits for others, (p - 1) / (m + p - 1): each of m
+        micro-batches takes one of as many turns, and p - 1 more pass until it has gone through p stages."""
+        return (self.pipeline - 1) / (num_micro_batches + self.pipeline - 1)
 
 
 def mesh_shape(parallel: Parallel, num_devices: int, role: str = "actor") -> MeshShape:
-    fixed = parallel.replicate * parallel.expert * parallel.context * parallel.tensor
+    names = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+    sizes = {name: getattr(parallel, name) for name in names}
+    fixed = math.prod(size for name, size in sizes.items() if name != "shard")
     shard = num_devices // fixed if parallel.shard is None else parallel.shard
     if fixed * shard != num_devices:
-        sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "expert", "context", "tensor")}
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, None)) or "shard 1"
         many = math.prod(size for size in sizes.values() if size is not None)
         verb = "does not divide" if parallel.shard is None else "is not"
         devices = f"{num_devices} device{'s' * (num_devices > 1)}"
         raise RecipeError(f"`train.parallel`: {product} = {many} {verb} the {devices} of {role}")
-    return MeshShape(parallel.replicate, shard, parallel.expert, parallel.context, parallel.tensor)
+    return MeshShape(**{**sizes, "shard": shard})
+
+
+def deal_layers(sizes: Sequence[int], first: int, last: int, num_stages: int) -> list[range]:
+    """The layers of each pipeline stage: consecutive ones, at least one, and the largest stage as small as it can be.
+    `sizes`: parameters of each layer; `first`, `last`: those that the first and the last stage have besides."""
+    if num_stages > len(sizes):
+        raise RecipeError(
+            f"`train.parallel.pipeline`: {num_stages} stages for {len(sizes)} layers; a stage has one layer at least"
+        )
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    # best[end] is (largest stage, sum of squares, where each stage begins) of the first `end` layers in so many stages.
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
+    for stage in range(num_stages):
+        extra = first * (stage == 0) + last * (stage == num_stages - 1)
+        found: dict[int, tuple[int, int, list[int]]] = {}
+        for start, (largest, squares, starts) in best.items():
+            for end in range(start + 1, len(sizes) + 1):
+                cost = ends[end] - ends[start] + extra
+                candidate = (max(largest, cost), squares + cost**2, [*starts, start])
+                found[end] = min(found.get(end, candidate), candidate)
+        best = found
+    starts = [*best[len(sizes)][2], len(sizes)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]

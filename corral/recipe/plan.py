@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from corral.recipe.default_mesh import with_default_mesh
-from corral.recipe.link_traffic import describe_links, link_traffic
+from corral.recipe.link_traffic import describe_links, link_traffic, micro_batches_per_update
 from corral.recipe.memory import (
     DTYPE_BYTES,
     FLOAT32,
@@ -40,7 +40,14 @@ TRANSFERS: dict[TransferKind, str] = {
     "object": "object: through Ray's object store",
     "ipc": "ipc: through memory of the node that trainers and engines map",
 }
-MESH_NOUNS = {"replicate": "replicas", "shard": "shards", "expert": "expert", "context": "context", "tensor": "tensor"}
+MESH_NOUNS = {
+    "pipeline": "stages",
+    "replicate": "replicas",
+    "shard": "shards",
+    "expert": "expert",
+    "context": "context",
+    "tensor": "tensor",
+}
 READ_RATE = 1e9
 """Bytes per second at which a node is taken to read weights."""
 
@@ -107,6 +114,7 @@ class Plan:
                 "ppo_epochs": batch.ppo_epochs,
                 "update_sizes": update_sizes(self.recipe.num_units, batch.updates_per_step),
                 "trainers": len(self.placement.roles["actor"]),
+                "pipeline_bubble": pipeline_bubble(self),
                 "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
                 "max_trajectory_tokens": self.recipe.max_trained_tokens,
             },
@@ -212,7 +220,24 @@ def update_sizes(trajectories: int, updates: int) -> list[int]:
     return [size + 1] * larger + [size] * (updates - larger)
 
 
+def pipeline_bubble(plan: Plan) -> float:
+    """Part of an update's time in which a pipeline stage waits for others, with trajectories of full length."""
+    mesh = plan.meshes["actor"]
+    return mesh.bubble(micro_batches_per_update(plan.recipe, mesh))
+
+
 def describe_batch(plan: Plan) -> list[str]:
+    lines = describe_samples(plan)
+    mesh = plan.meshes["actor"]
+    if mesh.pipeline > 1:
+        number = micro_batches_per_update(plan.recipe, mesh)
+        of_update = f"{number} micro-batch{'es' * (number > 1)} of an update of full length"
+        waits = f"each waits {pipeline_bubble(plan):.0%} of the time"
+        lines.append(f"pipeline: {mesh.pipeline} stages; with {of_update}, {waits}")
+    return lines
+
+
+def describe_samples(plan: Plan) -> list[str]:
     """64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"""
     recipe, batch, mesh = plan.recipe, plan.recipe.batch, describe_mesh(plan.meshes["actor"])
     updates = describe_updates(update_sizes(recipe.num_units, batch.updates_per_step))

@@ -580,8 +580,12 @@ class RewardModel(Section):
 
 
 class Parallel(Section):
-    """How a model is spread over the devices of its role: their number is replicate x shard x expert x context x
-    tensor."""
+    """How a model is spread over the devices of its role: their number is pipeline x replicate x shard x expert x
+    context x tensor."""
+
+    pipeline: PositiveInt = 1
+    """Pipeline stages: devices over which a model's layers are dealt, in order. Micro-batches go through the stages one
+    behind the other, forward and backward in turn (1F1B), so an update should have several times as many."""
 
     replicate: PositiveInt = 1
     """Copies of the sharded model (HSDP). Where neither this nor `shard` is written and `cluster.device_memory` is: as

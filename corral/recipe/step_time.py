@@ -118,7 +118,9 @@ def computing_s(plan: Plan, role: str, kind: DeviceKind, passes: int, checkpoint
     assert plan.shape is not None
     rate = TRAINING[checkpoints] * (MIXTURE if plan.shape.num_experts else 1.0)
     flops = passes * trained_tokens(plan.recipe) * forward_flops(plan)
-    return flops / (plan.meshes[role].size * kind.matrix_flops * MATRIX_PEAK * rate)
+    mesh = plan.meshes[role]
+    busy = 1 - mesh.bubble(micro_batches_per_update(plan.recipe, mesh))
+    return flops / (mesh.size * busy * kind.matrix_flops * MATRIX_PEAK * rate)
 
 
 def link_s(plan: Plan, kind: DeviceKind, traffic: Traffic) -> float:

@@ -2,8 +2,8 @@
 controller gives them batches, and their weights to the rollout workers.
 
 Each worker of such a role is given its shard of the batch, cut by `MeshShape.num_data`; workers that hold parts of one
-model (tensor, context parallel) are given the same shard. All workers of a role are called for the same thing at the
-same time, because their models compute together; a worker without a shard takes part with nothing.
+model (tensor, context, pipeline parallel) are given the same shard. All workers of a role are called for the same thing
+at the same time, because their models compute together; a worker without a shard takes part with nothing.
 """
 
 import asyncio
@@ -80,6 +80,10 @@ class LossStats:
     num_pairs: int = 0
     pair_sums: dict[str, float] = field(default_factory=dict)
     """Sums over pairs, where pairs are trained on."""
+    num_turns: int = 0
+    """Number of micro-batches of each rank."""
+    num_idle_turns: int = 0
+    """Turns in which a stage of a pipeline waits for others."""
     unread: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
     """Sums, maxima and sums over pairs that are still on the device: reading them would wait for it."""
 
@@ -107,6 +111,8 @@ class LossStats:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
         self.num_pairs += other.num_pairs
+        self.num_turns += other.num_turns
+        self.num_idle_turns += other.num_idle_turns
         for own, others in ((self.sums, other.sums), (self.pair_sums, other.pair_sums)):
             for key, value in others.items():
                 own[key] = own.get(key, 0.0) + value
@@ -177,10 +183,12 @@ class ModelWorker(Role, ABC):
 
     def accumulate(self, shard: Batch | None, terms: UpdateTerms) -> LossStats:
         """Adds the gradient of a shard of the update."""
-        stats = LossStats()
-        for pack in self.packs(shard):
-            loss = None if pack is None else self.loss_function(pack, terms, stats)
-            stats.loss += self.trainer.forward_backward(pack, loss)
+        stats, packs = LossStats(), self.packs(shard)
+        stats.loss = self.trainer.forward_backward(
+            [(pack, None if pack is None else self.loss_function(pack, terms, stats)) for pack in packs]
+        )
+        stats.num_turns = len(packs)
+        stats.num_idle_turns = self.mesh.shape.pipeline - 1 if packs else 0
         return stats.read()
 
     @abstractmethod
@@ -219,7 +227,7 @@ class ModelWorker(Role, ABC):
         results = list(compute(packs))  # all packs, before any result is read: reading waits for the device
         column = np.zeros(0 if shard is None else len(shard.tokens), np.float32)
         for pack, result in zip(packs, results, strict=True):
-            if pack is not None:
+            if pack is not None and self.mesh.is_last_stage:
                 column[pack.flat] = result.float().cpu().numpy()
         return column
 
@@ -395,8 +403,9 @@ class TrainerGroup(Generic[ModelWorkerT]):
         return (await self.group.all(ModelWorker.step, scale))[0]
 
     def one_per_shard(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """Returns one answer for each shard: workers that hold parts of one model give the same."""
-        return answers[:: self.mesh.context * self.mesh.tensor]
+        """Returns one answer for each shard: workers that hold parts of one layer give the same, and of a pipeline the
+        last stage knows."""
+        return answers[-self.mesh.stage_size :: self.mesh.context * self.mesh.tensor]
 
 
 def shard_of(batch: Batch, rows: Sequence[int]) -> Batch | None:

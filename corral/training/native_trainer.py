@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,14 +38,15 @@ from corral.model.lora import (
     adapters_disabled,
     has_adapters,
     merged_weight,
-    transferred_parameters,
+    transferred_names,
 )
-from corral.model.model_check import check_model, probe_sequences
+from corral.model.model_check import check_model, difference_on_stage, probe_sequences, raise_if_packing_differs
 from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
 from corral.training.optimizer import MasterOptimizer, UpdateResult
+from corral.training.pipeline_schedule import PipelineSchedule
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardedModel, check_offload, local_tensor
 from corral.training.tensor_files import (
@@ -57,6 +58,10 @@ from corral.training.tensor_files import (
     write_tensors,
 )
 from corral.training.trainer import PolicyLoss, ValueLoss
+
+Result = TypeVar("Result")
+MicroBatch = tuple[Pack | None, Callable[..., Tensor] | None]
+"""A pack, and its contribution to the loss as a function of what the model computes of it."""
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "master")
 """What a checkpoint may hold of a parameter besides its weights."""
@@ -97,6 +102,7 @@ class _NativeTrainer:
             in_float32=in_float32,
         )
         self.layout = self.sharded.layout
+        self.pipeline = None if self.sharded.stage is None else PipelineSchedule(self.mesh, self.sharded.stage)
         if self.mesh.is_sharded:  # a whole one was checked when it was loaded
             self._check()
         self.optimizer: MasterOptimizer | None = None
@@ -113,7 +119,29 @@ class _NativeTrainer:
         if self.sharded.exchange is not None:
             self.sharded.exchange.max_tokens = sum(len(sequence) for sequence in probe_sequences(self.causal))
         with torch.no_grad():
-            self.sharded(lambda: check_model(self.causal))
+            if self.pipeline is None:
+                self.sharded(lambda: check_model(self.causal))
+            else:
+                found = difference_on_stage(
+                    self.causal, self.mesh.device, self.mesh.is_last_stage, self._through_stages
+                )
+                total = self.mesh.sum_numbers(torch.tensor(found, dtype=torch.float64), "pipeline")
+                raise_if_packing_differs(self.causal, float(total))
+
+    def _through_stages(self, num_tokens: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What this stage computes, without gradient, of the hidden states of the one before it."""
+        assert self.pipeline is not None
+        return self.pipeline.compute(num_tokens, partial(self._on_stage, compute))
+
+    def _on_stage(self, compute: Callable[[], Result], received: Tensor | None) -> Result:
+        """What this rank computes of its part of the model; `received`: of the pipeline stage before it."""
+        if self.sharded.stage is not None:
+            self.sharded.stage.received = received
+        try:
+            return self.sharded(compute)
+        finally:
+            if self.sharded.stage is not None:
+                self.sharded.stage.received = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,32 +156,79 @@ class _NativeTrainer:
         """What the loss is a function of, [tokens of the pack] each."""
         raise NotImplementedError
 
-    def _forward(self, pack: Pack | None) -> tuple[Tensor, ...]:
-        """The outputs for a pack; all ranks that hold a part of one copy of the model compute at the same time."""
+    def _predict(self, pack: Pack | None) -> "PackPrediction":
         prediction = PackPrediction(pack or placeholder_pack(), self.mesh)
         if self.sharded.exchange is not None:
-            self.sharded.exchange.max_tokens = self.mesh.max(prediction.num_nodes, "expert")
-        return self.sharded(lambda: self._outputs(prediction))
+            prediction.max_nodes = self.mesh.max(prediction.num_nodes, "expert")
+        return prediction
+
+    def _forward(self, prediction: "PackPrediction", received: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The outputs for a pack, or on a pipeline stage before the last one its hidden states; all ranks that hold a
+        part of one copy of the model compute at the same time."""
+        self._announce(prediction)
+        outputs = self._outputs if self.mesh.is_last_stage else self._hidden_states
+        return self._on_stage(partial(outputs, prediction), received)
+
+    def _announce(self, prediction: "PackPrediction") -> None:
+        """Tells layers with experts how many tokens other ranks have, before each pass: with gradient checkpointing the
+        backward pass computes them again, and a pipeline has other packs in between."""
+        if self.sharded.exchange is not None:
+            self.sharded.exchange.max_tokens = prediction.max_nodes
+
+    def _hidden_states(self, prediction: "PackPrediction") -> tuple[Tensor]:
+        # A copy: it is a view, and FSDP's hooks do not survive changes in place of one.
+        return (prediction.hidden_of_nodes(self.causal).clone(),)
 
     def _compute(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
-        """The first output of each pack, without gradient; empty for None."""
+        """The first output of each pack, without gradient; empty for None, and where there are none because later
+        pipeline stages have them."""
         for pack in packs:
             result = torch.empty(0, device=self.mesh.device)
             if pack is not None or self.mesh.is_sharded:
                 with torch.no_grad():
-                    computed, *_ = self._forward(pack)
-                result = computed if pack is not None else result
+                    computed = self._compute_one(self._predict(pack))
+                result = computed if pack is not None and self.mesh.is_last_stage else result
             yield result
 
-    def _forward_backward(self, pack: Pack | None, loss: Callable[..., Tensor] | None) -> float:
-        if pack is None and not self.mesh.is_sharded:
-            return 0.0
+    def _compute_one(self, prediction: "PackPrediction") -> Tensor:
+        if self.pipeline is None:
+            return self._forward(prediction)[0]
+        return self.pipeline.compute(prediction.num_nodes, lambda received: self._forward(prediction, received)[0])
+
+    def _forward_backward(self, micro_batches: Sequence["MicroBatch"]) -> float:
         with gradient_checkpointing(self.causal, self.gradient_checkpointing):
-            outputs = self._forward(pack)
-            if pack is None:
-                return self._backward(0.0 * sum(outputs[1:], outputs[0]).sum())
-            assert loss is not None, "a pack has a loss"
-            return self._backward(loss(*outputs))
+            if self.pipeline is not None:
+                return self._train_pipeline(self.pipeline, micro_batches)
+            computed = [one for one in micro_batches if one[0] is not None or self.mesh.is_sharded]
+            return sum(self._backward(self._loss(self._predict(one[0]), one)) for one in computed)
+
+    def _train_pipeline(self, pipeline: PipelineSchedule, micro_batches: Sequence["MicroBatch"]) -> float:
+        predictions = [self._predict(pack) for pack, _ in micro_batches]
+        contributions = []
+
+        def forward(index: int, received: Tensor | None) -> Tensor:
+            if self.mesh.is_last_stage:
+                return self._loss(predictions[index], micro_batches[index], received)
+            return self._forward(predictions[index], received)[0]
+
+        def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
+            self._announce(predictions[index])
+            if gradient is None:
+                contributions.append(self._backward(output))
+            elif output.requires_grad:  # not where a stage without adapters comes first
+                output.backward(gradient)
+
+        pipeline.train([prediction.num_nodes for prediction in predictions], forward, backward)
+        return sum(contributions)
+
+    def _loss(self, prediction: "PackPrediction", micro_batch: "MicroBatch", received: Tensor | None = None) -> Tensor:
+        """A micro-batch's contribution to the loss; without a pack, 0."""
+        pack, loss = micro_batch
+        outputs = self._forward(prediction, received)
+        if pack is None:
+            return 0.0 * sum(outputs[1:], outputs[0]).sum()
+        assert loss is not None, "a pack has a loss"
+        return loss(*outputs)
 
     def _backward(self, loss: Tensor) -> float:
         """A loss that is not finite spoils the update. Its backward pass is computed all the same where other ranks
@@ -181,19 +256,20 @@ class _NativeTrainer:
         if merged:
             yield from self._merged_weights()
             return
-        for name, parameter in transferred_parameters(self.model):
-            yield name, self.layout.gather_weight(name, parameter)
+        parameters = dict(self.model.named_parameters())
+        for name in transferred_names(self.model, self.layout.parameters):
+            yield name, self.layout.gather_weight(name, parameters.get(name))
 
     def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.model.named_parameters())
         scales = {f"{name}.weight": m.lora_scale for name, m in self.model.named_modules() if isinstance(m, LoraLinear)}
-        for name, parameter in parameters.items():
+        for name in self.layout.parameters:
             if name.endswith(ADAPTERS):
                 continue
-            weight = self.layout.gather_weight(name, parameter)
+            weight = self.layout.gather_weight(name, parameters.get(name))
             if name in scales:
                 both = (name.removesuffix("weight") + adapter for adapter in ADAPTERS)
-                a, b = (self.layout.gather_weight(adapter, parameters[adapter]) for adapter in both)
+                a, b = (self.layout.gather_weight(adapter, parameters.get(adapter)) for adapter in both)
                 weight = merged_weight(weight, a, b, scales[name])
             yield name, weight
 
@@ -202,18 +278,24 @@ class _NativeTrainer:
     ) -> None:
         optimizer = self.optimizer
         assert optimizer is not None
+        states = {master.name: optimizer.state_of(master) for master in optimizer.masters}
+        keys = self.mesh.merged({name: list(state) for name, state in states.items()}, "pipeline")
         kinds = {
-            f"{master.name}.{key}": (torch.float32, torch.Size() if key == "step" else self.layout[master.name].shape)
-            for master in optimizer.masters
-            for key in optimizer.state_of(master)
+            (name, key): (torch.float32, torch.Size() if key == "step" else self.layout[name].shape)
+            for name in self.layout.parameters
+            for key in keys.get(name, ())
         }
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for master in optimizer.masters:
-                for key, local in optimizer.state_of(master).items():
-                    yield f"{master.name}.{key}", local if key == "step" else self.layout.gather(master.name, local)
+            for (name, key), (dtype, shape) in kinds.items():
+                local = states[name][key] if name in states else None
+                if key == "step":
+                    yield f"{name}.{key}", self.layout.from_stage(name, local, shape, dtype)
+                else:
+                    yield f"{name}.{key}", self.layout.gather(name, local)
 
-        write_tensors(folder, "optimizer", kinds, tensors(), self.mesh, writers, deferred)
+        by_name = {f"{name}.{key}": kind for (name, key), kind in kinds.items()}
+        write_tensors(folder, "optimizer", by_name, tensors(), self.mesh, writers, deferred)
         is_first = self.mesh.rank == (0 if writers is None else writers[0])
         text = json.dumps(optimizer.counters())
 
@@ -227,7 +309,7 @@ class _NativeTrainer:
         optimizer = self.optimizer
         assert optimizer is not None
         files = TensorFiles(folder, "optimizer")
-        unknown = files.names - {f"{master.name}.{key}" for master in optimizer.masters for key in OPTIMIZER_KEYS}
+        unknown = files.names - {f"{name}.{key}" for name in self.layout.trained for key in OPTIMIZER_KEYS}
         if unknown:
             raise UserError(f"{folder} is the optimizer of another model: this one has no {min(unknown)}")
         for master in optimizer.masters:
@@ -274,8 +356,8 @@ class NativePolicyTrainer(_NativeTrainer):
                 (logprobs,) = self._compute([pack])
             yield logprobs
 
-    def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
-        return self._forward_backward(pack, loss)
+    def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, PolicyLoss | None]]) -> float:
+        return self._forward_backward(micro_batches)
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         """(log-probs, entropy)"""
@@ -325,8 +407,8 @@ class NativeValueTrainer(_NativeTrainer):
     def compute_values(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
         return self._compute(packs)
 
-    def forward_backward(self, pack: Pack | None, loss: ValueLoss | None) -> float:
-        return self._forward_backward(pack, loss)
+    def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, ValueLoss | None]]) -> float:
+        return self._forward_backward(micro_batches)
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         if is_general(self.causal):
@@ -338,9 +420,9 @@ class NativeValueTrainer(_NativeTrainer):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into `critic/`."""
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        kinds = {name: kind for name, kind in self.layout.kinds.items() if name in trained}
-        tensors = ((name, self.layout.gather_weight(name, parameter)) for name, parameter in trained.items())
+        parameters = dict(self.model.named_parameters())
+        kinds = {name: self.layout.kinds[name] for name in self.layout.trained}
+        tensors = ((name, self.layout.gather_weight(name, parameters.get(name))) for name in kinds)
         write_tensors(folder / "critic", "model", kinds, tensors, self.mesh, writers, deferred)
         self._save_optimizer(folder / "critic", writers, deferred)
 
@@ -391,6 +473,9 @@ class PackPrediction:
         self.token_of_target = on_device(targets[order], self.device)
         self.targets = on_device(pack.batch.tokens[pack.flat[targets[order]]], self.device)
 
+        self.max_nodes = 0
+        """Most nodes that a rank of the expert group computes."""
+
     @property
     def num_nodes(self) -> int:
         """Number of nodes that this rank computes."""
@@ -398,6 +483,10 @@ class PackPrediction:
 
     def hidden(self, causal: Any) -> Tensor:
         """[rows, width], the last hidden states of a transformers model."""
+        return self.hidden_of_nodes(causal).index_select(0, self.rows)
+
+    def hidden_of_nodes(self, causal: Any) -> Tensor:
+        """[nodes, width]"""
         tokens = on_device(self.tree.tokens[self.nodes], self.device)
         positions = on_device(self.tree.positions[self.nodes], self.device)
         attention: AttentionContext
@@ -405,7 +494,7 @@ class PackPrediction:
             attention = TreeAttention(self.tree, self.device)
         else:
             attention = ContextParallelAttention(self.tree, self.device, self.group)
-        return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
+        return forward_hidden(causal, tokens, positions, attention)
 
     def by_sequence(self, forward: SequenceForward) -> Tensor:
         """[rows, width], what a model of the general path computes, one sequence after the other."""

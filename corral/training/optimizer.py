@@ -300,11 +300,17 @@ class MasterWeight:
 
 
 def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:
-    """Sums what the backward pass has not: over replicas where nothing is sharded, and within tensor groups."""
+    """Sums what the backward pass has not: over replicas where nothing is sharded, within tensor groups, and of an
+    embedding that is also the head over the two ends of a pipeline."""
     mesh = layout.mesh
     if not mesh.is_sharded:
         sum_over_replicas(masters, layout)
         return
+    tied = [master for master in masters if len(layout[master.name].stages) > 1]
+    for master in tied:
+        if master.gradient is None:
+            master.start_gradient()  # a critic has no use for the embedding at its end
+    mesh.sum_ends_([master.gradient for master in tied if master.gradient is not None], "pipeline")
     gradients = [(layout[master.name], master.gradient) for master in masters if master.gradient is not None]
     mesh.sum_([gradient for sharding, gradient in gradients if sharding.is_partial], "tensor")
     # Equal on all ranks of a tensor group but for the order of atomic sums on a GPU; from here on to the last bit, or
@@ -329,16 +335,18 @@ def sum_over_replicas(masters: list[MasterWeight], layout: ShardingLayout) -> No
 
 def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Tensor:
     """Norm of the whole gradient, on its device. Sharded parts are squared and summed over the ranks that hold
-    different ones: a parameter that is not cut is the same on all ranks of a tensor group, and counts once."""
+    different ones: a parameter that is not cut is the same on all ranks of a tensor group, and counts once, as does an
+    embedding at both ends of a pipeline."""
     if layout is None or not layout.mesh.is_sharded:
         gradients = [master.received for master in masters if master.received is not None]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
         return norm
     squares = torch.zeros(2, dtype=torch.float64)
+    stage = layout.mesh.rank_in("pipeline")
     for master in masters:
-        if master.gradient is not None:
+        if master.gradient is not None and layout[master.name].stages[0] == stage:
             is_cut = layout[master.name].cut is not None
             squares[int(is_cut)] += torch.linalg.vector_norm(master.gradient, dtype=torch.float64).cpu() ** 2
-    squares = layout.mesh.sum_squares(squares, "sharded")
-    cut = layout.mesh.sum_squares(squares[1:], "tensor")
-    return (squares[0] + cut[0]).sqrt()
+    squares = layout.mesh.sum_numbers(squares, "sharded")
+    cut = layout.mesh.sum_numbers(squares[1:], "tensor")
+    return layout.mesh.sum_numbers(squares[0] + cut[0], "pipeline").sqrt()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corral.recipe.mesh import MeshShape
 
-DIMENSIONS = ("replicate", "shard", "expert", "context", "tensor")
+DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 BUCKET = 2**25
 """Number of elements that are reduced in one collective call: few large ones are faster than many small ones."""
 
@@ -104,7 +104,12 @@ class ProcessMesh:
     def any(self, happened: bool) -> bool:
         return bool(self.max(int(happened)))
 
-    def sum_squares(self, numbers: Tensor, dimension: str) -> Tensor:
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the end of the model, and with it log-probs, values and losses."""
+        return self.rank_in("pipeline") == self.size_of("pipeline") - 1
+
+    def sum_numbers(self, numbers: Tensor, dimension: str) -> Tensor:
         """[numbers] in float64, summed over the ranks of a dimension."""
         if dimension in self.groups:
             numbers = numbers.to(self.device)
@@ -115,9 +120,29 @@ class ProcessMesh:
         """Each tensor becomes its sum over the ranks of a dimension."""
         self._in_buckets(tensors, dimension, lambda flat, group: dist.all_reduce(flat, group=group))
 
+    def sum_ends_(self, tensors: Iterable[Tensor], dimension: str) -> None:
+        """Each tensor becomes the sum of those of the dimension's first and last rank, which are the ones to call it:
+        a + b and b + a are the same to the last bit."""
+        other = self.size_of(dimension) - 1 - self.rank_in(dimension)
+
+        def add_other(flat: Tensor, group: dist.ProcessGroup) -> None:
+            received = torch.empty_like(flat)
+            exchange([(dist.isend, flat, other), (dist.irecv, received, other)], group)
+            flat += received
+
+        self._in_buckets(tensors, dimension, add_other)
+
     def copy_first_(self, tensors: Iterable[Tensor], dimension: str) -> None:
         """Each tensor becomes that of the dimension's first rank."""
         self._in_buckets(tensors, dimension, lambda flat, group: dist.broadcast(flat, group=group, group_src=0))
+
+    def merged(self, own: dict[str, Any], dimension: str) -> dict[str, Any]:
+        """The entries of all ranks of a dimension."""
+        if dimension not in self.groups:
+            return own
+        gathered: list[Any] = [None] * self.size_of(dimension)
+        dist.all_gather_object(gathered, own, group=self.groups[dimension])
+        return {name: value for entries in gathered for name, value in entries.items()}
 
     def _in_buckets(
         self, tensors: Iterable[Tensor], dimension: str, collective: Callable[[Tensor, dist.ProcessGroup], Any]
@@ -132,3 +157,12 @@ class ProcessMesh:
             collective(flat, self.groups[dimension])
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+def exchange(operations: Sequence[tuple[Callable[..., Any], Tensor, int]], group: dist.ProcessGroup) -> None:
+    """Sends (`dist.isend`) and receives (`dist.irecv`) tensors to and from ranks of a group, all at the same time: one
+    after the other, two ranks that send to each other would wait forever."""
+    if operations:
+        batch = [dist.P2POp(one, tensor, group=group, group_peer=peer) for one, tensor, peer in operations]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()

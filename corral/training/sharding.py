@@ -6,7 +6,7 @@ the whole update already, so gradients are added up and never averaged.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.model.model_loading import STORED_WEIGHTS, detach_weights
-from corral.model.model_parallel import ExpertParallel, ShardSpec, TensorParallel, all_gather, shard_experts
+from corral.model.model_parallel import (
+    ExpertParallel,
+    ShardSpec,
+    TensorParallel,
+    all_gather,
+    holds_experts,
+    shard_experts,
+)
+from corral.model.pipeline_stage import PipelineStage
 from corral.recipe.errors import UserError
 from corral.training.process_mesh import ProcessMesh
 
@@ -39,33 +47,38 @@ class ShardedModel:
         `offload`: parameters and gradients are in the host's memory while they are not computed with."""
         self.mesh = mesh
         self.exchange: ExpertParallel | None = None
-        shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
+        self.stage: PipelineStage | None = None
+        whole = {name: ParameterSharding(p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+        self.layout = ShardingLayout(mesh, whole)
         if not mesh.is_sharded:
             model.to(mesh.device)
-            self.layout = ShardingLayout(mesh, {name: ParameterSharding(*shape) for name, shape in shapes.items()})
             return
         # Sharded while it has no memory; then each rank copies its own parts out of the whole weights, which may be
         # files mapped into memory (`load_to_shard`): nothing else of them is read.
         weights = detach_weights(model) | getattr(causal, STORED_WEIGHTS, {})
+        has_experts = any(map(holds_experts, causal.modules()))
+        if "pipeline" in mesh.groups:
+            self.stage = PipelineStage(model, causal, mesh.rank_in("pipeline"), mesh.size_of("pipeline"))
+            for name, stages in self.stage.holders.items():
+                whole[name] = replace(whole[name], stages=stages)
         stored = {name: weights[parameter] for name, parameter in model.named_parameters()}
-        if "expert" in mesh.groups:
+        # A stage of a mixture may have no experts: some begin with dense layers.
+        if "expert" in mesh.groups and (any(map(holds_experts, causal.modules())) or not has_experts):
             self.exchange = shard_experts(causal, mesh.groups["expert"])
         cut = None
         if "tensor" in mesh.groups:
             cut = TensorParallel(mesh.groups["tensor"])
             cut.shard_model(causal)
         of_experts = {parameter for module in self.experts for parameter in module.parameters()}
-        self.layout = ShardingLayout(mesh, {})
         for name, p in model.named_parameters():
             by_tensor = None if cut is None else cut.specs.get(p)
             is_partial = cut is not None and p in cut.partial
-            by_expert = p in of_experts
-            self.layout.parameters[name] = ParameterSharding(*shapes[name], by_tensor, is_partial, by_expert)
+            whole[name] = replace(whole[name], cut=by_tensor, is_partial=is_partial, by_expert=p in of_experts)
         self.root: Any = FsdpRoot(model)
         layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
         dtype = causal.dtype
         # Inner modules first: FSDP leaves to an outer module what no inner one has taken.
-        for module in [*self.experts, *layers, *in_float32, self.root]:
+        for module in filter(has_parameters, [*self.experts, *layers, *in_float32, self.root]):
             if trained:  # then the shards are the optimizer's masters, and FSDP casts what it gathers to the dtype
                 for parameter in module.parameters():
                     if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -114,6 +127,11 @@ class ShardedModel:
         return result
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Not so the layers of other pipeline stages."""
+    return isinstance(module, FsdpRoot) or any(True for _ in module.parameters())
+
+
 class FsdpRoot(nn.Module):
     """What FSDP sees as the model. Its forward is any function, since embedding and head are used outside of the
     model's own forward, and FSDP gathers parameters when a forward of its root begins."""
@@ -146,12 +164,15 @@ class ParameterSharding:
     """Shape of the whole parameter."""
     dtype: torch.dtype
     """The data type in which the model computes, and in which it is saved."""
+    is_trained: bool
     cut: ShardSpec | None = None
     """How it is cut over the tensor group; None: each of its ranks has all of it."""
     is_partial: bool = False
     """Whether it is not cut, but each rank of the tensor group computes a part of its gradient."""
     by_expert: bool = False
     """Whether its first dimension is distributed over the expert group."""
+    stages: tuple[int, ...] = (0,)
+    """Stages of the pipeline that hold it: one, or for an embedding that is also the head the first and the last."""
 
 
 class ShardingLayout:
@@ -173,11 +194,36 @@ class ShardingLayout:
         """(dtype, shape) of each whole parameter."""
         return {name: (sharding.dtype, sharding.shape) for name, sharding in self.parameters.items()}
 
-    def gather(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a tensor of which every rank passes its part. Where nothing is sharded, the very tensor."""
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters that are trained."""
+        return [name for name, sharding in self.parameters.items() if sharding.is_trained]
+
+    def gather(self, name: str, local: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole of a tensor of this dtype of which every rank passes its part, or None if its pipeline stage has
+        none. Where nothing is sharded, the very tensor."""
         sharding, mesh = self.parameters[name], self.mesh
         if not mesh.is_sharded:
+            assert local is not None, "without a mesh there are no stages"
             return local
+        part = None if local is None else self._gather_in_stage(sharding, local)
+        return self.from_stage(name, part, sharding.shape, dtype)
+
+    def from_stage(self, name: str, tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor of the first stage that holds the parameter, on all stages."""
+        if "pipeline" not in self.mesh.groups:
+            assert tensor is not None, "without a pipeline every rank has a part of everything"
+            return tensor
+        holder = self.parameters[name].stages[0]
+        if self.mesh.rank_in("pipeline") == holder and tensor is not None:
+            tensor = tensor.to(self.mesh.device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        dist.broadcast(tensor, group=self.mesh.groups["pipeline"], group_src=holder)
+        return tensor
+
+    def _gather_in_stage(self, sharding: "ParameterSharding", local: Tensor) -> Tensor:
+        mesh = self.mesh
         part = self._gather_shards(sharding, local.to(mesh.device))
         if sharding.cut is not None:
             parts = all_gather(part[None], mesh.groups["tensor"])
@@ -186,9 +232,10 @@ class ShardingLayout:
             part = all_gather(part, mesh.groups["expert"])
         return part
 
-    def gather_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The whole parameter, in the model's dtype."""
-        return self.gather(name, local_tensor(parameter).to(self.parameters[name].dtype))
+    def gather_weight(self, name: str, parameter: nn.Parameter | None) -> Tensor:
+        """The whole parameter, in the model's dtype. None: another pipeline stage has it."""
+        dtype = self.parameters[name].dtype
+        return self.gather(name, None if parameter is None else local_tensor(parameter).to(dtype), dtype)
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""

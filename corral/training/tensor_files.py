@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.model.lora import ADAPTER_STEM, peft_name, transferred_parameters, write_adapter_config
+from corral.model.lora import ADAPTER_STEM, peft_name, transferred_names, write_adapter_config
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout
 
@@ -244,7 +244,7 @@ def write_pretrained(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         parameters = dict(model.named_parameters())
         for part in parts:
-            whole = {n: buffers[n] if n in buffers else layout.gather_weight(n, parameters[n]) for n in part}
+            whole = {n: buffers[n] if n in buffers else layout.gather_weight(n, parameters.get(n)) for n in part}
             yield from as_stored(model, whole).items()
 
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
@@ -262,9 +262,9 @@ def write_adapters(
     mesh = layout.mesh
     first = mesh.rank == (0 if writers is None else writers[0])
     run_on_all_ranks(mesh, lambda: write_adapter_config(model, folder) if first else None)
-    adapters = dict(transferred_parameters(model))
+    adapters, parameters = transferred_names(model, layout.parameters), dict(model.named_parameters())
     kinds = {peft_name(name): layout.kinds[name] for name in adapters}
-    tensors = ((peft_name(name), layout.gather_weight(name, parameter)) for name, parameter in adapters.items())
+    tensors = ((peft_name(name), layout.gather_weight(name, parameters.get(name))) for name in adapters)
     write_tensors(folder, ADAPTER_STEM, kinds, tensors, mesh, writers, deferred)
 
 

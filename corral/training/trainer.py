@@ -55,12 +55,14 @@ class PolicyTrainer(Trainer, Protocol):
         ...
 
     def compute_logprobs(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
-        """Log-probs [tokens] of each pack, 0 where nothing was generated, without gradient; empty for None."""
+        """Log-probs [tokens] of each pack, 0 where nothing was generated, without gradient; empty for None, and on all
+        stages of a pipeline but the last."""
         ...
 
-    def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
-        """Adds the gradient of the pack's contribution to the loss, and returns the contribution. After one that is not
-        finite the next update is skipped. Without a pack there is no loss, and the contribution is 0."""
+    def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, PolicyLoss | None]]) -> float:
+        """Adds the gradients of the packs' contributions to the loss, and returns the sum of the contributions. After
+        one that is not finite the next update is skipped. Without a pack there is no loss, and the contribution is 0;
+        it is also 0 on all stages of a pipeline but the last, where losses are computed."""
         ...
 
     def zero_grad(self) -> None:
@@ -81,10 +83,10 @@ class ValueTrainer(Trainer, Protocol):
     """The critic."""
 
     def compute_values(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
-        """Values [tokens] of each pack, of the state in which each token was generated, without gradient; empty for
-        None."""
+        """Values [tokens] of each pack, of the state in which each token was generated, without gradient; empty as for
+        the policy."""
         ...
 
-    def forward_backward(self, pack: Pack | None, loss: ValueLoss | None) -> float:
+    def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, ValueLoss | None]]) -> float:
         """As for the policy."""
         ...

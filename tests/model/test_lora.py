@@ -80,7 +80,7 @@ def test_gradients_are_those_of_a_plain_peft_model(tiny_model: Path, lora: Lora,
     batch = small_batch()
     policy = NativePolicyTrainer(ours, temperature=1.0, optimizer=Optimizer(), total_updates=1)
     for pack in batch.pack(45):
-        policy.forward_backward(pack, lambda logprobs, entropy: (logprobs**2).sum())
+        policy.forward_backward([(pack, lambda logprobs, entropy: (logprobs**2).sum())])
     for row in range(len(batch)):
         generated = torch.from_numpy(batch.generated[batch.positions_of([row])][1:])
         (logprobs_of(theirs, batch.sequence(row).tolist())[generated] ** 2).sum().backward()

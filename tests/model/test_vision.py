@@ -177,7 +177,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(model_spec: Model) ->
     for place, theirs in zip(order, expected, strict=True):
         span = slice(int(pack.offsets[place + 1]) - len(theirs), int(pack.offsets[place + 1]))
         torch.testing.assert_close(computed[span], theirs, atol=1e-4, rtol=0)
-    trainer.forward_backward(pack, lambda logprobs, entropy: logprobs.sum())
+    trainer.forward_backward([(pack, lambda logprobs, entropy: logprobs.sum())])
     torch.cat(expected).sum().backward()
     own = dict(model.named_parameters())
     for name, parameter in plain.model.named_parameters():

@@ -1,5 +1,6 @@
 """The mesh that a recipe has without writing one, and what it moves between devices."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 from conftest import Load
 
 from corral.recipe.default_mesh import UNKNOWN
+from corral.recipe.errors import RecipeError
 from corral.recipe.link_traffic import Traffic, link_traffic
-from corral.recipe.mesh import MeshShape
+from corral.recipe.mesh import MeshShape, deal_layers
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
@@ -47,6 +49,43 @@ def test_a_mesh_that_is_written_is_kept(load: Load) -> None:
 def test_other_dimensions_that_are_written_stay(load: Load) -> None:
     plan = make_plan(load(*OF_80_GIB, "train.parallel.tensor=2", "train.parallel.context=2"), SMOLLM2_135M)
     assert plan.meshes["actor"] == MeshShape(replicate=8, context=2, tensor=2)
+
+
+def test_stages_are_the_first_to_be_on_different_nodes(load: Load) -> None:
+    plan = make_plan(load(*OF_80_GIB, "train.parallel.pipeline=4"), QWEN_7B)
+    assert plan.meshes["actor"] == MeshShape(pipeline=4, replicate=8)
+    assert MeshShape(pipeline=2, shard=2, tensor=2).data_rank(5) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "last", "lengths"),
+    [
+        ([1] * 8, 0, 0, [2, 2, 2, 2]),
+        ([1] * 8, 2, 2, [1, 3, 3, 1]),
+        ([1] * 5, 0, 0, [1, 1, 1, 2]),
+        ([3, 1, 1, 1, 1, 1], 0, 0, [1, 1, 2, 2]),
+        ([1] * 4, 9, 0, [1, 1, 1, 1]),
+    ],
+)
+def test_the_largest_stage_is_as_small_as_it_can_be(
+    sizes: list[int], first: int, last: int, lengths: list[int]
+) -> None:
+    dealt = deal_layers(sizes, first, last, 4)
+    assert [index for own in dealt for index in own] == list(range(len(sizes)))
+    assert sorted(map(len, dealt)) == sorted(lengths)
+
+    def largest(lengths: list[int]) -> int:
+        ends = list(itertools.accumulate(lengths, initial=0))
+        costs = [sum(sizes[start:end]) for start, end in itertools.pairwise(ends)]
+        return max(costs[0] + first, *costs[1:-1], costs[-1] + last)
+
+    every = (each for each in itertools.product(range(1, len(sizes)), repeat=4) if sum(each) == len(sizes))
+    assert largest([len(own) for own in dealt]) == min(largest(list(each)) for each in every)
+
+
+def test_more_stages_than_layers_are_refused_by_the_plan(load: Load) -> None:
+    with pytest.raises(RecipeError, match=r"`train\.parallel\.pipeline`: 32 stages for 30 layers"):
+        make_plan(load(*FOUR_NODES, "train.parallel.pipeline=32"), SMOLLM2_135M)
 
 
 def test_where_it_is_not_known_what_a_device_holds_everything_is_sharded(load: Load) -> None:
@@ -114,6 +153,18 @@ def test_shards_move_for_each_micro_batch_and_whole_copies_for_each_update(load:
     assert traffic_of(sharded) == pytest.approx([(4 * 6, 4 * 4), (4 * 3, 4 * 2), (3, 2)])
     whole = make_plan(load(*TWO_NODES, *batch, "train.parallel.replicate=4"), SMOLLM2_135M)
     assert traffic_of(whole) == pytest.approx([(0, 0), (2 * 6, 2 * 4), (0, 0)])
+
+
+def test_stages_exchange_hidden_states_and_their_gradients(load: Load) -> None:
+    plan = make_plan(load(*TWO_NODES, "train.parallel.pipeline=4"), SMOLLM2_135M)
+    of_batch = plan.recipe.batch.prompts_per_step * plan.recipe.data.max_prompt_tokens
+    of_batch += plan.recipe.num_trajectories * plan.recipe.rollout.max_response_tokens
+    size = of_batch * SMOLLM2_135M.hidden_size * 4
+    traffic = link_traffic(plan)
+    # Two stages are on each node: over the network one forward and one backward, of which each node receives one.
+    assert traffic["pipeline stages"] == Traffic(within_node=size, across_nodes=size)
+    assert traffic["parameter gathers"] == traffic["gradient reduction"] == Traffic()
+    assert traffic["weight transfer"].within_node == 3 * P
 
 
 def test_weights_reach_engines_on_other_nodes_once(load: Load) -> None:

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_the_plan_counts_trainers(load):
         ("train.parallel.tensor=2", "on 4 trainers (2 shards x 2 tensor), up to"),
         ("train.parallel.replicate=4", "on 4 trainers (4 replicas), up to"),
         ("train.parallel.context=2 train.parallel.expert=2", "on 4 trainers (2 expert x 2 context), up to"),
+        ("train.parallel.pipeline=2", "on 4 trainers (2 stages x 2 shards), up to"),
     ],
 )
 def test_the_plan_says_how_a_model_is_spread(load, overrides, words):
@@ -314,6 +316,30 @@ def test_every_dimension_but_replicas_divides_what_a_device_holds(load):
         assert items[name]["train"] == per_parameter * SMOLLM2_135M.num_parameters // 16
 
 
+def test_a_device_holds_what_the_largest_stage_has(load):
+    """30 layers, and an embedding as large as 8 of them at both ends: stages of 15 and 15 layers, or 4, 11, 11, 4."""
+    embedding = SMOLLM2_135M.vocab_size * SMOLLM2_135M.hidden_size
+    layer = (SMOLLM2_135M.num_parameters - embedding) // 30
+    for stages, largest in ((2, 15 * layer + embedding), (4, 4 * layer + embedding)):
+        items, _ = memory_of(load("cluster.devices_per_node=4", f"train.parallel.pipeline={stages}"))
+        assert items["actor weights"]["train"] == pytest.approx(4 * largest / (4 // stages), rel=1e-6)
+        assert items["gradients"]["train"] == pytest.approx(4 * largest / (4 // stages), rel=1e-6)
+
+
+def test_the_first_stage_keeps_activations_of_as_many_micro_batches_as_there_are_stages(load):
+    alone, _ = memory_of(load("cluster.devices_per_node=2"))
+    staged, _ = memory_of(load("cluster.devices_per_node=2", "train.parallel.pipeline=2"))
+    assert staged["activations"]["train"] == alone["activations"]["train"]  # 2 x 15 layers
+
+
+def test_the_plan_says_how_long_stages_wait(load):
+    recipe = load(*BATCH, "cluster.devices_per_node=4", "train.parallel.pipeline=4", "data.max_prompt_tokens=512")
+    plan = make_plan(recipe, SMOLLM2_135M)
+    number = math.ceil((64 * 512 + 512 * recipe.rollout.max_response_tokens) / recipe.batch.max_tokens_per_micro_batch)
+    assert plan.as_dict()["batch"]["pipeline_bubble"] == pytest.approx(3 / (number + 3))
+    assert f"pipeline: 4 stages; with {number} micro-batches of an update of full length, each waits" in plan.text()
+
+
 def test_context_and_tensor_divide_the_activations(load):
     recipe = ["cluster.devices_per_node=4", "algorithm.kl.where=loss"]
     sharded, _ = memory_of(load(*recipe))
@@ -383,7 +409,7 @@ def test_the_plan_as_a_dictionary_survives_json(load):
     assert plan["batch"]["update_sizes"] == [512]
     assert plan["placement"] == {"actor": [0], "rollout": [0], "reference": [0], "critic": [0], "idle": []}
     assert plan["algorithm"]["advantage"] == {"name": "gae", "gamma": 1.0, "gae_lambda": 1.0, "whiten": True}
-    whole = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
+    whole = {"pipeline": 1, "replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1}
     assert plan["mesh"] == {"actor": whole, "reference": whole, "critic": whole}
     assert plan["memory"][0]["total"]["train"] > 0
 

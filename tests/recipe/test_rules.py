@@ -159,6 +159,7 @@ def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overri
         f"{TOGETHER} train.parallel.shard=2 train.parallel.replicate=2 train.offload=[parameters,gradients,optimizer]",
         f"{TOGETHER} train.parallel.shard=1 train.parallel.replicate=4 train.offload=[optimizer]",
         f"{APART} algorithm.name=ppo train.parallel.tensor=2",
+        f"{TOGETHER} algorithm.name=ppo train.parallel.pipeline=2 train.offload=[parameters,gradients]",
         f"{TOGETHER} cluster.transfer=shared",
         f"{APART} cluster.transfer=ipc",
         f"{APART} cluster.transfer=collective",
@@ -424,6 +425,7 @@ def test_two_nodes_have_no_memory_in_common(load):
     [
         ("train.parallel.tensor=2", "tensor 2 = 2 does not divide the 1 device of actor"),
         ("train.parallel.shard=2", "shard 2 = 2 is not the 1 device of actor"),
+        (f"{TOGETHER} train.parallel.pipeline=3", "pipeline 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.context=3", "context 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.shard=1", "shard 1 = 1 is not the 4 devices of actor"),
         (

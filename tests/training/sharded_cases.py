@@ -29,7 +29,7 @@ PACK = 45
 def shapes(size: int, with_experts: bool) -> list[MeshShape]:
     """All ways to cut this many processes into dimensions."""
     sizes = [n for n in range(1, size + 1) if size % n == 0]
-    found = [MeshShape(*dims) for dims in product(sizes, repeat=5) if np.prod(dims) == size]
+    found = [MeshShape(*dims) for dims in product(sizes, repeat=6) if np.prod(dims) == size]
     return [shape for shape in found if with_experts or shape.expert == 1]
 
 
@@ -40,14 +40,15 @@ def mesh_of(shape: MeshShape | None) -> ProcessMesh | None:
 
 
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Heads, hidden units and experts can be cut into 2, 3 and 4. `llama/sdpa`: on the general path; `llama+lora`: with
-    adapters."""
+    """Heads, hidden units, experts and layers can be cut into 2, 3 and 4. `llama/sdpa`: on the general path;
+    `llama+lora`: with adapters."""
     register()
     family, _, lora = family.partition("+")
     family, _, attention = family.partition("/")
     config = tiny_config(family)
     config.update({"hidden_size": 48, "head_dim": 4, "num_attention_heads": 24, "num_key_value_heads": 12})
     config.update({"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 12, "num_local_experts": 12})
+    config.update({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4})
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention or "corral").eval()
     for name, parameter in model.named_parameters():
@@ -97,8 +98,8 @@ def own_packs(batch: Batch, mesh: ProcessMesh | None) -> list[Pack | None]:
 
 
 def backward(policy: NativePolicyTrainer, packs: Sequence[Pack | None]) -> float:
-    """Returns this rank's shares of the loss."""
-    shares = 0.0
+    """Returns this rank's shares of the loss, on all stages of a pipeline but the last 0."""
+    micro_batches = []
     for pack in packs:
         flat = pack.flat if pack is not None else []
         batch = small_batch()
@@ -107,8 +108,8 @@ def backward(policy: NativePolicyTrainer, packs: Sequence[Pack | None]) -> float
         def loss(logprobs: Tensor, entropy: Tensor, weights: Tensor = weights) -> Tensor:
             return (weights * logprobs).sum() + 0.1 * (weights * entropy).sum()
 
-        shares += policy.forward_backward(pack, loss)
-    return shares
+        micro_batches.append((pack, loss))
+    return policy.forward_backward(micro_batches)
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Outcome:
 
 
 def outcome(policy: NativePolicyTrainer, mesh: ProcessMesh | None = None) -> Outcome:
-    """Scores a pack, and makes two updates."""
+    """Scores a pack, and makes three updates."""
     optimizer = policy.optimizer
     assert optimizer is not None
     batch, result = small_batch(), Outcome()
@@ -131,17 +132,19 @@ def outcome(policy: NativePolicyTrainer, mesh: ProcessMesh | None = None) -> Out
     result.logprobs = torch.zeros(len(batch.tokens))
     scored = packs if mesh is None else packs[:1]
     for pack, logprobs in zip(scored, policy.compute_logprobs(scored), strict=True):
-        assert len(logprobs) == (0 if pack is None else len(pack.flat))
-        if pack is not None:
+        has_logprobs = pack is not None and (mesh is None or mesh.is_last_stage)
+        assert len(logprobs) == (len(pack.flat) if has_logprobs else 0)
+        if has_logprobs:
             result.logprobs[pack.flat] = logprobs.float()
 
     def keep_gradients(*_: Any) -> None:
-        for master in optimizer.masters:
-            if master.gradient is not None:
-                result.gradients.setdefault(master.name, policy.layout.gather(master.name, master.gradient).clone())
+        own = {master.name: master.gradient for master in optimizer.masters}
+        for name in policy.layout.trained:
+            if own.get(name, True) is not None:
+                result.gradients.setdefault(name, policy.layout.gather(name, own.get(name)).clone())
 
     optimizer.adamw.register_step_pre_hook(keep_gradients)
-    for scale in (1.0, 0.5):
+    for scale in (1.0, 0.5, 1.0):
         share = backward(policy, packs)
         result.share = result.share or share
         result.norms.append(policy.step(scale).gradient_norm)

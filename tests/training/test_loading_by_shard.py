@@ -76,8 +76,8 @@ def peak_memory(processes: list[int]) -> Iterator[list[int]]:
         watcher.join()
 
 
-def load_and_shard(folder: Path, dtype: str, trained: bool) -> None:
-    mesh = mesh_of(MeshShape(shard=RANKS))
+def load_and_shard(folder: Path, dtype: str, trained: bool, shape: MeshShape) -> None:
+    mesh = mesh_of(shape)
     assert mesh is not None
     model = load_to_shard(Model(path=str(folder), dtype=dtype), CPU)
     sharded = ShardedModel(model, model, mesh, trained=trained, offload=False, in_float32=[])
@@ -85,15 +85,21 @@ def load_and_shard(folder: Path, dtype: str, trained: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trained", "bytes_each"), [("bfloat16", False, 2), ("float32", True, 4)], ids=["frozen", "trained"]
+    ("dtype", "trained", "bytes_each", "shape"),
+    [
+        ("bfloat16", False, 2, MeshShape(shard=RANKS)),
+        ("bfloat16", False, 2, MeshShape(pipeline=RANKS)),
+        ("float32", True, 4, MeshShape(shard=RANKS)),
+    ],
+    ids=["frozen", "frozen in stages", "trained"],
 )
 def test_four_ranks_hold_one_model_together_while_they_load_it(
-    billion: Path, dtype: str, trained: bool, bytes_each: int
+    billion: Path, dtype: str, trained: bool, bytes_each: int, shape: MeshShape
 ) -> None:
     team = Team(RANKS)
     try:
         with peak_memory([process.pid or 0 for process in team.processes]) as peak:
-            team.run(load_and_shard, billion, dtype, trained)
+            team.run(load_and_shard, billion, dtype, trained, shape)
     finally:
         team.close()
     assert 0.95 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.2
@@ -108,7 +114,7 @@ def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshSh
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2)])
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2), MeshShape(pipeline=2)])
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_parts_are_those_of_the_whole_model(
     team: Callable[[int], Team], tmp_path: Path, stored: torch.dtype, dtype: str, shape: MeshShape, trained: bool

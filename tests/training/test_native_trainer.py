@@ -40,7 +40,7 @@ def token_weights(batch: Batch) -> Tensor:
 def gradients(policy: NativePolicyTrainer, packs: list[Pack]) -> dict[str, Tensor]:
     for pack in packs:
         weight = token_weights(pack.batch)[pack.flat]
-        policy.forward_backward(pack, lambda lp, entropy, w=weight: (w * lp).sum() + 0.1 * (w * entropy).sum())
+        policy.forward_backward([(pack, lambda lp, entropy, w=weight: (w * lp).sum() + 0.1 * (w * entropy).sum())])
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -102,7 +102,7 @@ def test_gradient_checkpointing_switches_no_dropout_on(attention: str) -> None:
     )
     [pack] = small_batch().pack(1000)
     computed: list[torch.Tensor] = []
-    policy.forward_backward(pack, lambda logprobs, entropy: (computed.append(logprobs.detach()), logprobs.sum())[1])
+    policy.forward_backward([(pack, lambda logprobs, entropy: (computed.append(logprobs.detach()), logprobs.sum())[1])])
     [expected] = policy.compute_logprobs([pack])
     torch.testing.assert_close(computed[0], expected)
     assert not any(module.training for module in model.modules())
@@ -122,7 +122,7 @@ def test_log_probs_are_zero_where_nothing_was_generated() -> None:
         outputs.extend([logprobs.detach(), entropy.detach()])
         return logprobs.sum()
 
-    policy.forward_backward(pack, loss)
+    policy.forward_backward([(pack, loss)])
     logprobs, entropy = outputs
     (computed,) = policy.compute_logprobs([pack])
     torch.testing.assert_close(computed, logprobs)
@@ -143,7 +143,7 @@ def train_to_prefer(policy: NativePolicyTrainer, steps: int) -> tuple[float, flo
     before = mean()
     for _ in range(steps):
         for pack in packs:
-            policy.forward_backward(pack, lambda lp, _: -lp.sum() / 40)
+            policy.forward_backward([(pack, lambda lp, _: -lp.sum() / 40)])
         assert not policy.step().skipped
     return before, mean()
 
@@ -168,18 +168,18 @@ def test_small_updates_are_not_lost_in_bfloat16() -> None:
 def test_a_loss_that_is_not_finite_never_reaches_the_weights() -> None:
     policy, (pack,) = tiny_policy(), small_batch().pack(1000)
     before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-    policy.forward_backward(pack, lambda lp, _: lp.sum())
-    policy.forward_backward(pack, lambda lp, _: lp.sum() * torch.nan)
+    policy.forward_backward([(pack, lambda lp, _: lp.sum())])
+    policy.forward_backward([(pack, lambda lp, _: lp.sum() * torch.nan)])
     assert policy.step().skipped
     assert all(torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
-    policy.forward_backward(pack, lambda lp, _: -lp.sum())
+    policy.forward_backward([(pack, lambda lp, _: -lp.sum())])
     assert not policy.step().skipped
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights() -> None:
     policy, (pack,) = tiny_policy(), small_batch().pack(1000)
     before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-    policy.forward_backward(pack, lambda lp, _: (lp - lp.detach()).abs().sqrt().sum())  # 0 with an infinite slope
+    policy.forward_backward([(pack, lambda lp, _: (lp - lp.detach()).abs().sqrt().sum())])  # 0 with an infinite slope
     result = policy.step()
     assert result.skipped
     assert not np.isfinite(result.gradient_norm)
@@ -206,7 +206,7 @@ def test_a_critic_starts_at_zero_and_fits_returns() -> None:
     (start,) = critic.compute_values([pack])
     assert not start.any()
     for _ in range(60):
-        critic.forward_backward(pack, lambda values: (values - returns.float())[mask].square().mean())
+        critic.forward_backward([(pack, lambda values: (values - returns.float())[mask].square().mean())])
         critic.step()
     (values,) = critic.compute_values([pack])
     assert (values - returns.float())[mask].abs().max() < 0.2

@@ -75,8 +75,10 @@ CASES: Any = pytest.mark.parametrize(
         ("llama", torch.float32, MeshShape(replicate=2, shard=2)),
         ("qwen2", torch.bfloat16, MeshShape(shard=2, tensor=2)),
         ("qwen3_moe", torch.float32, MeshShape(expert=2, tensor=2)),
+        ("llama", torch.float32, MeshShape(pipeline=4)),
+        ("qwen3_moe", torch.bfloat16, MeshShape(pipeline=2, expert=2)),
     ],
-    ids=["llama", "qwen2-bfloat16", "qwen3_moe"],
+    ids=["llama", "qwen2-bfloat16", "qwen3_moe", "llama-pipeline", "qwen3_moe-pipeline"],
 )
 
 
@@ -87,12 +89,12 @@ def test_what_four_processes_saved_goes_on_anywhere(
     expected = team(4).run(train_and_save, shape, family, dtype, tmp_path)[0]
     tolerance = 5e-6 if dtype == torch.float32 else 0.02
     assert deviation(resume(None, dtype, tmp_path), expected) < tolerance
-    for other in (MeshShape(context=2), MeshShape(replicate=2), MeshShape(shard=3)):
+    for other in (MeshShape(context=2), MeshShape(replicate=2), MeshShape(shard=3), MeshShape(pipeline=2)):
         assert deviation(team(other.size).run(resume, other, dtype, tmp_path)[1], expected) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(replicate=2)])
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(replicate=2), MeshShape(pipeline=2)])
 def test_the_same_mesh_goes_on_to_the_last_bit(
     team: Teams, tmp_path: Path, dtype: torch.dtype, shape: MeshShape
 ) -> None:
@@ -108,6 +110,7 @@ def test_files_are_the_same_whoever_writes_them(
     team(4).run(train_and_save, shape, family, dtype, four)
     load_and_save(None, dtype, four, one)
     team(3).run(load_and_save, MeshShape(shard=3), dtype, four, three)
+    team(3).run(load_and_save, MeshShape(pipeline=3), dtype, four, tmp_path / "stages")
     files = contents(four)
     assert set(files) == {
         "config.json",
@@ -118,6 +121,7 @@ def test_files_are_the_same_whoever_writes_them(
     }
     assert contents(one) == files
     assert contents(three) == files
+    assert contents(tmp_path / "stages") == files
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "mixtral"])
@@ -226,7 +230,7 @@ def critic_of(mesh: ProcessMesh | None, dtype: torch.dtype) -> NativeValueTraine
 
 def train_critic(critic: NativeValueTrainer, mesh: ProcessMesh | None) -> Weights:
     for pack in own_packs(small_batch(), mesh):
-        critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
+        critic.forward_backward([(pack, lambda values: (values - 1.0).square().sum() / 100)])
     critic.step()
     return {name: weight.clone() for name, weight in critic.weights()}
 
@@ -240,9 +244,10 @@ def save_critic(shape: MeshShape, dtype: torch.dtype, folder: Path) -> Weights:
     return train_critic(critic, mesh)
 
 
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(pipeline=2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_critic_goes_on_anywhere(team: Teams, tmp_path: Path, dtype: torch.dtype) -> None:
-    expected = team(2).run(save_critic, MeshShape(shard=2), dtype, tmp_path / "two")[0]
+def test_a_critic_goes_on_anywhere(team: Teams, tmp_path: Path, shape: MeshShape, dtype: torch.dtype) -> None:
+    expected = team(2).run(save_critic, shape, dtype, tmp_path / "two")[0]
     critic = critic_of(None, dtype)
     critic.load(tmp_path / "two")
     critic.save(tmp_path / "one")

@@ -44,7 +44,8 @@ def check(outcomes: list[Outcome], expected: Outcome, shape: MeshShape, toleranc
         assert deviation(outcome.weights, expected.weights) < tolerance
         assert outcome.norms == pytest.approx(expected.norms, rel=tolerance)
         assert outcome.norms == outcomes[0].norms  # to the last bit: they decide what all ranks do
-        assert outcome.share == shares[shape.data_rank(rank)]
+        is_last_stage = rank >= shape.size - shape.stage_size
+        assert outcome.share == (shares[shape.data_rank(rank)] if is_last_stage else 0.0)
         seen = outcome.logprobs != 0
         torch.testing.assert_close(outcome.logprobs[seen], expected.logprobs[seen], atol=tolerance, rtol=tolerance)
 
@@ -59,7 +60,7 @@ def test_adapters_are_trained_on_every_mesh(team: Teams, shape: MeshShape, dtype
     tolerance = 5e-6 if dtype == torch.float32 else 0.05
     outcomes, expected = team(shape.size).run(on_mesh, shape, "llama+lora", dtype), alone("llama+lora", dtype)
     assert all(name.endswith(("lora_A", "lora_B")) for name in expected.gradients)
-    assert len(expected.weights) == len(expected.gradients) == 28
+    assert len(expected.weights) == len(expected.gradients) == 56
     for outcome in outcomes:
         assert deviation(outcome.gradients, expected.gradients) < tolerance
         assert outcome.norms == pytest.approx(expected.norms, rel=tolerance)
@@ -80,20 +81,35 @@ def test_experts_are_dealt_on_every_mesh(team: Teams, shape: MeshShape) -> None:
     check(team(shape.size).run(on_mesh, shape, "qwen3_moe"), alone("qwen3_moe"), shape)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=3), MeshShape(tensor=2)], ids=name)
+@pytest.mark.parametrize(
+    "shape", [MeshShape(expert=2), MeshShape(expert=3), MeshShape(tensor=2), MeshShape(pipeline=4)], ids=name
+)
 def test_mixtral_trains_too(team: Teams, shape: MeshShape) -> None:
     check(team(shape.size).run(on_mesh, shape, "mixtral"), alone("mixtral"), shape)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(context=2), MeshShape(shard=2)], ids=name)
+@pytest.mark.parametrize(
+    "shape", [MeshShape(tensor=2), MeshShape(context=2), MeshShape(shard=2), MeshShape(pipeline=2)], ids=name
+)
 def test_a_mixture_can_be_cut_like_any_other_model(team: Teams, shape: MeshShape) -> None:
     check(team(shape.size).run(on_mesh, shape, "qwen3_moe"), alone("qwen3_moe"), shape)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(context=2), MeshShape(expert=2)], ids=name)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(shard=2),
+        MeshShape(context=2),
+        MeshShape(expert=2),
+        MeshShape(pipeline=2),
+        MeshShape(pipeline=2, expert=2),
+        MeshShape(pipeline=2, tensor=2),
+    ],
+    ids=name,
+)
 def test_activations_can_be_recomputed(team: Teams, shape: MeshShape) -> None:
     family = "qwen3_moe" if shape.expert > 1 else "llama"
-    check(team(2).run(on_mesh, shape, family, torch.float32, True), alone(family), shape)
+    check(team(shape.size).run(on_mesh, shape, family, torch.float32, True), alone(family), shape)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(shard=3)], ids=name)
@@ -102,7 +118,7 @@ def test_the_general_path_is_sharded_too(team: Teams, shape: MeshShape) -> None:
     check(team(shape.size).run(on_mesh, shape, "llama/sdpa"), alone("llama"), shape)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(context=2)], ids=name)
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(context=2), MeshShape(pipeline=2)], ids=name)
 def test_the_general_path_refuses_what_it_cannot_distribute(team: Teams, shape: MeshShape) -> None:
     with pytest.raises(Exception, match="sequence by sequence"):
         team(2).run(on_mesh, shape, "llama/sdpa")
@@ -111,12 +127,14 @@ def test_the_general_path_refuses_what_it_cannot_distribute(team: Teams, shape: 
 @pytest.mark.parametrize(
     "offload", [("optimizer",), ("parameters", "gradients"), ("parameters", "gradients", "optimizer")]
 )
-def test_offloading_changes_nothing(team: Teams, offload: Sequence[str]) -> None:
-    shape = MeshShape(shard=2)
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(pipeline=2)], ids=name)
+def test_offloading_changes_nothing(team: Teams, shape: MeshShape, offload: Sequence[str]) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.float32, False, offload), alone("llama"), shape)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2)], ids=name)
+@pytest.mark.parametrize(
+    "shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2), MeshShape(pipeline=2)], ids=name
+)
 def test_bfloat16_is_as_close_as_it_can_be(team: Teams, shape: MeshShape) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.bfloat16), alone("llama", torch.bfloat16), shape, tolerance=0.03)
 
@@ -132,16 +150,18 @@ def one_bad_loss(shape: MeshShape, bad_rank: int, dtype: torch.dtype) -> tuple[b
     before = weights_of(policy)
     for pack in own_packs(small_batch(), mesh):
         factor = torch.nan if data_rank(mesh) == bad_rank else 1.0
-        policy.forward_backward(pack, lambda logprobs, _, factor=factor: logprobs.sum() * factor)
+        policy.forward_backward([(pack, lambda logprobs, _, factor=factor: logprobs.sum() * factor)])
     result = policy.step()
     unchanged = all(torch.equal(before[n], weight) for n, weight in policy.weights())
     for pack in own_packs(small_batch(), mesh):
-        policy.forward_backward(pack, lambda logprobs, _: logprobs.sum() * 1e-3)
+        policy.forward_backward([(pack, lambda logprobs, _: logprobs.sum() * 1e-3)])
     assert policy.optimizer is not None
     return result.skipped, result.gradient_norm, unchanged, not policy.step().skipped, policy.optimizer.scaler.scale
 
 
-@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2)], ids=name)
+@pytest.mark.parametrize(
+    "shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2), MeshShape(pipeline=2)], ids=name
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all(
     team: Teams, shape: MeshShape, dtype: torch.dtype
@@ -163,7 +183,7 @@ def overflow(shape: MeshShape) -> tuple[list[bool], float]:
     for _ in range(3):
         for pack in own_packs(small_batch(), mesh):
             steep = 1e3 if data_rank(mesh) == 1 and not skipped else 1.0
-            policy.forward_backward(pack, lambda logprobs, _, steep=steep: (logprobs * steep).mean())
+            policy.forward_backward([(pack, lambda logprobs, _, steep=steep: (logprobs * steep).mean())])
         skipped.append(policy.step().skipped)
     assert policy.optimizer is not None
     return skipped, policy.optimizer.scaler.scale
@@ -189,20 +209,23 @@ def reference_logprobs(shape: MeshShape | None) -> torch.Tensor:
     return scored[0]
 
 
-def test_a_frozen_model_is_sharded_too(team: Teams) -> None:
+@pytest.mark.parametrize("shape", [MeshShape(shard=3), MeshShape(pipeline=3)], ids=name)
+def test_a_frozen_model_is_sharded_too(team: Teams, shape: MeshShape) -> None:
     expected = reference_logprobs(None)
-    for logprobs in team(3).run(reference_logprobs, MeshShape(shard=3)):
+    for logprobs in team(3).run(reference_logprobs, shape)[-shape.stage_size :]:
         torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=2e-6)
 
 
 @cache
-def values_after_training(shape: MeshShape | None, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def values_after_training(
+    shape: MeshShape | None, dtype: torch.dtype, family: str = "qwen2"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mesh = mesh_of(shape)
     recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2)
-    critic = NativeValueTrainer(ValueModel(build_model("qwen2", dtype)), recipe, 10, mesh=mesh)
+    critic = NativeValueTrainer(ValueModel(build_model(family, dtype)), recipe, 10, mesh=mesh)
     for _ in range(3):
-        for pack in own_packs(small_batch(), mesh):
-            critic.forward_backward(pack, lambda values: (values - 1.0).square().sum() / 100)
+        packs = own_packs(small_batch(), mesh)
+        critic.forward_backward([(pack, lambda values: (values - 1.0).square().sum() / 100) for pack in packs])
         assert not critic.step().skipped
     (values,) = critic.compute_values(small_batch().pack(1000))
     return values, weights_of(critic)
@@ -216,6 +239,20 @@ def test_a_critic_trains_the_same_values(team: Teams, shape: MeshShape) -> None:
     for values, weights_there in team(2).run(values_after_training, shape, dtype):
         torch.testing.assert_close(values, expected, atol=tolerance, rtol=tolerance)
         assert [w.dtype for w in weights_there.values()] == [w.dtype for w in weights.values()]
+
+
+@pytest.mark.parametrize(
+    "shape", [MeshShape(pipeline=2), MeshShape(pipeline=4), MeshShape(pipeline=2, shard=2)], ids=name
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_critic_trains_the_same_weights_in_stages(team: Teams, shape: MeshShape, family: str) -> None:
+    """Of a tied embedding only the first stage has a gradient."""
+    expected, weights = values_after_training(None, torch.float32, family)
+    answers = team(shape.size).run(values_after_training, shape, torch.float32, family)
+    for rank, (values, weights_there) in enumerate(answers):
+        assert deviation(weights_there, weights) < 1e-5
+        if rank >= shape.size - shape.stage_size:
+            torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
 
 
 # --- what is refused
@@ -239,6 +276,21 @@ def narrow(shape: MeshShape) -> str:
 def test_what_cannot_be_cut_is_refused_with_the_numbers(team: Teams) -> None:
     assert "2 does not divide the model's 7 (num_key_value_heads)" in team(2).run(narrow, MeshShape(tensor=2))[0]
     assert "has no experts" in team(2).run(refusal, MeshShape(expert=2), "llama")[0]
+    assert "has no experts" in team(4).run(refusal, MeshShape(pipeline=2, expert=2), "llama")[0]
+
+
+def too_few_layers(shape: MeshShape) -> str:
+    model = build_model("llama")
+    del model.model.layers[1:]
+    with pytest.raises(UserError) as error:
+        policy_of(model, mesh_of(shape))
+    return str(error.value)
+
+
+def test_more_stages_than_layers_are_refused(team: Teams) -> None:
+    assert (
+        "2 stages for 1 layers; a stage has one layer at least" in team(2).run(too_few_layers, MeshShape(pipeline=2))[0]
+    )
 
 
 def test_offloads_that_make_no_sense_are_refused(team: Teams) -> None:

@@ -53,16 +53,16 @@ def the_loss_is_given_the_same_log_probs_and_its_value_is_returned(make: MakePol
         given.extend([logprobs.detach(), entropy.detach()])
         return 3.0 * logprobs.sum()
 
-    assert policy.forward_backward(pack, loss) == pytest.approx(3.0 * float(expected.sum()), rel=1e-5)
+    assert policy.forward_backward([(pack, loss)]) == pytest.approx(3.0 * float(expected.sum()), rel=1e-5)
     torch.testing.assert_close(given[0], expected)
     assert (given[1][expected != 0] > 0).all()
-    assert policy.forward_backward(None, None) == 0.0
+    assert policy.forward_backward([(None, None)]) == 0.0
 
 
 def an_update_raises_what_the_loss_rewards(make: MakePolicy, folder: Path) -> None:
     policy, pack = make(None), one_pack()
     (before,) = policy.compute_logprobs([pack])
-    policy.forward_backward(pack, raise_logprobs)
+    policy.forward_backward([(pack, raise_logprobs)])
     result = policy.step()
     assert not result.skipped
     assert result.gradient_norm > 0
@@ -72,31 +72,31 @@ def an_update_raises_what_the_loss_rewards(make: MakePolicy, folder: Path) -> No
 
 def gradients_add_up_and_are_scaled(make: MakePolicy, folder: Path) -> None:
     once, twice, pack = make(None), make(None), one_pack()
-    once.forward_backward(pack, raise_logprobs)
+    once.forward_backward([(pack, raise_logprobs)])
     for _ in range(2):
-        twice.forward_backward(pack, raise_logprobs)
+        twice.forward_backward([(pack, raise_logprobs)])
     assert once.step().gradient_norm == pytest.approx(twice.step(0.5).gradient_norm, rel=1e-5)
 
 
 def zero_grad_drops_gradients_and_bad_losses(make: MakePolicy, folder: Path) -> None:
     policy, fresh, pack = make(None), make(None), one_pack()
-    policy.forward_backward(pack, lambda logprobs, _: logprobs.sum() * math.nan)
+    policy.forward_backward([(pack, lambda logprobs, _: logprobs.sum() * math.nan)])
     policy.zero_grad()
     for trainer in (policy, fresh):
-        trainer.forward_backward(pack, raise_logprobs)
+        trainer.forward_backward([(pack, raise_logprobs)])
     assert policy.step().gradient_norm == pytest.approx(fresh.step().gradient_norm, rel=1e-6)
 
 
 def what_is_not_finite_never_reaches_the_weights(make: MakePolicy, folder: Path) -> None:
     policy, pack = make(None), one_pack()
     before = weights_of(policy)
-    policy.forward_backward(pack, raise_logprobs)
-    policy.forward_backward(pack, lambda logprobs, _: logprobs.sum() * math.nan)
+    policy.forward_backward([(pack, raise_logprobs)])
+    policy.forward_backward([(pack, lambda logprobs, _: logprobs.sum() * math.nan)])
     assert policy.step().skipped
-    policy.forward_backward(pack, lambda logprobs, _: (logprobs - logprobs.detach()).abs().sqrt().sum())
+    policy.forward_backward([(pack, lambda logprobs, _: (logprobs - logprobs.detach()).abs().sqrt().sum())])
     assert policy.step().skipped  # a finite loss with an infinite slope
     assert not changed(policy, before)
-    policy.forward_backward(pack, raise_logprobs)
+    policy.forward_backward([(pack, raise_logprobs)])
     assert not policy.step().skipped
     assert changed(policy, before)
 
@@ -113,13 +113,13 @@ def weights_are_whole_and_of_the_stated_dtype(make: MakePolicy, folder: Path) ->
 
 def a_policy_resumes_to_the_last_bit(make: MakePolicy, folder: Path) -> None:
     policy, pack = make(None), one_pack()
-    policy.forward_backward(pack, raise_logprobs)
+    policy.forward_backward([(pack, raise_logprobs)])
     policy.step()
     policy.save(folder)
     resumed = make(folder)
     resumed.load(folder)
     for trainer in (policy, resumed):
-        trainer.forward_backward(pack, raise_logprobs)
+        trainer.forward_backward([(pack, raise_logprobs)])
     assert policy.step() == resumed.step()
     assert not changed(resumed, weights_of(policy))
 
@@ -133,15 +133,15 @@ def a_critic_fits_returns_skips_bad_losses_and_resumes(make: MakeValue, folder: 
 
     start, nothing = critic.compute_values([pack, None])
     assert nothing.numel() == 0
-    assert critic.forward_backward(None, None) == 0.0
-    assert critic.forward_backward(pack, loss) == pytest.approx(float(loss(start)), rel=1e-5)
+    assert critic.forward_backward([(None, None)]) == 0.0
+    assert critic.forward_backward([(pack, loss)]) == pytest.approx(float(loss(start)), rel=1e-5)
     assert not critic.step().skipped
     critic.save(folder)
     resumed.load(folder)
     for trainer in (critic, resumed):
-        trainer.forward_backward(pack, loss)
+        trainer.forward_backward([(pack, loss)])
         trainer.step()
-        trainer.forward_backward(pack, lambda values: values.sum() * math.nan)
+        trainer.forward_backward([(pack, lambda values: values.sum() * math.nan)])
         assert trainer.step().skipped
     (values,), (same,) = critic.compute_values([pack]), resumed.compute_values([pack])
     assert torch.equal(values, same)
