@@ -5,9 +5,10 @@ are split along their outputs (`colwise`) and inputs (`rowwise`), so that each r
 units, and one sum over the group gives the result (Megatron-LM, Shoeybi et al. 2019). Embedding, norms and head are not
 split.
 
-Expert parallelism distributes a mixture's experts. Tokens of all ranks are gathered, each rank computes what its own
-experts add to them, and the sums go back to where the tokens came from. Simple, exact for any number of tokens on each
-rank, and no more traffic than an all-to-all while the group is not larger than the number of experts for a token.
+Expert parallelism distributes a mixture's experts. Tokens go to the ranks that have their experts, which compute what
+these add to them, and the sums go back to where the tokens came from; no token is ever dropped. There are two ways to
+do it. By all-to-all, a token is sent once to each rank that has any of its experts. Where that is nearly every rank
+(`moves_by_all_to_all` decides), all tokens are gathered on all ranks, which needs no exchange of counts before it.
 
 Context parallelism distributes the tokens of a tree in contiguous slices of equal length. Each rank computes its own
 tokens; only attention needs the others, so keys and values are gathered, and every rank's queries attend to those on
@@ -20,6 +21,7 @@ collectives in the same order, in the backward pass too: a rank that skipped one
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from corral.data.batch import TokenTree, TreeChunk
 from corral.model.attention import AttentionKernel, TreeAttention
 from corral.model.lora import LoraLinear, add_adapter_outputs
 from corral.recipe.errors import UserError
+from corral.recipe.mesh import moves_by_all_to_all
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -171,6 +174,10 @@ def replace_forward(module: Any, forward: Callable[..., Tensor]) -> None:
 
 # --- expert parallelism
 
+EXTRA_ROW = (0, 0, 0, 1)
+"""Padding of one row, of zeros, for the first local expert: then no rank is without a gradient, and all of them take
+part in its reduction."""
+
 
 class ExpertParallel:
     """Distributes the experts of a model's layers over a group; one object for all layers."""
@@ -191,28 +198,74 @@ class ExpertParallel:
             parameter.data = parameter.data.chunk(size)[rank].clone()
         experts.num_experts = num_local
         experts._is_expert_parallel = True  # makes transformers skip tokens of other ranks' experts
-        inner = experts.forward
+        inner, num_all = experts.forward, experts.num_experts * size
 
         def forward(tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
-            # One row more, of zeros, for the first local expert: then no rank is without a gradient, and all of them
-            # take part in its reduction.
-            extra = (0, 0, 0, 1)
-            all_tokens = F.pad(self._gather(tokens), extra)
-            local = all_gather(self._pad(experts_of_token, -1), self.group) - rank * num_local
-            elsewhere = (local < 0) | (local >= num_local)
-            local, scales = local.masked_fill(elsewhere, num_local), self._gather(weights).masked_fill(elsewhere, 0.0)
-            output = inner(all_tokens, F.pad(local, extra), F.pad(scales, extra))
-            # A copy: some models add to it in place, and FSDP's hooks do not survive that on a view.
-            return reduce_scatter_to_group(output[:-1], self.group)[: len(tokens)].clone()
+            by_all_to_all = moves_by_all_to_all(num_all, experts_of_token.shape[1], size)
+            exchange = self._by_all_to_all if by_all_to_all else self._by_gather
+            return exchange(inner, num_local, tokens, experts_of_token, weights)
 
         experts.forward = forward
         self.modules.append(experts)
+
+    def _by_gather(
+        self,
+        compute: Callable[..., Tensor],
+        num_local: int,
+        tokens: Tensor,
+        experts_of_token: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        all_tokens = F.pad(self._gather(tokens), EXTRA_ROW)
+        local = all_gather(self._pad(experts_of_token, -1), self.group) - self.group.rank() * num_local
+        elsewhere = (local < 0) | (local >= num_local)
+        local, scales = local.masked_fill(elsewhere, num_local), self._gather(weights).masked_fill(elsewhere, 0.0)
+        output = compute(all_tokens, F.pad(local, EXTRA_ROW), F.pad(scales, EXTRA_ROW))
+        # A copy: some models add to it in place, and FSDP's hooks do not survive that on a view.
+        return reduce_scatter_to_group(output[:-1], self.group)[: len(tokens)].clone()
+
+    def _by_all_to_all(
+        self,
+        compute: Callable[..., Tensor],
+        num_local: int,
+        tokens: Tensor,
+        experts_of_token: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        group = self.group
+        # [ranks, tokens]. A token with several experts on a rank is one row there, whose results are summed there.
+        is_needed = torch.zeros(group.size(), len(tokens), dtype=torch.bool, device=tokens.device)
+        is_needed.scatter_(0, (experts_of_token // num_local).T, True)
+        token_of_row = is_needed.nonzero()[:, 1]  # by rank
+        counts = is_needed.sum(1)
+        arriving = all_to_all(counts, group, [1] * group.size(), [1] * group.size())
+        sent, received = torch.stack([counts, arriving]).tolist()
+        rows = F.pad(exchange_with_group(tokens[token_of_row], group, sent, received), EXTRA_ROW)
+        scales = F.pad(exchange_with_group(weights[token_of_row], group, sent, received), EXTRA_ROW)
+        local = all_to_all(experts_of_token[token_of_row], group, sent, received) - group.rank() * num_local
+        local = F.pad(local, EXTRA_ROW)
+        # Experts get rows with one expert each, without the places of those that are elsewhere.
+        is_own = (local >= 0) & (local < num_local)
+        slot, row = is_own.T.nonzero(as_tuple=True)
+        output = compute(rows[row], local[row, slot, None], scales[row, slot, None])
+        summed = sum_rows(output, row, is_own.sum(0).tolist(), len(rows))[:-1]
+        return sum_rows(exchange_with_group(summed, group, received, sent), token_of_row, sent, len(tokens))
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return gather_from_group(self._pad(tensor, 0), self.group)
 
     def _pad(self, tensor: Tensor, value: int) -> Tensor:
         return F.pad(tensor, (0, 0, 0, self.max_tokens - len(tensor)), value=value)
+
+
+def sum_rows(rows: Tensor, targets: Tensor, splits: list[int], num_targets: int) -> Tensor:
+    """[targets, width]: each is the sum, in float32, of the rows that belong to it. The rows of a split belong to
+    different ones, and splits are added in their order: one `index_add` of all would be in any order on a GPU, and a
+    log-prob that is computed twice would be two numbers."""
+    total = rows.new_zeros(num_targets, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    for part, where in zip(rows.split(splits), targets.split(splits), strict=True):
+        total.index_add_(0, where, part.to(total.dtype))
+    return total.to(rows.dtype)
 
 
 def shard_experts(model: nn.Module, group: dist.ProcessGroup) -> ExpertParallel:
@@ -294,6 +347,12 @@ def reduce_scatter_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _differentiable(tensor, group, reduce_scatter, all_gather)
 
 
+def exchange_with_group(tensor: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """`all_to_all`. The backward pass sends the gradients of rows back to where the rows came from."""
+    forward = partial(all_to_all, sent=sent, received=received)
+    return _differentiable(tensor, group, forward, partial(all_to_all, sent=received, received=sent))
+
+
 def _differentiable(tensor: Tensor, group: dist.ProcessGroup, collective: Collective, adjoint: Collective) -> Tensor:
     compute: Any = _CollectiveFunction.apply
     result: Tensor = compute(tensor, group, collective, adjoint)
@@ -331,6 +390,14 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, along the first dimension, of the sum over ranks."""
     result = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     REDUCE_SCATTER(result, tensor.contiguous(), group=group)
+    return result
+
+
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """The rows that each rank sent to this one, by rank. `sent`: numbers of rows of the tensor that go to each rank, in
+    their order. `received`: numbers of rows that come from each."""
+    result = tensor.new_empty(sum(received), *tensor.shape[1:])
+    dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
     return result
 
 

@@ -1,9 +1,10 @@
 """Training on several processes is training on one: the same gradient and weights, to rounding, on every mesh."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import pytest
+import sharded_cases
 import torch
 from sharded_cases import (
     Outcome,
@@ -22,7 +23,7 @@ from team import Team
 from trajectories import small_batch
 
 from corral.recipe.errors import UserError
-from corral.recipe.mesh import MeshShape
+from corral.recipe.mesh import MeshShape, moves_by_all_to_all
 from corral.recipe.schema import Optimizer
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 
@@ -78,6 +79,36 @@ def test_biases_and_a_head_of_its_own_are_cut_right(team: Teams, shape: MeshShap
 @pytest.mark.parametrize("shape", DEALT, ids=name)
 def test_experts_are_dealt_on_every_mesh(team: Teams, shape: MeshShape) -> None:
     check(team(shape.size).run(on_mesh, shape, "qwen3_moe"), alone("qwen3_moe"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=4), MeshShape(expert=2, tensor=2)], ids=name)
+def test_tokens_of_many_experts_are_gathered_and_the_gradient_is_the_same(team: Teams, shape: MeshShape) -> None:
+    assert not moves_by_all_to_all(12, 6, shape.expert)
+    assert moves_by_all_to_all(12, 2, shape.expert)  # as in the other tests
+    check(team(shape.size).run(on_mesh, shape, "qwen3_moe*6"), alone("qwen3_moe*6"), shape)
+
+
+def routed_to(experts: tuple[int, ...], shape: MeshShape | None) -> Outcome:
+    """Every token goes to the same two of 12 experts."""
+    mesh, model = mesh_of(shape), build_model("qwen3_moe")
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            preferred = torch.zeros(12)
+            preferred[list(experts)] = torch.tensor([9.0, 8.0])
+            module.register_forward_hook(partial(replace_choice, preferred))
+    return sharded_cases.outcome(policy_of(model, mesh), mesh)
+
+
+def replace_choice(preferred: torch.Tensor, module: object, inputs: object, output: tuple[torch.Tensor, ...]) -> object:
+    logits = output[0] * 0.1 + preferred
+    weights, chosen = logits.softmax(-1).topk(2, -1)
+    return logits, weights, chosen
+
+
+@pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=4)], ids=name)
+@pytest.mark.parametrize("experts", [(0, 1), (0, 11), (11, 10)], ids=str)
+def test_ranks_whose_experts_get_no_token_take_part(team: Teams, shape: MeshShape, experts: tuple[int, ...]) -> None:
+    check(team(shape.size).run(routed_to, experts, shape), routed_to(experts, None), shape)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=3), MeshShape(tensor=2)], ids=name)
