@@ -10,9 +10,11 @@ these add to them, and the sums go back to where the tokens came from; no token 
 do it. By all-to-all, a token is sent once to each rank that has any of its experts. Where that is nearly every rank
 (`moves_by_all_to_all` decides), all tokens are gathered on all ranks, which needs no exchange of counts before it.
 
-Context parallelism distributes the tokens of a tree in contiguous slices of equal length. Each rank computes its own
-tokens; only attention needs the others, so keys and values are gathered, and every rank's queries attend to those on
-their path, exactly as in one process. Positions travel with the tokens.
+Context parallelism distributes the tokens of a tree. Each rank computes its own tokens, as many as every other; only
+attention needs the others, so keys and values are gathered, and every rank's queries attend to those on their path,
+exactly as in one process. Positions travel with the tokens. A token at the end of a path has more keys than one at its
+beginning, so a rank gets several blocks of tokens from different places (`distribute_tree`), and with them the same
+attention work as the others: of one long sequence the first and the last, the second and the last but one, and so on.
 
 Sharded parameters become plain tensors of the smaller size; FSDP may shard them further. All ranks of a group call its
 collectives in the same order, in the backward pass too: a rank that skipped one would leave the others waiting.
@@ -31,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from corral.data.batch import TokenTree, TreeChunk
+from corral.data.batch import IntArray, TokenTree, TreeChunk
+from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionKernel, TreeAttention
 from corral.model.lora import LoraLinear, add_adapter_outputs
 from corral.recipe.errors import UserError
@@ -288,33 +291,101 @@ def holds_experts(module: nn.Module) -> bool:
 # --- context parallelism
 
 
+BLOCKS_PER_RANK = (2, 4, 8, 16)
+MIN_BLOCK = 64
+"""Nodes of a block, where a rank has more than two: shorter ones make attention calls that are mostly overhead."""
+BALANCED = 1.02
+"""Most work of a rank, as a multiple of the mean, with which no more and shorter blocks are tried."""
+
+
+@dataclass(frozen=True)
+class DistributedTree:
+    """A padded tree, cut into blocks of equal length, of which each rank of a context group has the same number."""
+
+    tree: TokenTree
+    blocks: IntArray
+    """[ranks, blocks of a rank], in ascending order."""
+
+    @property
+    def block_size(self) -> int:
+        return self.tree.num_nodes // self.blocks.size
+
+    def nodes(self, rank: int) -> IntArray:
+        """The nodes that a rank computes."""
+        nodes: IntArray = self.blocks[rank][:, None] * self.block_size + np.arange(self.block_size)
+        return nodes.reshape(-1)
+
+    def runs(self, rank: int) -> list[slice]:
+        """The same as slices."""
+        nodes = self.nodes(rank)
+        runs = np.split(nodes, np.flatnonzero(np.diff(nodes) != 1) + 1)
+        return [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+    @property
+    def work(self) -> IntArray:
+        """[ranks]: pairs of a query and a key that it attends to, where no window leaves keys out."""
+        return np.array([int((self.tree.positions[self.nodes(rank)] + 1).sum()) for rank in range(len(self.blocks))])
+
+    @property
+    def imbalance(self) -> float:
+        """Most work of a rank, as a multiple of the mean."""
+        return float(self.work.max() / self.work.mean())
+
+
+def distribute_tree(tree: TokenTree, num_ranks: int) -> DistributedTree:
+    """Deals blocks so that ranks have equal numbers of tokens and about equal attention work: with as few blocks as
+    that takes, since each is an attention call of its own."""
+    best: DistributedTree | None = None
+    for per_rank in BLOCKS_PER_RANK:
+        if best is not None and (best.imbalance <= BALANCED or tree.num_nodes < num_ranks * per_rank * MIN_BLOCK):
+            break
+        padded = pad_tree(tree, num_ranks * per_rank)
+        work = (padded.positions + 1).reshape(num_ranks * per_rank, -1).sum(1)
+        found = DistributedTree(padded, deal_blocks(work, num_ranks))
+        if best is None or found.imbalance < best.imbalance:
+            best = found
+    assert best is not None
+    return best
+
+
+def deal_blocks(work: IntArray, num_ranks: int) -> IntArray:
+    """[ranks, blocks of a rank]: the block with the most work goes to the rank with the least that has a place left."""
+    rank_of_block, total = np.empty(len(work), np.int64), np.zeros(num_ranks, np.int64)
+    places = np.full(num_ranks, len(work) // num_ranks)
+    for block in np.argsort(-work, kind="stable"):
+        rank = np.flatnonzero(places)[total[places > 0].argmin()]
+        rank_of_block[block] = rank
+        total[rank] += work[block]
+        places[rank] -= 1
+    return np.argsort(rank_of_block, kind="stable").reshape(num_ranks, -1)
+
+
 def pad_tree(tree: TokenTree, multiple: int) -> TokenTree:
-    """The tree with tokens at its end that attend to themselves only, until `multiple` divides their number."""
-    added = np.arange(tree.num_nodes, -(-tree.num_nodes // multiple) * multiple)
-    zeros = np.zeros(len(added), np.int64)
+    """The tree with a sequence of its own at its end, until `multiple` divides the number of nodes."""
+    start, end = tree.num_nodes, -(-tree.num_nodes // multiple) * multiple
+    if start == end:
+        return tree
     return replace(
         tree,
-        tokens=np.concatenate([tree.tokens, zeros]),
-        positions=np.concatenate([tree.positions, zeros]),
-        chunks=(*tree.chunks, *(TreeChunk(node, node + 1, np.array([node])) for node in added.tolist())),
+        tokens=np.concatenate([tree.tokens, np.zeros(end - start, np.int64)]),
+        positions=np.concatenate([tree.positions, np.arange(end - start)]),
+        chunks=(*tree.chunks, TreeChunk(start, end, np.arange(start, end))),
     )
 
 
-def rank_slice(tree: TokenTree, group: dist.ProcessGroup) -> slice:
-    """This rank's nodes of a padded tree."""
-    length = tree.num_nodes // group.size()
-    return slice(group.rank() * length, (group.rank() + 1) * length)
-
-
 class ContextParallelAttention:
-    """`TreeAttention` of a rank that has only its own slice of queries, keys and values."""
+    """`TreeAttention` of a rank that has only its own blocks of queries, keys and values."""
 
-    def __init__(self, tree: TokenTree, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.own, self.group = TreeAttention(tree, device, rank_slice(tree, group)), group
+    def __init__(self, distributed: DistributedTree, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.own, self.group = TreeAttention(distributed.tree, device, distributed.runs(group.rank())), group
+        self.num_blocks = distributed.blocks.size
+        self.place_of_block = on_device(np.argsort(distributed.blocks.reshape(-1)), device)
+        """Where each block is among those of all ranks."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
-        all_keys_and_values = gather_from_group(torch.cat([key, value], dim=-1), self.group, dim=2)
-        key, value = all_keys_and_values.split([key.shape[-1], value.shape[-1]], dim=-1)
+        gathered = gather_from_group(torch.cat([key, value], dim=-1), self.group, dim=2)
+        in_order = gathered.unflatten(2, (self.num_blocks, -1)).index_select(2, self.place_of_block).flatten(2, 3)
+        key, value = in_order.split([key.shape[-1], value.shape[-1]], dim=-1)
         return self.own.attend(layer, query, key, value, kernel)
 
 

@@ -41,7 +41,7 @@ from corral.model.lora import (
     transferred_parameters,
 )
 from corral.model.model_check import check_model, probe_sequences
-from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
+from corral.model.model_parallel import ContextParallelAttention, distribute_tree, reduce_from_group
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
@@ -373,13 +373,18 @@ class PackPrediction:
     def __init__(self, pack: Pack, mesh: ProcessMesh) -> None:
         self.device, self.group = mesh.device, mesh.groups.get("context")
         self.num_tokens, self.images = len(pack.flat), pack.batch.images
-        self.tree, self.nodes = pack.tree, slice(0, pack.tree.num_nodes)
+        self.tree, self.nodes = pack.tree, np.arange(pack.tree.num_nodes)
         sources, targets = pack.sources, pack.targets
-        if self.group is not None:
-            self.tree = pad_tree(pack.tree, self.group.size())
-            self.nodes = rank_slice(self.tree, self.group)
-            own = (sources >= self.nodes.start) & (sources < self.nodes.stop)
-            sources, targets = sources[own] - self.nodes.start, targets[own]
+        self.attention: AttentionContext
+        if self.group is None:
+            self.attention = TreeAttention(self.tree, self.device)
+        else:
+            distributed = distribute_tree(pack.tree, self.group.size())
+            self.tree, self.nodes = distributed.tree, distributed.nodes(self.group.rank())
+            self.attention = ContextParallelAttention(distributed, self.device, self.group)
+            index = np.searchsorted(self.nodes, sources).clip(max=len(self.nodes) - 1)
+            own = self.nodes[index] == sources
+            sources, targets = index[own], targets[own]
         rows, row_of_target = np.unique(sources, return_inverse=True)
         if self.group is not None and not len(rows):
             rows = np.zeros(1, np.int64)  # there is nothing to predict here, but every rank takes part in the backward
@@ -394,18 +399,13 @@ class PackPrediction:
     @property
     def num_nodes(self) -> int:
         """Number of nodes that this rank computes."""
-        return self.nodes.stop - self.nodes.start
+        return len(self.nodes)
 
     def hidden(self, causal: Any) -> Tensor:
         """[rows, width], the last hidden states of a transformers model."""
         tokens = on_device(self.tree.tokens[self.nodes], self.device)
         positions = on_device(self.tree.positions[self.nodes], self.device)
-        attention: AttentionContext
-        if self.group is None:
-            attention = TreeAttention(self.tree, self.device)
-        else:
-            attention = ContextParallelAttention(self.tree, self.device, self.group)
-        return forward_hidden(causal, tokens, positions, attention).index_select(0, self.rows)
+        return forward_hidden(causal, tokens, positions, self.attention).index_select(0, self.rows)
 
     def by_sequence(self, forward: SequenceForward) -> Tensor:
         """[rows, width], what a model of the general path computes, one sequence after the other."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import sharded_cases
 import torch
@@ -20,12 +22,19 @@ from sharded_cases import (
     weights_of,
 )
 from team import Team
+from tiny import SHAPE
 from trajectories import small_batch
+from transformers import AutoModelForCausalLM, MistralConfig
 
+from corral.data.batch import Batch, Trajectory
+from corral.model.model_loading import load_model
 from corral.recipe.errors import UserError
+from corral.recipe.load import load_recipe
 from corral.recipe.mesh import MeshShape, moves_by_all_to_all
-from corral.recipe.schema import Optimizer
-from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.recipe.plan import make_plan
+from corral.recipe.schema import Model, Optimizer
+from corral.recipe.shape import ModelShape
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, PackPrediction, ValueModel
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +159,52 @@ def test_offloading_changes_nothing(team: Teams, offload: Sequence[str]) -> None
 @pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2)], ids=name)
 def test_bfloat16_is_as_close_as_it_can_be(team: Teams, shape: MeshShape) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.bfloat16), alone("llama", torch.bfloat16), shape, tolerance=0.03)
+
+
+# --- long trajectories
+
+LENGTH = 131_072
+LONG_RECIPE = f"""\
+name: long
+model: {{path: model}}
+data: {{train: {{path: rows.jsonl}}, max_prompt_tokens: 1024}}
+rollout: {{max_response_tokens: {LENGTH - 1024}}}
+batch: {{prompts_per_step: 2, samples_per_prompt: 2, max_tokens_per_micro_batch: {LENGTH}}}
+schedule: {{steps: 1}}
+cluster: {{devices_per_node: 2}}
+train: {{parallel: {{context: 2}}}}
+"""
+
+
+def weights_after_a_long_trajectory(folder: Path, shape: MeshShape | None) -> tuple[dict[str, torch.Tensor], int]:
+    """And the number of tokens that this process computed."""
+    mesh = mesh_of(shape)
+    model = load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+    optimizer = Optimizer(learning_rate=1e-2, epsilon=1e-2)
+    policy = NativePolicyTrainer(model, temperature=1.0, logits_chunk=4096, optimizer=optimizer, mesh=mesh)
+    tokens = np.random.default_rng(1).integers(3, 90, LENGTH)
+    [pack] = Batch.of([Trajectory.from_tokens(tokens.tolist(), 1024)]).pack(LENGTH)
+    policy.forward_backward(pack, lambda logprobs, _: (logprobs * torch.linspace(-1e-4, 1e-4, LENGTH)).sum())
+    assert not policy.step().skipped
+    return weights_of(policy), PackPrediction(pack, policy.mesh).num_nodes
+
+
+def test_a_trajectory_of_128k_tokens_is_planned_and_trained(
+    team: Teams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": LENGTH, "sliding_window": 256, "head_dim": 8}
+    config = MistralConfig(**SHAPE | sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    Path("recipe.yaml").write_text(LONG_RECIPE)
+    plan = make_plan(load_recipe("recipe.yaml"), ModelShape.find("model"))
+    assert plan.recipe.max_trained_tokens == LENGTH
+    assert plan.meshes["actor"] == MeshShape(context=2)
+    expected, _ = weights_after_a_long_trajectory(tmp_path / "model", None)
+    for weights, num_tokens in team(2).run(weights_after_a_long_trajectory, tmp_path / "model", plan.meshes["actor"]):
+        assert num_tokens == LENGTH // 2
+        assert deviation(weights, expected) < 1e-5
 
 
 # --- what is not finite
