@@ -8,7 +8,7 @@ sharded over processes.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from corral.model.lora import (
 )
 from corral.model.model_check import check_model, probe_sequences
 from corral.model.model_parallel import ContextParallelAttention, distribute_tree, reduce_from_group
+from corral.model.router_balance import RouterBalance
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
@@ -77,6 +78,7 @@ class _NativeTrainer:
         mesh: ProcessMesh | None,
         offload: Sequence[str],
         in_float32: Sequence[nn.Module] = (),
+        with_router_loss: bool = False,
     ) -> None:
         """`causal`: the transformers model in `model`; modules beside it compute `in_float32`. Without an `optimizer`
         the model is frozen."""
@@ -86,6 +88,11 @@ class _NativeTrainer:
         check_offload(self.mesh, offload)
         if is_general(causal):
             check_parallel(type(causal).__name__, self.mesh.groups.keys(), hasattr(causal, "vision"))
+        self.balance: RouterBalance | None = None
+        if optimizer is not None and not is_general(causal):
+            self.balance = RouterBalance(causal, with_router_loss)
+        elif with_router_loss:
+            raise UserError("train.router_aux_loss_coef: models of the general path have no such loss; set it to 0")
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call
         self.sharded = ShardedModel(
@@ -133,7 +140,14 @@ class _NativeTrainer:
         prediction = PackPrediction(pack or placeholder_pack(), self.mesh)
         if self.sharded.exchange is not None:
             self.sharded.exchange.max_tokens = self.mesh.max(prediction.num_nodes, "expert")
-        return self.sharded(lambda: self._outputs(prediction))
+        recording: AbstractContextManager[None] = nullcontext()
+        if self.balance is not None and pack is not None and torch.is_grad_enabled():
+            recording = self.balance.recording(prediction.num_own)
+        with recording:
+            return self.sharded(lambda: self._outputs(prediction))
+
+    def take_expert_counts(self) -> list[list[int]]:
+        return [] if self.balance is None else self.balance.take_counts(self.mesh.groups.get("context"))
 
     def _compute(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
         """The first output of each pack, without gradient; empty for None."""
@@ -251,6 +265,7 @@ class NativePolicyTrainer(_NativeTrainer):
         gradient_checkpointing: bool = False,
         mesh: ProcessMesh | None = None,
         offload: Sequence[str] = (),
+        with_router_loss: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -260,6 +275,7 @@ class NativePolicyTrainer(_NativeTrainer):
             gradient_checkpointing=gradient_checkpointing,
             mesh=mesh,
             offload=offload,
+            with_router_loss=with_router_loss,
         )
         self.temperature = temperature
         self.logits_chunk = logits_chunk or LOGITS_CHUNK[self.mesh.device.type]
@@ -276,6 +292,10 @@ class NativePolicyTrainer(_NativeTrainer):
 
     def forward_backward(self, pack: Pack | None, loss: PolicyLoss | None) -> float:
         return self._forward_backward(pack, loss)
+
+    def router_loss(self) -> Tensor:
+        assert self.balance is not None
+        return self.balance.loss(self.mesh.groups.get("context"))
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         """(log-probs, entropy)"""
@@ -385,6 +405,8 @@ class PackPrediction:
             index = np.searchsorted(self.nodes, sources).clip(max=len(self.nodes) - 1)
             own = self.nodes[index] == sources
             sources, targets = index[own], targets[own]
+        self.num_own = int((self.nodes < pack.tree.num_nodes).sum())
+        """Number of nodes that this rank computes, without padding, which is behind them."""
         rows, row_of_target = np.unique(sources, return_inverse=True)
         if self.group is not None and not len(rows):
             rows = np.zeros(1, np.int64)  # there is nothing to predict here, but every rank takes part in the backward
