@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from corral.data.batch import TokenTree
 from corral.model.attention import AttentionKernel, TreeAttention, _AttentionBlock, forward_hidden, register
-from corral.model.model_parallel import distribute_tree, pad_tree
+from corral.model.model_parallel import distribute_tree
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
@@ -132,7 +132,8 @@ def test_one_call_for_all_chunks_is_the_same_attention(
 ) -> None:
     """As on a GPU in bfloat16; here in float32, so that no rounding hides a key too much."""
     distinct = [np.array([n, *range(10, 14 + n)]) for n in range(4)]
-    tree = pad_tree(TokenTree.build(sequences() if alike else distinct), parts)
+    distributed = distribute_tree(TokenTree.build(sequences() if alike else distinct), parts)
+    tree = distributed.tree
     query, key, value, upstream = torch.randn(
         4, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)
     ).to(DEVICE)
@@ -140,13 +141,11 @@ def test_one_call_for_all_chunks_is_the_same_attention(
     key, value, upstream = key[:, :2].requires_grad_(), value[:, :2, :, :6].requires_grad_(), upstream[..., :6]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE).requires_grad_()
     kernel = AttentionKernel(scale=0.3, window=window, sinks=sinks if has_sinks else None)
-    length = tree.num_nodes // parts
-    for start in range(0, tree.num_nodes, length):
-        own = slice(start, start + length)
-        results = []
+    for rank in range(parts):
+        own, results = distributed.nodes(rank), []
         for in_one_call in (False, True):
             monkeypatch.setattr("corral.model.attention.has_flash", lambda _, answer=in_one_call: answer)
-            attention = TreeAttention(tree, DEVICE, None if parts == 1 else [own])
+            attention = TreeAttention(tree, DEVICE, None if parts == 1 else distributed.runs(rank))
             output = attention.attend(0, query[:, :, own], key, value, kernel)
             assert ("varlen" in attention.__dict__) == in_one_call
             results.append(
