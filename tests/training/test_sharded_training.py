@@ -97,6 +97,17 @@ def test_tokens_of_many_experts_are_gathered_and_the_gradient_is_the_same(team: 
     check(team(shape.size).run(on_mesh, shape, "qwen3_moe*6"), alone("qwen3_moe*6"), shape)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_moe+lora", torch.float32), ("qwen3_moe", torch.bfloat16), ("qwen3_moe*6", torch.bfloat16)],
+)
+def test_experts_are_dealt_where_they_are_frozen_or_in_bfloat16(team: Teams, family: str, dtype: torch.dtype) -> None:
+    outcomes, expected = team(2).run(on_mesh, MeshShape(expert=2), family, dtype), alone(family, dtype)
+    for outcome in outcomes:
+        assert deviation(outcome.gradients, expected.gradients) < (5e-6 if dtype == torch.float32 else 0.1)
+        assert outcome.norms == pytest.approx(expected.norms, rel=5e-6 if dtype == torch.float32 else 0.03)
+
+
 def routed_to(experts: tuple[int, ...], shape: MeshShape | None) -> Outcome:
     """Every token goes to the same two of 12 experts."""
     mesh, model = mesh_of(shape), build_model("qwen3_moe")
