@@ -20,8 +20,8 @@ from corral.recipe.errors import UserError
 
 
 class RouterBalance:
-    """Sees the routing of a model's forward passes. Made before the model is sharded; one without experts has nothing
-    to see. Hooks do nothing in other threads: an engine may decode with the same modules at the same time."""
+    """Sees the routing of a model's forward passes. Made before the model is sharded. Hooks do nothing in other
+    threads: an engine may decode with the same modules at the same time."""
 
     def __init__(self, causal: Any, with_loss: bool) -> None:
         experts: list[Any] = [module for module in causal.modules() if holds_experts(module)]
@@ -83,10 +83,7 @@ class RouterBalance:
         return loss
 
     def take_counts(self, group: dist.ProcessGroup | None) -> list[list[int]]:
-        """Tokens of each expert, layer by layer, since the last call, on all ranks of a context group. Empty: there are
-        no experts."""
-        if not self.counts:
-            return []
+        """Tokens of each expert, layer by layer, since the last call, on all ranks of a context group."""
         counts = torch.stack(self.counts)
         self.counts = [torch.zeros_like(layer) for layer in counts]
         numbers: list[list[int]] = (counts if group is None else all_reduce(counts, group)).tolist()

@@ -41,7 +41,7 @@ from corral.model.lora import (
     transferred_parameters,
 )
 from corral.model.model_check import check_model, probe_sequences
-from corral.model.model_parallel import ContextParallelAttention, distribute_tree, reduce_from_group
+from corral.model.model_parallel import ContextParallelAttention, distribute_tree, holds_experts, reduce_from_group
 from corral.model.router_balance import RouterBalance
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
@@ -89,10 +89,11 @@ class _NativeTrainer:
         if is_general(causal):
             check_parallel(type(causal).__name__, self.mesh.groups.keys(), hasattr(causal, "vision"))
         self.balance: RouterBalance | None = None
-        if optimizer is not None and not is_general(causal):
-            self.balance = RouterBalance(causal, with_router_loss)
-        elif with_router_loss:
+        if with_router_loss and is_general(causal):
             raise UserError("train.router_aux_loss_coef: models of the general path have no such loss; set it to 0")
+        num_experts = {module.num_experts for module in causal.modules() if holds_experts(module)}
+        if with_router_loss or (len(num_experts) == 1 and optimizer is not None and not is_general(causal)):
+            self.balance = RouterBalance(causal, with_router_loss)
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call
         self.sharded = ShardedModel(
