@@ -365,10 +365,11 @@ def describe_mesh(mesh: MeshShape) -> str:
 
 def describe_expert_exchange(shape: ModelShape, size: int) -> str:
     routing = shape.num_experts, shape.experts_per_token, size
-    reached = f"its {shape.experts_per_token} experts are on {other_ranks_of_token(*routing):.2g} of {size - 1} others"
+    others = f"{other_ranks_of_token(*routing):.2g} of {count(size - 1, 'other rank')}"
+    reached = f"a token has {count(shape.experts_per_token, 'expert')}, on {others} on average"
     if moves_by_all_to_all(*routing):
-        return f"by all-to-all: a token goes where its experts are, and {reached} on average"
-    return f"tokens are gathered on all ranks of a group: {reached} on average, so an all-to-all would save too little"
+        return f"by all-to-all: {reached}, and goes only there"
+    return f"tokens are gathered on all ranks: {reached}, so an all-to-all would move hardly less"
 
 
 def describe_transfer(kind: TransferKind, actor: MeshShape, in_process: bool) -> str:

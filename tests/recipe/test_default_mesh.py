@@ -159,7 +159,11 @@ def test_tokens_on_their_way_to_experts_are_counted(load: Load, experts_per_toke
     across = 4 if experts_per_token == 1 else 2  # and sends it to a node once, for both of its devices
     expected = Traffic(moved * within * to_another, moved * across * to_another)
     assert link_traffic(plan)["expert exchange"] == expected
-    how = "by all-to-all: a token goes where" if experts_per_token == 1 else "tokens are gathered on all ranks"
+    how = (
+        "by all-to-all: a token has 1 expert, on 0.75 of 3"
+        if experts_per_token == 1
+        else "tokens are gathered on all ranks"
+    )
     assert f"experts  {how}" in plan.text()
 
 
