@@ -248,7 +248,8 @@ def trainable_rows(parts: RunComponents, batch: Batch, rows: Sequence[int]) -> l
     """Returns the trajectories that can move the weights. One whose advantages are all zero has no gradient, and is not
     computed, unless another term of the loss looks at it, or its log-probs were recomputed in packs that must stay as
     they are."""
-    if not parts.algorithm.skips_zero_advantage or parts.algorithm.old_logprobs == "recompute":
+    has_other_terms = not parts.algorithm.skips_zero_advantage or parts.recipe.train.router_aux_loss_coef > 0
+    if has_other_terms or parts.algorithm.old_logprobs == "recompute":
         return list(rows)
     moves = batch.columns["advantages"] != 0
     return [row for row in rows if moves[batch.offsets[row] : batch.offsets[row + 1]].any()]
@@ -344,6 +345,10 @@ class TrainResult:
             metrics["updates/pipeline_bubble"] = self.stats.num_idle_turns / turns
         if self.num_overflows:
             metrics["updates/overflowed"] = float(self.num_overflows)
+        counts = np.array(self.stats.expert_counts)  # [layers, experts]; empty without a mixture
+        if counts.any():
+            metrics["experts/load_max"] = float((counts / counts.mean(1, keepdims=True)).max())
+            metrics["experts/unused"] = float((counts == 0).mean())
         if self.value_losses:
             metrics["value/loss"] = float(np.mean(self.value_losses))
         return metrics

@@ -5,6 +5,8 @@ caller passes along with the tokens (`forward_hidden`): a `TreeAttention` for tr
 engine's KV cache for decoding. The model's own code is the same in all cases, and it is transformers'.
 """
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -179,8 +181,9 @@ class TreeAttention:
     CALL_COST = 2200
     """Overhead of one more attention call, in query-key pairs: 0.5 ms against 0.23 us a pair, on two CPU cores."""
 
-    def __init__(self, tree: TokenTree, device: torch.device, queries: slice | None = None) -> None:
-        """With `queries`, only these nodes are queries; keys and values are still those of the whole tree."""
+    def __init__(self, tree: TokenTree, device: torch.device, queries: Sequence[slice] | None = None) -> None:
+        """With `queries`, only these runs of nodes, in their order, are queries; keys and values are still those of the
+        whole tree."""
         self.tree, self.device, self.queries = tree, device, queries
 
     @cached_property
@@ -195,11 +198,18 @@ class TreeAttention:
                 blocks += [_chunk_block(chunk, self.device) for chunk in chunks]
         if self.queries is None:
             return blocks
-        return [part for block in blocks if (part := block.restricted_to(self.queries, self.device)) is not None]
+        parts, num_before = [], 0
+        for run in self.queries:
+            for block in blocks:
+                start, end = max(block.start, run.start), min(block.end, run.stop)
+                if start < end:
+                    parts.append(block.part(start, end, shift=num_before - run.start))
+            num_before += run.stop - run.start
+        return parts
 
     @cached_property
     def varlen(self) -> "_VarlenTree":
-        return _VarlenTree(self.tree, self.device, self.queries or slice(0, self.tree.num_nodes))
+        return _VarlenTree(self.tree, self.device, self.queries or [slice(0, self.tree.num_nodes)])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
         if not kernel.exact and kernel.softcap is None and has_flash(query):
@@ -211,12 +221,14 @@ class TreeAttention:
 class _VarlenTree:
     """All chunks as sequences of one varlen call: a chunk's queries against the keys along its path, gathered."""
 
-    def __init__(self, tree: TokenTree, device: torch.device, queries: slice) -> None:
+    def __init__(self, tree: TokenTree, device: torch.device, queries: Sequence[slice]) -> None:
         paths, num_queries = [], []
-        for chunk in tree.chunks:
-            start, end = max(chunk.start, queries.start), min(chunk.end, queries.stop)
-            if start < end:
-                num_queries.append(end - start)
+        for run in queries:
+            first = bisect_right(tree.chunks, run.start, key=lambda chunk: chunk.end)
+            last = bisect_left(tree.chunks, run.stop, key=lambda chunk: chunk.start)
+            for chunk in tree.chunks[first:last]:
+                end = min(chunk.end, run.stop)
+                num_queries.append(end - max(chunk.start, run.start))
                 paths.append(chunk.path[: len(chunk.path) - (chunk.end - end)])
         num_keys = [len(path) for path in paths]
         path = np.concatenate(paths)
@@ -242,41 +254,77 @@ class _VarlenTree:
 
 
 class _AttentionBlock:
-    """One attention call: queries `start:end` against the keys at `path`, with a mask or (None) causal."""
+    """One attention call: queries `start:end` against the keys at `path`, with a mask or (None) causal: the last keys
+    are those of the queries themselves, and each query attends to all keys up to its own."""
+
+    MIN_QUERIES = 256
+    """Queries of a block at least, where a window leaves out most of the keys."""
 
     def __init__(
-        self, start: int, end: int, path: Tensor | slice, mask: Tensor | None, positions: tuple[Tensor, Tensor]
+        self,
+        start: int,
+        end: int,
+        path: Tensor | slice,
+        positions: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
     ) -> None:
         """`positions`: of the queries and of the keys in their sequences."""
-        self.start, self.end, self.path, self.positions = start, end, path, positions
-        self.masks: dict[int | None, Tensor | None] = {None: mask}
+        self.start, self.end, self.path, self.positions, self.all_pairs = start, end, path, positions, mask
+        self.masks: dict[int | None, Tensor | None] = {}
         """By the window of the layers that use it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel) -> Tensor:
+        window = kernel.window
+        if window is not None and self.all_pairs is None and self.end - self.start > max(window, self.MIN_QUERIES):
+            return self._by_window(query, key, value, kernel, window)
         queries = query[:, :, self.start : self.end]
-        return kernel(queries, key[:, :, self.path], value[:, :, self.path], self.mask(kernel.window))
+        return kernel(queries, key[:, :, self.path], value[:, :, self.path], self.mask(window))
+
+    def _by_window(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel, window: int) -> Tensor:
+        """Queries in blocks that are as long as the window at least, each with the keys of its own block and of the one
+        before it: work and memory are linear in the length. All but the first block are one batch, with one mask."""
+        size = max(window, self.MIN_QUERIES)
+        start, num_queries = self.start + size, self.end - self.start - size
+        first = self.part(self.start, start, window=window).attend(query, key, value, kernel)
+        path = self.part(start, self.end, window=size + 1).path  # keys of the rest and of the block before it
+        queries = in_blocks(query[:, :, start : self.end], size)
+        keys, values = (in_blocks(tensor[:, :, path], size) for tensor in (key, value))
+        keys, values = (torch.cat([tensor[:-1], tensor[1:]], dim=2) for tensor in (keys, values))
+        index = torch.arange(2 * size, device=query.device)
+        distance = index[size:, None] - index
+        rest = kernel(queries, keys, values, (distance >= 0) & (distance < window))
+        return torch.cat([first, rest.transpose(0, 1).flatten(1, 2)[None, :, :num_queries]], dim=2)
 
     def mask(self, window: int | None) -> Tensor | None:
-        if window is not None and window not in self.masks:
-            queries, keys = self.positions
+        """None: causal, with a key for each query."""
+        queries, keys = self.positions
+        if window is None and self.all_pairs is None and len(queries) == len(keys):
+            return None
+        if window not in self.masks:
             distance = queries[:, None] - keys
-            whole = self.masks[None]
-            self.masks[window] = ((distance >= 0) if whole is None else whole) & (distance < window)
+            seen = distance >= 0 if self.all_pairs is None else self.all_pairs
+            self.masks[window] = seen if window is None else seen & (distance < window)
         return self.masks[window]
 
-    def restricted_to(self, queries: slice, device: torch.device) -> "_AttentionBlock | None":
-        """The block for those of its queries that are in `queries`, counted from their first; None if none is."""
-        start, end = max(self.start, queries.start), min(self.end, queries.stop)
-        if start >= end:
-            return None
-        path, mask, (of_queries, of_keys) = self.path, self.masks[None], self.positions
-        of_queries = of_queries[start - self.start : end - self.start]
-        if mask is not None:
-            mask = mask[start - self.start : end - self.start]
-        elif (start, end) != (self.start, self.end):  # causal: the keys are the nodes of the block itself
-            path, of_keys = slice(self.start, end), of_keys[: end - self.start]
-            mask = torch.ones(end - start, end - self.start, dtype=torch.bool, device=device).tril(start - self.start)
-        return _AttentionBlock(start - queries.start, end - queries.start, path, mask, (of_queries, of_keys))
+    def part(self, start: int, end: int, *, window: int | None = None, shift: int = 0) -> "_AttentionBlock":
+        """The block for the queries `start:end`, which are at `start + shift` in what it is given, without keys that
+        none of them attends to."""
+        queries, keys = self.positions
+        queries = queries[start - self.start : end - self.start]
+        if self.all_pairs is not None:
+            mask = self.all_pairs[start - self.start : end - self.start]
+            return _AttentionBlock(start + shift, end + shift, self.path, (queries, keys), mask)
+        last = len(keys) - (self.end - end)
+        first = 0 if window is None else max(0, last - (end - start) - window + 1)
+        path = self.path
+        path = slice(path.start + first, path.start + last) if isinstance(path, slice) else path[first:last]
+        return _AttentionBlock(start + shift, end + shift, path, (queries, keys[first:last]))
+
+
+def in_blocks(tensor: Tensor, size: int) -> Tensor:
+    """[1, heads, tokens, width] -> [blocks, heads, size, width], with zeros at the end."""
+    padded = F.pad(tensor.squeeze(0), (0, 0, 0, -tensor.shape[2] % size))
+    return padded.view(len(padded), -1, size, padded.shape[2]).transpose(0, 1)
 
 
 def _dense_block(chunks: tuple[TreeChunk, ...], positions: IntArray, device: torch.device) -> _AttentionBlock:
@@ -284,14 +332,14 @@ def _dense_block(chunks: tuple[TreeChunk, ...], positions: IntArray, device: tor
     start, end = chunks[0].start, chunks[-1].end
     of_nodes = torch.from_numpy(positions[start:end]).to(device)
     if len(chunks) == 1:
-        return _AttentionBlock(start, end, slice(start, end), None, (of_nodes, of_nodes))
+        return _AttentionBlock(start, end, slice(start, end), (of_nodes, of_nodes))
     mask = np.zeros((end - start, end - start), np.bool_)
     for chunk in chunks:
         size = chunk.end - chunk.start
         rows = slice(chunk.start - start, chunk.end - start)
         mask[rows, chunk.path[:-size] - start] = True
         mask[rows, rows] = np.tri(size, dtype=np.bool_)
-    return _AttentionBlock(start, end, slice(start, end), torch.from_numpy(mask).to(device), (of_nodes, of_nodes))
+    return _AttentionBlock(start, end, slice(start, end), (of_nodes, of_nodes), torch.from_numpy(mask).to(device))
 
 
 def _chunk_block(chunk: TreeChunk, device: torch.device) -> _AttentionBlock:
@@ -299,7 +347,5 @@ def _chunk_block(chunk: TreeChunk, device: torch.device) -> _AttentionBlock:
     size, length = chunk.end - chunk.start, len(chunk.path)
     along_path = torch.arange(length, device=device)
     positions = (along_path[length - size :], along_path)
-    if size == length:
-        return _AttentionBlock(chunk.start, chunk.end, slice(chunk.start, chunk.end), None, positions)
-    mask = torch.ones(size, length, dtype=torch.bool, device=device).tril(length - size)
-    return _AttentionBlock(chunk.start, chunk.end, torch.from_numpy(chunk.path).to(device), mask, positions)
+    path = slice(chunk.start, chunk.end) if size == length else torch.from_numpy(chunk.path).to(device)
+    return _AttentionBlock(chunk.start, chunk.end, path, positions)

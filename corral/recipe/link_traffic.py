@@ -2,8 +2,7 @@
 
 Estimates for trajectories of full length. A device that lacks a part of a tensor receives it once, over the links of
 its node where another device of its group is there; a node receives over the network what none of its devices has.
-Not in it: activations, which tensor, context and expert groups exchange (those of pipeline stages are), and what the
-controller sends.
+Not in it: activations that tensor and context groups exchange, and what the controller sends.
 """
 
 import math
@@ -13,7 +12,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from corral.recipe.memory import FLOAT32, human_bytes, num_trained_parameters
-from corral.recipe.mesh import MeshShape
+from corral.recipe.mesh import MeshShape, moves_by_all_to_all, other_ranks_of_token
 from corral.recipe.placement import transfer_kind
 from corral.recipe.schema import Recipe
 
@@ -42,7 +41,7 @@ def link_traffic(plan: "Plan") -> dict[str, Traffic]:
     """Returns what moves in a step, by its purpose. Empty where the model's shape is unknown."""
     if plan.shape is None:
         return {}
-    gathers, gradients, stages = Traffic(), Traffic(), Traffic()
+    gathers, gradients, stages, exchange = Traffic(), Traffic(), Traffic(), Traffic()
     updates = plan.recipe.batch.updates_per_step * plan.recipe.batch.ppo_epochs
     for role, mesh in plan.meshes.items():
         num_micro_batches = updates * micro_batches_per_update(plan.recipe, mesh)
@@ -53,11 +52,14 @@ def link_traffic(plan: "Plan") -> dict[str, Traffic]:
         forward_only = num_logprob_passes(plan, role) * num_micro_batches / plan.recipe.batch.ppo_epochs
         gathers += parameter_gather(plan, role) * forward_only
         stages += hidden_states(plan, role)
+        if mesh.expert > 1 and plan.shape.num_experts:
+            exchange += expert_exchange(plan, role) * num_passes(plan, role)
+    of_activations = {"pipeline stages": stages, "expert exchange": exchange}
     return {
         "parameter gathers": gathers,
         "gradient reduction": gradients,
-        **({"pipeline stages": stages} if stages != Traffic() else {}),
         "weight transfer": weight_transfer(plan),
+        **{what: traffic for what, traffic in of_activations.items() if traffic != Traffic()},
     }
 
 
@@ -99,6 +101,32 @@ def num_logprob_passes(plan: "Plan", role: str) -> int:
     is_reference = plan.algorithm.needs_reference and "reference" not in plan.meshes
     is_reference &= plan.recipe.reference.endpoint is None
     return int(plan.algorithm.old_logprobs == "recompute") + is_reference
+
+
+def num_passes(plan: "Plan", role: str) -> int:
+    """Passes over the tokens of a step in which activations travel: forward, of gradients, and forward again where
+    activations are computed twice."""
+    trained = 0 if role == "reference" else 2 + plan.recipe.train.gradient_checkpointing
+    return trained * plan.recipe.batch.ppo_epochs + num_logprob_passes(plan, role)
+
+
+def expert_exchange(plan: "Plan", role: str) -> Traffic:
+    """Tokens of a step on their way to their experts and back, in one pass through all layers."""
+    mesh, shape = plan.meshes[role], plan.shape
+    assert shape is not None
+    own = trained_tokens(plan.recipe) / (mesh.num_data * mesh.context) * shape.hidden_size * plan.weight_bytes
+    times = 2 * (shape.num_layers - shape.num_dense_layers)
+    routing = shape.num_experts, shape.experts_per_token, mesh.expert
+    if not moves_by_all_to_all(*routing):
+        return gather(plan, role, ("expert",), own * mesh.expert) * times
+    to_each = own * other_ranks_of_token(*routing) / (mesh.expert - 1)
+    within, across = 0, dict[int, float]()
+    for group in groups_along(mesh, plan.placement.roles[role], ("expert",)):
+        nodes = [device // plan.recipe.cluster.devices_per_node for device in group]
+        for node in nodes:
+            within = max(within, nodes.count(node) - 1)
+            across[node] = across.get(node, 0.0) + to_each * (len(nodes) - nodes.count(node))
+    return Traffic(to_each * within, max(across.values())) * times
 
 
 def parameter_gather(plan: "Plan", role: str) -> Traffic:

@@ -86,3 +86,20 @@ def deal_layers(sizes: Sequence[int], first: int, last: int, num_stages: int) ->
         best = found
     starts = [*best[len(sizes)][2], len(sizes)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def other_ranks_of_token(num_experts: int, experts_per_token: int, size: int) -> float:
+    """Mean number of the other ranks of an expert group that have an expert of a token, where each choice of experts is
+    as likely as any other."""
+    elsewhere = math.comb(num_experts - num_experts // size, experts_per_token)
+    return (size - 1) * (1 - elsewhere / math.comb(num_experts, experts_per_token))
+
+
+def moves_by_all_to_all(num_experts: int, experts_per_token: int, size: int) -> bool:
+    """Whether tokens reach their experts by an all-to-all, and not by gathering all tokens on all ranks of the group.
+
+    An all-to-all moves a token to `other_ranks_of_token`, a gather to all of the other ranks. But ranks first exchange
+    how many rows they send, and the host waits for these counts in each layer, so an all-to-all has to save at least a
+    fifth of the bytes. The rule has no number of tokens in it: all ranks have to come to the same answer.
+    """
+    return other_ranks_of_token(num_experts, experts_per_token, size) <= 0.8 * (size - 1)

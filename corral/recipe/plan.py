@@ -18,7 +18,7 @@ from corral.recipe.memory import (
     memory_table,
     num_trained_parameters,
 )
-from corral.recipe.mesh import MeshShape
+from corral.recipe.mesh import MeshShape, moves_by_all_to_all, other_ranks_of_token
 from corral.recipe.placement import (
     Placement,
     TransferKind,
@@ -370,6 +370,8 @@ def describe_cluster(plan: Plan) -> list[str]:
     lines = [f"weights  {weights}", f"runtime  {runtime}"]
     if plan.mesh_reason is not None:
         lines.append(f"mesh     {plan.mesh_reason}")
+    if plan.meshes["actor"].expert > 1 and plan.shape is not None and plan.shape.num_experts:
+        lines.append(f"experts  {describe_expert_exchange(plan.shape, plan.meshes['actor'].expert)}")
     if (teacher := plan.recipe.reference.endpoint) is not None:
         asked = f"{count(teacher.concurrency, 'request')} at once; it needs no device of this run"
         lines.append(f"teacher  {teacher.model} at {teacher.url}, {asked}")
@@ -384,6 +386,15 @@ def describe_mesh(mesh: MeshShape) -> str:
     """`2 shards x 2 tensor`; empty for one device."""
     sizes = {noun: getattr(mesh, name) for name, noun in MESH_NOUNS.items()}
     return " x ".join(f"{size} {noun}" for noun, size in sizes.items() if size > 1)
+
+
+def describe_expert_exchange(shape: ModelShape, size: int) -> str:
+    routing = shape.num_experts, shape.experts_per_token, size
+    others = f"{other_ranks_of_token(*routing):.2g} of {count(size - 1, 'other rank')}"
+    reached = f"a token has {count(shape.experts_per_token, 'expert')}, on {others} on average"
+    if moves_by_all_to_all(*routing):
+        return f"by all-to-all: {reached}, and goes only there"
+    return f"tokens are gathered on all ranks: {reached}, so an all-to-all would move hardly less"
 
 
 def describe_transfer(kind: TransferKind, actor: MeshShape, in_process: bool) -> str:

@@ -410,6 +410,15 @@ def lora_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         )
 
 
+def router_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if recipe.train.router_aux_loss_coef and recipe.train.parallel.pipeline > 1:
+        yield (
+            "`train.router_aux_loss_coef`: the load-balancing loss is one of all layers, and with "
+            f"`train.parallel.pipeline: {recipe.train.parallel.pipeline}` no rank has them all; set one of the two to "
+            "its default"
+        )
+
+
 def engine_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     rollout, engine = recipe.rollout, recipe.rollout.engine
     others = ["memory_fraction", "arguments"]
@@ -633,6 +642,7 @@ RULES: tuple[Rule, ...] = (
     kl_keys,
     correction_keys,
     lora_keys,
+    router_keys,
     engine_keys,
     shaping_keys,
     optimizer_keys,

@@ -617,6 +617,9 @@ class Train(Section):
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None
     """CPU threads of the trainer. None: all cores."""
+    router_aux_loss_coef: NaturalFloat = 0.0
+    """Coefficient of a mixture's load-balancing loss, as in transformers' models, of each micro-batch. It is added to
+    the policy loss of each token. 0: none, whatever the model's configuration says."""
 
 
 class Schedule(Section):

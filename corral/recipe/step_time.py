@@ -61,7 +61,10 @@ HOST_BYTES = 25e9
 
 def estimate_step_s(plan: Plan, kind: DeviceKind) -> dict[str, float]:
     """Returns seconds by stage of a step whose trajectories all have full length."""
-    stages = {"rollout": rollout_s(plan, kind), "weights": link_s(plan, kind, link_traffic(plan)["weight transfer"])}
+    traffic = link_traffic(plan)
+    stages = {"rollout": rollout_s(plan, kind), "weights": link_s(plan, kind, traffic["weight transfer"])}
+    if "expert exchange" in traffic:  # nothing is computed while tokens are on their way
+        stages["expert exchange"] = link_s(plan, kind, traffic["expert exchange"])
     stages |= {"log-probs": logprobs_s(plan, kind), "training": training_s(plan, kind), "offload": offload_s(plan)}
     return {stage: seconds for stage, seconds in stages.items() if seconds}
 

@@ -84,6 +84,8 @@ class LossStats:
     """Number of micro-batches of each rank."""
     num_idle_turns: int = 0
     """Turns in which a stage of a pipeline waits for others."""
+    expert_counts: list[list[int]] = field(default_factory=list)
+    """Tokens of each expert of a mixture, layer by layer."""
     unread: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
     """Sums, maxima and sums over pairs that are still on the device: reading them would wait for it."""
 
@@ -92,8 +94,9 @@ class LossStats:
         """Mean ratio of new to old probability, as the policy loss has it."""
         return self.sums.get("policy/ratio", 0.0) / max(self.num_tokens, 1)
 
-    def add(self, policy_loss: TokenLoss, entropy_sum: Tensor, pack: Pack) -> None:
-        sums = {**policy_loss.sums, "entropy": entropy_sum}
+    def add(self, policy_loss: TokenLoss, others: dict[str, Tensor], pack: Pack) -> None:
+        """`others`: sums of what is not the policy loss's own."""
+        sums = {**policy_loss.sums, **others}
         self.unread.append((sums, policy_loss.maxima, policy_loss.pair_sums))
         self.num_tokens += int(pack.counted.sum())
         self.num_pairs += 0 if pack.is_chosen is None else int(pack.is_chosen.sum())
@@ -116,14 +119,25 @@ class LossStats:
         for own, others in ((self.sums, other.sums), (self.pair_sums, other.pair_sums)):
             for key, value in others.items():
                 own[key] = own.get(key, 0.0) + value
+        if other.expert_counts:
+            own_counts = self.expert_counts or np.zeros_like(other.expert_counts)
+            self.expert_counts = np.add(own_counts, other.expert_counts).tolist()
         for key, value in other.maxima.items():
             self.maxima[key] = max(self.maxima.get(key, 0.0), value)
 
 
 def policy_loss_of(
-    algorithm: ResolvedAlgorithm, pack: Pack, update: UpdateTerms, stats: LossStats, logprobs: Tensor, entropy: Tensor
+    algorithm: ResolvedAlgorithm,
+    pack: Pack,
+    update: UpdateTerms,
+    stats: LossStats,
+    logprobs: Tensor,
+    entropy: Tensor,
+    router_loss: Tensor | None = None,
 ) -> Tensor:
-    """Returns a pack's contribution to the policy loss."""
+    """Returns a pack's contribution to the policy loss. `router_loss`: of its tokens together, times its coefficient.
+    Each token has it as a term, so that an update has the mean over its micro-batches, weighted as the aggregation
+    weighs tokens."""
     device = logprobs.device
     mask, offsets = (on_device(array, device) for array in (pack.counted, pack.offsets))
     column = {name: on_device(pack.column(name), device) for name in pack.batch.columns}
@@ -133,10 +147,15 @@ def policy_loss_of(
         pairs, is_chosen = on_device(pack.pairs, device), on_device(pack.is_chosen, device)
         terms = replace(terms, pairs=pairs, is_chosen=is_chosen)
     token_loss = policy_token_loss(algorithm.loss, terms)
-    stats.add(token_loss, (entropy.detach() * mask).sum(), pack)
+    sums = {"entropy": (entropy.detach() * mask).sum()}
     loss = token_loss.loss
+    if router_loss is not None:
+        sums["router_loss"] = router_loss.detach() * mask.sum()
+    stats.add(token_loss, sums, pack)
     if "correction" in column:
         loss = loss * column["correction"]
+    if router_loss is not None:
+        loss = loss + router_loss
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty = kl_penalty(algorithm.kl.estimator, logprobs, column["reference_logprobs"])
         loss = loss + update.kl_coefficient * penalty
@@ -189,6 +208,7 @@ class ModelWorker(Role, ABC):
         )
         stats.num_turns = len(packs)
         stats.num_idle_turns = self.mesh.shape.pipeline - 1 if packs else 0
+        stats.expert_counts = self.trainer.take_expert_counts()
         return stats.read()
 
     @abstractmethod
@@ -285,7 +305,14 @@ class ActorWorker(PolicyWorker):
             optimizer=self.recipe.optimizer,
             total_updates=self.num_updates,
             gradient_checkpointing=self.recipe.train.gradient_checkpointing,
+            with_router_loss=self.recipe.train.router_aux_loss_coef > 0,
         )
+
+    def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:
+        coefficient, loss = self.recipe.train.router_aux_loss_coef, super().loss_function(pack, terms, stats)
+        if not coefficient:
+            return loss
+        return lambda *outputs: loss(*outputs, router_loss=coefficient * self.trainer.router_loss())
 
     def compute_reference_logprobs(self, shards: Sequence[Batch | None]) -> list[FloatArray]:
         """The same without the model's adapters."""

@@ -8,7 +8,7 @@ sharded over processes.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,8 @@ from corral.model.lora import (
     transferred_names,
 )
 from corral.model.model_check import check_model, difference_on_stage, probe_sequences, raise_if_packing_differs
-from corral.model.model_parallel import ContextParallelAttention, pad_tree, rank_slice, reduce_from_group
+from corral.model.model_parallel import ContextParallelAttention, distribute_tree, holds_experts, reduce_from_group
+from corral.model.router_balance import RouterBalance
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, Optimizer
@@ -82,6 +83,7 @@ class _NativeTrainer:
         mesh: ProcessMesh | None,
         offload: Sequence[str],
         in_float32: Sequence[nn.Module] = (),
+        with_router_loss: bool = False,
     ) -> None:
         """`causal`: the transformers model in `model`; modules beside it compute `in_float32`. Without an `optimizer`
         the model is frozen."""
@@ -91,6 +93,12 @@ class _NativeTrainer:
         check_offload(self.mesh, offload)
         if is_general(causal):
             check_parallel(type(causal).__name__, self.mesh.groups.keys(), hasattr(causal, "vision"))
+        self.balance: RouterBalance | None = None
+        if with_router_loss and is_general(causal):
+            raise UserError("train.router_aux_loss_coef: models of the general path have no such loss; set it to 0")
+        num_experts = {module.num_experts for module in causal.modules() if holds_experts(module)}
+        if with_router_loss or (len(num_experts) == 1 and optimizer is not None and not is_general(causal)):
+            self.balance = RouterBalance(causal, with_router_loss)
         if self.mesh.groups.keys() & {"tensor", "expert"}:
             unfuse(causal)  # these replace modules within the layers, which fused layers do not call
         self.sharded = ShardedModel(
@@ -160,6 +168,8 @@ class _NativeTrainer:
         prediction = PackPrediction(pack or placeholder_pack(), self.mesh)
         if self.sharded.exchange is not None:
             prediction.max_nodes = self.mesh.max(prediction.num_nodes, "expert")
+        if pack is None:
+            prediction.num_own = 0
         return prediction
 
     def _forward(self, prediction: "PackPrediction", received: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -167,7 +177,15 @@ class _NativeTrainer:
         part of one copy of the model compute at the same time."""
         self._announce(prediction)
         outputs = self._outputs if self.mesh.is_last_stage else self._hidden_states
-        return self._on_stage(partial(outputs, prediction), received)
+        recording: AbstractContextManager[None] = nullcontext()
+        if self.balance is not None and torch.is_grad_enabled():
+            recording = self.balance.recording(prediction.num_own)
+        with recording:
+            return self._on_stage(partial(outputs, prediction), received)
+
+    def take_expert_counts(self) -> list[list[int]]:
+        groups = (self.mesh.groups[name] for name in ("context", "pipeline") if name in self.mesh.groups)
+        return [] if self.balance is None else self.balance.take_counts(self.mesh.device, groups)
 
     def _announce(self, prediction: "PackPrediction") -> None:
         """Tells layers with experts how many tokens other ranks have, before each pass: with gradient checkpointing the
@@ -333,6 +351,7 @@ class NativePolicyTrainer(_NativeTrainer):
         gradient_checkpointing: bool = False,
         mesh: ProcessMesh | None = None,
         offload: Sequence[str] = (),
+        with_router_loss: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -342,6 +361,7 @@ class NativePolicyTrainer(_NativeTrainer):
             gradient_checkpointing=gradient_checkpointing,
             mesh=mesh,
             offload=offload,
+            with_router_loss=with_router_loss,
         )
         self.temperature = temperature
         self.logits_chunk = logits_chunk or LOGITS_CHUNK[self.mesh.device.type]
@@ -358,6 +378,10 @@ class NativePolicyTrainer(_NativeTrainer):
 
     def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, PolicyLoss | None]]) -> float:
         return self._forward_backward(micro_batches)
+
+    def router_loss(self) -> Tensor:
+        assert self.balance is not None
+        return self.balance.loss(self.mesh.groups.get("context"))
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         """(log-probs, entropy)"""
@@ -455,13 +479,20 @@ class PackPrediction:
     def __init__(self, pack: Pack, mesh: ProcessMesh) -> None:
         self.device, self.group = mesh.device, mesh.groups.get("context")
         self.num_tokens, self.images = len(pack.flat), pack.batch.images
-        self.tree, self.nodes = pack.tree, slice(0, pack.tree.num_nodes)
+        self.tree, self.nodes = pack.tree, np.arange(pack.tree.num_nodes)
         sources, targets = pack.sources, pack.targets
-        if self.group is not None:
-            self.tree = pad_tree(pack.tree, self.group.size())
-            self.nodes = rank_slice(self.tree, self.group)
-            own = (sources >= self.nodes.start) & (sources < self.nodes.stop)
-            sources, targets = sources[own] - self.nodes.start, targets[own]
+        self.attention: AttentionContext
+        if self.group is None:
+            self.attention = TreeAttention(self.tree, self.device)
+        else:
+            distributed = distribute_tree(pack.tree, self.group.size())
+            self.tree, self.nodes = distributed.tree, distributed.nodes(self.group.rank())
+            self.attention = ContextParallelAttention(distributed, self.device, self.group)
+            index = np.searchsorted(self.nodes, sources).clip(max=len(self.nodes) - 1)
+            own = self.nodes[index] == sources
+            sources, targets = index[own], targets[own]
+        self.num_own = int((self.nodes < pack.tree.num_nodes).sum())
+        """Number of nodes that this rank computes, without padding, which is behind them."""
         rows, row_of_target = np.unique(sources, return_inverse=True)
         if self.group is not None and not len(rows):
             rows = np.zeros(1, np.int64)  # there is nothing to predict here, but every rank takes part in the backward
@@ -479,7 +510,7 @@ class PackPrediction:
     @property
     def num_nodes(self) -> int:
         """Number of nodes that this rank computes."""
-        return self.nodes.stop - self.nodes.start
+        return len(self.nodes)
 
     def hidden(self, causal: Any) -> Tensor:
         """[rows, width], the last hidden states of a transformers model."""
@@ -489,12 +520,7 @@ class PackPrediction:
         """[nodes, width]"""
         tokens = on_device(self.tree.tokens[self.nodes], self.device)
         positions = on_device(self.tree.positions[self.nodes], self.device)
-        attention: AttentionContext
-        if self.group is None:
-            attention = TreeAttention(self.tree, self.device)
-        else:
-            attention = ContextParallelAttention(self.tree, self.device, self.group)
-        return forward_hidden(causal, tokens, positions, attention)
+        return forward_hidden(causal, tokens, positions, self.attention)
 
     def by_sequence(self, forward: SequenceForward) -> Tensor:
         """[rows, width], what a model of the general path computes, one sequence after the other."""

@@ -36,6 +36,11 @@ class Trainer(Protocol):
         `deferred` takes copies of tensors, to write them while training goes on. OSError on all ranks if one fails."""
         ...
 
+    def take_expert_counts(self) -> list[list[int]]:
+        """Tokens of this rank's packs that each expert of a mixture was trained with, layer by layer, since the last
+        call. Empty where there are no experts, or their tokens are not counted (the general path)."""
+        ...
+
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. The weights of a policy are not restored: it is built from the checkpoint."""
         ...
@@ -63,6 +68,10 @@ class PolicyTrainer(Trainer, Protocol):
         """Adds the gradients of the packs' contributions to the loss, and returns the sum of the contributions. After
         one that is not finite the next update is skipped. Without a pack there is no loss, and the contribution is 0;
         it is also 0 on all stages of a pipeline but the last, where losses are computed."""
+        ...
+
+    def router_loss(self) -> Tensor:
+        """The load-balancing loss of the pack whose loss is being computed."""
         ...
 
     def zero_grad(self) -> None:

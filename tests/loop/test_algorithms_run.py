@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from runs import steps_here, steps_in_mode, steps_of, train_here
+from tiny import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from corral.observe.ledger import Ledger
 from corral.observe.trajectory_store import read_trajectories
@@ -45,6 +48,22 @@ def test_several_updates_and_passes(tmp_path: Path, tiny_model: Path, name: str)
     steps = steps_here(tmp_path, tiny_model, f"algorithm.name={name}", *overrides)
     assert [row["updates/made"] + row["updates/empty"] for row in steps] == [6, 6]
     assert all(row["policy/ratio_deviation"] > 1e-3 for row in steps)  # the later updates are off-policy
+
+
+def test_the_loss_of_a_router_is_trained_where_rewards_are_equal(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    with torch.no_grad():  # all tokens have something in common, and the first expert is chosen for it
+        model.model.embed_tokens.weight[:, 0] += 0.1
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[0, 0] += 0.04
+    model.save_pretrained(tmp_path / "mixture")
+    tiny_tokenizer().save_pretrained(tmp_path / "mixture")
+    overrides = (*ALWAYS, "train.router_aux_loss_coef=0.5", "optimizer.learning_rate=0.001")
+    first, last = steps_here(tmp_path, tmp_path / "mixture", *overrides)
+    assert 0.5 * 2 < last["policy/router_loss"] < first["policy/router_loss"]  # two experts: 2 is the least there is
+    assert all(1 < row["experts/load_max"] <= 2 for row in (first, last))  # two of four experts for each token
+    assert all(row["experts/unused"] < 0.5 for row in (first, last))
 
 
 def test_dynamic_sampling_replaces_zero_variance_groups(tmp_path: Path, tiny_model: Path) -> None:

@@ -9,8 +9,8 @@ from tiny import DEVICE, tiny_config
 from transformers import AutoModelForCausalLM
 
 from corral.data.batch import TokenTree
-from corral.model.attention import AttentionKernel, TreeAttention, forward_hidden, register
-from corral.model.model_parallel import pad_tree
+from corral.model.attention import AttentionKernel, TreeAttention, _AttentionBlock, forward_hidden, register
+from corral.model.model_parallel import distribute_tree
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
@@ -79,21 +79,49 @@ def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> Non
 @pytest.mark.parametrize("call_cost", [0, 10**9], ids=["chunk by chunk", "with one mask"])
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("kernel", [AttentionKernel(), AttentionKernel(window=3)], ids=["all", "window"])
-def test_slices_of_queries_are_parts_of_the_whole(
+def test_runs_of_queries_are_parts_of_the_whole(
     call_cost: int, parts: int, kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ranks of a context group compute. The tree has several roots, and padding at its end."""
+    """What ranks of a context group compute. The tree has several roots, and padding at its end. A window that leaves
+    out most keys is computed some queries at a time."""
     monkeypatch.setattr(TreeAttention, "CALL_COST", call_cost)
-    tree = pad_tree(TokenTree.build([*sequences(), np.array([9, 8, 7, 6, 5])]), parts)
-    assert tree.num_nodes % parts == 0
+    distributed = distribute_tree(TokenTree.build([*sequences(), np.arange(20, 61)]), parts)
+    tree = distributed.tree
+    assert tree.num_nodes % (2 * parts) == 0
     assert [chunk.end for chunk in tree.chunks] == [*(chunk.start for chunk in tree.chunks[1:]), tree.num_nodes]
     query, key, value = torch.randn(3, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     whole = TreeAttention(tree, DEVICE).attend(0, query, key, value, kernel)
-    length = tree.num_nodes // parts
-    for start in range(0, tree.num_nodes, length):
-        own = slice(start, start + length)
-        part = TreeAttention(tree, DEVICE, own).attend(0, query[:, :, own], key, value, kernel)
-        torch.testing.assert_close(part, whole[:, :, own], atol=2e-6, rtol=2e-5)
+    monkeypatch.setattr(_AttentionBlock, "MIN_QUERIES", 2)
+    seen = []
+    for rank in range(parts):
+        nodes, runs = distributed.nodes(rank), distributed.runs(rank)
+        assert np.concatenate([np.arange(run.start, run.stop) for run in runs]).tolist() == nodes.tolist()
+        part = TreeAttention(tree, DEVICE, runs).attend(0, query[:, :, nodes], key, value, kernel)
+        torch.testing.assert_close(part, whole[:, :, nodes], atol=2e-6, rtol=2e-5)
+        seen += nodes.tolist()
+    assert sorted(seen) == list(range(tree.num_nodes))
+
+
+LONG = np.arange(100_000)
+SAMPLES = [np.concatenate([LONG[:3000], [i], LONG[: 500 + 600 * i]]) for i in range(8)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "sequences",
+    [[LONG], SAMPLES, [LONG[:20_000], *(np.array([i, *LONG[:400]]) for i in range(1, 40))]],
+    ids=["one long sequence", "samples of a prompt", "one long and many short"],
+)
+def test_ranks_of_a_context_group_have_equal_work(sequences: list[np.ndarray], num_ranks: int) -> None:
+    distributed = distribute_tree(TokenTree.build(sequences), num_ranks)
+    chunks = distributed.tree.chunks
+    pairs = np.zeros(distributed.tree.num_nodes)  # counted key by key, from what attention gets
+    for chunk in chunks:
+        pairs[chunk.start : chunk.end] = len(chunk.path) - np.arange(chunk.end - chunk.start)[::-1]
+    work = [pairs[distributed.nodes(rank)].sum() for rank in range(num_ranks)]
+    assert max(work) < 1.05 * np.mean(work)
+    slices = pairs.reshape(num_ranks, -1).sum(1)
+    assert slices.max() > 1.1 * slices.mean()  # which contiguous slices have not
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -104,7 +132,8 @@ def test_one_call_for_all_chunks_is_the_same_attention(
 ) -> None:
     """As on a GPU in bfloat16; here in float32, so that no rounding hides a key too much."""
     distinct = [np.array([n, *range(10, 14 + n)]) for n in range(4)]
-    tree = pad_tree(TokenTree.build(sequences() if alike else distinct), parts)
+    distributed = distribute_tree(TokenTree.build(sequences() if alike else distinct), parts)
+    tree = distributed.tree
     query, key, value, upstream = torch.randn(
         4, 1, 4, tree.num_nodes, 8, generator=torch.Generator().manual_seed(2)
     ).to(DEVICE)
@@ -112,13 +141,11 @@ def test_one_call_for_all_chunks_is_the_same_attention(
     key, value, upstream = key[:, :2].requires_grad_(), value[:, :2, :, :6].requires_grad_(), upstream[..., :6]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE).requires_grad_()
     kernel = AttentionKernel(scale=0.3, window=window, sinks=sinks if has_sinks else None)
-    length = tree.num_nodes // parts
-    for start in range(0, tree.num_nodes, length):
-        own = slice(start, start + length)
-        results = []
+    for rank in range(parts):
+        own, results = distributed.nodes(rank), []
         for in_one_call in (False, True):
             monkeypatch.setattr("corral.model.attention.has_flash", lambda _, answer=in_one_call: answer)
-            attention = TreeAttention(tree, DEVICE, None if parts == 1 else own)
+            attention = TreeAttention(tree, DEVICE, None if parts == 1 else distributed.runs(rank))
             output = attention.attend(0, query[:, :, own], key, value, kernel)
             assert ("varlen" in attention.__dict__) == in_one_call
             results.append(

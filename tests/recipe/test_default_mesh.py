@@ -2,17 +2,20 @@
 
 import itertools
 import json
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 from conftest import Load
 
 from corral.recipe.default_mesh import UNKNOWN
 from corral.recipe.errors import RecipeError
 from corral.recipe.link_traffic import Traffic, link_traffic
-from corral.recipe.mesh import MeshShape, deal_layers
+from corral.recipe.mesh import MeshShape, deal_layers, other_ranks_of_token
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
@@ -188,6 +191,38 @@ def test_experts_that_are_spread_are_gathered_by_fewer(load: Load) -> None:
     gathers = link_traffic(plan)["parameter gathers"]
     assert gathers.within_node == 2 * 4 * others * 3 / 4
     assert gathers.across_nodes == 2 * (4 * others / 2 + 2 * 4 * (experts / 2) / 2)
+
+
+MIXTURE = ModelShape(64, 3, 4, 4, 16, 128, 256, True, num_experts=8, experts_per_token=1, num_dense_layers=1)
+
+
+@pytest.mark.parametrize(("experts_per_token", "to_another"), [(1, 1 / 4), (8, 1.0)])
+def test_tokens_on_their_way_to_experts_are_counted(load: Load, experts_per_token: int, to_another: float) -> None:
+    """One expert for each token: an all-to-all, to a quarter of the ranks. All experts: everything is gathered."""
+    batch = ("batch.prompts_per_step=8", "data.max_prompt_tokens=1024", "rollout.max_response_tokens=256")
+    shape = replace(MIXTURE, experts_per_token=experts_per_token)
+    recipe = load(*TWO_NODES, *batch, "train.parallel.expert=4", "algorithm.old_logprobs=engine", "model.dtype=float32")
+    plan = make_plan(recipe, shape)
+    tokens = (8 * 1024 + 64 * 256) / 4
+    # There and back, in 2 layers, forward and backward, 4 bytes a number; a node has two of the four devices.
+    moved = 2 * 2 * 2 * tokens * 64 * 4
+    within = 1 if experts_per_token == 1 else 3  # a gather counts what comes over the network as passed on within
+    across = 4 if experts_per_token == 1 else 2  # and sends it to a node once, for both of its devices
+    expected = Traffic(moved * within * to_another, moved * across * to_another)
+    assert link_traffic(plan)["expert exchange"] == expected
+    how = (
+        "by all-to-all: a token has 1 expert, on 0.75 of 3"
+        if experts_per_token == 1
+        else "tokens are gathered on all ranks"
+    )
+    assert f"experts  {how}" in plan.text()
+
+
+@pytest.mark.parametrize(("num_experts", "per_token", "size"), [(8, 2, 2), (12, 3, 4), (8, 8, 4), (6, 1, 3)])
+def test_a_token_goes_to_the_mean_of_ranks_over_all_choices(num_experts: int, per_token: int, size: int) -> None:
+    ranks = np.arange(num_experts) // (num_experts // size)
+    others = [len({*ranks[list(choice)]} - {0}) for choice in combinations(range(num_experts), per_token)]
+    assert other_ranks_of_token(num_experts, per_token, size) == pytest.approx(np.mean(others))
 
 
 def test_the_plan_prints_links_only_where_something_travels(load: Load) -> None:

@@ -41,14 +41,17 @@ def mesh_of(shape: MeshShape | None) -> ProcessMesh | None:
 
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Heads, hidden units, experts and layers can be cut into 2, 3 and 4. `llama/sdpa`: on the general path;
-    `llama+lora`: with adapters."""
+    `llama+lora`: with adapters; `qwen3_moe*6`: with so many of 12 experts for each token."""
     register()
+    family, _, experts_per_token = family.partition("*")
     family, _, lora = family.partition("+")
     family, _, attention = family.partition("/")
     config = tiny_config(family)
     config.update({"hidden_size": 48, "head_dim": 4, "num_attention_heads": 24, "num_key_value_heads": 12})
     config.update({"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 12, "num_local_experts": 12})
     config.update({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4})
+    if experts_per_token:
+        config.num_experts_per_tok = int(experts_per_token)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention or "corral").eval()
     for name, parameter in model.named_parameters():

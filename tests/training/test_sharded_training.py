@@ -1,9 +1,12 @@
 """Training on several processes is training on one: the same gradient and weights, to rounding, on every mesh."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
+import numpy as np
 import pytest
+import sharded_cases
 import torch
 from sharded_cases import (
     Outcome,
@@ -19,12 +22,19 @@ from sharded_cases import (
     weights_of,
 )
 from team import Team
+from tiny import SHAPE
 from trajectories import small_batch
+from transformers import AutoModelForCausalLM, MistralConfig
 
+from corral.data.batch import Batch, Trajectory
+from corral.model.model_loading import load_model
 from corral.recipe.errors import UserError
-from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Optimizer
-from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.recipe.load import load_recipe
+from corral.recipe.mesh import MeshShape, moves_by_all_to_all
+from corral.recipe.plan import make_plan
+from corral.recipe.schema import Model, Optimizer
+from corral.recipe.shape import ModelShape
+from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, PackPrediction, ValueModel
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +89,47 @@ def test_biases_and_a_head_of_its_own_are_cut_right(team: Teams, shape: MeshShap
 @pytest.mark.parametrize("shape", DEALT, ids=name)
 def test_experts_are_dealt_on_every_mesh(team: Teams, shape: MeshShape) -> None:
     check(team(shape.size).run(on_mesh, shape, "qwen3_moe"), alone("qwen3_moe"), shape)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=4), MeshShape(expert=2, tensor=2)], ids=name)
+def test_tokens_of_many_experts_are_gathered_and_the_gradient_is_the_same(team: Teams, shape: MeshShape) -> None:
+    assert not moves_by_all_to_all(12, 6, shape.expert)
+    assert moves_by_all_to_all(12, 2, shape.expert)  # as in the other tests
+    check(team(shape.size).run(on_mesh, shape, "qwen3_moe*6"), alone("qwen3_moe*6"), shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_moe+lora", torch.float32), ("qwen3_moe", torch.bfloat16), ("qwen3_moe*6", torch.bfloat16)],
+)
+def test_experts_are_dealt_where_they_are_frozen_or_in_bfloat16(team: Teams, family: str, dtype: torch.dtype) -> None:
+    outcomes, expected = team(2).run(on_mesh, MeshShape(expert=2), family, dtype), alone(family, dtype)
+    for outcome in outcomes:
+        assert deviation(outcome.gradients, expected.gradients) < (5e-6 if dtype == torch.float32 else 0.1)
+        assert outcome.norms == pytest.approx(expected.norms, rel=5e-6 if dtype == torch.float32 else 0.03)
+
+
+def routed_to(experts: tuple[int, ...], shape: MeshShape | None) -> Outcome:
+    """Every token goes to the same two of 12 experts."""
+    mesh, model = mesh_of(shape), build_model("qwen3_moe")
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            preferred = torch.zeros(12)
+            preferred[list(experts)] = torch.tensor([9.0, 8.0])
+            module.register_forward_hook(partial(replace_choice, preferred))
+    return sharded_cases.outcome(policy_of(model, mesh), mesh)
+
+
+def replace_choice(preferred: torch.Tensor, module: object, inputs: object, output: tuple[torch.Tensor, ...]) -> object:
+    logits = output[0] * 0.1 + preferred
+    weights, chosen = logits.softmax(-1).topk(2, -1)
+    return logits, weights, chosen
+
+
+@pytest.mark.parametrize("shape", [MeshShape(expert=2), MeshShape(expert=4)], ids=name)
+@pytest.mark.parametrize("experts", [(0, 1), (0, 11), (11, 10)], ids=str)
+def test_ranks_whose_experts_get_no_token_take_part(team: Teams, shape: MeshShape, experts: tuple[int, ...]) -> None:
+    check(team(shape.size).run(routed_to, experts, shape), routed_to(experts, None), shape)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +188,52 @@ def test_offloading_changes_nothing(team: Teams, shape: MeshShape, offload: Sequ
 )
 def test_bfloat16_is_as_close_as_it_can_be(team: Teams, shape: MeshShape) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.bfloat16), alone("llama", torch.bfloat16), shape, tolerance=0.03)
+
+
+# --- long trajectories
+
+LENGTH = 131_072
+LONG_RECIPE = f"""\
+name: long
+model: {{path: model}}
+data: {{train: {{path: rows.jsonl}}, max_prompt_tokens: 1024}}
+rollout: {{max_response_tokens: {LENGTH - 1024}}}
+batch: {{prompts_per_step: 2, samples_per_prompt: 2, max_tokens_per_micro_batch: {LENGTH}}}
+schedule: {{steps: 1}}
+cluster: {{devices_per_node: 2}}
+train: {{parallel: {{context: 2}}}}
+"""
+
+
+def weights_after_a_long_trajectory(folder: Path, shape: MeshShape | None) -> tuple[dict[str, torch.Tensor], int]:
+    """And the number of tokens that this process computed."""
+    mesh = mesh_of(shape)
+    model = load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+    optimizer = Optimizer(learning_rate=1e-2, epsilon=1e-2)
+    policy = NativePolicyTrainer(model, temperature=1.0, logits_chunk=4096, optimizer=optimizer, mesh=mesh)
+    tokens = np.random.default_rng(1).integers(3, 90, LENGTH)
+    [pack] = Batch.of([Trajectory.from_tokens(tokens.tolist(), 1024)]).pack(LENGTH)
+    policy.forward_backward(pack, lambda logprobs, _: (logprobs * torch.linspace(-1e-4, 1e-4, LENGTH)).sum())
+    assert not policy.step().skipped
+    return weights_of(policy), PackPrediction(pack, policy.mesh).num_nodes
+
+
+def test_a_trajectory_of_128k_tokens_is_planned_and_trained(
+    team: Teams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": LENGTH, "sliding_window": 256, "head_dim": 8}
+    config = MistralConfig(**SHAPE | sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    Path("recipe.yaml").write_text(LONG_RECIPE)
+    plan = make_plan(load_recipe("recipe.yaml"), ModelShape.find("model"))
+    assert plan.recipe.max_trained_tokens == LENGTH
+    assert plan.meshes["actor"] == MeshShape(context=2)
+    expected, _ = weights_after_a_long_trajectory(tmp_path / "model", None)
+    for weights, num_tokens in team(2).run(weights_after_a_long_trajectory, tmp_path / "model", plan.meshes["actor"]):
+        assert num_tokens == LENGTH // 2
+        assert deviation(weights, expected) < 1e-5
 
 
 # --- what is not finite
