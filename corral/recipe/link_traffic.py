@@ -46,8 +46,8 @@ def link_traffic(plan: "Plan") -> dict[str, Traffic]:
     for role, mesh in plan.meshes.items():
         num_micro_batches = updates * micro_batches_per_update(plan.recipe, mesh)
         if role != "reference":
-            # A sharded model reduces gradients in the backward pass of each micro-batch; whole copies once an update.
-            gradients += gradient_reduction(plan, role) * (updates if mesh.is_whole else num_micro_batches)
+            # Shards are summed in the backward pass of each micro-batch, replicas once an update.
+            gradients += gradient_scatter(plan, role) * num_micro_batches + replica_sum(plan, role) * updates
             gathers += parameter_gather(plan, role) * (2 * num_micro_batches)  # forward, and again backward
         forward_only = num_logprob_passes(plan, role) * num_micro_batches / plan.recipe.batch.ppo_epochs
         gathers += parameter_gather(plan, role) * forward_only
@@ -139,14 +139,18 @@ def parameter_gather(plan: "Plan", role: str) -> Traffic:
     return dense + gather(plan, role, ("shard", "context"), num_experts * size / mesh.expert)
 
 
-def gradient_reduction(plan: "Plan", role: str) -> Traffic:
-    """Scattered sums over a copy's devices, in float32, and sums of these over the copies: each is one gather's bytes,
-    and a sum that all have is two."""
+def gradient_scatter(plan: "Plan", role: str) -> Traffic:
+    """Scattered sums over a copy's devices, in float32: one gather's bytes."""
     assert plan.shape is not None
-    mesh = plan.meshes[role]
-    num_trained = num_trained_parameters(plan.recipe, plan.shape)
-    scattered = gather(plan, role, ("shard", "expert", "context"), num_trained * FLOAT32 / mesh.tensor / mesh.pipeline)
-    return scattered + gather(plan, role, ("replicate",), num_trained * FLOAT32 * mesh.replicate / mesh.size) * 2
+    mesh, num_trained = plan.meshes[role], num_trained_parameters(plan.recipe, plan.shape)
+    return gather(plan, role, ("shard", "expert", "context"), num_trained * FLOAT32 / mesh.tensor / mesh.pipeline)
+
+
+def replica_sum(plan: "Plan", role: str) -> Traffic:
+    """Sums over the copies of what a device has of the gradient, in float32. All have them: two gathers' bytes."""
+    assert plan.shape is not None
+    mesh, num_trained = plan.meshes[role], num_trained_parameters(plan.recipe, plan.shape)
+    return gather(plan, role, ("replicate",), num_trained * FLOAT32 * mesh.replicate / mesh.size) * 2
 
 
 def weight_transfer(plan: "Plan") -> Traffic:

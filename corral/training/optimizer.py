@@ -300,11 +300,11 @@ class MasterWeight:
 
 
 def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:
-    """Sums what the backward pass has not: over replicas where nothing is sharded, within tensor groups, and of an
-    embedding that is also the head over the two ends of a pipeline."""
+    """Sums what the backward pass has not: over replicas, within tensor groups, and of an embedding that is also the
+    head over the two ends of a pipeline."""
     mesh = layout.mesh
+    sum_over_replicas(masters, layout)
     if not mesh.is_sharded:
-        sum_over_replicas(masters, layout)
         return
     tied = [master for master in masters if len(layout[master.name].stages) > 1]
     for master in tied:
@@ -321,7 +321,7 @@ def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:
 
 def sum_over_replicas(masters: list[MasterWeight], layout: ShardingLayout) -> None:
     mesh = layout.mesh
-    if mesh.shape.size == 1:
+    if mesh.shape.replicate == 1:
         return
     # An expert that no token of this rank went to has no gradient here; all ranks must reduce the same list of tensors.
     has_gradient = torch.tensor([master.gradient is not None for master in masters], dtype=torch.float32)

@@ -31,7 +31,8 @@ class ProcessMesh:
         that hold the parts of one copy; and with experts `expert_sharded`: those that hold the parts of the same
         experts."""
         self.dense: Any = None
-        """DeviceMesh over which a parameter is sharded; two-dimensional if there are replicas."""
+        """DeviceMesh over which a parameter is sharded. Replicas are not in it: FSDP would sum gradients over them in
+        every micro-batch, and `sum_gradients` does it once for an update."""
         self.by_expert: Any = None
         """The same for the parameters of experts, which are distributed over the expert group already."""
 
@@ -51,10 +52,10 @@ class ProcessMesh:
                 self.groups[name] = self._group([name], timeout)
         if self.is_sharded:
             self.groups["sharded"] = self._group(["shard", "expert", "context"], timeout)
-            self.dense = self._device_mesh("sharded", ["shard", "expert", "context"])
+            self.dense = self._device_mesh("sharded")
         if "expert" in self.groups:
             self.groups["expert_sharded"] = self._group(["shard", "context"], timeout)
-            self.by_expert = self._device_mesh("expert_sharded", ["shard", "context"])
+            self.by_expert = self._device_mesh("expert_sharded")
 
     def _ranks(self, dimensions: Sequence[str]) -> Tensor:
         """[all else, these dimensions]"""
@@ -70,17 +71,11 @@ class ProcessMesh:
         group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0]
         return group
 
-    def _device_mesh(self, group: str, dimensions: Sequence[str]) -> Any:
-        """A DeviceMesh for FSDP over groups that exist: one made anew would open more connections."""
+    def _device_mesh(self, group: str) -> Any:
+        """A DeviceMesh for FSDP over a group that exists: one made anew would open more connections."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        kind = self.device.type
-        if "replicate" not in self.groups:
-            return DeviceMesh.from_group(self.groups[group], kind, mesh_dim_names=(group,))
-        both = self._ranks(["replicate", *dimensions])
-        own = both[(both == self.rank).any(dim=1)].reshape(self.shape.replicate, -1)
-        groups = [self.groups["replicate"], self.groups[group]]
-        return DeviceMesh.from_group(groups, kind, mesh=own, mesh_dim_names=("replicate", group))
+        return DeviceMesh.from_group(self.groups[group], self.device.type, mesh_dim_names=(group,))
 
     @property
     def is_sharded(self) -> bool:

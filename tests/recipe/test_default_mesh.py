@@ -156,6 +156,9 @@ def test_shards_move_for_each_micro_batch_and_whole_copies_for_each_update(load:
     assert traffic_of(sharded) == pytest.approx([(4 * 6, 4 * 4), (4 * 3, 4 * 2), (3, 2)])
     whole = make_plan(load(*TWO_NODES, *batch, "train.parallel.replicate=4"), SMOLLM2_135M)
     assert traffic_of(whole) == pytest.approx([(0, 0), (2 * 6, 2 * 4), (0, 0)])
+    # Shards are summed within the nodes in each of four micro-batches, and over the nodes in each of two updates.
+    both = make_plan(load(*TWO_NODES, *batch, "train.parallel={shard: 2, replicate: 2}"), SMOLLM2_135M)
+    assert traffic_of(both)[1] == pytest.approx((4 * 2, 2 * 4))
 
 
 def test_stages_exchange_hidden_states_and_their_gradients(load: Load) -> None:
