@@ -205,6 +205,21 @@ def view(
     view_server.serve(folders, host, port, token=token, report=lambda text: print(text, flush=True))
 
 
+@app.command(epilog=examples("corral compare runs/my-run runs/my-run-2"))
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Folders of runs.")],
+    as_json: AsJson = False,
+) -> None:
+    """Put runs beside each other: held-out scores, reward, speed, minutes, keys in which their recipes differ."""
+    from corral.view import terminal_view
+
+    found = terminal_view.compare(terminal_view.open_runs(runs))
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        terminal_view.print_comparison(found)
+
+
 @app.command(epilog=examples("corral data gsm8k --out data/gsm8k"))
 def data(
     name: Annotated[str, typer.Argument(help="Name of the data set: gsm8k, math, countries.")],
