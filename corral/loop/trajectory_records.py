@@ -123,6 +123,7 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
             "parent": parent,
             "num_shared": num_shared,
             "tool_errors": trajectory.tool_errors,
+            **frame_columns(trajectory.frames),
             "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
             "turn_starts": [first - start for first, _ in turns],
             "turn_ends": [end - start for _, end in turns],
@@ -138,6 +139,17 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
             "logprobs": trajectory.logprobs[start:],
             "versions": trajectory.versions[start:],
         }
+
+
+def frame_columns(frames: Sequence[str | bytes | None]) -> dict[str, list[str] | list[bytes]]:
+    """What the environment drew: `frames` if that is text, `pictures` if it is PNG files; one for each state, empty
+    where it drew nothing of that kind."""
+    columns: dict[str, list[str] | list[bytes]] = {}
+    if any(isinstance(frame, str) for frame in frames):
+        columns["frames"] = [frame if isinstance(frame, str) else "" for frame in frames]
+    if any(isinstance(frame, bytes) for frame in frames):
+        columns["pictures"] = [frame if isinstance(frame, bytes) else b"" for frame in frames]
+    return columns
 
 
 def step_samples(trajectories: Sequence[Trajectory], batch: Batch, tokenizer: Any, num_shown: int) -> StepSamples:

@@ -1,8 +1,9 @@
 """The trajectories of a run, one Parquet file for each step and part: written whole, read one by one.
 
-Columns have plain types (texts, numbers, lists of them), so that pandas, polars and DuckDB read the files as they are.
-Those that a list of trajectories shows come first. What is long (text, tokens, and numbers that go with tokens) is read
-only of the trajectory that is looked at, with the others of its row group, which is small for that reason.
+Columns have plain types (texts, numbers, pictures, lists of them), so that pandas, polars and DuckDB read the files as
+they are. Those that a list of trajectories shows come first. What is long (text, tokens, and numbers that go with
+tokens) is read only of the trajectory that is looked at, with the others of its row group, which is small for that
+reason.
 
 Earlier releases wrote JSON lines (`.jsonl.gz`), which are still read.
 """
@@ -72,6 +73,8 @@ DETAILS = {
     "tool_errors": pa.list_(pa.string()),
     "prompt": pa.string(),
     "response": pa.string(),
+    "frames": pa.list_(pa.string()),
+    "pictures": pa.list_(pa.binary()),
     **{name: pa.list_(kind) for name, kind in {**PER_TURN, **PER_TOKEN}.items()},
     **{name: pa.list_(pa.float32()) for name in LOGPROBS_AND_VALUES},
 }
@@ -159,7 +162,7 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
             numbers = (row[kind].get(name) for row in rows)
             return pa.array([None if number is None else float(number) for number in numbers], field.type)
         values = [row.get(field.name) for row in rows]
-        if pa.types.is_list(field.type) and not pa.types.is_string(field.type.value_type):
+        if pa.types.is_list(field.type) and pa.types.is_primitive(field.type.value_type):
             return _lists(values, field.type)
         try:
             return pa.array(values, field.type)
@@ -291,7 +294,7 @@ def _records(table: pa.Table) -> Iterator[dict[str, Any]]:
 def _values(column: pa.ChunkedArray) -> list[Any]:
     """The values of a column as Python has them, None for those that are null or not finite."""
     kind = column.type
-    if not pa.types.is_list(kind) or pa.types.is_string(kind.value_type):
+    if not pa.types.is_list(kind) or not pa.types.is_primitive(kind.value_type):
         values = column.to_pylist()
         return [_finite(value) for value in values] if pa.types.is_floating(kind) else values
     found: list[Any] = []

@@ -8,6 +8,7 @@ no request can name a path.
 import json
 import os
 import threading
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -188,6 +189,8 @@ class RunReader:
         tokenizer of the run, where it has one."""
         self._check_part(step, part)
         record = self.store.trajectory(step, index, part)
+        if pictures := record.get("pictures"):
+            record["pictures"] = [f"data:image/png;base64,{b64encode(one).decode()}" if one else "" for one in pictures]
         if record.get("response_pieces") is not None:
             return {**record, "index": index}
         prompt, response = record.get("prompt_tokens") or [], record.get("response_tokens") or []

@@ -1,5 +1,6 @@
 """The page of `corral view` in a real browser: every page, by click and key, without an error."""
 
+import io
 import threading
 import time
 from collections.abc import Iterator
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, browser
+from PIL import Image
 from served import running
-from view_runs import HOSTILE, lines_of, metrics_of, write_run
+from view_runs import HOSTILE, lines_of, metrics_of, record, write_run
 
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryWriter
 from corral.view import view_server
 from corral.view.runs import Runs
 from corral.view.static_files import export
@@ -82,6 +85,12 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     assert page.run("[...document.querySelectorAll('.message')].map(one => one.className.split(' ')[1]).join()") == (
         "prompt,turn,observation,turn"
     )
+    frame = "document.querySelector('.frame').innerText"
+    assert page.run(frame) == "P_G"
+    page.press(".")
+    page.press(".")
+    assert page.run(frame) == "__ab"
+    assert "after turn 2 / 2" in page.run("document.querySelector('.frames').innerText")
     click(page, "a[href$='/tree']")
     page.wait("document.querySelectorAll('.tree .segment .sample').length === 4")
     click(page, "a[href$='/beside']")
@@ -118,6 +127,24 @@ def test_hostile_text_is_text(page: Browser, address: str) -> None:
     assert page.run("[...document.querySelectorAll('.code')].map(one => one.innerText).join()").startswith(
         "\\u202e,\\u001b"
     )
+
+
+def test_pictures_of_an_environment_are_shown(page: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "drawn")
+    pictures = []
+    for color in ("red", "blue"):
+        file = io.BytesIO()
+        Image.new("RGB", (5, 3), color).save(file, "PNG")
+        pictures.append(file.getvalue())
+    TrajectoryWriter(run / "trajectories").write(1, [{**record(0, 0, 1.0), "frames": None, "pictures": pictures}])
+    page.problems.clear()
+    with served(tmp_path) as address:
+        go(page, f"{address}/#/run/drawn/step/1/0", "before the first turn")
+        page.wait("document.querySelector('.frame img').naturalWidth === 5")
+        page.press(".")
+        page.wait("document.querySelector('.frames').innerText.includes('after turn 1 / 1')")
+        page.open("about:blank")
+    assert page.problems == []
 
 
 def test_keys_theme_language_and_a_phone(page: Browser, address: str) -> None:
