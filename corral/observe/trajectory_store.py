@@ -300,13 +300,19 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     found: list[Any] = []
     for chunk in column.chunks:
         # Arrays are a hundred times faster than `to_pylist`.
-        numbers, offsets = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
-        is_null = chunk.is_null().to_numpy(zero_copy_only=False)
+        numbers, offsets = _numpy(chunk.values), _numpy(chunk.offsets)
+        is_mixed = 0 < chunk.null_count < len(chunk)
+        is_null = chunk.is_null().to_pylist() if is_mixed else [chunk.null_count > 0] * len(chunk)
         for (start, end), null in zip(pairwise(offsets), is_null, strict=True):
             own = numbers[start:end]
             plain = own.tolist() if np.isfinite(own).all() else [_finite(number) for number in own.tolist()]
             found.append(None if null else plain)
     return found
+
+
+def _numpy(numbers: pa.Array) -> Any:
+    """Arrow's own conversion imports pandas, which takes longer than to read a trajectory."""
+    return numbers.to_numpy(zero_copy_only=False) if numbers.null_count else np.from_dlpack(numbers)
 
 
 def _finite(number: float | None) -> float | None:

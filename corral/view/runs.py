@@ -219,7 +219,7 @@ class RunReader:
     def audit(self) -> dict[str, Any] | None:
         path = self.file(Ledger.name)
         try:
-            return None if path is None else Ledger(path).audit().as_dict()
+            return None if path is None else audit_ledger(path, path.stat().st_mtime_ns, path.stat().st_size)
         except UserError as error:
             return {"problems": [first_line(error)]}
 
@@ -287,6 +287,11 @@ class MetricsReader:
 @lru_cache(maxsize=1000)
 def read_keys(recipe: Path, _written_at: int) -> dict[str, Any]:
     return dict(flat(read_document(recipe).values))
+
+
+@lru_cache(maxsize=100)
+def audit_ledger(path: Path, _written_at: int, _size: int) -> dict[str, Any]:
+    return Ledger(path).audit().as_dict()
 
 
 @lru_cache(maxsize=8)

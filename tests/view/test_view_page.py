@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, browser
+from commands import start_corral
 from PIL import Image
+from runs import VALIDATION, write_recipe
 from served import running
 from view_runs import HOSTILE, lines_of, metrics_of, record, write_run
 
@@ -207,6 +209,44 @@ def test_a_run_is_watched_while_it_is_trained(page: Browser, tmp_path: Path, mon
         page.wait("document.body.innerText.includes('step 4 / 50')")
         assert "live" in page.text()
         writer.join()
+        page.open("about:blank")
+    assert page.problems == []
+
+
+def test_a_run_of_corral_train_is_followed_to_its_end(page: Browser, tmp_path: Path, tiny_model: Path) -> None:
+    """A real run, in a process of its own, while the page looks at it; all that it shows is what the run wrote."""
+    recipe = write_recipe(tmp_path, tiny_model)
+    options = ("schedule.steps=40", "logging.trajectories=true", *VALIDATION)
+    (tmp_path / "runs").mkdir()
+    page.problems.clear()
+    with served(tmp_path / "runs") as address:
+        training = start_corral(tmp_path, "train", str(recipe), *options)
+        run = tmp_path / "runs" / "tiny"
+        try:
+            training.wait_until(lambda: (run / "metrics.jsonl").exists())
+            go(page, f"{address}/#/run/tiny", "running")
+            circles = "document.querySelector('.chart').querySelectorAll('circle').length"
+            before = page.wait(f"{circles} > 1 && {circles}")
+            page.wait(f"{circles} > {before} + 3")
+            assert training.is_running()  # the curve grew while it was trained, without a reload
+            click(page, "a[href='#/run/tiny/steps']")
+            click(page, "a[href='#/run/tiny/step/1']")
+            page.wait("document.querySelectorAll('.sample').length === 16")
+            click(page, "a[href='#/run/tiny/step/1/3']")
+            page.wait("document.querySelectorAll('.token').length > 8")
+            go(page, f"{address}/#/run/tiny", "running")
+            finished = training.wait()
+            assert finished.code == 0, finished.stderr
+            page.wait("document.body.innerText.includes('finished')")
+            page.wait("document.body.innerText.includes('step 40 / 40')")
+        finally:
+            training.process.kill()
+        go(page, f"{address}/#/run/tiny/steps", "step 40")
+        cells = "[...document.querySelectorAll('tbody tr')].map(row => [0, 2].map(at => row.children[at].innerText))"
+        shown = dict(page.wait(f"{cells}.length > 40 && {cells}"))
+        rewards = {row["step"]: row["reward/mean"] for row in lines_of(run / "metrics.jsonl") if "reward/mean" in row}
+        assert sorted(rewards) == list(range(1, 41))
+        assert {step: float(shown[f"step {step}"]) for step in rewards} == pytest.approx(rewards, rel=1e-3)
         page.open("about:blank")
     assert page.problems == []
 
