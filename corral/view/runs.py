@@ -29,6 +29,7 @@ SPARKLINE_POINTS = 60
 TAIL_BYTES = 256 * 1024
 PREVIEW_CHARS = 240
 ENDED = f" ERROR {ENDED_BY}: "
+NUMBERS = frozenset((int, float))
 FILES_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "checkpoints", ".lock")
 
 
@@ -279,7 +280,10 @@ class MetricsReader:
         for line in whole.splitlines():
             try:
                 row = json.loads(line)
-                self._rows.append({"step": int(row["step"]), **{key: number(row[key]) for key in row if key != "step"}})
+                step = int(row["step"])
+                if not NUMBERS.issuperset(map(type, row.values())):  # seldom: a null, or what was written by hand
+                    row = {key: value if type(value) in NUMBERS else None for key, value in row.items()}
+                self._rows.append({**row, "step": step})
             except (ValueError, TypeError, KeyError):
                 self.num_broken += 1
 
@@ -335,10 +339,6 @@ def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
         else ("score", held_out_score(metrics))
     )
     return {"kind": kind, "value": value, "ci95": metrics.get("validation/ci95")}
-
-
-def number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def thinned(values: Sequence[float]) -> list[float]:
