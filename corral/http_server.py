@@ -5,14 +5,17 @@ signal, and metrics in Prometheus' text format. Needs FastAPI and uvicorn, and i
 import hmac
 import ipaddress
 import json
+import os
 import signal
 import socket
+import stat
 import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+TOKEN_BYTES = 32
+MIN_CHARACTERS = 16
+"""Of a token."""
 RETRY_AFTER_S = 1
 CLOSING_S = 5
 """Time for requests that are being answered when the server ends."""
@@ -43,6 +49,24 @@ def check_installed(command: str) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"{command} needs an extra: pip install 'corral[serve]'") from error
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, which other users of the machine must not be able to read."""
+    try:
+        with path.open() as file:
+            mode, token = os.fstat(file.fileno()).st_mode, file.read().strip()
+    except OSError as error:
+        raise UserError(f"the token file {path} cannot be read: {error.strerror}") from error
+    if mode & stat.S_IROTH:
+        raise UserError(f"every user of the machine can read the token file {path}: `chmod 600` it")
+    if len(token) < MIN_CHARACTERS:
+        length = f"has {len(token)} characters" if token else "is empty"
+        raise UserError(
+            f"the token file {path} {length}, and a token that nobody guesses has {MIN_CHARACTERS} or more: "
+            f"`openssl rand -hex {TOKEN_BYTES}` makes one"
+        )
+    return token
 
 
 class RequestRefused(Exception):
@@ -84,17 +108,18 @@ class HostMiddleware:
             name = urlsplit(f"//{given}").hostname or ""
         except ValueError:
             name = given
-        if name == "localhost" or is_loopback(name):
+        if is_loopback(name):
             return await self.app(scope, receive, send)
         refusal = reply(403, {"error": f"this server is localhost, not {name}"})
         await refusal(scope, receive, send)
 
 
 def is_loopback(address: str) -> bool:
+    """Whether an address, or the name `localhost`, is one that only this machine reaches."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name, or what is none
-        return False
+        return address == "localhost"
 
 
 def protect(app: "FastAPI", token: str | None) -> None:
@@ -135,9 +160,9 @@ def format_validation_error(error: "ValidationError") -> str:
     return answer if len(problems) <= 3 else f"{answer}; and {len(problems) - 3} more"
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, settings: str = "--host, --port") -> socket.socket:
     """Its protocol is named, because asyncio looks at that before it turns Nagle's algorithm off: with it, an answer
-    that is written in two pieces waits 40 ms."""
+    that is written in two pieces waits 40 ms. `settings`: where a user sets the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -146,7 +171,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; see --host, --port") from error
+        raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; see {settings}") from error
     return listening
 
 
@@ -241,14 +266,20 @@ class PrometheusText:
         name = f"{self.prefix}_{name}"
         self.lines.extend([f"# HELP {name} {what}", f"# TYPE {name} {kind}"])
         by_label = values if isinstance(values, Mapping) else {"": values}
-        self.lines.extend(f"{name}{labels} {value:g}" for labels, value in by_label.items())
+        self.lines.extend(f"{name}{own} {value:.15g}" for own, value in by_label.items())
 
     def by(self, label: str, counts: Mapping[Any, int]) -> dict[str, float]:
-        return {f'{{{label}="{key}"}}': count for key, count in sorted(counts.items())}
+        return {labels(**{label: key}): count for key, count in sorted(counts.items())}
 
     @property
     def text(self) -> str:
         return "\n".join(self.lines) + "\n"
+
+
+def labels(**values: Any) -> str:
+    """Labels as Prometheus has them, such as `{code="200"}`."""
+    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return "{" + ",".join(f'{name}="{str(value).translate(escape)}"' for name, value in values.items()) + "}"
 
 
 class Histogram:

@@ -164,16 +164,24 @@ def check(
 
 
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Describe this job instead.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN|JOB]", help="Follow the run in this folder, or describe this job instead."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Of a run: print its state now, and do not follow it.")] = False,
     address: HeadAddress = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the nodes of the cluster and the jobs that run on it; or describe one job."""
+    """List the nodes of the cluster and the jobs that run on it; or follow one run, or describe one job."""
+    if target is not None and is_run_folder(target):
+        show_run(Path(target), once, as_json)
+        return
+    check_linux("status")
     from corral.cluster.gcs import ClusterStatus, Gcs, find_head
     from corral.cluster.jobs.job import describe_job, format_jobs, list_jobs, open_jobs
 
-    if job is not None:
-        found, text = describe_job(open_jobs(address), job)
+    if target is not None:
+        found, text = describe_job(open_jobs(address), target)
         print(json.dumps(found.as_dict(), indent=2) if as_json else text)
         return
     cluster = ClusterStatus.query(Gcs(find_head(address)))
@@ -185,6 +193,23 @@ def status(
         print(json.dumps({**cluster.as_dict(), "jobs": [one.as_dict() for one in jobs]}, indent=2))
     else:
         print("\n".join([cluster.text(), *([format_jobs(jobs)] if jobs else [])]))
+
+
+def is_run_folder(target: str) -> bool:
+    """Whether it is no job. A path is none, and a folder beside a job of the same name is it if it is a run's."""
+    from corral.view.runs import is_run
+
+    return "/" in target or is_run(Path(target))
+
+
+def show_run(folder: Path, once: bool, as_json: bool) -> None:
+    from corral.view.terminal_view import open_runs, run_status, watch
+
+    [run] = open_runs([folder])
+    if as_json:
+        print(json.dumps(run_status(run), indent=2))
+    else:
+        watch(run, once)
 
 
 def stacks(
@@ -410,20 +435,22 @@ def on_linux(verb: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(verb)
     def checked(*arguments: Any, **options: Any) -> None:
-        if sys.platform != "linux":
-            raise UserError(
-                f"`corral {verb.__name__}` needs Linux, and this is {sys.platform}: run it on a cluster's node"
-            )
+        check_linux(verb.__name__)
         verb(*arguments, **options)
 
-    return checked
+    return checked if verb is not status else verb  # a run's folder can be anywhere
+
+
+def check_linux(name: str) -> None:
+    if sys.platform != "linux":
+        raise UserError(f"`corral {name}` needs Linux, and this is {sys.platform}: run it on a cluster's node")
 
 
 VERBS: dict[Callable[..., None], str] = {
     up: "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 corral up",
     down: "corral down",
     check: "corral check 16 --nodes 2",
-    status: "corral status",
+    status: "corral status runs/my-run",
     stacks: "corral stacks --native",
     doctor: "corral doctor recipe.yaml --all --shared /data",
     chaos: "corral chaos recipe.yaml --faults 200 --seed 1 --kinds kill-worker,kill-controller",

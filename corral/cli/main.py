@@ -152,11 +152,11 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may ask without a token.")] = False,
 ) -> None:
     """Serve a model over HTTP: the OpenAI API, and tokens in, tokens out, as vLLM has it."""
+    from corral.http_server import read_token
     from corral.recipe.schema import Model
     from corral.rollout.engine_server import find_model, load_served_model
     from corral.rollout.engine_server import serve as run_server
     from corral.runtime.network import is_loopback
-    from corral.runtime.token import read_token
 
     if not is_loopback(host) and token_file is None and not insecure:
         raise UserError(f"on {host} other machines could ask too: give --token-file, or --insecure if all of them may")
@@ -192,8 +192,8 @@ def view(
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may look without a token.")] = False,
 ) -> None:
     """Show runs in a browser: curves, steps, trajectories token by token, live while they are trained. Read-only."""
+    from corral.http_server import read_token
     from corral.runtime.network import is_loopback
-    from corral.runtime.token import read_token
     from corral.view import static_files, view_server
 
     folders = folders or [Path("runs")]
@@ -203,6 +203,21 @@ def view(
         raise UserError(f"on {host} other machines could look too: give --token-file, or --insecure if all of them may")
     token = None if token_file is None else read_token(token_file)
     view_server.serve(folders, host, port, token=token, report=lambda text: print(text, flush=True))
+
+
+@app.command(epilog=examples("corral compare runs/my-run runs/my-run-2"))
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Folders of runs.")],
+    as_json: AsJson = False,
+) -> None:
+    """Put runs beside each other: held-out scores, reward, speed, minutes, keys in which their recipes differ."""
+    from corral.view import terminal_view
+
+    found = terminal_view.compare(terminal_view.open_runs(runs))
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        terminal_view.print_comparison(found)
 
 
 @app.command(epilog=examples("corral data gsm8k --out data/gsm8k"))

@@ -128,10 +128,10 @@ def serve(
     device: Device = None,
 ) -> None:
     """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
+    from corral.http_server import read_token
     from corral.retrieval.server import ServerLimits
     from corral.retrieval.server import serve as run_server
     from corral.runtime.network import is_loopback
-    from corral.runtime.token import read_token
 
     if (index is None) == (online is None):
         raise UserError("say what to search: the folder of an index, or --online with a file about a service")

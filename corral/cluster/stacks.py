@@ -40,6 +40,7 @@ BACKGROUND = {
     "Heartbeats._watch_raylet",
     "DebuggerWatch._look",
     "TrackerThread._run",
+    "PrometheusServer._serve",
     "Console._report_silence",
 }
 """Functions of threads that look after a run: their position says least about it."""

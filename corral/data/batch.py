@@ -72,6 +72,8 @@ class Trajectory:
     """Tag of its environment, where the recipe has several."""
     turn_states: list[int] = field(default_factory=list)
     """For each turn, a number for the state in which it was taken: equal states have equal numbers."""
+    frames: list[str | bytes | None] = field(default_factory=list)
+    """What its environment drew after `reset` and after each turn: text, a PNG file, or nothing."""
     turn_times: list[tuple[float, float]] = field(default_factory=list)
     """For each turn, the seconds that generating it took (waiting included), and then the environment's step."""
     images: dict[int, bytes] = field(default_factory=dict)

@@ -102,6 +102,11 @@ class EnvDefaults:
         """Metrics of the whole trajectory, asked for once at its end, however it ended."""
         return {}
 
+    def draw_frame(self) -> str | bytes | None:
+        """The present state for people who look at the trajectory: text, or the bytes of a PNG file. Called after
+        `reset` and after each step. None: there is nothing to draw."""
+        return None
+
     def random_reply(self, rng: random.Random) -> str | Awaitable[str | None] | None:
         """The reply of a random policy in the present state, for the random baseline."""
         return None
@@ -160,7 +165,7 @@ class EnvWrapper(Env):
         """Take over attributes and methods; to be called again after `reset`, which may have set them."""
         for name in ("bounds_itself", "inline", "last_turns", "tools", "count_turn", "was_shown", "first_state"):
             setattr(self, name, getattr(self.env, name))
-        for name in ("summary", "random_reply", "best_reply", "has_policy"):
+        for name in ("summary", "draw_frame", "random_reply", "best_reply", "has_policy"):
             setattr(self, name, getattr(self.env, name))
 
 

@@ -166,6 +166,7 @@ class ProcessEnv(Env):
         self._processes = processes
         self._slot: EnvSlot | None = None
         self._state = ""
+        self._frame: str | bytes | None = None
         self._summary: dict[str, float] = {}
         for name in ATTRIBUTES:
             setattr(self, name, getattr(processes.env_class, name))
@@ -175,13 +176,13 @@ class ProcessEnv(Env):
         reply = await self._slot.call("reset", row, seed)
         for name, value in reply["attributes"].items():
             setattr(self, name, value)
-        self._state, self._summary = reply["state"], reply["summary"]
+        self._state, self._frame, self._summary = reply["state"], reply["frame"], reply["summary"]
         messages: list[Message] = reply["messages"]
         return messages
 
     async def step(self, reply: str) -> StepResult:
         answer = await self._call("step", reply)
-        self._summary = answer["summary"]
+        self._frame, self._summary = answer["frame"], answer["summary"]
         return StepResult(**answer["result"])
 
     async def close(self) -> None:
@@ -196,6 +197,10 @@ class ProcessEnv(Env):
     def state(self) -> str:
         """The state as it was after `reset`."""
         return self._state
+
+    def draw_frame(self) -> str | bytes | None:
+        """The frame as it was after the last step."""
+        return self._frame
 
     def summary(self) -> dict[str, float]:
         """The summary as it was after the last step."""
@@ -260,6 +265,7 @@ class EnvServer:
             "messages": messages,
             "attributes": attributes,
             "state": self._env.first_state(),
+            "frame": self._env.draw_frame(),
             "summary": self._summary(),
         }
 
@@ -271,7 +277,7 @@ class EnvServer:
             metrics = {name: float(value) for name, value in result.metrics.items()}
             reward = None if result.reward is None else float(result.reward)
         numbers = {"reward": reward, "done": bool(result.done), "metrics": metrics}
-        return {"result": {**vars(result), **numbers}, "summary": self._summary()}
+        return {"result": {**vars(result), **numbers}, "frame": self._env.draw_frame(), "summary": self._summary()}
 
     def close(self) -> Reply:
         env, self._env = self._env, None

@@ -65,6 +65,10 @@ class Game(ABC):
         """The state as text: equal texts are equal states."""
         return self.text()
 
+    def frame(self) -> str | bytes | None:
+        """The board as people see it, as in `EnvDefaults.draw_frame`."""
+        return self.text()
+
     def skip(self) -> Move:
         """The outcome of a turn without an action, because the reply had none."""
         return Move(0.0, done=False, effective=False)
@@ -225,6 +229,9 @@ class GameBase(EnvDefaults, ABC):
             "turns": float(turns),
             "format_penalty": self.format_penalty * self._valid.count(False),
         }
+
+    def draw_frame(self) -> str | bytes | None:
+        return self.game.frame()
 
     def random_reply(self, rng: random.Random) -> str:
         return self.reply(rng.choice(list(self._names)))

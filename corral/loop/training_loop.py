@@ -30,7 +30,13 @@ from corral.loop.run_checkpoint import begin_save
 from corral.loop.sample_errors import ErrorCounts
 from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
-from corral.loop.trajectory_records import BackgroundWriter, recorded_columns, step_records, trajectory_records
+from corral.loop.trajectory_records import (
+    BackgroundWriter,
+    recorded_columns,
+    step_records,
+    step_samples,
+    trajectory_records,
+)
 from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
@@ -177,8 +183,13 @@ def record_step(
     if run.parts.algorithm.mask_truncated:
         metrics["samples/masked"] = float(batch.is_masked.mean())
     metrics |= result.metrics() | run.times
-    metrics["speed/tokens_per_s"] = batch.num_generated / run.times["time/step_s"]
+    step_s, cluster = run.times["time/step_s"], run.recipe.cluster
+    metrics["speed/tokens_per_s"] = batch.num_generated / step_s
+    metrics["speed/tokens_per_device_s"] = len(batch.tokens) / (step_s * cluster.nodes * cluster.devices_per_node)
     run.trackers.log(run.step, metrics)
+    if run.trackers.shows_samples and not run.recipe.trains_on_rows:
+        num_shown, tokenizer = run.recipe.logging.tracked_samples, run.trajectories.texts.tokenizer
+        run.trackers.log_samples(run.step, step_samples(rollout.trajectories, batch, tokenizer, num_shown))
     run.times = {}
     if run.recipe.logging.trajectories:
         columns = recorded_columns(batch, run.parts.algorithm)

@@ -13,6 +13,7 @@ import numpy as np
 from corral.data.batch import Batch, IntArray, Trajectory, in_prefix_order
 from corral.data.images import decode_tokens
 from corral.loop.rollout_step import RolloutResult
+from corral.observe.run_files import StepSamples
 from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.presets import ResolvedAlgorithm
 
@@ -22,6 +23,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no character, or not yet."""
 MAX_TOKENS_OF_CHARACTER = 4
 """UTF-8 has up to four bytes for a character."""
+MAX_SHOWN = 4000
+"""Number of characters of a prompt and of a reply in the tables of trackers."""
+SAMPLE_COLUMNS = ("prompt id", "sample", "prompt", "reply", "reward", "advantage", "stop")
 
 
 class BackgroundWriter:
@@ -119,6 +123,7 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
             "parent": parent,
             "num_shared": num_shared,
             "tool_errors": trajectory.tool_errors,
+            **frame_columns(trajectory.frames),
             "turn_rewards": [reward for _, reward in trajectory.turn_rewards],
             "turn_starts": [first - start for first, _ in turns],
             "turn_ends": [end - start for _, end in turns],
@@ -134,6 +139,35 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
             "logprobs": trajectory.logprobs[start:],
             "versions": trajectory.versions[start:],
         }
+
+
+def frame_columns(frames: Sequence[str | bytes | None]) -> dict[str, list[str] | list[bytes]]:
+    """What the environment drew: `frames` if that is text, `pictures` if it is PNG files; one for each state, empty
+    where it drew nothing of that kind."""
+    columns: dict[str, list[str] | list[bytes]] = {}
+    if any(isinstance(frame, str) for frame in frames):
+        columns["frames"] = [frame if isinstance(frame, str) else "" for frame in frames]
+    if any(isinstance(frame, bytes) for frame in frames):
+        columns["pictures"] = [frame if isinstance(frame, bytes) else b"" for frame in frames]
+    return columns
+
+
+def step_samples(trajectories: Sequence[Trajectory], batch: Batch, tokenizer: Any, num_shown: int) -> StepSamples:
+    """What trackers show of a step: some trajectories, evenly spread over the batch, and numbers of all."""
+    rows = list[list[str | float]]()
+    advantages = batch.columns["advantages"]
+    for i in np.unique(np.linspace(0, len(batch) - 1, num_shown, dtype=np.int64)).tolist():
+        one, span = trajectories[i], slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
+        own = advantages[span][one.generated]
+        texts = (decode_tokens(tokenizer, part) for part in np.split(one.tokens, [one.prompt_length]))
+        prompt, reply = (text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…" for text in texts)
+        rows.append([one.prompt_id, one.sample, prompt, reply, one.reward, float(own.mean()), str(one.stop)])
+    histograms = {
+        "reward": np.array([one.reward for one in trajectories]),
+        "length": np.array([one.num_generated for one in trajectories]),
+        "advantage": advantages[batch.generated],
+    }
+    return StepSamples(SAMPLE_COLUMNS, rows, histograms)
 
 
 def turn_spans(trajectory: Trajectory) -> list[tuple[int, int]]:

@@ -575,7 +575,8 @@ def is_validation(metrics: Mapping[str, Any]) -> bool:
 
 def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
     """`validation/mean@k`, whichever k."""
-    return next((metrics[name] for name in sorted(metrics) if name.startswith("validation/mean@")), None)
+    name = min((name for name in metrics if name.startswith("validation/mean@")), default=None)
+    return None if name is None else metrics[name]
 
 
 def percent(fraction: float) -> str:

@@ -15,8 +15,9 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,11 +93,27 @@ def _without_nan(value: Any) -> Any:
     return _without_nan(_plain(value))
 
 
+@dataclass(frozen=True)
+class StepSamples:
+    """Some trajectories of a step as rows of a table, and numbers of all of them."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float]]
+    histograms: Mapping[str, Any]
+    """Arrays of numbers, by name."""
+
+
 class Tracker(ABC):
     """Something that a run's numbers go to."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    shows_samples: bool = False
+    """Whether `log_samples` does anything."""
+
+    def log_samples(self, step: int, samples: "StepSamples") -> None:  # noqa: B027
+        """Shows some trajectories of a step, where the tracker has tables and histograms."""
 
     def close(self) -> None:  # noqa: B027
         """Nothing to do, unless something is held open between two rows."""
@@ -169,6 +186,15 @@ class Trackers(Tracker):
         for name, tracker in self._trackers.items():
             with self.failures.counted(name):
                 tracker.log(step, metrics)
+
+    @property
+    def shows_samples(self) -> bool:  # type: ignore[override]
+        return any(tracker.shows_samples for tracker in self._trackers.values())
+
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        for name, tracker in self._trackers.items():
+            with self.failures.counted(name):
+                tracker.log_samples(step, samples)
 
     def state(self) -> dict[str, Any]:
         """The state of each tracker. Of one that could not start this time, what was saved before."""

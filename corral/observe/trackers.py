@@ -20,9 +20,12 @@ from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
-from corral.observe.run_files import MetricsFile, Tracker, TrackerFailures, Trackers
+from corral.observe.metric_names import verl_names
+from corral.observe.prometheus import PrometheusServer
+from corral.observe.run_files import MetricsFile, StepSamples, Tracker, TrackerFailures, Trackers
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Logging
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 120.0
 CLOSE_DEADLINE_S = 60.0
 MAX_WAITING_ROWS = 10_000
+NUM_BINS = 64
 
 
 def make_trackers(
@@ -56,13 +60,16 @@ def make_trackers(
         saved = saved_state.get(name, {})
         start = partial(ADAPTERS[name], folder.logs, recipe.project, run_name, config or {}, saved)
         try:
-            trackers[name] = TrackerThread(name, start, failures)
+            started = TrackerThread(name, start, failures)
+            trackers[name] = started if recipe.names == "corral" else VerlNames(started)
         except Exception as error:
             if not saved:
                 raise UserError(
                     f"the tracker {name} could not start ({error}). Set it up, or take it out of `logging.trackers`"
                 ) from error
             logger.warning("the tracker %s could not start (%s); the run goes on without it", name, error)
+    if recipe.prometheus is not None:
+        trackers["prometheus"] = PrometheusServer(recipe.prometheus, run_name)
     return Trackers(trackers, saved_state, failures)
 
 
@@ -71,6 +78,17 @@ def check_trackers(recipe: Logging) -> None:
     for name in recipe.trackers:
         if name != "console" and find_spec(name) is None:
             raise UserError(f"`logging.trackers` names {name}, which is not installed: pip install 'corral[{name}]'")
+
+
+class VerlNames(Tracker):
+    """A tracker that gets metrics under the names of verl, where they have one."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker, self.shows_samples = tracker, tracker.shows_samples
+        self.log_samples, self.close, self.state = tracker.log_samples, tracker.close, tracker.state  # type: ignore[method-assign]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(step, verl_names(metrics))
 
 
 class TrackerThread(Tracker):
@@ -84,7 +102,7 @@ class TrackerThread(Tracker):
     def __init__(self, name: str, start: Callable[[], Tracker], failures: TrackerFailures) -> None:
         self._name = name
         self._failures = failures
-        self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         started: Future[Tracker] = Future()
         self._thread = threading.Thread(target=self._run, args=(start, started), name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -95,6 +113,7 @@ class TrackerThread(Tracker):
         if error is not None:
             raise error
         self._tracker = started.result()
+        self.shows_samples = self._tracker.shows_samples
 
     def _run(self, start: Callable[[], Tracker], started: "Future[Tracker]") -> None:
         try:
@@ -103,16 +122,24 @@ class TrackerThread(Tracker):
             started.set_exception(error)
             return
         started.set_result(tracker)
-        while (row := self._rows.get()) is not None:
+        while (pass_row := self._rows.get()) is not None:
             with self._failures.counted(self._name):
-                tracker.log(*row)
+                pass_row(tracker)
         with self._failures.counted(self._name):
             tracker.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = dict(metrics)
+        self._put(lambda tracker: tracker.log(step, row))
+
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        if self.shows_samples:
+            self._put(lambda tracker: tracker.log_samples(step, samples))
+
+    def _put(self, pass_row: Callable[[Tracker], None]) -> None:
         if self._rows.qsize() >= MAX_WAITING_ROWS:
             raise OverflowError(f"{MAX_WAITING_ROWS} rows are waiting for it")
-        self._rows.put((step, dict(metrics)))
+        self._rows.put(pass_row)
 
     def close(self) -> None:
         self._rows.put(None)
@@ -139,10 +166,12 @@ class TrackerAdapter(Tracker):
 class TensorBoard(TrackerAdapter):
     """Event files in `logs/tensorboard`, written with neither torch nor TensorFlow."""
 
+    shows_samples = True
+
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(logs / "tensorboard"))
+        self._writer, self._config = EventFileWriter(str(logs / "tensorboard")), config
         self._is_first_row = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -155,15 +184,44 @@ class TensorBoard(TrackerAdapter):
             session = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=now, step=step, session_log=session))
             self._is_first_row = False
+            self._add(step, self._recipe())
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        self._add(step, Summary(value=values))
         self._writer.flush()
+
+    def _recipe(self) -> Any:
+        """The recipe as TensorBoard's page of hyperparameters has it, so that runs can be compared by it."""
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        keys = {key: value for key, value in flat(self._config) if value is not None}
+        is_plain = {key: isinstance(value, bool | int | float | str) for key, value in keys.items()}
+        return hparams_pb({key: value if is_plain[key] else str(value) for key, value in keys.items()})
+
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        import numpy as np
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        for name, values in samples.histograms.items():
+            self._add(step, histogram_pb(f"histogram/{name}", np.asarray(values)))
+        # Cells are Markdown: what is indented is shown as it is.
+        cells = [[indent(str(cell), "    ", lambda _: True) for cell in row] for row in samples.rows]
+        if cells:
+            self._add(step, text_pb("trajectories", np.array([list(samples.columns), *cells], dtype=object)))
+        self._writer.flush()
+
+    def _add(self, step: int, summary: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandB(TrackerAdapter):
+    shows_samples = True
+
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import wandb
 
@@ -181,6 +239,11 @@ class WandB(TrackerAdapter):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
+
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        import wandb
+
+        self._run.log({"step": step, **media(samples, wandb)})
 
     def state(self) -> dict[str, str]:
         return {"id": self._run.id}
@@ -250,11 +313,18 @@ class SwanLab(TrackerAdapter):
 class Trackio(TrackerAdapter):
     """Identifies a run by its name within the project."""
 
+    shows_samples = True
+
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import trackio
 
         name, resume = saved.get("name", run), "allow" if saved else "never"
         self._run = trackio.init(project=project, name=name, resume=resume, config=dict(config), embed=False)
+
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        import trackio
+
+        self._run.log(media(samples, trackio), step=step)
 
     def state(self) -> dict[str, str]:
         return {"name": self._run.name}
@@ -267,6 +337,19 @@ ADAPTERS: dict[str, Callable[..., Tracker]] = {
     "swanlab": SwanLab,
     "trackio": Trackio,
 }
+
+
+def media(samples: StepSamples, library: Any) -> dict[str, Any]:
+    """Tables and histograms of wandb, or of trackio, which has the same."""
+    import numpy as np
+
+    found = {
+        f"histogram/{name}": library.Histogram(np_histogram=np.histogram(np.asarray(values), bins=NUM_BINS))
+        for name, values in samples.histograms.items()
+    }
+    if samples.rows:
+        found["trajectories"] = library.Table(columns=list(samples.columns), data=[list(row) for row in samples.rows])
+    return found
 
 
 def _mlflow_name(name: str) -> str:

@@ -1,8 +1,9 @@
 """The trajectories of a run, one Parquet file for each step and part: written whole, read one by one.
 
-Columns have plain types (texts, numbers, lists of them), so that pandas, polars and DuckDB read the files as they are.
-Those that a list of trajectories shows come first. What is long (text, tokens, and numbers that go with tokens) is read
-only of the trajectory that is looked at, with the others of its row group, which is small for that reason.
+Columns have plain types (texts, numbers, pictures, lists of them), so that pandas, polars and DuckDB read the files as
+they are. Those that a list of trajectories shows come first. What is long (text, tokens, and numbers that go with
+tokens) is read only of the trajectory that is looked at, with the others of its row group, which is small for that
+reason.
 
 Earlier releases wrote JSON lines (`.jsonl.gz`), which are still read.
 """
@@ -72,6 +73,8 @@ DETAILS = {
     "tool_errors": pa.list_(pa.string()),
     "prompt": pa.string(),
     "response": pa.string(),
+    "frames": pa.list_(pa.string()),
+    "pictures": pa.list_(pa.binary()),
     **{name: pa.list_(kind) for name, kind in {**PER_TURN, **PER_TOKEN}.items()},
     **{name: pa.list_(pa.float32()) for name in LOGPROBS_AND_VALUES},
 }
@@ -159,7 +162,7 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
             numbers = (row[kind].get(name) for row in rows)
             return pa.array([None if number is None else float(number) for number in numbers], field.type)
         values = [row.get(field.name) for row in rows]
-        if pa.types.is_list(field.type) and not pa.types.is_string(field.type.value_type):
+        if pa.types.is_list(field.type) and pa.types.is_primitive(field.type.value_type):
             return _lists(values, field.type)
         try:
             return pa.array(values, field.type)
@@ -291,19 +294,25 @@ def _records(table: pa.Table) -> Iterator[dict[str, Any]]:
 def _values(column: pa.ChunkedArray) -> list[Any]:
     """The values of a column as Python has them, None for those that are null or not finite."""
     kind = column.type
-    if not pa.types.is_list(kind) or pa.types.is_string(kind.value_type):
+    if not pa.types.is_list(kind) or not pa.types.is_primitive(kind.value_type):
         values = column.to_pylist()
         return [_finite(value) for value in values] if pa.types.is_floating(kind) else values
     found: list[Any] = []
     for chunk in column.chunks:
         # Arrays are a hundred times faster than `to_pylist`.
-        numbers, offsets = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
-        is_null = chunk.is_null().to_numpy(zero_copy_only=False)
+        numbers, offsets = _numpy(chunk.values), _numpy(chunk.offsets)
+        is_mixed = 0 < chunk.null_count < len(chunk)
+        is_null = chunk.is_null().to_pylist() if is_mixed else [chunk.null_count > 0] * len(chunk)
         for (start, end), null in zip(pairwise(offsets), is_null, strict=True):
             own = numbers[start:end]
             plain = own.tolist() if np.isfinite(own).all() else [_finite(number) for number in own.tolist()]
             found.append(None if null else plain)
     return found
+
+
+def _numpy(numbers: pa.Array) -> Any:
+    """Arrow's own conversion imports pandas, which takes longer than to read a trajectory."""
+    return numbers.to_numpy(zero_copy_only=False) if numbers.null_count else np.from_dlpack(numbers)
 
 
 def _finite(number: float | None) -> float | None:

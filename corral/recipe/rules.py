@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
+from corral.http_server import is_loopback
 from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import mesh_shape
 from corral.recipe.placement import MESH_ROLES, Placement, format_devices, resolve_placement
@@ -28,6 +29,7 @@ FUNCTION_KEYS = ("name", "options", "timeout_s", "workers", "concurrency")
 """Keys of `environment.reward` about its function."""
 NOT_BLOCKING = ("question", "frozen_lake", "sokoban", "search", "tools", "agent")
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
+TRACKERS_WITH_SAMPLES = {"tensorboard", "wandb", "trackio"}
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -287,6 +289,7 @@ FOR_ROLLOUTS = {
     "schedule": ("max_staleness", "pipelined"),
     "rollout": ("temperature", "top_p", "top_k", "min_p"),
     "data": ("images_key",),
+    "logging": ("tracked_samples",),
 }
 """Keys that have no effect where rows are trained on. (Sampling in validation has keys of its own.)"""
 PAIR_KEYS = ("chosen_key", "rejected_key")
@@ -484,6 +487,17 @@ def logging_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if not TRACKERS_WITH_PROJECTS.intersection(recipe.logging.trackers):
         reason = f"none of `logging.trackers` has projects ({', '.join(sorted(TRACKERS_WITH_PROJECTS))} do)"
         yield from unused(recipe.logging, "logging", ["project"], reason)
+    if not TRACKERS_WITH_SAMPLES.intersection(recipe.logging.trackers):
+        reason = f"none of `logging.trackers` has tables ({', '.join(sorted(TRACKERS_WITH_SAMPLES))} do)"
+        yield from unused(recipe.logging, "logging", ["tracked_samples"], reason)
+    if set(recipe.logging.trackers) <= {"console"}:
+        yield from unused(recipe.logging, "logging", ["names"], "`logging.trackers` names no tracker but the console")
+    prometheus = recipe.logging.prometheus
+    if prometheus is not None and prometheus.token_file is None and not is_loopback(prometheus.host):
+        yield (
+            f"`logging.prometheus.host: {prometheus.host}`: other machines could ask too; set "
+            "`logging.prometheus.token_file`, or listen on 127.0.0.1"
+        )
 
 
 def local_runtime(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:

@@ -682,6 +682,17 @@ class Checkpoint(Section):
     """auto: go on where this run stopped. never: start anew, in a folder of its own. Or a checkpoint's path."""
 
 
+class Prometheus(Section):
+    """The run's last metrics over HTTP, for Prometheus, at /metrics of the controller."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; if it is not loopback, `token_file` is needed."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 9464
+    """Port to listen on; 0: any that is free, which is in logs/main.log."""
+    token_file: str | None = None
+    """File with the bearer token that each request needs. None: no token."""
+
+
 class Logging(Section):
     """What is recorded."""
 
@@ -691,8 +702,15 @@ class Logging(Section):
     """Where metrics go; metrics.jsonl is always written."""
     project: str = "corral"
     """The project's name in trackers that have projects."""
+    names: Literal["corral", "verl"] = "corral"
+    """Names of the metrics in trackers; verl: its own for those that it has, too. metrics.jsonl, console and Prometheus
+    have Corral's."""
     samples: NaturalInt = 2
     """Answers printed after each validation."""
+    tracked_samples: NaturalInt = 8
+    """Trajectories of each step in the tables of tensorboard, wandb and trackio."""
+    prometheus: Prometheus | None = None
+    """Serve the last metrics to Prometheus. None: do not."""
     trajectories: bool = True
     """Write every trajectory to the run folder."""
 

@@ -29,6 +29,9 @@ from corral.rollout.engine import Completion, Engine, FinishReason, PrefixHandle
 
 Answer = TypeVar("Answer")
 
+PNG = b"\x89PNG\r\n\x1a\n"
+"""First bytes of a PNG file."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -119,6 +122,7 @@ class _Episode:
     """What the reward function returned, where it is still to compare the samples of the group."""
     stop: StopReason = StopReason.ERROR
     turn_states: list[int] = field(default_factory=list)
+    frames: list[str | bytes | None] = field(default_factory=list)
     turn_times: list[tuple[float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -144,6 +148,7 @@ class _Episode:
             messages = await self._call(self.env.reset(prompt.row, self.seed))
             with blamed_on(self.factory.env_class.reset):
                 check_messages(messages)
+            self._add_frame()
             self.messages += messages
             own, self.state = list(self.env.tools), self.env.first_state()
             if own and prompt.row.tools:
@@ -195,6 +200,7 @@ class _Episode:
             tool_errors=self.tool_errors,
             tag=self.factory.tag,
             turn_states=self.turn_states,
+            frames=self.frames,
             turn_times=self.turn_times,
             images=self.images,
             is_dropped=self.is_dropped,
@@ -254,6 +260,7 @@ class _Episode:
             result = await self._call(self.env.step(reply))
             with blamed_on(self.factory.env_class.step):
                 check_result(result)
+            self._add_frame()
             ended = completion.finish_reason is FinishReason.STOP_TOKEN
             observation = [] if result.done or is_last else self._observation(result, ended)
         except UserError:  # about the chat template; the next conversation would fail in the same way
@@ -274,6 +281,13 @@ class _Episode:
         self.state = "\n".join(m["content"] for m in result.messages) if result.state is None else result.state
         self._add_metrics(result.metrics)
         return result, observation
+
+    def _add_frame(self) -> None:
+        assert self.env is not None
+        frame = self.env.draw_frame()
+        if not (frame is None or isinstance(frame, str) or (isinstance(frame, bytes) and frame.startswith(PNG))):
+            raise TypeError(f"draw_frame returned {frame!r:.100}, which is neither text nor a PNG file")
+        self.frames.append(frame)
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -7,17 +7,14 @@ one expects.
 
 import os
 import secrets
-import stat
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from corral.recipe.errors import UserError
+from corral.http_server import TOKEN_BYTES, read_token
 from corral.runtime.membership import Membership
 
-TOKEN_BYTES = 32
-MIN_CHARACTERS = 16
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -39,24 +36,6 @@ def find_token(given: Path | None, beside: Path | None, environment: Mapping[str
         if path is not None and path.is_file():
             return read_token(path)
     return None
-
-
-def read_token(path: Path) -> str:
-    """The token in a file, which other users of the machine must not be able to read."""
-    try:
-        with path.open() as file:
-            mode, token = os.fstat(file.fileno()).st_mode, file.read().strip()
-    except OSError as error:
-        raise UserError(f"the token file {path} cannot be read: {error.strerror}") from error
-    if mode & stat.S_IROTH:
-        raise UserError(f"every user of the machine can read the token file {path}: `chmod 600` it")
-    if len(token) < MIN_CHARACTERS:
-        length = f"has {len(token)} characters" if token else "is empty"
-        raise UserError(
-            f"the token file {path} {length}, and a token that nobody guesses has {MIN_CHARACTERS} or more: "
-            f"`openssl rand -hex {TOKEN_BYTES}` makes one"
-        )
-    return token
 
 
 def make_token() -> str:

@@ -8,6 +8,7 @@ no request can name a path.
 import json
 import os
 import threading
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -28,6 +29,7 @@ SPARKLINE_POINTS = 60
 TAIL_BYTES = 256 * 1024
 PREVIEW_CHARS = 240
 ENDED = f" ERROR {ENDED_BY}: "
+NUMBERS = frozenset((int, float))
 FILES_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "checkpoints", ".lock")
 
 
@@ -188,6 +190,8 @@ class RunReader:
         tokenizer of the run, where it has one."""
         self._check_part(step, part)
         record = self.store.trajectory(step, index, part)
+        if pictures := record.get("pictures"):
+            record["pictures"] = [f"data:image/png;base64,{b64encode(one).decode()}" if one else "" for one in pictures]
         if record.get("response_pieces") is not None:
             return {**record, "index": index}
         prompt, response = record.get("prompt_tokens") or [], record.get("response_tokens") or []
@@ -216,7 +220,7 @@ class RunReader:
     def audit(self) -> dict[str, Any] | None:
         path = self.file(Ledger.name)
         try:
-            return None if path is None else Ledger(path).audit().as_dict()
+            return None if path is None else audit_ledger(path, path.stat().st_mtime_ns, path.stat().st_size)
         except UserError as error:
             return {"problems": [first_line(error)]}
 
@@ -276,7 +280,10 @@ class MetricsReader:
         for line in whole.splitlines():
             try:
                 row = json.loads(line)
-                self._rows.append({"step": int(row["step"]), **{key: number(row[key]) for key in row if key != "step"}})
+                step = int(row["step"])
+                if not NUMBERS.issuperset(map(type, row.values())):  # seldom: a null, or what was written by hand
+                    row = {key: value if type(value) in NUMBERS else None for key, value in row.items()}
+                self._rows.append({**row, "step": step})
             except (ValueError, TypeError, KeyError):
                 self.num_broken += 1
 
@@ -284,6 +291,11 @@ class MetricsReader:
 @lru_cache(maxsize=1000)
 def read_keys(recipe: Path, _written_at: int) -> dict[str, Any]:
     return dict(flat(read_document(recipe).values))
+
+
+@lru_cache(maxsize=100)
+def audit_ledger(path: Path, _written_at: int, _size: int) -> dict[str, Any]:
+    return Ledger(path).audit().as_dict()
 
 
 @lru_cache(maxsize=8)
@@ -327,10 +339,6 @@ def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
         else ("score", held_out_score(metrics))
     )
     return {"kind": kind, "value": value, "ci95": metrics.get("validation/ci95")}
-
-
-def number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def thinned(values: Sequence[float]) -> list[float]:

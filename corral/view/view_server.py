@@ -7,6 +7,7 @@ writes the same as files.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,8 @@ def serve(
     server = make_server(make_app(runs, token, lambda: server.should_exit), MAX_CONNECTIONS)
     needs = "" if token is None else "; add #token=TOKEN to the address, or type the token into the page"
     num_runs = len(runs.all())
+    # The metrics of a long run take a moment to read, which the first who looks need not wait for.
+    threading.Thread(target=runs.overview, name="first look", daemon=True).start()
     report(f"{url_of(host, listening)} shows {num_runs} run{'s' * (num_runs != 1)}{needs}; Ctrl-C ends it")
     try:
         server.run(sockets=[listening])

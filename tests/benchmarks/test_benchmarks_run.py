@@ -40,6 +40,11 @@ def test_the_retriever_is_measured_under_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_page_is_measured_on_a_large_run(tmp_path: Path) -> None:
+    assert "view" in run("view_run.py", tmp_path)
+
+
+@pytest.mark.slow
 def test_overlap_is_measured_on_ray(tmp_path: Path) -> None:
     found = run("overlap.py", tmp_path, "--schedules", "staleness 1, pipelined")
     assert "overlap" in found

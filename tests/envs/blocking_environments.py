@@ -41,6 +41,9 @@ class Slow:
     def close(self) -> None:
         pass
 
+    def draw_frame(self) -> str:
+        return f"{len(self.said)} said"
+
     def summary(self) -> dict[str, float]:
         return {"turns": float(len(self.said))}
 

@@ -32,6 +32,18 @@ async def played(make: Callable[[], Any], *replies: str, row: Row = ROW) -> tupl
     return int(first["content"].split()[-1]), result
 
 
+def test_the_frame_of_another_process_is_that_of_the_last_step() -> None:
+    async def frames(env: Any) -> list[str]:
+        await env.reset(ROW, 3)
+        found = [env.draw_frame()]
+        await env.step("a")
+        await env.close()
+        return [*found, env.draw_frame()]
+
+    with opened(SLOW, processes=1) as make:
+        assert asyncio.run(frames(make())) == ["0 said", "1 said"]
+
+
 def test_a_blocking_environment_is_played_in_another_process_which_is_used_again() -> None:
     with opened(SLOW, processes=1) as make:
         first, result = asyncio.run(played(make, "hello"))

@@ -1,7 +1,13 @@
 import asyncio
+import io
+from collections.abc import Iterator
+from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 from env_helpers import board, boards, opened
+from PIL import Image
 
 from corral.data.rows import Row
 from corral.data.sources import load_rows
@@ -36,6 +42,62 @@ def test_the_best_play_comes_from_the_table_of_transitions(name: str, moves: int
     assert reward in (None, played.reward)
 
 
+class Lights(gymnasium.Env):
+    """Four lights that are switched on one after the other, drawn in text and as a picture."""
+
+    metadata = {"render_modes": ["ansi", "rgb_array"]}
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode, self.num_on = render_mode, 0
+        self.action_space, self.observation_space = gymnasium.spaces.Discrete(1), gymnasium.spaces.Discrete(5)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.num_on = 0
+        return 0, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.num_on += 1
+        return self.num_on, 1.0, self.num_on == 4, False, {}
+
+    def render(self) -> Any:
+        if self.render_mode == "ansi":
+            return "*" * self.num_on + "." * (4 - self.num_on)
+        return np.repeat(np.uint8([[255 * (place < self.num_on) for place in range(4)]])[..., None], 3, axis=2)
+
+
+@pytest.fixture
+def lights() -> Iterator[str]:
+    gymnasium.register("Lights-v0", entry_point=Lights)
+    yield "Lights-v0"
+    del gymnasium.registry["Lights-v0"]
+
+
+def test_a_state_is_drawn_in_text_or_as_a_picture(lights: str) -> None:
+    for pictures in (False, True):
+        env = GymnasiumEnv(id=lights, pictures=pictures)
+        assert env.reset(board(1), 0)[1]["content"].endswith("....")
+        assert env.step("<answer>0</answer>").messages[0]["content"].endswith("*...")
+        frame = env.draw_frame()
+        if not pictures:
+            assert frame == "*..."
+            continue
+        assert isinstance(frame, bytes)
+        assert np.asarray(Image.open(io.BytesIO(frame)))[0, :, 0].tolist() == [255, 0, 0, 0]
+    assert GymnasiumEnv(id=lights, observe="value").reset(board(1), 0)[1]["content"].endswith("\n0")
+
+
+def test_gymnasiums_own_pictures_are_frames() -> None:
+    pytest.importorskip("pygame")
+    env = GymnasiumEnv(id="FrozenLake-v1", pictures=True, kwargs={"is_slippery": False})
+    env.reset(board(1), 0)
+    first = env.draw_frame()
+    assert env.step("<answer>Down</answer>").messages[0]["content"].endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert isinstance(first, bytes)
+    assert env.draw_frame() not in (first, None)
+    env.close()
+
+
 def test_chance_comes_from_the_trajectorys_seed() -> None:
     def states(seed: int) -> list[str | None]:
         env = GymnasiumEnv(id="FrozenLake-v1", kwargs={"map_name": "8x8"})
@@ -50,6 +112,7 @@ def test_what_has_no_drawing_is_told_as_its_value() -> None:
     env = GymnasiumEnv(id="Blackjack-v1")
     assert env.reset(board(1), 0)[1]["content"].splitlines()[-1].startswith("(")
     assert env.best_reply() is None
+    assert env.draw_frame() is None
 
 
 @pytest.mark.parametrize(

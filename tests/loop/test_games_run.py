@@ -77,6 +77,15 @@ def test_mixed_environments_have_their_shares_and_their_own_metrics(tmp_path: Pa
     assert sum(one["tag"] == "lake" for one in played) == 2 * sum(one["tag"] == "boxes" for one in played)
 
 
+def test_boards_are_recorded_before_the_first_turn_and_after_each(tmp_path: Path, tiny_model: Path) -> None:
+    folder, _ = run(tmp_path, tiny_model, MIXED, *ONLY_TRAINING, "schedule.steps=1")
+    for one in trajectories(folder):
+        assert len(one["frames"]) == one["num_turns"] + 1
+        assert one["prompt"] == f"{one['frames'][0]}\n"
+        assert all(frame in one["response"] for frame in one["frames"][1:-1])
+        assert "pictures" not in one
+
+
 def test_the_samples_of_a_prompt_share_a_board_and_other_prompts_have_others(tmp_path: Path, tiny_model: Path) -> None:
     folder, _ = run(tmp_path, tiny_model, MIXED, *ONLY_TRAINING)
     openings: dict[int, set[str]] = {}

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guides import ROOT
 
 from corral.observe import trackers as module
-from corral.observe.run_files import read_metrics
+from corral.observe.metric_names import VERL
+from corral.observe.run_files import Tracker, read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import ADAPTERS, make_trackers
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Logging
 
 
-class Memory:
+class Memory(Tracker):
     """A tracker that behaves as its test wants."""
 
     def __init__(self) -> None:
@@ -71,6 +73,35 @@ def test_metrics_are_always_in_the_file(folder: RunFolder) -> None:
     trackers.log(1, {"reward/mean": 0.5})
     trackers.close()
     assert read_metrics(folder.metrics) == [{"step": 1, "reward/mean": 0.5}]
+
+
+def test_names_of_verl_are_for_trackers_and_not_for_the_file(folder: RunFolder) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = make_trackers(Logging(trackers=["tensorboard"], names="verl"), folder, "run")
+    metrics = {"reward/mean": 0.5, "policy/entropy": 1.0, "time/rollout_s": 2.0, "validation/gsm8k/mean@4": 0.25}
+    trackers.log(1, {**metrics, "reward/best": 0.75, "speed/tokens_per_device_s": 9.0})
+    trackers.close()
+    assert read_metrics(folder.metrics)[0].keys() == {"step", *metrics, "reward/best", "speed/tokens_per_device_s"}
+    events = EventAccumulator(str(folder.logs / "tensorboard"))
+    events.Reload()
+    assert {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]} == {
+        "critic/score/mean": 0.5,
+        "critic/rewards/mean": 0.5,
+        "actor/entropy": 1.0,
+        "timing_s/gen": 2.0,
+        "val-core/gsm8k/reward/mean@4": 0.25,
+        "reward/best": 0.75,
+        "perf/throughput": 9.0,
+    }
+
+
+def test_every_name_of_verl_is_in_the_guide_and_given_once() -> None:
+    guide = (ROOT / "docs" / "runs-and-checkpoints.md").read_text()
+    new = [name for names in VERL.values() for name in names]
+    assert len(set(new)) == len(new)
+    assert [name for name in (*VERL, *new) if f"`{name}`" not in guide] == []
 
 
 def test_a_tracker_gets_every_row_before_it_is_closed(folder: RunFolder, memory: Memory) -> None:

@@ -94,7 +94,7 @@ def test_columns_have_plain_types_and_those_of_a_list_come_first(tmp_path: Path)
     file = pq.ParquetFile(TrajectoryWriter(tmp_path).write(1, [record()]))
     for field in file.schema_arrow:
         kind = field.type.value_type if pa.types.is_list(field.type) else field.type
-        assert pa.types.is_integer(kind) or pa.types.is_floating(kind) or kind in (pa.string(), pa.bool_())
+        assert pa.types.is_integer(kind) or pa.types.is_floating(kind) or kind in (pa.string(), pa.bool_(), pa.binary())
     names = file.schema_arrow.names
     first_long = min(map(names.index, DETAILS))
     assert names[first_long:] == list(DETAILS)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from corral.http_server import read_token
 from corral.recipe.errors import UserError
-from corral.runtime.token import make_token, read_token, write_token
+from corral.runtime.token import make_token, write_token
 
 
 def test_a_token_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

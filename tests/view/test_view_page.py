@@ -1,5 +1,6 @@
 """The page of `corral view` in a real browser: every page, by click and key, without an error."""
 
+import io
 import threading
 import time
 from collections.abc import Iterator
@@ -7,11 +8,15 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, browser
+from commands import start_corral
+from PIL import Image
+from runs import VALIDATION, write_recipe
 from served import running
-from view_runs import HOSTILE, lines_of, metrics_of, write_run
+from view_runs import HOSTILE, lines_of, metrics_of, record, write_run
 
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryWriter
 from corral.view import view_server
 from corral.view.runs import Runs
 from corral.view.static_files import export
@@ -82,6 +87,12 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     assert page.run("[...document.querySelectorAll('.message')].map(one => one.className.split(' ')[1]).join()") == (
         "prompt,turn,observation,turn"
     )
+    frame = "document.querySelector('.frame').innerText"
+    assert page.run(frame) == "P_G"
+    page.press(".")
+    page.press(".")
+    assert page.run(frame) == "__ab"
+    assert "after turn 2 / 2" in page.run("document.querySelector('.frames').innerText")
     click(page, "a[href$='/tree']")
     page.wait("document.querySelectorAll('.tree .segment .sample').length === 4")
     click(page, "a[href$='/beside']")
@@ -118,6 +129,24 @@ def test_hostile_text_is_text(page: Browser, address: str) -> None:
     assert page.run("[...document.querySelectorAll('.code')].map(one => one.innerText).join()").startswith(
         "\\u202e,\\u001b"
     )
+
+
+def test_pictures_of_an_environment_are_shown(page: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "drawn")
+    pictures = []
+    for color in ("red", "blue"):
+        file = io.BytesIO()
+        Image.new("RGB", (5, 3), color).save(file, "PNG")
+        pictures.append(file.getvalue())
+    TrajectoryWriter(run / "trajectories").write(1, [{**record(0, 0, 1.0), "frames": None, "pictures": pictures}])
+    page.problems.clear()
+    with served(tmp_path) as address:
+        go(page, f"{address}/#/run/drawn/step/1/0", "before the first turn")
+        page.wait("document.querySelector('.frame img').naturalWidth === 5")
+        page.press(".")
+        page.wait("document.querySelector('.frames').innerText.includes('after turn 1 / 1')")
+        page.open("about:blank")
+    assert page.problems == []
 
 
 def test_keys_theme_language_and_a_phone(page: Browser, address: str) -> None:
@@ -180,6 +209,44 @@ def test_a_run_is_watched_while_it_is_trained(page: Browser, tmp_path: Path, mon
         page.wait("document.body.innerText.includes('step 4 / 50')")
         assert "live" in page.text()
         writer.join()
+        page.open("about:blank")
+    assert page.problems == []
+
+
+def test_a_run_of_corral_train_is_followed_to_its_end(page: Browser, tmp_path: Path, tiny_model: Path) -> None:
+    """A real run, in a process of its own, while the page looks at it; all that it shows is what the run wrote."""
+    recipe = write_recipe(tmp_path, tiny_model)
+    options = ("schedule.steps=40", "logging.trajectories=true", *VALIDATION)
+    (tmp_path / "runs").mkdir()
+    page.problems.clear()
+    with served(tmp_path / "runs") as address:
+        training = start_corral(tmp_path, "train", str(recipe), *options)
+        run = tmp_path / "runs" / "tiny"
+        try:
+            training.wait_until(lambda: (run / "metrics.jsonl").exists())
+            go(page, f"{address}/#/run/tiny", "running")
+            circles = "document.querySelector('.chart').querySelectorAll('circle').length"
+            before = page.wait(f"{circles} > 1 && {circles}")
+            page.wait(f"{circles} > {before} + 3")
+            assert training.is_running()  # the curve grew while it was trained, without a reload
+            click(page, "a[href='#/run/tiny/steps']")
+            click(page, "a[href='#/run/tiny/step/1']")
+            page.wait("document.querySelectorAll('.sample').length === 16")
+            click(page, "a[href='#/run/tiny/step/1/3']")
+            page.wait("document.querySelectorAll('.token').length > 8")
+            go(page, f"{address}/#/run/tiny", "running")
+            finished = training.wait()
+            assert finished.code == 0, finished.stderr
+            page.wait("document.body.innerText.includes('finished')")
+            page.wait("document.body.innerText.includes('step 40 / 40')")
+        finally:
+            training.process.kill()
+        go(page, f"{address}/#/run/tiny/steps", "step 40")
+        cells = "[...document.querySelectorAll('tbody tr')].map(row => [0, 2].map(at => row.children[at].innerText))"
+        shown = dict(page.wait(f"{cells}.length > 40 && {cells}"))
+        rewards = {row["step"]: row["reward/mean"] for row in lines_of(run / "metrics.jsonl") if "reward/mean" in row}
+        assert sorted(rewards) == list(range(1, 41))
+        assert {step: float(shown[f"step {step}"]) for step in rewards} == pytest.approx(rewards, rel=1e-3)
         page.open("about:blank")
     assert page.problems == []
 

@@ -24,7 +24,7 @@ def record(prompt_id: int, sample: int, reward: float, text: str = "ab") -> dict
         "metrics": {"success": reward}, "prompt_tokens": [1, 2, 3], "response_tokens": tokens,
         "generated": [1, 1, 0, 1, 1, 1],
         "logprobs": [-0.25 * place - 0.125 * sample for place in range(6)], "versions": [0, 0, -1, 1, 1, 1],
-        "advantages": [reward - 0.5] * 6,
+        "advantages": [reward - 0.5] * 6, "frames": ["P_G", "_PG", f"__{text}"],
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ environment's own `reset`; chance after that comes from the trajectory's seed. W
 transitions, the optimal policy is known. Its methods block, so it runs in processes.
 """
 
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,8 +59,9 @@ Outcomes = list[tuple[float, int, float, bool]]
 
 
 class GymnasiumGame(Game):
-    def __init__(self, env: Any, actions: tuple[str, ...], drawn: bool, success_reward: float) -> None:
-        self.env, self.actions, self.drawn, self.success_reward = env, actions, drawn, success_reward
+    def __init__(self, env: Any, actions: tuple[str, ...], drawn: bool, pictures: bool, success_reward: float) -> None:
+        self.env, self.actions, self.success_reward = env, actions, success_reward
+        self.drawn, self.pictures = drawn, pictures
         self.observation: Any = None
         self._solved = False
         self._values: list[dict[int, float]] = []
@@ -72,7 +74,21 @@ class GymnasiumGame(Game):
         if not self.drawn:
             return str(self.observation)
         # A color marks where the player is; in plain text it needs a sign.
-        return ESCAPES.sub("", HIGHLIGHTED.sub(r"[\1]", self.env.render())).strip("\n")
+        return ESCAPES.sub("", HIGHLIGHTED.sub(r"[\1]", self._render("ansi"))).strip("\n")
+
+    def frame(self) -> str | bytes | None:
+        if not self.pictures:
+            return self.text() if self.drawn else None
+        from PIL import Image
+
+        picture = io.BytesIO()
+        Image.fromarray(self._render("rgb_array")).save(picture, "PNG")
+        return picture.getvalue()
+
+    def _render(self, mode: str) -> Any:
+        """An environment is made for one mode; those that have both look at this attribute when they render."""
+        self.env.unwrapped.render_mode = mode
+        return self.env.render()
 
     def state(self) -> str:
         return str(self.observation)
@@ -117,6 +133,9 @@ class GymnasiumEnv(GameBase, BlockingEnv):
     success_reward: float | None = None
     """An episode that ends with a step of at least this reward is a success. None: known, or 1."""
 
+    pictures: bool = False
+    """Record a picture of each state for `corral view`, where the environment renders as rgb_array."""
+
     reset, step = GameBase.reset_game, GameBase.step_game
 
     def __post_init__(self) -> None:
@@ -127,13 +146,15 @@ class GymnasiumEnv(GameBase, BlockingEnv):
         if self.observe == "drawing" and not draws:
             raise UserError(f"gymnasium: {self.id} can't draw itself in text; set observe: value")
         drawn = draws and self.observe != "value"
-        if drawn:
-            env = make(self.id, {**self.kwargs, "render_mode": "ansi"})
+        if self.pictures and "rgb_array" not in env.metadata.get("render_modes", ()):
+            raise UserError(f"gymnasium: {self.id} can't render pictures (rgb_array); leave out pictures")
+        if self.pictures or drawn:
+            env = make(self.id, {**self.kwargs, "render_mode": "rgb_array" if self.pictures else "ansi"})
         names = tuple(self.action_names or known.actions or map(str, range(num_actions(env, self.id))))
         if len(names) != num_actions(env, self.id):
             raise UserError(f"gymnasium: {self.id} has {num_actions(env, self.id)} actions, not {len(names)}")
         success = known.success_reward if self.success_reward is None else self.success_reward
-        self._gymnasium = GymnasiumGame(env, names, drawn, success)
+        self._gymnasium = GymnasiumGame(env, names, drawn, self.pictures, success)
         super().__post_init__()
 
     def all_actions(self) -> tuple[str, ...]:

@@ -79,6 +79,7 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
     );
   }
 
+  const drawn = framesOf(record);
   let current = -1;
   function point(span) {
     body.querySelector(".token.pointed")?.classList.remove("pointed");
@@ -144,9 +145,13 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
             { class: "quiet small" },
             t("The text of single tokens needs the tokenizer of a checkpoint, which this run does not have yet."),
           ),
+      view === "conversation" ? drawn.element : null,
       body,
     ],
     keys: {
+      ...(drawn.element
+        ? { ".": ["next state", () => drawn.move(1)], ",": ["state before", () => drawn.move(-1)] }
+        : {}),
       j: ["next sample", () => go(1)],
       k: ["sample before", () => go(-1)],
       ArrowRight: ["next token", () => move(1)],
@@ -208,6 +213,31 @@ function facts(record, tokens, address, part) {
       .filter(Boolean)
       .map((error) => h("pre", { class: "problem card" }, shown(error))),
   ];
+}
+
+/** What the environment drew of its states, one at a time: text, or pictures. */
+function framesOf(record) {
+  const frames = record.pictures ?? record.frames ?? [];
+  if (!frames.some(Boolean)) return { element: null };
+  const canvas = h("div", { class: "frame" });
+  const label = h("span", { class: "quiet" });
+  const range = h("input", { type: "range", min: 0, max: frames.length - 1, "aria-label": t("state"), oninput: draw });
+  range.value = 0;
+
+  function draw() {
+    const at = Number(range.value);
+    const isPicture = record.pictures !== undefined && frames[at].startsWith("data:image/png;base64,");
+    replace(canvas, isPicture ? h("img", { src: frames[at], alt: "" }) : h("pre", {}, shown(frames[at])));
+    replace(label, at ? `${t("after turn")} ${at} / ${frames.length - 1}` : t("before the first turn"));
+  }
+  draw();
+  const move = (by) => {
+    range.value = Number(range.value) + by;
+    draw();
+  };
+  const button = (text, by, title) => h("button", { type: "button", title, onclick: () => move(by) }, text);
+  const controls = [button("◀", -1, t("state before")), range, button("▶", 1, t("next state")), label];
+  return { element: h("div", { class: "card frames" }, h("div", { class: "toolbar" }, controls), canvas), move };
 }
 
 function conversation(record, tokens, color) {
