@@ -42,7 +42,7 @@ system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and
     - unsupported unless off:         # null, false, 0 and empty are built in
         this is `corral evaluate`: trainer.val_only
     - defaults: {data.seed: 1}        # rows of the table that this one is based on, with other defaults
-    base rows: false                  # only conversions and the like are taken from that table, and none of its rows
+    base rows: a.b c.**               # of the rows of that table only these are taken, and conversions and the like
     - when: has_critic                # rows under a condition
       rows:
       - {block: optimizer, role: critic, ours: critic.optimizer, lr: 1e-5}
@@ -226,9 +226,9 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     for old, new in document["aliases"].items():
         spellings, keys = list(expand_keys(old)), list(expand_keys(new))
         aliases |= zip(spellings, keys if len(keys) > 1 else keys * len(spellings), strict=True)
-    if base is not None and document.get("base rows", True):
-        own = {row.key for row in rows}
-        rows += [row for row in base.rows if row.key not in own]
+    if base is not None:
+        own, taken = {row.key for row in rows}, list(expand_keys(document.get("base rows", "**")))
+        rows += [row for row in base.rows if row.key not in own and any(fits(one, row.key) for one in taken)]
     is_whole = functions["is_whole"] if document["own defaults"] else KeyTable.is_whole
     return KeyTable(document["title"], tuple(rows), aliases, document, is_whole)
 

@@ -105,6 +105,16 @@ def test_shrunk_it_trains_a_step_whatever_engine_roll_names(tmp_path: Path, engi
     assert "step 1/1" in trained.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_rolls_training_on_rows_trains_a_step_when_it_is_shrunk(tmp_path: Path, kind: str) -> None:
+    words = (GOLDEN / f"roll_{kind}/command.txt").read_text().split("\n\n")[0].split()
+    (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", *words[:2], "--", *words[2:]).stdout)
+    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
+    assert trained.code == 0, trained.stderr
+    assert "step 1/1" in trained.stdout
+
+
 # --- what is wrong is one clear line, and nothing runs
 
 

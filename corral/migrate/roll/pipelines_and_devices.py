@@ -110,8 +110,21 @@ def shard_size(value: Any) -> int:
 # --- which pipeline
 
 
+def trains_on_rows(config: ForeignConfig) -> bool:
+    """Whether it is the SFT or the DPO pipeline, whose tables name the roles that they have."""
+    return "roles" in config.constants
+
+
+def distills(config: ForeignConfig) -> bool:
+    """Whether a teacher says of every token how likely it is. `student_train` is `actor_train` under another name."""
+    names = [] if trains_on_rows(config) else [one.key for one in config.given.values() if one.value]
+    return any(name in ("is_pure_opd", "use_opd") or name.startswith("student_train.") for name in names)
+
+
 def is_rlvr(config: ForeignConfig) -> bool:
     """Whether prompts are in files, and answers have rewards. Else the model acts in environments."""
+    if trains_on_rows(config):
+        return True
     if any(config.below(name) for name in ("train_env_manager", "val_env_manager", "custom_envs")):
         return False
     of_rlvr = ("num_return_sequences_in_group", "actor_train.data_args.file_name")
@@ -170,10 +183,13 @@ def num_steps(config: ForeignConfig) -> int | None:
 
 
 def uses_critic(config: ForeignConfig) -> bool:
-    return str(config.value("adv_estimator")) in ("gae", "skip_obs_gae")
+    has_rewards = not distills(config) or bool(config["use_opd"])
+    return has_rewards and str(config.value("adv_estimator")) in ("gae", "skip_obs_gae")
 
 
 def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
+    if distills(config):
+        return None
     if config.value("use_kl_loss") and config.value("kl_loss_coef") > 0:
         return "loss"
     return "reward" if kl_in_reward(config) else None
@@ -261,15 +277,21 @@ def layout(config: ForeignConfig) -> RoleLayout:
     actor, rollout = role_devices(config, "actor"), role_devices(config, "rollout")
     if actor != rollout and set(actor) & set(rollout):
         rollout = tuple(device for device in rollout if device not in actor) or actor
-    roles = {"actor": actor, "rollout": rollout}
-    for role, is_there in (("reference", kl_where(config) is not None), ("critic", uses_critic(config))):
-        if is_there:
+    roles = {"actor": actor} if trains_on_rows(config) else {"actor": actor, "rollout": rollout}
+    for role in ("reference", "critic"):
+        if has_role(config, role):
             wanted = role_devices(config, role)
             roles[role] = wanted if fits(config, wanted, roles) else actor
     highest = max(device for devices in roles.values() for device in devices) + 1
     per_node = int(config.value("num_gpus_per_node"))
     nodes = math.ceil(highest / per_node)
     return RoleLayout(nodes, per_node if nodes > 1 else highest, roles)
+
+
+def has_role(config: ForeignConfig, role: str) -> bool:
+    if trains_on_rows(config):
+        return role in config.constants["roles"]
+    return uses_critic(config) if role == "critic" else distills(config) or kl_where(config) is not None
 
 
 def fits(config: ForeignConfig, wanted: tuple[int, ...], roles: Mapping[str, tuple[int, ...]]) -> bool:

@@ -15,6 +15,7 @@ from corral.algorithms.losses import LOSSES
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
+    distills,
     group_size,
     is_agentic,
     is_rlvr,
@@ -165,6 +166,44 @@ def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
 
 
+# --- SFT and DPO: rows, or pairs of answers, that are in files
+
+
+def row_tokens(config: ForeignConfig) -> int:
+    written = config["sequence_length"]
+    if written is None and config["response_length"] is None:
+        raise ValueError("needs `sequence_length`, which ROLL refuses to start without")
+    return int(written or (config["prompt_length"] or 1024) + config["response_length"])
+
+
+def row_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """ROLL's SFT takes rows in their order, and its DPO shuffles them and has prompts in one column."""
+    kind, rows = config.constants["algorithm"], one_or_all(given.value or [])
+    ours = {"algorithm.name": kind, "data.train.path": rows}
+    if kind == "dpo":
+        return converted(ours | {"data.prompt_key": "instruction"}, "pairs, with prompts in `instruction`, as in ROLL")
+    return converted(ours | {"data.shuffle": False}, "rows in the order of the file, as in ROLL")
+
+
+def row_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.key != "sequence_length" and "sequence_length" in config:
+        return no_effect("`sequence_length` takes precedence")
+    tokens = row_tokens(config)
+    if config.constants["algorithm"] == "sft":
+        return converted({"data.max_prompt_tokens": tokens}, f"{tokens} tokens of a row; a longer one is an error")
+    note = f"{tokens} tokens of a prompt with an answer; longer ones are left out, as in ROLL"
+    return converted({"data.max_prompt_tokens": tokens, "data.overlong": "filter"}, note)
+
+
+def rows_per_update(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """One update of a step has as many rows as all devices, or copies of the model, in all their micro-batches."""
+    (each, times, copies), tokens = sizes_of_update(config), row_tokens(config)
+    answers = each if config.constants["algorithm"] == "sft" else 2 * each
+    ours = {"batch.prompts_per_step": each * times * copies, "batch.max_tokens_per_micro_batch": answers * tokens}
+    note = f"{each} x {times} x {copies} = {each * times * copies} per update; {answers} x {tokens} tokens at once"
+    return converted(ours, note)
+
+
 # --- lengths
 
 
@@ -292,6 +331,8 @@ def advantage(config: ForeignConfig) -> RollAdvantage:
     parts = [f"less the mean of the {mean}"] * bool(mean) + [f"over the deviation of the {std}"] * bool(std)
     rewards = " ".join(parts) or "as they are"
     description = f"{estimator}, rewards {rewards}, {'whitened' if white else 'not whitened'}"
+    if distills(config):
+        return RollAdvantage("distill", "the teacher's log-probs less the model's own")
     if uses_critic(config):
         return RollAdvantage("gae", description, "gae takes rewards as they are" if parts else "")
     if estimator == "gigpo":
@@ -305,8 +346,23 @@ def advantage(config: ForeignConfig) -> RollAdvantage:
     return RollAdvantage(found["name"], description, found.get("difference", ""))
 
 
+def teacher(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """On-policy distillation: alone, or beside rewards that are those of grpo."""
+    ours: dict[Any, Any] = {"algorithm.name": "distill"}
+    if not config["use_opd"]:
+        return converted(ours, "advantages are the teacher's log-probs less the model's own")
+    if config["is_pure_opd"]:
+        raise ValueError("is distillation alone (`is_pure_opd`) and beside rewards (`use_opd`), which ROLL refuses")
+    if normalized_by(config) != ("group", "group") or uses_critic(config):
+        raise ValueError("is distillation beside rewards other than those of grpo, which is not migrated")
+    ours["algorithm.advantage.task_weight"] = 1.0
+    return converted(ours, "advantages are those of grpo and the teacher's log-probs less the model's own")
+
+
 def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     found, written = advantage(config), config.value("adv_estimator")
+    if found.name == "distill":
+        return teacher(config, given)
     if ADVANTAGES[found.name].needs.groups and group_size(config) == 1:
         size = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
         raise ValueError(
