@@ -70,6 +70,19 @@ def as_path(key: str | KeyPath) -> KeyPath:
     return tuple(key.split(".")) if isinstance(key, str) else key
 
 
+def value_as(config: Any, given: ForeignValue, ours: str) -> Outcome:
+    """The same under another name, with a default that depends on whether the configuration is whole."""
+    return mapped(ours, config.value(config.table.canonical(given.key)))
+
+
+def below(config: Any, given: ForeignValue, section: str, ours: str) -> Outcome:
+    """A value of `section` by its own name in a section of ours; null is not there."""
+    if given.value is None:
+        return built_in("null")
+    names = config.table.canonical(given.key).removeprefix(f"{section}.").split(".")
+    return mapped((*as_path(ours), *names), given.value)
+
+
 def run_name(config: object, given: ForeignValue) -> Outcome:
     """A conversion that all systems have: a run's name becomes that of a folder."""
     name = re.sub(r"[^\w.+=,-]+", "-", given.value or "").strip("-.+=,")

@@ -512,7 +512,7 @@ class ForeignConfig:
         elif row is None:
             near = did_you_mean(nearest_name(key, self._known()))
             self.problem(one, f"is not a key of {self.table.title} that Corral knows{near}")
-        elif other is not None and other.value != one.value:
+        elif other is not None and None not in (other.value, one.value) and other.value != one.value:
             self.problem(one, f"is the same key as {other} ({other.where}), with another value")
         else:
             try:
@@ -520,9 +520,11 @@ class ForeignConfig:
             except (ValueError, OverflowError) as error:
                 self.problem(one, f"should be {error}")
             else:
+                read = ForeignValue(one.key, value, one.where)
                 if other is not None:
-                    self.strange.append(KeyReport(other, built_in(f"another spelling of `{one.key}`")))
-                self.given[key] = ForeignValue(one.key, value, one.where)
+                    read, same = (other, read) if value is None else (read, other)
+                    self.strange.append(KeyReport(same, built_in(f"another spelling of `{read.key}`")))
+                self.given[key] = read
 
     def _known(self) -> list[str]:
         return [row.key for row in self.table.rows] + list(self.table.aliases)

@@ -54,7 +54,7 @@ def test_no_row_is_hidden_by_one_before_it() -> None:
 @pytest.mark.parametrize(
     "devices",
     ["list(range(0,4))", "list(range(0, 4))", "range(0,4)", "[0, 1, 2, 3]", "'[0,1,2,3]'", "'0,1,2,3'",
-     "list(range(0,2)) + list(range(2,4))"],
+     "list([0,1,2,3])", "list(range(0,2)) + list(range(2,4))"],
 )  # fmt: skip
 def test_devices_are_ranges_and_lists(devices: str) -> None:
     cluster = roll(f"actor_train.device_mapping={devices}").recipe.cluster

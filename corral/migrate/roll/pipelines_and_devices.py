@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from corral.migrate.engines import context_length, engine_of, split_engine
-from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import integer, number, plural, text
 from corral.recipe.errors import RecipeError
@@ -18,16 +18,12 @@ from corral.recipe.placement import format_devices, parse_devices
 
 STRATEGY = "actor_train.strategy_args.strategy_config"
 DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
+LIST = re.compile(r"\s*list\s*\((\s*\[[\d\s,]+\]\s*)\)\s*")
 EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
 MOST_DEVICES = 100_000
 ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "reference", "critic": "critic"}
 """Roles of a recipe, and what ROLL calls them."""
 ONE_DEVICE = "one device in all: the run is one process"
-
-
-def value_as(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
-    """The same under another name, with a default that depends on whether the configuration is whole."""
-    return mapped(ours, config.value(config.table.canonical(given.key)))
 
 
 def replaced(ours: Mapping[Any, Any], why: str) -> Outcome:
@@ -87,7 +83,7 @@ def devices(value: Any) -> Any:
 def device_list(value: Any) -> tuple[int, ...]:
     """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognizes it."""
     found: list[int] = []
-    for part in value.split("+") if isinstance(value, str) else [value]:
+    for part in map(unlisted, value.split("+")) if isinstance(value, str) else [value]:
         is_list = isinstance(part, list) and all(type(item) is int for item in part)
         if not (DEVICES.fullmatch(part) if isinstance(part, str) else is_list):
             raise ValueError(EXPECTED)
@@ -98,6 +94,11 @@ def device_list(value: Any) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise ValueError(f"{EXPECTED}, each of them once")
     return tuple(sorted(found))
+
+
+def unlisted(part: str) -> str:
+    """`list([0, 1])` is `[0, 1]`."""
+    return LIST.sub(r"\1", part)
 
 
 def shard_size(value: Any) -> int:

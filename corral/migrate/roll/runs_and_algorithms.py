@@ -29,7 +29,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     validates,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.value_kinds import format_value, one_or_all, plural, text
+from corral.migrate.value_kinds import format_value, one_or_all, plural, text, texts
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRAINING = "actor_train.training_args"
@@ -250,8 +250,8 @@ def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
         return built_in("one domain, all of the data")
     return unsupported(
-        "a domain is found by the tags of rows; to mix by weight, give each domain a file of its own and name the "
-        "files in `data.train.sources`, each with a `weight`"
+        "rows are drawn as if they were of one domain; to mix by weight, give each domain a file of its own and name "
+        "the files in `data.train.sources`, each with a `weight`"
     )
 
 
@@ -271,26 +271,25 @@ def truncated_samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"algorithm.mask_truncated": True}, note, differs=whitens_all)
 
 
-def reward_of(config: ForeignConfig, domain: str) -> str | None:
-    worker = (config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2]
-    name: str | None = config.constants["rewards"].get(worker)
-    return name
-
-
 def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """All rows have the reward of one domain: the first that Corral has one for."""
+    """A domain's reward: the only one, or that of rows with one of the domain's tags."""
     if is_agentic(config):
         return unsupported("environments have rewards of their own")
-    domain = given.key.split(".")[1]
-    domains = list(dict.fromkeys(key.partition(".")[0] for key in config.below("rewards")))
-    name, main = reward_of(config, domain), next((one for one in domains if reward_of(config, one)), domains[0])
-    if domain != main:
-        return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
-    if name is None:
-        known = ", ".join(config.constants["rewards"].values())
-        why = f"Corral has {known} of ROLL's; write it as a function and name it here"
-        return replaced({"environment.reward.name": f"my_rewards:{domain}"}, why)
-    return converted({"environment.reward.name": name}, "without ROLL's penalty for repetition")
+    domain, worker = given.key.split(".")[1], (given.value or "").rpartition(".")[2]
+    name = config.constants["rewards"].get(worker)
+    key, ours = "environment.reward", dict[Any, Any]()
+    domains = {one.partition(".")[0] for one in config.below("rewards")}
+    if len(domains) > 1:
+        key, tags = f"environment.rewards.{domain}", config[f"rewards.{domain}.tag_included"]
+        by_tags = any(config[f"rewards.{one}.tag_included"] for one in domains)
+        if by_tags and not tags:
+            raise ValueError("is one of several rewards, and no `tag_included` says for which rows it is")
+        column = config.value("actor_train.data_args.tag") if by_tags else "domain"
+        ours = {f"{key}.sources": texts(tags) if by_tags else [domain], "data.source_key": column}
+    if name is not None:
+        return converted(ours | {f"{key}.name": name}, "without ROLL's penalty for repetition")
+    why = config.constants["other_rewards"].get(worker, "Corral has no such reward")
+    return replaced(ours | {f"{key}.name": f"my_rewards:{domain}"}, f"{why}; write it as a function and name it here")
 
 
 # --- advantages
