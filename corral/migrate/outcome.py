@@ -83,6 +83,13 @@ def below(config: Any, given: ForeignValue, section: str, ours: str) -> Outcome:
     return mapped((*as_path(ours), *names), given.value)
 
 
+def pipeline_stages(config: object, given: ForeignValue) -> Outcome:
+    """A conversion that all systems have: stages of a pipeline, over which the layers of a model are spread."""
+    if given.value is None or given.value <= 1:
+        return built_in("one stage, as in Corral")
+    return unsupported("there is no pipeline parallelism; these devices shard the model")
+
+
 def run_name(config: object, given: ForeignValue) -> Outcome:
     """A conversion that all systems have: a run's name becomes that of a folder."""
     name = re.sub(r"[^\w.+=,-]+", "-", given.value or "").strip("-.+=,")

@@ -225,15 +225,19 @@ def data_parallel(config: ForeignConfig) -> int:
 
 def experts(config: ForeignConfig) -> int:
     """Size of expert parallelism; 1 where experts cannot be split beside tensor and context parallelism."""
-    tensor, _, context = parallel(config)
     wanted = int(config.value(f"{STRATEGY}.expert_model_parallel_size"))
-    return wanted if num_actor_devices(config) % (tensor * context * wanted) == 0 else 1
+    return wanted if num_actor_devices(config) % (num_of_copy(config) * wanted) == 0 else 1
+
+
+def num_of_copy(config: ForeignConfig) -> int:
+    """Number of devices that compute one micro-batch together in Corral, without experts."""
+    tensor, _, context = parallel(config)
+    return tensor * context
 
 
 def num_for_sharding(config: ForeignConfig) -> int:
     """Number of the actor's devices that tensor, context and expert parallelism leave."""
-    tensor, _, context = parallel(config)
-    return num_actor_devices(config) // (tensor * context * experts(config))
+    return num_actor_devices(config) // (num_of_copy(config) * experts(config))
 
 
 def shard(config: ForeignConfig) -> int | None:
@@ -300,8 +304,7 @@ def fits(config: ForeignConfig, wanted: tuple[int, ...], roles: Mapping[str, tup
     apart = all(wanted == other or not set(wanted) & set(other) for other in roles.values())
     if shard(config) is not None:
         return apart and len(wanted) == len(roles["actor"])
-    tensor, _, context = parallel(config)
-    return apart and len(wanted) % (tensor * context * experts(config)) == 0
+    return apart and len(wanted) % (num_of_copy(config) * experts(config)) == 0
 
 
 def on_cluster(config: ForeignConfig) -> bool:
