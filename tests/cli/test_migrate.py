@@ -117,9 +117,9 @@ def test_rolls_training_on_rows_trains_a_step_when_it_is_shrunk(tmp_path: Path, 
 
 SMALL = """
     model.path=blank-1m model.dtype=float32 data.train.path=arithmetic:addition data.train.size=32
-    data.prompt_key=prompt data.answer_key=answer data.max_prompt_tokens=64 rollout.max_response_tokens=8 batch.prompts_per_step=4
-    batch.samples_per_prompt=2 batch.updates_per_step=2 batch.max_tokens_per_micro_batch=256 schedule.steps=1
-    logging.trackers=[console] cluster.start_timeout_s=300 environment.max_error_rate=null
+    data.prompt_key=prompt data.answer_key=answer data.max_prompt_tokens=64 rollout.max_response_tokens=8
+    batch.prompts_per_step=4 batch.samples_per_prompt=2 batch.updates_per_step=2 batch.max_tokens_per_micro_batch=256
+    schedule.steps=1 logging.trackers=[console] cluster.start_timeout_s=300 environment.max_error_rate=null
 """
 """Changes to a migrated recipe that leave its devices and how its model is spread over them."""
 
