@@ -14,7 +14,8 @@ from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at
 from corral.migrate.outcome import ABSENT, ForeignValue
 from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
-from corral.migrate.table import KeyTable, load_table
+from corral.migrate.table import KeyTable
+from corral.migrate.table_file import load_table
 from corral.migrate.value_kinds import format_value
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError

@@ -136,7 +136,7 @@ SMALL = """
         (
             "deepspeed_train zero_optimization.stage=3 zero_optimization.offload_param.device=cpu "
             "zero_optimization.offload_optimizer.device=cpu",
-            {"offload": ["parameters", "optimizer"]},
+            {"offload": ["parameters", "gradients", "optimizer"]},
         ),
     ],
 )

@@ -18,7 +18,7 @@ from corral.recipe.placement import format_devices, parse_devices
 
 STRATEGY = "actor_train.strategy_args.strategy_config"
 DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
-LIST = re.compile(r"\s*list\s*\((\s*\[[\d\s,]+\]\s*)\)\s*")
+LIST = re.compile(r"list\s*\((\s*\[[\d\s,]+\]\s*)\)")
 EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
 MOST_DEVICES = 100_000
 ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "reference", "critic": "critic"}
@@ -83,7 +83,7 @@ def devices(value: Any) -> Any:
 def device_list(value: Any) -> tuple[int, ...]:
     """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognizes it."""
     found: list[int] = []
-    for part in map(unlisted, value.split("+")) if isinstance(value, str) else [value]:
+    for part in LIST.sub(r"\1", value).split("+") if isinstance(value, str) else [value]:
         is_list = isinstance(part, list) and all(type(item) is int for item in part)
         if not (DEVICES.fullmatch(part) if isinstance(part, str) else is_list):
             raise ValueError(EXPECTED)
@@ -94,18 +94,6 @@ def device_list(value: Any) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise ValueError(f"{EXPECTED}, each of them once")
     return tuple(sorted(found))
-
-
-def unlisted(part: str) -> str:
-    """`list([0, 1])` is `[0, 1]`."""
-    return LIST.sub(r"\1", part)
-
-
-def shard_size(value: Any) -> int:
-    """Number of devices that share a copy of a model; -1 is all of them."""
-    if integer(value) < -1:
-        raise ValueError("a whole number")
-    return int(value)
 
 
 # --- which pipeline
@@ -406,8 +394,7 @@ def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
     optimizer = all_of_it or config[f"{zero}.offload_optimizer.device"] in ("cpu", "nvme")
     for key in ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload"):
         optimizer = optimizer or bool(config[key])
-    chosen = {"parameters": is_sharded and parameters, "gradients": is_sharded and all_of_it, "optimizer": optimizer}
-    parts = [part for part, is_chosen in chosen.items() if is_chosen]
+    parts = ["parameters", "gradients"] * (is_sharded and parameters) + ["optimizer"] * optimizer
     if not parts:
         return built_in("on the device, as in Corral")
     return converted({"train.offload": parts}, f"{' and '.join(parts)} in the host's memory")

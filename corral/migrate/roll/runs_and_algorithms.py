@@ -29,7 +29,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     validates,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.value_kinds import format_value, one_or_all, plural, text, texts
+from corral.migrate.value_kinds import format_value, one_or_all, plural, texts
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRAINING = "actor_train.training_args"
@@ -58,12 +58,6 @@ def all_checkpoints(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
 
 
-def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, False):
-        return converted({"checkpoint.resume": "never"}, "false: start anew")
-    return mapped("checkpoint.resume", "auto" if given.value is True else text(given.value))
-
-
 def has_projects(config: ForeignConfig) -> bool:
     return config.value("track_with") in TRACKERS_WITH_PROJECTS
 
@@ -83,12 +77,6 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
     names = sorted({key.rpartition("system_envs.")[2] for key in config.given if "system_envs." in key})
     passed = [one for one in names if not NOT_FOR_WORKERS.fullmatch(one)]
     return converted({"cluster.environment": passed}, f"set {name} where you start `corral train`: workers get it")
-
-
-def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
-        return built_in("see the other keys")
-    return unsupported("Corral has the agentic and the RLVR pipeline")
 
 
 # --- model
@@ -253,22 +241,6 @@ def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
         "rows are drawn as if they were of one domain; to mix by weight, give each domain a file of its own and name "
         "the files in `data.train.sources`, each with a `weight`"
     )
-
-
-def question_column(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "actor_train.data_args.messages" in config:
-        return no_effect("the column of messages takes precedence")
-    return mapped("data.prompt_key", given.value)
-
-
-def truncated_samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off, as in Corral")
-    if is_agentic(config):
-        return unsupported("truncated trajectories count; see `algorithm.mask_truncated`")
-    whitens_all = bool(config.value("whiten_advantages"))
-    note = "samples cut off by length are in no loss" + "; Corral whitens over them too" * whitens_all
-    return converted({"algorithm.mask_truncated": True}, note, differs=whitens_all)
 
 
 def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
