@@ -24,7 +24,7 @@ FILES = {
     "verl-recipe": ["**/*.sh"],
     "Search-R1": ["*.sh", "scripts/**/*.sh", "example/**/*.sh"],
     "ROLL": ["examples/**/*.yaml"],
-    "RLinf": ["examples/**/*.sh", "examples/**/config/*.yaml"],
+    "RLinf": ["examples/**/*.sh", "examples/**/config/*.yaml", "examples/reasoning/config/*/*.yaml"],
 }
 OTHER_KIND = re.compile("which is not migrated|starts a training that is known|none of its keys")
 

@@ -24,6 +24,8 @@ class System(StrEnum):
     VERL_SFT = "verl_sft"
     SEARCH_R1 = "search_r1"
     ROLL = "roll"
+    ROLL_SFT = "roll_sft"
+    ROLL_DPO = "roll_dpo"
     RLINF = "rlinf"
 
 

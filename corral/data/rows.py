@@ -53,7 +53,7 @@ class Row:
     answer: Any
     """Usually text or a number; None if the row has none."""
     source: str
-    """verl's `data_source`, else the name that the recipe gives to its source, or empty."""
+    """What is in the column `data.source_key` (verl's `data_source`), else the name of the row's source, or empty."""
     extra: dict[str, Any]
     """Every other column, as it is."""
     completion: list[Message] = field(default_factory=list)
@@ -102,10 +102,10 @@ def row_from_mapping(
     prompt = _with_system(prompt, _sharegpt_system(mapping, data, with_completion), where)
     prompt = _with_images(prompt, mapping.get(data.images_key), where)
     prompt = _with_template(_with_system(prompt, data.system, where), data.template, where)
-    source = mapping.get("data_source") or origin
+    source = mapping.get(data.source_key) or origin
     if not isinstance(source, str):
-        raise UserError(f"{where}: `data_source` must be text, not {_kind(source)}")
-    taken = {data.prompt_key, data.answer_key or "answer", "data_source", data.images_key}
+        raise UserError(f"{where}: `{data.source_key}` must be text, not {_kind(source)}")
+    taken = {data.prompt_key, data.answer_key or "answer", data.source_key, data.images_key}
     taken |= {*CONVERSATIONS} if with_completion else set()
     taken |= {data.chosen_key, data.rejected_key} if with_rejected else set()
     extra = {key: value for key, value in mapping.items() if key not in taken}

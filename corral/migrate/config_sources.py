@@ -14,16 +14,24 @@ from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at
 from corral.migrate.outcome import ABSENT, ForeignValue
 from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
-from corral.migrate.table import KeyTable, load_table
+from corral.migrate.table import KeyTable
+from corral.migrate.table_file import load_table
 from corral.migrate.value_kinds import format_value
 from corral.recipe.document import read_text
 from corral.recipe.errors import RecipeError
 from corral.recipe.keys import find_key
 from corral.recipe.schema import Recipe
 
-TABLES = {"verl": "verl", "search_r1": "verl", "verl_sft": "verl", "roll": "roll", "rlinf": "rlinf"}
-"""Systems, and the packages with the functions that their tables name besides those of `engines.py`. Of several tables
-the one that knows most of the keys is taken: for verl also that of Search-R1, which is a verl with keys of its own."""
+TABLES = {
+    "verl": "verl", "search_r1": "verl", "verl_sft": "verl",
+    "roll": "roll", "roll_sft": "roll", "roll_dpo": "roll", "rlinf": "rlinf",
+}  # fmt: skip
+"""Systems and kinds of run, with the packages of the functions that their tables name besides those of `engines.py`."""
+BASES = {"search_r1": "verl", "verl_sft": "verl", "roll_sft": "roll", "roll_dpo": "roll_sft"}
+"""Tables that other tables are based on."""
+ALIKE = {"verl": ("verl", "search_r1"), "roll": ("roll", "roll_sft", "roll_dpo")}
+"""Tables of a system of which the first that knows most of the keys is taken: Search-R1 is a verl with keys of its own,
+and ROLL's pipelines have keys in common."""
 
 PROGRAMS = {
     "verl": re.compile(r"(?:[\w./-]*[./])?main_(?:ppo|ppo_sync|ppo_v0|ppo_format|dapo)(?:\.py)?"),
@@ -33,9 +41,8 @@ PROGRAMS = {
 }
 """Programs that start a training, and so end whatever comes before them: Ray, Slurm, containers."""
 OTHER_KINDS = {
-    r"train_v\wm?_sft|start_sft_pipeline": "supervised fine-tuning (see docs/sft.md)",
-    r"start_dpo_pipeline": "preference optimization (DPO; see docs/preferences.md)",
-    r"start_\w*distill\w*|main_gkd": "distillation (see docs/distillation.md)",
+    r"train_v\wm?_sft": "supervised fine-tuning (see docs/sft.md)",
+    r"start_distill\w*|main_gkd": "distillation on answers that the rows have (see docs/distillation.md)",
     r"main_generation\w*|start_\w+_rollout_pipeline": "rollouts without training",
     r"main_eval": "an evaluation",
     r"train_embodied_agent|train_async|train_offline_rl": "embodied reinforcement learning",
@@ -348,7 +355,7 @@ def add_words(config: RawConfig, words: Sequence[ShellValue], source: TrainingCo
 
 
 def candidates(system: str | None) -> tuple[str, ...]:
-    return tuple(TABLES) if system is None else ("verl", "search_r1") if system == "verl" else (system,)
+    return tuple(TABLES) if system is None else ALIKE.get(system, (system,))
 
 
 def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migration:
@@ -374,4 +381,4 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
 def table_of(name: str) -> KeyTable:
     package = import_module(f"corral.migrate.{TABLES[name]}")
     modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__)]
-    return load_table(name, engines, *modules, base=table_of("verl") if name in ("search_r1", "verl_sft") else None)
+    return load_table(name, engines, *modules, base=table_of(BASES[name]) if name in BASES else None)

@@ -70,6 +70,26 @@ def as_path(key: str | KeyPath) -> KeyPath:
     return tuple(key.split(".")) if isinstance(key, str) else key
 
 
+def value_as(config: Any, given: ForeignValue, ours: str) -> Outcome:
+    """The same under another name, with a default that depends on whether the configuration is whole."""
+    return mapped(ours, config.value(config.table.canonical(given.key)))
+
+
+def below(config: Any, given: ForeignValue, section: str, ours: str) -> Outcome:
+    """A value of `section` by its own name in a section of ours; null is not there."""
+    if given.value is None:
+        return built_in("null")
+    names = config.table.canonical(given.key).removeprefix(f"{section}.").split(".")
+    return mapped((*as_path(ours), *names), given.value)
+
+
+def pipeline_stages(config: object, given: ForeignValue) -> Outcome:
+    """A conversion that all systems have: stages of a pipeline, over which the layers of a model are spread."""
+    if given.value is None or given.value <= 1:
+        return built_in("one stage, as in Corral")
+    return unsupported("there is no pipeline parallelism; these devices shard the model")
+
+
 def run_name(config: object, given: ForeignValue) -> Outcome:
     """A conversion that all systems have: a run's name becomes that of a folder."""
     name = re.sub(r"[^\w.+=,-]+", "-", given.value or "").strip("-.+=,")

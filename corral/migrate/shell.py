@@ -6,7 +6,6 @@ called without arguments. What only running a command would show stays unknown. 
 script is read for each way, and who uses the commands compares them. Warnings about a value go with it.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,20 @@ from corral.migrate.shell_expansion import (
     first_unknown,
     glob_pattern,
     join,
+    joined_path,
+    printed_by,
 )
-from corral.migrate.shell_lexer import ArrayPart, CommandPart, LiteralPart, ShellWord
+from corral.migrate.shell_lexer import (
+    ASSIGNMENT,
+    ELEMENT,
+    ArrayPart,
+    CommandPart,
+    LiteralPart,
+    ShellWord,
+    assigned_name,
+    broken_continuations,
+    starts_with_bracket,
+)
 from corral.migrate.shell_parser import (
     AndOr,
     ArithmeticNode,
@@ -46,8 +57,6 @@ from corral.migrate.shell_parser import (
 )
 from corral.recipe.errors import RecipeError
 
-ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
-ELEMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[")
 SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+--(nodes|gpus-per-node|cpus-per-task|ntasks-per-node)[= ](\d+)", re.MULTILINE)
 OF_SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -57,18 +66,8 @@ OF_SLURM = {
 }
 """Variables that Slurm sets, by the line of the script that says to what."""
 OF_BASH = (
-    "RANDOM",
-    "SECONDS",
-    "LINENO",
-    "HOSTNAME",
-    "UID",
-    "EUID",
-    "PPID",
-    "BASHPID",
-    "PATH",
-    "OLDPWD",
-    "BASH_REMATCH",
-)
+    "RANDOM", "SECONDS", "LINENO", "HOSTNAME", "UID", "EUID", "PPID", "BASHPID", "PATH", "OLDPWD", "BASH_REMATCH",
+)  # fmt: skip
 """Variables with a value that only a shell that runs knows."""
 DECLARERS = ("export", "declare", "local", "readonly", "typeset")
 CHANGING = "inAlu"
@@ -78,10 +77,7 @@ SUCCEEDING = (*DECLARERS, *SETTERS[1:3], "cd", "unset", "set", "shift", "trap", 
 OTHER_DEVICES = re.compile(r"torch_npu|npu-smi")
 """What a command names that asks for devices which Corral does not know: it fails where there are GPUs."""
 LONGEST_SHOWN = 80
-MAX_ROUNDS = 200
-MAX_COMMANDS = 5000
-MAX_CALLS = 20
-MAX_WAYS = 60
+MAX_ROUNDS, MAX_COMMANDS, MAX_CALLS, MAX_WAYS = 200, 5000, 20, 60
 """Number of ways through a script that are read."""
 
 
@@ -600,88 +596,3 @@ BUILTINS: dict[str, Callable[[_ScriptReader, Sequence[str], Sequence[ShellValue]
     "set": _ScriptReader._set,
     "shift": _ScriptReader._shift,
 }
-
-
-def printed_by(texts: Sequence[str], scope: ShellScope) -> str | None:
-    """What a command prints that only takes texts apart. None: only running it would show."""
-    command, *rest = texts
-    [here] = scope.values["PWD"][:1]
-    paths = [text for text in rest if not text.startswith("-")]
-    match command:
-        case "echo" if not (rest and rest[0][:1] == "-"):
-            return " ".join(rest) + "\n"
-        case "echo" if rest[0] == "-n":
-            return " ".join(rest[1:])
-        case "printf" if len(rest) == 2 and re.fullmatch(r"[^%\\]*%s[^%\\]*(\\n)?", rest[0]):
-            return rest[0].replace("%s", rest[1]).replace("\\n", "\n")
-        case "printf" if len(rest) == 1 and not re.search(r"[%\\]", rest[0]):
-            return rest[0]
-        case "pwd":
-            return here.text + "\n"
-        case "date":
-            return ""
-        case "true" | ":" | "false":
-            return ""
-        case "dirname" if len(paths) == 1:
-            folder, slash, _ = paths[0].rstrip("/").rpartition("/")
-            return (folder.rstrip("/") or "/" if slash else ".") + "\n"
-        case "basename" if len(paths) == 1:
-            return (paths[0].rstrip("/").rpartition("/")[2] or "/") + "\n"
-        case "realpath" | "readlink" if len(paths) == 1:
-            return joined_path(here.text, paths[0]) + "\n"
-        case "seq" if 1 <= len(rest) <= 2 and all(re.fullmatch("[0-9]{1,4}", text) for text in rest):
-            first, last = [1, *map(int, rest)][-2:]
-            return "".join(f"{number}\n" for number in range(first, last + 1))
-    return None
-
-
-def joined_path(here: str, path: str) -> str:
-    return os.path.normpath(path if path.startswith("~") else os.path.join(here, path))
-
-
-def assigned_name(word: ShellWord, quoted: bool = False) -> str | None:
-    """`quoted`: also where all of it is in quotes, as behind `export`."""
-    first = word.parts[0] if word.parts else None
-    if not isinstance(first, LiteralPart) or (first.quoted and not quoted):
-        return None
-    if match := ELEMENT.match(first.text):
-        texts = "".join(part.text for part in word.parts if isinstance(part, LiteralPart))
-        return match[1] if re.search(r"\]\+?=", texts) else None
-    match = ASSIGNMENT.match(first.text)
-    return match[1] if match else None
-
-
-def starts_with_bracket(word: ShellWord) -> bool:
-    """`[index]=value` in an array."""
-    first = word.parts[0] if word.parts else None
-    return isinstance(first, LiteralPart) and not first.quoted and first.text.startswith("[") and "=" in first.text
-
-
-def broken_continuations(text: str, source: str) -> Iterator[str]:
-    """Lines that end in `\\` and go on in nothing, so that the rest of the command is another one."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    start = ""
-    """The line in which the command begins."""
-    for number, line in enumerate(lines, start=1):
-        if line.lstrip().startswith("#"):
-            continue
-        start = start or line
-        if re.search(r"\\[ \t]+$", line):
-            yield f"{source}:{number}: there is a space behind the `\\`, so that the command ends here"
-        if line.endswith("\\"):
-            behind = lines[number].strip() if number < len(lines) else ""
-            if behind[:1] in ("", "#") and goes_on(lines, number, start):
-                what = "a comment" if behind else "empty"
-                yield f"{source}:{number}: the command ends here: line {number + 1} is {what}"
-        else:
-            start = ""
-
-
-def goes_on(lines: Sequence[str], number: int, start: str) -> bool:
-    """Whether the next line that says something looks like more of the command: further in, or `key=`, `--option`."""
-    for place in range(number, len(lines)):
-        stripped = lines[place].lstrip()
-        if stripped and not stripped.startswith("#"):
-            further_in = len(lines[place]) - len(stripped) > len(start) - len(start.lstrip())
-            return further_in or re.match(r"""[-+~"'$]|[a-z][\w.]*=""", stripped) is not None
-    return False

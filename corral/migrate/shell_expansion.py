@@ -1,6 +1,7 @@
 """The variables of a shell script, and what words become when their values are put in: patterns, braces, defaults."""
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -456,3 +457,43 @@ def first_unknown(values: Iterable[ShellValue]) -> str | None:
 
 def with_warnings(value: ShellValue, warnings: Iterable[str]) -> ShellValue:
     return replace(value, warnings=tuple(dict.fromkeys((*value.warnings, *warnings)))[:MAX_WARNINGS])
+
+
+# --- what commands print
+
+
+def printed_by(texts: Sequence[str], scope: ShellScope) -> str | None:
+    """What a command prints that only takes texts apart. None: only running it would show."""
+    command, *rest = texts
+    [here] = scope.values["PWD"][:1]
+    paths = [text for text in rest if not text.startswith("-")]
+    match command:
+        case "echo" if not (rest and rest[0][:1] == "-"):
+            return " ".join(rest) + "\n"
+        case "echo" if rest[0] == "-n":
+            return " ".join(rest[1:])
+        case "printf" if len(rest) == 2 and re.fullmatch(r"[^%\\]*%s[^%\\]*(\\n)?", rest[0]):
+            return rest[0].replace("%s", rest[1]).replace("\\n", "\n")
+        case "printf" if len(rest) == 1 and not re.search(r"[%\\]", rest[0]):
+            return rest[0]
+        case "pwd":
+            return here.text + "\n"
+        case "date":
+            return ""
+        case "true" | ":" | "false":
+            return ""
+        case "dirname" if len(paths) == 1:
+            folder, slash, _ = paths[0].rstrip("/").rpartition("/")
+            return (folder.rstrip("/") or "/" if slash else ".") + "\n"
+        case "basename" if len(paths) == 1:
+            return (paths[0].rstrip("/").rpartition("/")[2] or "/") + "\n"
+        case "realpath" | "readlink" if len(paths) == 1:
+            return joined_path(here.text, paths[0]) + "\n"
+        case "seq" if 1 <= len(rest) <= 2 and all(re.fullmatch("[0-9]{1,4}", text) for text in rest):
+            first, last = [1, *map(int, rest)][-2:]
+            return "".join(f"{number}\n" for number in range(first, last + 1))
+    return None
+
+
+def joined_path(here: str, path: str) -> str:
+    return os.path.normpath(path if path.startswith("~") else os.path.join(here, path))

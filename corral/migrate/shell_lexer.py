@@ -1,11 +1,13 @@
 """The text of a shell script as words, operators and redirections, without here-documents."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from corral.recipe.errors import RecipeError
 
+ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
+ELEMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[")
 OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "|", ";", "&", "(", ")")
 REDIRECTION = re.compile(r"([0-9]*|&)(<<<|<<-?|<>|>>|>\||[<>]&?)")
 PARAMETER = re.compile(
@@ -429,3 +431,54 @@ def unescaped(text: str) -> str:
         return chr(code) if is_character else match[0]
 
     return ESCAPE.sub(character, text)
+
+
+# --- assignments, and lines that end too soon
+
+
+def assigned_name(word: ShellWord, quoted: bool = False) -> str | None:
+    """`quoted`: also where all of it is in quotes, as behind `export`."""
+    first = word.parts[0] if word.parts else None
+    if not isinstance(first, LiteralPart) or (first.quoted and not quoted):
+        return None
+    if match := ELEMENT.match(first.text):
+        texts = "".join(part.text for part in word.parts if isinstance(part, LiteralPart))
+        return match[1] if re.search(r"\]\+?=", texts) else None
+    match = ASSIGNMENT.match(first.text)
+    return match[1] if match else None
+
+
+def starts_with_bracket(word: ShellWord) -> bool:
+    """`[index]=value` in an array."""
+    first = word.parts[0] if word.parts else None
+    return isinstance(first, LiteralPart) and not first.quoted and first.text.startswith("[") and "=" in first.text
+
+
+def broken_continuations(text: str, source: str) -> Iterator[str]:
+    """Lines that end in `\\` and go on in nothing, so that the rest of the command is another one."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    start = ""
+    """The line in which the command begins."""
+    for number, line in enumerate(lines, start=1):
+        if line.lstrip().startswith("#"):
+            continue
+        start = start or line
+        if re.search(r"\\[ \t]+$", line):
+            yield f"{source}:{number}: there is a space behind the `\\`, so that the command ends here"
+        if line.endswith("\\"):
+            behind = lines[number].strip() if number < len(lines) else ""
+            if behind[:1] in ("", "#") and goes_on(lines, number, start):
+                what = "a comment" if behind else "empty"
+                yield f"{source}:{number}: the command ends here: line {number + 1} is {what}"
+        else:
+            start = ""
+
+
+def goes_on(lines: Sequence[str], number: int, start: str) -> bool:
+    """Whether the next line that says something looks like more of the command: further in, or `key=`, `--option`."""
+    for place in range(number, len(lines)):
+        stripped = lines[place].lstrip()
+        if stripped and not stripped.startswith("#"):
+            further_in = len(lines[place]) - len(stripped) > len(start) - len(start.lstrip())
+            return further_in or re.match(r"""[-+~"'$]|[a-z][\w.]*=""", stripped) is not None
+    return False

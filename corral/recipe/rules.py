@@ -624,6 +624,8 @@ def mesh_sizes(recipe: Recipe, placement: Placement) -> Findings:
 def offloaded_parts(recipe: Recipe, placement: Placement) -> Findings:
     with suppress(RecipeError):  # which `mesh_sizes` reports
         if not mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole:
+            if len({"parameters", "gradients"} & {*recipe.train.offload}) == 1:
+                yield "`train.offload`: parameters and gradients go together; name both or neither"
             return
         for part in recipe.train.offload:
             if part != "optimizer":

@@ -201,6 +201,9 @@ class Data(Section):
     """Column with the question: text, or a list of chat messages, also as JSON text."""
     answer_key: str | None = None
     """Column with the reference answer. None: `answer`, else verl's `reward_model.ground_truth`."""
+    source_key: str = "data_source"
+    """Column that says where a row is from, for rewards and metrics by source. Rows without it have the name
+    of their source in the recipe."""
     completion_key: str | None = None
     """Column with the answer to train on (`algorithm.name: sft`). None: `completion`, else the reference answer; rows
     with a column `messages` are whole conversations. See [supervised fine-tuning](sft.md#data)."""
@@ -278,7 +281,7 @@ class WeightedReward(Reward):
     weight: float = 1.0
     """Factor of this reward in the sum."""
     sources: list[str] | None = None
-    """The reward is for rows with one of these as `data_source`. None: for all rows."""
+    """The reward is for rows with one of these as `data_source` (`data.source_key`). None: for all rows."""
 
     def is_for(self, source: str) -> bool:
         """Whether rows of that `data_source` have this reward."""

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from commands import Finished, corral
+from commands import Finished, corral, start_corral
 from fuzz_migrate import READERS, fuzz
 
 from corral.recipe.load import load_recipe
@@ -101,6 +101,58 @@ def test_shrunk_it_trains_a_step_whatever_engine_roll_names(tmp_path: Path, engi
     (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", "engine.yaml").stdout)
     assert load_recipe(tmp_path / "recipe.yaml").rollout.engine.name == engine
     trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
+    assert trained.code == 0, trained.stderr
+    assert "step 1/1" in trained.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_rolls_training_on_rows_trains_a_step_when_it_is_shrunk(tmp_path: Path, kind: str) -> None:
+    words = (GOLDEN / f"roll_{kind}/command.txt").read_text().split("\n\n")[0].split()
+    (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", *words[:2], "--", *words[2:]).stdout)
+    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
+    assert trained.code == 0, trained.stderr
+    assert "step 1/1" in trained.stdout
+
+
+SMALL = """
+    model.path=blank-1m model.dtype=float32 data.train.path=arithmetic:addition data.train.size=32
+    data.prompt_key=prompt data.answer_key=answer data.max_prompt_tokens=64 rollout.max_response_tokens=8
+    batch.prompts_per_step=4 batch.samples_per_prompt=2 batch.updates_per_step=2 batch.max_tokens_per_micro_batch=256
+    schedule.steps=1 logging.trackers=[console] cluster.start_timeout_s=300 environment.max_error_rate=null
+"""
+"""Changes to a migrated recipe that leave its devices and how its model is spread over them."""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize(
+    ("strategy", "spread"),
+    [
+        (
+            "megatron_train tensor_model_parallel_size=2 use_distributed_optimizer=true optimizer_cpu_offload=true",
+            {"tensor": 2, "offload": ["optimizer"]},
+        ),
+        (
+            "deepspeed_train zero_optimization.stage=3 zero_optimization.offload_param.device=cpu "
+            "zero_optimization.offload_optimizer.device=cpu",
+            {"offload": ["parameters", "gradients", "optimizer"]},
+        ),
+    ],
+)
+def test_strategies_of_roll_train_on_four_processes(tmp_path: Path, strategy: str, spread: dict[str, object]) -> None:
+    name, *settings = strategy.split()
+    words = (GOLDEN / "roll_strategies/command.txt").read_text().split("\n\n")[0].split()[2:]
+    kept = [word for word in words if "strategy_" not in word and "device_mapping" not in word]
+    devices = [f"actor_{role}.device_mapping=[0,1,2,3]" for role in ("train", "infer")]
+    chosen = [f"actor_train.strategy_args.strategy_config.{setting}" for setting in settings]
+    changed = [*kept, *devices, *chosen, f"actor_train.strategy_args.strategy_name={name}"]
+    (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", "--system", "roll", "--", *changed).stdout)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert recipe.cluster.devices_per_node == 4
+    found = {**recipe.train.parallel.model_dump(exclude_unset=True), "offload": recipe.train.offload}
+    assert found == spread
+    trained = start_corral(tmp_path, "train", "recipe.yaml", *SMALL.split()).wait(timeout_s=400)
     assert trained.code == 0, trained.stderr
     assert "step 1/1" in trained.stdout
 

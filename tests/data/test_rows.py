@@ -59,6 +59,12 @@ def test_tool_calls_and_tools_are_read_from_rows(as_text: bool) -> None:
     assert row_from_mapping({"prompt": "x", "tools": 5}, data(tools_key=None)).tools == []
 
 
+def test_a_column_of_another_name_says_where_a_row_is_from() -> None:
+    """ROLL's rows have it in `tag`."""
+    row = row_from_mapping({"prompt": "x", "tag": "aime", "data_source": "y"}, data(source_key="tag"))
+    assert (row.source, row.extra) == ("aime", {"data_source": "y"})
+
+
 def test_verl_rows_are_read_as_they_are() -> None:
     row = row_from_mapping(
         {

@@ -410,6 +410,25 @@ def test_long_results_and_too_many_calls_are_cut(play: Play) -> None:
     assert many.messages[2]["content"].startswith("Error: not")
 
 
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [
+        ("beginning", "abcde\n... (the first 5 of 10 characters)"),
+        ("end", "(the last 5 of 10 characters) ...\nfghij"),
+        ("both_ends", "ab\n... (6 characters are left out) ...\nij"),
+    ],
+)
+def test_the_part_of_a_long_result_that_is_kept_can_be_chosen(play: Play, kept: str, shown: str) -> None:
+    replies = [call("echo", text="abcdefghij"), call("echo", text="abcde")]
+    (long, short), _ = play(replies, "echo", max_result_characters=5, kept_part=kept)
+    assert (content(long), content(short)) == (shown, "abcde")
+
+
+def test_a_part_to_keep_that_does_not_exist_is_an_error(play: Play) -> None:
+    with pytest.raises(UserError, match=r"options\.kept_part must be beginning or end or both_ends, not 'all'"):
+        play(["done"], "echo", kept_part="all")
+
+
 def test_half_a_character_from_the_model_is_no_problem(play: Play) -> None:
     [result], _ = play(['<tool_call>{"name": "echo", "arguments": {"text": "\\ud800"}}</tool_call>'], "echo")
     assert content(result) == "?"

@@ -5,7 +5,8 @@ from types import ModuleType
 import pytest
 
 from corral.migrate.outcome import ForeignValue, Outcome, mapped
-from corral.migrate.table import ForeignConfig, KeyTable, nearest_name, read_table
+from corral.migrate.table import ForeignConfig, KeyTable, nearest_name
+from corral.migrate.table_file import read_table
 
 TABLE = """
 title: Test

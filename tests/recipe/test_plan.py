@@ -382,7 +382,11 @@ def test_what_is_offloaded_is_on_the_host_of_each_node(load):
 
 
 def test_an_actor_that_recomputes_is_there_for_scoring(load):
-    offloaded = ["cluster.devices_per_node=4", "train.offload=[parameters]", "algorithm.old_logprobs=recompute"]
+    offloaded = [
+        "cluster.devices_per_node=4",
+        "train.offload=[parameters,gradients]",
+        "algorithm.old_logprobs=recompute",
+    ]
     items, _ = memory_of(load(*offloaded))
     assert set(items["actor weights"]) == {"logprobs", "train"}
     assert set(items["actor optimizer"]) == {"rollout", "logprobs", "train"}

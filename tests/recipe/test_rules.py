@@ -457,6 +457,12 @@ def test_a_whole_model_is_not_offloaded(load, part, whole):
     assert problem.startswith(f"`train.offload: {part}` needs a sharded model, and every device of actor holds a whole")
 
 
+@pytest.mark.parametrize("part", ["parameters", "gradients"])
+def test_parameters_and_gradients_are_offloaded_together(load, part):
+    (problem,) = problems_of(load(*TOGETHER.split(), f"train.offload=[optimizer,{part}]"))
+    assert problem == "`train.offload`: parameters and gradients go together; name both or neither"
+
+
 # --- warnings
 
 

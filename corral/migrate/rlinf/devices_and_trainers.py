@@ -265,8 +265,11 @@ def shard_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
 def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """The parts of the model that are offloaded, which several keys choose together."""
     if not is_fsdp(config):
-        keys = {"parameters": "offload_weight", "gradients": "offload_grad", "optimizer": "offload_optimizer"}
-        parts = [part for part, key in keys.items() if config.value(f"actor.{key}")]
+        of_model, optimizer = (
+            any(config.value(f"actor.offload_{name}") for name in names)
+            for names in (("weight", "grad"), ("optimizer",))
+        )
+        parts = ["parameters", "gradients"] * of_model + ["optimizer"] * optimizer
     elif given.key.endswith(("enable_offload", "cpu_offload")):
         everything = config["actor.enable_offload"] and not devices_of(config).disaggregated
         weights = everything or config["actor.fsdp_config.cpu_offload"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from corral.migrate.engines import context_length, engine_of, split_engine
-from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import integer, number, plural, text
 from corral.recipe.errors import RecipeError
@@ -18,16 +18,12 @@ from corral.recipe.placement import format_devices, parse_devices
 
 STRATEGY = "actor_train.strategy_args.strategy_config"
 DEVICES = re.compile(r"\s*(?:list\s*\(\s*range\s*\([^()]*\)\s*\)|range\s*\([^()]*\)|\[[\d\s,]+\]|[\d\s,]+)\s*")
+LIST = re.compile(r"list\s*\((\s*\[[\d\s,]+\]\s*)\)")
 EXPECTED = "a range or a list of device numbers, such as list(range(0,8)) or [0, 1]"
 MOST_DEVICES = 100_000
 ROLES = {"actor": "actor_train", "rollout": "actor_infer", "reference": "reference", "critic": "critic"}
 """Roles of a recipe, and what ROLL calls them."""
 ONE_DEVICE = "one device in all: the run is one process"
-
-
-def value_as(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
-    """The same under another name, with a default that depends on whether the configuration is whole."""
-    return mapped(ours, config.value(config.table.canonical(given.key)))
 
 
 def replaced(ours: Mapping[Any, Any], why: str) -> Outcome:
@@ -87,7 +83,7 @@ def devices(value: Any) -> Any:
 def device_list(value: Any) -> tuple[int, ...]:
     """`list(range(0,8))`, `[0, 1]`, sums of these: ROLL evaluates the text, Corral recognizes it."""
     found: list[int] = []
-    for part in value.split("+") if isinstance(value, str) else [value]:
+    for part in LIST.sub(r"\1", value).split("+") if isinstance(value, str) else [value]:
         is_list = isinstance(part, list) and all(type(item) is int for item in part)
         if not (DEVICES.fullmatch(part) if isinstance(part, str) else is_list):
             raise ValueError(EXPECTED)
@@ -100,18 +96,24 @@ def device_list(value: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def shard_size(value: Any) -> int:
-    """Number of devices that share a copy of a model; -1 is all of them."""
-    if integer(value) < -1:
-        raise ValueError("a whole number")
-    return int(value)
-
-
 # --- which pipeline
+
+
+def trains_on_rows(config: ForeignConfig) -> bool:
+    """Whether it is the SFT or the DPO pipeline, whose tables name the roles that they have."""
+    return "roles" in config.constants
+
+
+def distills(config: ForeignConfig) -> bool:
+    """Whether a teacher says of every token how likely it is. `student_train` is `actor_train` under another name."""
+    names = [] if trains_on_rows(config) else [one.key for one in config.given.values() if one.value]
+    return any(name in ("is_pure_opd", "use_opd") or name.startswith("student_train.") for name in names)
 
 
 def is_rlvr(config: ForeignConfig) -> bool:
     """Whether prompts are in files, and answers have rewards. Else the model acts in environments."""
+    if trains_on_rows(config):
+        return True
     if any(config.below(name) for name in ("train_env_manager", "val_env_manager", "custom_envs")):
         return False
     of_rlvr = ("num_return_sequences_in_group", "actor_train.data_args.file_name")
@@ -170,10 +172,13 @@ def num_steps(config: ForeignConfig) -> int | None:
 
 
 def uses_critic(config: ForeignConfig) -> bool:
-    return str(config.value("adv_estimator")) in ("gae", "skip_obs_gae")
+    has_rewards = not distills(config) or bool(config["use_opd"])
+    return has_rewards and str(config.value("adv_estimator")) in ("gae", "skip_obs_gae")
 
 
 def kl_where(config: ForeignConfig) -> Literal["loss", "reward"] | None:
+    if distills(config):
+        return None
     if config.value("use_kl_loss") and config.value("kl_loss_coef") > 0:
         return "loss"
     return "reward" if kl_in_reward(config) else None
@@ -208,15 +213,19 @@ def data_parallel(config: ForeignConfig) -> int:
 
 def experts(config: ForeignConfig) -> int:
     """Size of expert parallelism; 1 where experts cannot be split beside tensor and context parallelism."""
-    tensor, _, context = parallel(config)
     wanted = int(config.value(f"{STRATEGY}.expert_model_parallel_size"))
-    return wanted if num_actor_devices(config) % (tensor * context * wanted) == 0 else 1
+    return wanted if num_actor_devices(config) % (num_of_copy(config) * wanted) == 0 else 1
+
+
+def num_of_copy(config: ForeignConfig) -> int:
+    """Number of devices that compute one micro-batch together in Corral, without experts."""
+    tensor, _, context = parallel(config)
+    return tensor * context
 
 
 def num_for_sharding(config: ForeignConfig) -> int:
     """Number of the actor's devices that tensor, context and expert parallelism leave."""
-    tensor, _, context = parallel(config)
-    return num_actor_devices(config) // (tensor * context * experts(config))
+    return num_actor_devices(config) // (num_of_copy(config) * experts(config))
 
 
 def shard(config: ForeignConfig) -> int | None:
@@ -261,9 +270,9 @@ def layout(config: ForeignConfig) -> RoleLayout:
     actor, rollout = role_devices(config, "actor"), role_devices(config, "rollout")
     if actor != rollout and set(actor) & set(rollout):
         rollout = tuple(device for device in rollout if device not in actor) or actor
-    roles = {"actor": actor, "rollout": rollout}
-    for role, is_there in (("reference", kl_where(config) is not None), ("critic", uses_critic(config))):
-        if is_there:
+    roles = {"actor": actor} if trains_on_rows(config) else {"actor": actor, "rollout": rollout}
+    for role in ("reference", "critic"):
+        if has_role(config, role):
             wanted = role_devices(config, role)
             roles[role] = wanted if fits(config, wanted, roles) else actor
     highest = max(device for devices in roles.values() for device in devices) + 1
@@ -272,13 +281,18 @@ def layout(config: ForeignConfig) -> RoleLayout:
     return RoleLayout(nodes, per_node if nodes > 1 else highest, roles)
 
 
+def has_role(config: ForeignConfig, role: str) -> bool:
+    if trains_on_rows(config):
+        return role in config.constants["roles"]
+    return uses_critic(config) if role == "critic" else distills(config) or kl_where(config) is not None
+
+
 def fits(config: ForeignConfig, wanted: tuple[int, ...], roles: Mapping[str, tuple[int, ...]]) -> bool:
     """Roles share all of their devices or none, and every model is spread as the actor's is."""
     apart = all(wanted == other or not set(wanted) & set(other) for other in roles.values())
     if shard(config) is not None:
         return apart and len(wanted) == len(roles["actor"])
-    tensor, _, context = parallel(config)
-    return apart and len(wanted) % (tensor * context * experts(config)) == 0
+    return apart and len(wanted) % (num_of_copy(config) * experts(config)) == 0
 
 
 def on_cluster(config: ForeignConfig) -> bool:
@@ -380,8 +394,7 @@ def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
     optimizer = all_of_it or config[f"{zero}.offload_optimizer.device"] in ("cpu", "nvme")
     for key in ("is_offload_optimizer_states_in_train_step", f"{STRATEGY}.optimizer_cpu_offload"):
         optimizer = optimizer or bool(config[key])
-    chosen = {"parameters": is_sharded and parameters, "gradients": is_sharded and all_of_it, "optimizer": optimizer}
-    parts = [part for part, is_chosen in chosen.items() if is_chosen]
+    parts = ["parameters", "gradients"] * (is_sharded and parameters) + ["optimizer"] * optimizer
     if not parts:
         return built_in("on the device, as in Corral")
     return converted({"train.offload": parts}, f"{' and '.join(parts)} in the host's memory")

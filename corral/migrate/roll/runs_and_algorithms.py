@@ -15,6 +15,7 @@ from corral.algorithms.losses import LOSSES
 from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
+    distills,
     group_size,
     is_agentic,
     is_rlvr,
@@ -28,7 +29,7 @@ from corral.migrate.roll.pipelines_and_devices import (
     validates,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.value_kinds import format_value, one_or_all, plural, text
+from corral.migrate.value_kinds import format_value, one_or_all, plural, texts
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRAINING = "actor_train.training_args"
@@ -57,12 +58,6 @@ def all_checkpoints(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
 
 
-def resume(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, False):
-        return converted({"checkpoint.resume": "never"}, "false: start anew")
-    return mapped("checkpoint.resume", "auto" if given.value is True else text(given.value))
-
-
 def has_projects(config: ForeignConfig) -> bool:
     return config.value("track_with") in TRACKERS_WITH_PROJECTS
 
@@ -82,12 +77,6 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
     names = sorted({key.rpartition("system_envs.")[2] for key in config.given if "system_envs." in key})
     passed = [one for one in names if not NOT_FOR_WORKERS.fullmatch(one)]
     return converted({"cluster.environment": passed}, f"set {name} where you start `corral train`: workers get it")
-
-
-def pipeline_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "agentic" in (given.value or "agentic") or "rlvr" in given.value:
-        return built_in("see the other keys")
-    return unsupported("Corral has the agentic and the RLVR pipeline")
 
 
 # --- model
@@ -165,6 +154,44 @@ def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
 
 
+# --- SFT and DPO: rows, or pairs of answers, that are in files
+
+
+def row_tokens(config: ForeignConfig) -> int:
+    written = config["sequence_length"]
+    if written is None and config["response_length"] is None:
+        raise ValueError("needs `sequence_length`, which ROLL refuses to start without")
+    return int(written or (config["prompt_length"] or 1024) + config["response_length"])
+
+
+def row_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """ROLL's SFT takes rows in their order, and its DPO shuffles them and has prompts in one column."""
+    kind, rows = config.constants["algorithm"], one_or_all(given.value or [])
+    ours = {"algorithm.name": kind, "data.train.path": rows}
+    if kind == "dpo":
+        return converted(ours | {"data.prompt_key": "instruction"}, "pairs, with prompts in `instruction`, as in ROLL")
+    return converted(ours | {"data.shuffle": False}, "rows in the order of the file, as in ROLL")
+
+
+def row_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.key != "sequence_length" and "sequence_length" in config:
+        return no_effect("`sequence_length` takes precedence")
+    tokens = row_tokens(config)
+    if config.constants["algorithm"] == "sft":
+        return converted({"data.max_prompt_tokens": tokens}, f"{tokens} tokens of a row; a longer one is an error")
+    note = f"{tokens} tokens of a prompt with an answer; longer ones are left out, as in ROLL"
+    return converted({"data.max_prompt_tokens": tokens, "data.overlong": "filter"}, note)
+
+
+def rows_per_update(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """One update of a step has as many rows as all devices, or copies of the model, in all their micro-batches."""
+    (each, times, copies), tokens = sizes_of_update(config), row_tokens(config)
+    answers = each if config.constants["algorithm"] == "sft" else 2 * each
+    ours = {"batch.prompts_per_step": each * times * copies, "batch.max_tokens_per_micro_batch": answers * tokens}
+    note = f"{each} x {times} x {copies} = {each * times * copies} per update; {answers} x {tokens} tokens at once"
+    return converted(ours, note)
+
+
 # --- lengths
 
 
@@ -211,47 +238,30 @@ def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
         return built_in("one domain, all of the data")
     return unsupported(
-        "a domain is found by the tags of rows; to mix by weight, give each domain a file of its own and name the "
-        "files in `data.train.sources`, each with a `weight`"
+        "rows are drawn as if they were of one domain; to mix by weight, give each domain a file of its own and name "
+        "the files in `data.train.sources`, each with a `weight`"
     )
 
 
-def question_column(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if "actor_train.data_args.messages" in config:
-        return no_effect("the column of messages takes precedence")
-    return mapped("data.prompt_key", given.value)
-
-
-def truncated_samples(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        return built_in("off, as in Corral")
-    if is_agentic(config):
-        return unsupported("truncated trajectories count; see `algorithm.mask_truncated`")
-    whitens_all = bool(config.value("whiten_advantages"))
-    note = "samples cut off by length are in no loss" + "; Corral whitens over them too" * whitens_all
-    return converted({"algorithm.mask_truncated": True}, note, differs=whitens_all)
-
-
-def reward_of(config: ForeignConfig, domain: str) -> str | None:
-    worker = (config[f"rewards.{domain}.worker_cls"] or "").rpartition(".")[2]
-    name: str | None = config.constants["rewards"].get(worker)
-    return name
-
-
 def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """All rows have the reward of one domain: the first that Corral has one for."""
+    """A domain's reward: the only one, or that of rows with one of the domain's tags."""
     if is_agentic(config):
         return unsupported("environments have rewards of their own")
-    domain = given.key.split(".")[1]
-    domains = list(dict.fromkeys(key.partition(".")[0] for key in config.below("rewards")))
-    name, main = reward_of(config, domain), next((one for one in domains if reward_of(config, one)), domains[0])
-    if domain != main:
-        return unsupported(f"one reward for all rows: that of {main}; `by_source` chooses by `data_source`")
-    if name is None:
-        known = ", ".join(config.constants["rewards"].values())
-        why = f"Corral has {known} of ROLL's; write it as a function and name it here"
-        return replaced({"environment.reward.name": f"my_rewards:{domain}"}, why)
-    return converted({"environment.reward.name": name}, "without ROLL's penalty for repetition")
+    domain, worker = given.key.split(".")[1], (given.value or "").rpartition(".")[2]
+    name = config.constants["rewards"].get(worker)
+    key, ours = "environment.reward", dict[Any, Any]()
+    domains = {one.partition(".")[0] for one in config.below("rewards")}
+    if len(domains) > 1:
+        key, tags = f"environment.rewards.{domain}", config[f"rewards.{domain}.tag_included"]
+        by_tags = any(config[f"rewards.{one}.tag_included"] for one in domains)
+        if by_tags and not tags:
+            raise ValueError("is one of several rewards, and no `tag_included` says for which rows it is")
+        column = config.value("actor_train.data_args.tag") if by_tags else "domain"
+        ours = {f"{key}.sources": texts(tags) if by_tags else [domain], "data.source_key": column}
+    if name is not None:
+        return converted(ours | {f"{key}.name": name}, "without ROLL's penalty for repetition")
+    why = config.constants["other_rewards"].get(worker, "Corral has no such reward")
+    return replaced(ours | {f"{key}.name": f"my_rewards:{domain}"}, f"{why}; write it as a function and name it here")
 
 
 # --- advantages
@@ -292,6 +302,8 @@ def advantage(config: ForeignConfig) -> RollAdvantage:
     parts = [f"less the mean of the {mean}"] * bool(mean) + [f"over the deviation of the {std}"] * bool(std)
     rewards = " ".join(parts) or "as they are"
     description = f"{estimator}, rewards {rewards}, {'whitened' if white else 'not whitened'}"
+    if distills(config):
+        return RollAdvantage("distill", "the teacher's log-probs less the model's own")
     if uses_critic(config):
         return RollAdvantage("gae", description, "gae takes rewards as they are" if parts else "")
     if estimator == "gigpo":
@@ -305,8 +317,23 @@ def advantage(config: ForeignConfig) -> RollAdvantage:
     return RollAdvantage(found["name"], description, found.get("difference", ""))
 
 
+def teacher(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    """On-policy distillation: alone, or beside rewards that are those of grpo."""
+    ours: dict[Any, Any] = {"algorithm.name": "distill"}
+    if not config["use_opd"]:
+        return converted(ours, "advantages are the teacher's log-probs less the model's own")
+    if config["is_pure_opd"]:
+        raise ValueError("is distillation alone (`is_pure_opd`) and beside rewards (`use_opd`), which ROLL refuses")
+    if normalized_by(config) != ("group", "group") or uses_critic(config):
+        raise ValueError("is distillation beside rewards other than those of grpo, which is not migrated")
+    ours["algorithm.advantage.task_weight"] = 1.0
+    return converted(ours, "advantages are those of grpo and the teacher's log-probs less the model's own")
+
+
 def estimator(config: ForeignConfig, given: ForeignValue) -> Outcome:
     found, written = advantage(config), config.value("adv_estimator")
+    if found.name == "distill":
+        return teacher(config, given)
     if ADVANTAGES[found.name].needs.groups and group_size(config) == 1:
         size = "num_return_sequences_in_group" if is_rlvr(config) else "train_env_manager.group_size"
         raise ValueError(
