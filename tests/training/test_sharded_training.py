@@ -67,7 +67,7 @@ DEALT = [shape for size in (2, 3, 4) for shape in shapes(size, with_experts=True
 @pytest.mark.parametrize("shape", [shape for shape in DENSE if shape.size != 3], ids=name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_are_trained_on_every_mesh(team: Teams, shape: MeshShape, dtype: torch.dtype) -> None:
-    tolerance = 5e-6 if dtype == torch.float32 else 0.05
+    tolerance = 5e-6 if dtype == torch.float32 else 0.07
     outcomes, expected = team(shape.size).run(on_mesh, shape, "llama+lora", dtype), alone("llama+lora", dtype)
     assert all(name.endswith(("lora_A", "lora_B")) for name in expected.gradients)
     assert len(expected.weights) == len(expected.gradients) == 56
