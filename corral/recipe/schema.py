@@ -681,6 +681,8 @@ class Logging(Section):
     """Answers printed after each validation."""
     trajectories: bool = True
     """Write every trajectory to the run folder."""
+    curve: bool = True
+    """Draw the learning curve, curve.png, when the run ends; drawing takes half a second."""
 
 
 class Service(Section):
