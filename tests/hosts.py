@@ -27,10 +27,10 @@ from typing import Any, Self
 
 import pytest
 
+from corral.cluster.up import RAY
 from corral.runtime.token import VARIABLES
 
 TOOLS = {"ip": "iproute2", "tini": "tini", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
