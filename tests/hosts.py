@@ -143,7 +143,7 @@ class Lab:
         address = self.hosts[chosen[0]].address
         kind = f"--num-gpus={devices}" if gpus else f"--resources={json.dumps({'corral_device': devices})}"
         small = [*SMALL_RAY, "--disable-usage-stats"]
-        as_head = ["--head", "--port=6379", "--include-dashboard=false"]
+        as_head = ["--head", "--port=6379", "--include-dashboard=false", "--no-monitor"]
         started = []
         for place, number in enumerate(chosen):
             where = [f"--address={address}:6379"] if place else as_head
