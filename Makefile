@@ -10,7 +10,8 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := corral tests docs examples recipes $(wildcard benchmarks)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Three processes on two cores: many tests wait for deadlines and for other processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
 
 .PHONY: help quickstart seeds test test-slow test-all lint install reference clean
 .DEFAULT_GOAL := help

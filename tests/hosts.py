@@ -27,10 +27,10 @@ from typing import Any, Self
 
 import pytest
 
+from corral.cluster.up import RAY
 from corral.runtime.token import VARIABLES
 
 TOOLS = {"ip": "iproute2", "tini": "tini", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -143,7 +143,7 @@ class Lab:
         address = self.hosts[chosen[0]].address
         kind = f"--num-gpus={devices}" if gpus else f"--resources={json.dumps({'corral_device': devices})}"
         small = [*SMALL_RAY, "--disable-usage-stats"]
-        as_head = ["--head", "--port=6379", "--include-dashboard=false"]
+        as_head = ["--head", "--port=6379", "--include-dashboard=false", "--no-monitor"]
         started = []
         for place, number in enumerate(chosen):
             where = [f"--address={address}:6379"] if place else as_head

@@ -30,7 +30,7 @@ rollout: {{max_response_tokens: 8}}
 batch: {{prompts_per_step: 4, samples_per_prompt: 4, max_tokens_per_micro_batch: 256}}
 optimizer: {{learning_rate: 0.01}}
 schedule: {{steps: 2}}
-logging: {{runs: {folder}/runs, trajectories: false}}
+logging: {{runs: {folder}/runs, trajectories: false, curve: false}}
 """
 REWARD = '''\
 import time

@@ -311,7 +311,7 @@ async def finish(run: RunState, recipe_file: Path) -> None:
         if run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
             await begin_saving(run)
             await finish_saving(run)
-    rows = read_rows(run.folder)
+    rows = read_rows(run.folder) if run.recipe.logging.curve else []
     if rows:
         draw_curve(rows, run.folder.curve, run.folder.name)
     first, last = min(run.validations, default=0), max(run.validations, default=0)

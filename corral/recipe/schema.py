@@ -716,6 +716,8 @@ class Logging(Section):
     """Serve the last metrics to Prometheus. None: do not."""
     trajectories: bool = True
     """Write every trajectory to the run folder."""
+    curve: bool = True
+    """Draw the learning curve, curve.png, when the run ends; drawing takes half a second."""
 
 
 class Service(Section):

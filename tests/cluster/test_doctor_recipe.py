@@ -303,6 +303,7 @@ def test_findings_are_grouped_merged_and_aligned() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_this_node_with_a_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = io.StringIO()

@@ -634,6 +634,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
 # Many at once, and with a real engine.
 
 
+@pytest.mark.slow
 def test_many_sessions_at_once_do_not_mix(agents: Path) -> None:
     async def one(number: int) -> float:
         row = Row([Message(role="user", content=f"I am {number}")], None, "", {})

@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import parity_environments
 import pytest
 from env_helpers import boards
+from parity_environments import BlockingParity, InheritingParity, Parity
 
 import corral
 from corral.data.rows import Message, Row
@@ -62,7 +64,11 @@ def cases(tmp_path: Path) -> dict[str, tuple[dict[str, Any], list[Row]]]:
     }
 
 
-@pytest.mark.parametrize("name", built_in_names())
+# Two processes import reasoning_gym, in two seconds each.
+SLOWLY = {"reasoning_gym": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOWLY.get(name, ())) for name in built_in_names()])
 def test_every_built_in_environment_keeps_the_contract(
     name: str, cases: dict[str, tuple[dict[str, Any], list[Row]]]
 ) -> None:
@@ -74,41 +80,9 @@ def test_every_built_in_environment_keeps_the_contract(
     assert issubclass(find_class(name), (corral.BlockingEnv, corral.Env))
 
 
-class Parity:
-    """Not a subclass of anything: reward 1 for an even number of letters."""
-
-    async def reset(self, row: Row, seed: int) -> list[Message]:
-        return [{"role": "user", "content": f"say something even, {seed}"}]
-
-    async def step(self, reply: str) -> corral.StepResult:
-        return corral.StepResult([], float(len(reply) % 2 == 0), done=True)
-
-    def best_reply(self) -> str:
-        return "no"
-
-
-class BlockingParity:
-    def reset(self, row: Row, seed: int) -> list[Message]:
-        return [{"role": "user", "content": f"say something even, {seed}"}]
-
-    def step(self, reply: str) -> corral.StepResult:
-        return corral.StepResult([], float(len(reply) % 2 == 0), done=True)
-
-    def close(self) -> None:
-        pass
-
-
-class InheritingParity(corral.Env):
-    async def reset(self, row: Row, seed: int) -> list[Message]:
-        return [{"role": "user", "content": f"say something even, {seed}"}]
-
-    async def step(self, reply: str) -> corral.StepResult:
-        return corral.StepResult([], float(len(reply) % 2 == 0), done=True)
-
-
 @pytest.mark.parametrize("name", ["Parity", "BlockingParity", "InheritingParity"])
 def test_users_classes_keep_it_whatever_they_inherit(name: str) -> None:
-    environment = Environment(name=f"{__file__}:{name}", processes=1)
+    environment = Environment(name=f"{parity_environments.__file__}:{name}", processes=1)
     report = check_environment(environment, boards(3), max_turns=2, seed=0)
     assert report.failed == []
     assert json.dumps(report.first_messages) == json.dumps([{"role": "user", "content": "say something even, 0"}])

@@ -134,6 +134,7 @@ def reasoning_gym_rows(size: int) -> list[Row]:
     return load_rows(source, Data(train=source))
 
 
+@pytest.mark.slow
 def test_a_reasoning_gym_task_gives_several_attempts_and_the_best_counts() -> None:
     [row] = reasoning_gym_rows(1)
     with opened("reasoning_gym", processes=1, options={"attempts": 3}) as make:
@@ -151,6 +152,7 @@ def test_a_reasoning_gym_task_gives_several_attempts_and_the_best_counts() -> No
         asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_floor_needs_only_the_players_that_there_are() -> None:
     with opened("reasoning_gym", processes=1) as make:
         floor = asyncio.run(baseline_of(make, reasoning_gym_rows(2), 1, seed=0, timeout_s=10))

@@ -118,6 +118,7 @@ def test_no_room_begins_solved_and_all_have_their_boxes_and_walls() -> None:
         assert all(0 < row < 5 and 0 < column < 5 for row, column in room.floor)
 
 
+@pytest.mark.slow
 def test_rooms_are_like_those_of_the_game_that_people_compare_with() -> None:
     """Known of 200 rooms: 3.9 moves on average, nearly all in 10; random play wins 19 % in 10 moves."""
     assert share_won_at_random(SokobanEnv(), 3000, 10) == pytest.approx(0.205, abs=0.03)

@@ -654,6 +654,7 @@ def test_a_malformed_call_in_the_openai_style_is_seen_as_one(reply: str) -> None
     assert one.problem is not None
 
 
+@pytest.mark.slow
 @given(st.text(alphabet='<>/tool_cal{}[]":,nameargumts \n1\\') | st.text(), st.sampled_from(["hermes", "openai"]))
 def test_no_reply_is_too_strange_to_be_read(reply: str, style: Style) -> None:
     for text in (reply, f"<tool_call>{reply}</tool_call>", f'{{"tool_calls": {reply}'):

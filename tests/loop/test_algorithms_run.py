@@ -212,6 +212,7 @@ def test_nothing_is_left_of_a_step_whose_updates_were_all_skipped(
     assert (audit.trained, audit.dropped) == (4, {"mean ratio too high": 4})
 
 
+@pytest.mark.slow
 def test_entropy_bonus_keeps_the_policy_more_random(tmp_path: Path, tiny_model: Path) -> None:
     plain = steps_here(tmp_path, tiny_model, "schedule.steps=8")
     bonus = steps_here(tmp_path, tiny_model, "schedule.steps=8", "algorithm.entropy_coefficient=1")

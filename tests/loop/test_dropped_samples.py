@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,6 @@ from corral.recipe.errors import RunError
 from corral.recipe.parts import PRESETS
 
 REWARDS = '''
-import httpx
-
 import corral
 
 
@@ -79,6 +78,8 @@ class Blocking(corral.BlockingEnv):
 
 
 def agent(row, base_url, api_key):
+    import httpx  # here: a process of the other functions need not wait for it
+
     headers = {"Authorization": f"Bearer {api_key}"}
     body = {"model": "m", "messages": row.prompt}
     answer = httpx.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=30).json()
@@ -219,11 +220,20 @@ WAYS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
+    """A step with the plain reward function, which returns None."""
+    folder = tmp_path_factory.mktemp("plain")
+    plainly = (picky(folder), "environment.reward.options.how=return", "schedule.steps=1")
+    return steps_here(folder, tiny_model, *plainly)[0]
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_none_is_not_zero_however_the_reward_is_written(tmp_path: Path, tiny_model: Path, way: str) -> None:
-    plainly = (picky(tmp_path), "environment.reward.options.how=return", "schedule.steps=1")
+def test_none_is_not_zero_however_the_reward_is_written(
+    tmp_path: Path, tiny_model: Path, plain: dict[str, Any], way: str
+) -> None:
+    picky(tmp_path)
     override = WAYS[way].replace("{file}", str(tmp_path / "picky.py"))
-    [plain] = steps_here(tmp_path, tiny_model, *plainly)
     [step] = steps_here(tmp_path, tiny_model, override, "schedule.steps=1")
     assert plain["samples/dropped"] > 0
     names = ("samples/dropped", "samples/errors", "samples/trajectories", "policy/gradient_norm")

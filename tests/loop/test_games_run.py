@@ -39,7 +39,7 @@ batch: {{prompts_per_step: 6, samples_per_prompt: 2, max_tokens_per_micro_batch:
 algorithm: {{name: gigpo}}
 optimizer: {{learning_rate: 0.001}}
 schedule: {{steps: 2}}
-logging: {{runs: {folder}/runs}}
+logging: {{runs: {folder}/runs, curve: false}}
 """
 ONLY_TRAINING = ("validation.before_training=false", "validation.after_training=false")
 SHORT = (
@@ -181,7 +181,7 @@ algorithm: {{name: turn_grpo}}
 optimizer: {{learning_rate: 0.003}}
 schedule: {{steps: 40}}
 validation: {{temperature: 1.0}}
-logging: {{runs: {folder}/runs, trajectories: false}}
+logging: {{runs: {folder}/runs, trajectories: false, curve: false}}
 """
 
 

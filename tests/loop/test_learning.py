@@ -26,7 +26,7 @@ def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
-    finished = corral(tmp_path, "train", "recipe.yaml", "logging.trajectories=true", *VALIDATION)
+    finished = corral(tmp_path, "train", "recipe.yaml", "logging.trajectories=true", "logging.curve=true", *VALIDATION)
     assert finished.code == 0, finished.stderr
     run = tmp_path / "runs" / "tiny"
     visible = {path.name for path in run.iterdir() if not path.name.startswith(".")}
@@ -47,7 +47,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, tiny_model: Path)
 
 def test_what_a_run_says_fits_what_it_did(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
-    finished = corral(tmp_path, "train", "recipe.yaml", *VALIDATION)
+    finished = corral(tmp_path, "train", "recipe.yaml", "logging.curve=true", *VALIDATION)
     assert finished.stderr == ""
     for expected in (
         "validation before training",
@@ -57,6 +57,14 @@ def test_what_a_run_says_fits_what_it_did(tmp_path: Path, tiny_model: Path) -> N
         "corral export",
     ):
         assert expected in finished.stdout
+
+
+def test_a_run_without_a_picture_draws_and_names_none(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    finished = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=1", "logging.curve=false")
+    assert "corral export" in finished.stdout
+    assert "curve" not in finished.stdout
+    assert not (tmp_path / "runs" / "tiny" / "curve.png").exists()
 
 
 def test_the_recipe_in_the_folder_repeats_the_run(tmp_path: Path, tiny_model: Path) -> None:

@@ -56,6 +56,7 @@ def test_only_adapters_are_trained_and_saved(tmp_path: Path, tiny_model: Path) -
         )
 
 
+@pytest.mark.slow
 def test_a_run_resumes_as_if_nothing_had_happened(tmp_path: Path, tiny_model: Path) -> None:
     whole = train_here(tmp_path, tiny_model, *LORA, "name=whole", "schedule.steps=4")
     train_here(tmp_path, tiny_model, *LORA, "name=parts", "schedule.steps=4", "checkpoint.every=2")
@@ -121,6 +122,7 @@ def test_an_engine_in_its_own_process_resumes_with_the_adapters(tmp_path: Path, 
         evaluate(recipe, str(run / "checkpoints" / "step_000003"), Console(io.StringIO()))
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_arrive_end_the_run(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ algorithm: {{name: dpo}}
 optimizer: {{learning_rate: 0.003, max_gradient_norm: 0.5, betas: [0.9, 0.95], weight_decay: 0.01}}
 schedule: {{steps: 12}}
 checkpoint: {{at_end: false}}
-logging: {{runs: {folder}/runs, trajectories: false}}
+logging: {{runs: {folder}/runs, trajectories: false, curve: false}}
 """
 WITHOUT_LINE_BREAK = TEMPLATE.replace("<|end|>\n", "<|end|>")
 """The tiny template without what stands behind a turn: TRL trains on it, and nobody generates it."""

@@ -23,7 +23,7 @@ from corral.training.checkpoint import step_folder
 
 BROKEN = """\
 import asyncio, itertools, json, pathlib, time
-import corral, httpx
+import corral
 from corral.envs.built_in.tools import ToolsEnv
 calls = itertools.count()  # the first one is made before the model is loaded, with the answer for a reply, and is well
 
@@ -123,6 +123,7 @@ def same_for_all(response):
     return 0.25
 
 def ask(row, base_url, api_key):
+    import httpx  # here: a process of the other functions need not wait for it
     body, headers = {"model": "m", "messages": row.prompt}, {"Authorization": f"Bearer {api_key}"}
     return httpx.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=30)
 """

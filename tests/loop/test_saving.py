@@ -122,6 +122,7 @@ def on_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Non
     monkeypatch.setattr(training_loop, "warn_if_idle", recorded)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, tiny_model: Path, hold_writing: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ rollout: {{max_turns: 1, max_turn_tokens: 6, max_observation_tokens: 24, max_res
 batch: {{prompts_per_step: 4, samples_per_prompt: 4, max_tokens_per_micro_batch: 512}}
 optimizer: {{learning_rate: 0.001}}
 schedule: {{steps: 40}}
-logging: {{runs: {folder}/runs}}
+logging: {{runs: {folder}/runs, curve: false}}
 cluster:
   {runtime}
   services:

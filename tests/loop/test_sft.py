@@ -27,7 +27,7 @@ algorithm: {{name: sft}}
 optimizer: {{learning_rate: 0.003, max_gradient_norm: 0.5, betas: [0.9, 0.95], weight_decay: 0.01}}
 schedule: {{steps: 20}}
 checkpoint: {{at_end: false}}
-logging: {{runs: {folder}/runs, trajectories: false}}
+logging: {{runs: {folder}/runs, trajectories: false, curve: false}}
 """
 MARKED = TEMPLATE.replace(
     "<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n",

@@ -51,7 +51,11 @@ def save(name: str, folder: Path) -> None:
     tiny_family_model(config_of(name)).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", PATHS)
+SLOW = ("mamba", "qwen3_5_text", "gpt_oss-window8", "deepseek_v3-v<qk")
+"""Architectures whose comparison takes about two seconds."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PATHS])
 def test_log_probs_and_gradients_are_those_of_transformers(name: str, folder: Path) -> None:
     save(name, folder)
     found = compare_folder(folder)

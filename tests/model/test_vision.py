@@ -339,7 +339,7 @@ rollout: {max_response_tokens: 1}
 batch: {prompts_per_step: 16, samples_per_prompt: 32}
 optimizer: {learning_rate: 3e-3}
 schedule: {steps: 30}
-logging: {runs: runs}
+logging: {runs: runs, curve: false}
 """
 
 

@@ -48,6 +48,7 @@ def test_libraries_are_kept_out_of_the_console(tmp_path: Path, capfd: pytest.Cap
     assert "deprecated" in text
 
 
+@pytest.mark.slow
 def test_the_real_transformers_is_quiet_too(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     program = """

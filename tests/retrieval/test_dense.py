@@ -8,7 +8,6 @@ import faiss
 import numpy as np
 import pytest
 from docstrings import QUERIES, contents
-from sentence_transformers import SentenceTransformer
 
 from corral.recipe.errors import RunError, UserError
 from corral.retrieval.dense import (
@@ -32,6 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dense")]
 @pytest.fixture(scope="module")
 def reference(small_corpus: Path, minilm: Path) -> np.ndarray:
     """Inner products of all queries with all passages, by sentence-transformers alone."""
+    from sentence_transformers import SentenceTransformer  # here: seconds, which the tests of other files do not need
+
     model = SentenceTransformer(str(minilm), device="cpu")
     return model.encode(QUERIES) @ model.encode(contents(small_corpus)).T
 

@@ -238,6 +238,7 @@ def test_it_needs_no_root() -> None:
     assert (done.stdout, done.stderr) == ("65534 2 ['program.py']\n", "")
 
 
+@pytest.mark.slow
 def test_the_reward_processes_run_programs() -> None:
     pool = ScorerPool(Reward(name="code", workers=2, timeout_s=30))
     row = Row([], PAIRS, "", {})

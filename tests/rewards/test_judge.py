@@ -84,6 +84,7 @@ def score_all(pool: ScorerPool, responses: list[str]) -> list[Score]:
     return asyncio.run(asyncio.wait_for(score(), timeout=60))
 
 
+@pytest.mark.slow
 def test_512_judgements_of_a_second_each_take_less_than_five_in_one_process(judged: Callable[..., Any]) -> None:
     def slowly(number: int) -> Answer:
         time.sleep(1)

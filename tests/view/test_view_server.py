@@ -361,6 +361,7 @@ def test_every_word_of_the_page_has_a_chinese_one() -> None:
             assert re.search(rf'^  "?{re.escape(word)}"?:', chinese, re.MULTILINE), f"{path.name}: {word}"
 
 
+@pytest.mark.slow
 def test_exported_files_are_the_answers_of_the_server(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "one")
     write_run(tmp_path / "runs", "two", steps=1)
