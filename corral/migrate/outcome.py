@@ -87,7 +87,7 @@ def pipeline_stages(config: object, given: ForeignValue) -> Outcome:
     """A conversion that all systems have: stages of a pipeline, over which the layers of a model are spread."""
     if given.value is None or given.value <= 1:
         return built_in("one stage, as in Corral")
-    return unsupported("there is no pipeline parallelism; these devices shard the model")
+    return mapped("train.parallel.pipeline", given.value)
 
 
 def run_name(config: object, given: ForeignValue) -> Outcome:

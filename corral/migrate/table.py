@@ -17,7 +17,7 @@ FEATURES = {
     r"(^|[._])qat([._]|$)": "Corral has no quantization-aware training",
     r"fp8|float8|fp4|quantiz": "Corral computes with 16 bits or more",
     r"rout(er|ing)_replay": "experts are chosen again in training",
-    r"(^|[._])pipeline_(model_)?parallel(_size)?$|(^|[._])pp_size$": "Corral has no pipeline parallelism",
+    r"(^|[._])pipeline_(model_)?parallel(_size)?$|(^|[._])pp_size$": "see `train.parallel`",
     r"^(rollout|actor_(infer|rollout_ref.rollout))\..*(tensor_(model_)?parallel_size|tp_size)$": "see `rollout.engine`",
 }
 """Keys of any system that change what is computed: no row for a whole section says of these that they are built in."""

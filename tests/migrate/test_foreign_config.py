@@ -267,16 +267,12 @@ def test_dapo_of_the_recipes_is_no_other_kind() -> None:
 @pytest.mark.parametrize(
     ("system", "word"),
     [
-        ("verl", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
+        ("verl", "critic.megatron.pipeline_model_parallel_size=2"),
         ("verl", "actor_rollout_ref.actor.fsdp_config.qat.enable=true"),
         ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid"),
         ("verl", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"),
-        ("verl", "actor_rollout_ref.actor.engine.pp=2"),
-        ("roll", "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2"),
         ("roll", "actor_train.strategy_args.strategy_config.fp8=hybrid"),
-        ("rlinf", "actor.model.pipeline_model_parallel_size=2"),
         ("rlinf", "actor.model.fp8=hybrid"),
-        ("search_r1", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
     ],
 )
 def test_no_row_for_a_whole_section_hides_a_feature(system: str, word: str) -> None:
@@ -287,6 +283,24 @@ def test_no_row_for_a_whole_section_hides_a_feature(system: str, word: str) -> N
     verl = ["data.train_files=x", "actor_rollout_ref.model.path=m"]
     migration = migrate_words([*needed.get(system, verl), word], system)
     assert [str(entry.given) for entry in migration.unsupported] == [word]
+
+
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("verl", ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=4"]),
+        ("verl", ["actor_rollout_ref.actor.engine.pp=2", "trainer.n_gpus_per_node=4"]),
+        ("roll", ["actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2"]),
+        ("rlinf", ["actor.model.pipeline_model_parallel_size=2", "cluster.num_nodes=1", "cluster.num_gpus_per_node=4"]),
+        ("search_r1", ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"]),
+    ],
+)
+def test_pipeline_stages_are_those_of_the_trainers(system: str, words: list[str]) -> None:
+    roles = [f"{role}.device_mapping=[0,1,2,3]" for role in ("actor_train", "actor_infer", "reference")]
+    needed = {"roll": roles, "rlinf": []}.get(system, ["data.train_files=x", "actor_rollout_ref.model.path=m"])
+    migration = migrate_words([*needed, *words], system)
+    assert migration.recipe.train.parallel.pipeline == 2
+    assert not migration.unsupported
 
 
 PPO = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=m"

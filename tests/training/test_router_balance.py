@@ -42,7 +42,7 @@ def policy_with_router_loss(
 def test_loss_gradient_and_counts_are_those_of_transformers(family: str, theirs: Callable[..., Tensor]) -> None:
     policy = policy_with_router_loss(family)
     [pack] = Batch.of([Trajectory.from_tokens([*TOKENS, 5])]).pack(100)  # the last token is only predicted
-    loss = policy.forward_backward(pack, lambda *_: policy.router_loss())
+    loss = policy.forward_backward([(pack, lambda *_: policy.router_loss())])
     plain = build_model(f"{family}/eager")
     logits = plain.get_decoder()(torch.tensor([TOKENS]), output_router_logits=True).router_logits
     expected = theirs(logits, 12, 2)
@@ -74,7 +74,7 @@ def weights_and_counts(shape: MeshShape | None, gradient_checkpointing: bool) ->
     own = packs if mesh is None or mesh.shape.num_data == 1 else packs[data_rank(mesh) : data_rank(mesh) + 1]
     for pack in own:
         weights = torch.linspace(-0.01, 0.01, len(pack.flat))
-        policy.forward_backward(pack, lambda logprobs, _, w=weights: (w * logprobs).sum() + policy.router_loss())
+        policy.forward_backward([(pack, lambda logprobs, _, w=weights: (w * logprobs).sum() + policy.router_loss())])
     counts = np.array(policy.take_expert_counts())
     assert not policy.step().skipped
     return weights_of(policy), counts

@@ -213,7 +213,7 @@ def weights_after_a_long_trajectory(folder: Path, shape: MeshShape | None) -> tu
     policy = NativePolicyTrainer(model, temperature=1.0, logits_chunk=4096, optimizer=optimizer, mesh=mesh)
     tokens = np.random.default_rng(1).integers(3, 90, LENGTH)
     [pack] = Batch.of([Trajectory.from_tokens(tokens.tolist(), 1024)]).pack(LENGTH)
-    policy.forward_backward(pack, lambda logprobs, _: (logprobs * torch.linspace(-1e-4, 1e-4, LENGTH)).sum())
+    policy.forward_backward([(pack, lambda logprobs, _: (logprobs * torch.linspace(-1e-4, 1e-4, LENGTH)).sum())])
     assert not policy.step().skipped
     return weights_of(policy), PackPrediction(pack, policy.mesh).num_nodes
 

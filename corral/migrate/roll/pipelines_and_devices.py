@@ -219,12 +219,11 @@ def experts(config: ForeignConfig) -> int:
 
 def num_of_copy(config: ForeignConfig) -> int:
     """Number of devices that compute one micro-batch together in Corral, without experts."""
-    tensor, _, context = parallel(config)
-    return tensor * context
+    return math.prod(parallel(config))
 
 
 def num_for_sharding(config: ForeignConfig) -> int:
-    """Number of the actor's devices that tensor, context and expert parallelism leave."""
+    """Number of the actor's devices that tensor, pipeline, context and expert parallelism leave."""
     return num_actor_devices(config) // (num_of_copy(config) * experts(config))
 
 

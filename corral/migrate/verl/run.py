@@ -110,7 +110,7 @@ def micro_batch_tokens(config: ForeignConfig, decides: str | None) -> tuple[int,
     else:
         sequences, note = positive(config, decides), ""
         if decides == MICRO_OF_ALL:
-            groups = max(1, num_devices(config) // (axis_size(config, "context") * axis_size(config, "tensor")))
+            groups = max(1, num_devices(config) // num_of_sequence(config))
             note = f"{sequences} on {groups} devices: "
             sequences = max(1, sequences // groups)
         tokens = sequences * longest
@@ -125,6 +125,11 @@ def axis_size(config: ForeignConfig, name: str) -> int:
     return max(1, *(config[key] or 1 for key in config.constants["axes"][name]))
 
 
+def num_of_sequence(config: ForeignConfig) -> int:
+    """Number of devices that compute one sequence together."""
+    return math.prod(axis_size(config, name) for name in ("context", "pipeline", "tensor"))
+
+
 def parallel(config: ForeignConfig, given: ForeignValue, name: str) -> Outcome:
     size, devices = axis_size(config, name), num_devices(config)
     if given.value is None or given.value <= 1:
@@ -134,7 +139,7 @@ def parallel(config: ForeignConfig, given: ForeignValue, name: str) -> Outcome:
     sizes = {other: axis_size(config, other) for other in config.constants["axes"]}
     if name == "expert" and devices % math.prod(sizes.values()):
         return built_in("experts are sharded with the other parameters")
-    if devices % (sizes["context"] * sizes["tensor"]):
+    if devices % num_of_sequence(config):
         raise ValueError(f"does not divide the {devices} devices (nodes x GPUs per node)")
     return mapped(f"train.parallel.{name}", size)
 
