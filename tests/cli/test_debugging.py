@@ -199,7 +199,7 @@ def test_what_is_debugged_is_the_same_algorithm_on_one_device(tmp_path: Path, ti
         "schedule.max_staleness=1",
         "schedule.pipelined=true",
         "train.parallel.shard=2",
-        "train.offload=[parameters, optimizer]",
+        "train.offload=[parameters, gradients, optimizer]",
         "algorithm.correction.cap=3",
     )
     recipe = load_recipe(write_recipe(tmp_path, tiny_model), overrides)
