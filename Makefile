@@ -10,8 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := corral tests docs examples recipes $(wildcard benchmarks)
-# Three processes on two cores: many tests wait for deadlines and for other processes.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
 .PHONY: help quickstart seeds test test-slow test-all lint install reference clean
 .DEFAULT_GOAL := help
@@ -26,10 +25,12 @@ seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what
 	$(BIN)/python recipes/three_seeds.py $(ARGS)
 
 test: .venv/.installed-dev  ## install, then run the tests that need no root and no patience (5 minutes on 2 cores)
-	$(PYTEST) -m "not slow and not lab" $(ARGS)
+	@# Three processes on two cores: many tests wait for deadlines and for other processes.
+	$(PYTEST) -n 3 -m "not slow and not lab" $(ARGS)
 
 test-slow: .venv/.installed-dev  ## the rest: long runs, and clusters of namespaces, Slurm, containers (needs root)
-	$(PYTEST) -m "slow or lab" $(ARGS)
+	@# Two: a third cluster of Ray on two cores is too slow for Ray's own deadlines.
+	$(PYTEST) -n 2 -m "slow or lab" $(ARGS)
 
 test-all: test test-slow  ## both
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -39,12 +39,18 @@ UPLOAD_POLL_S = 0.2
 
 
 async def begin_save(
-    parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any]
+    parts: RunComponents,
+    ledger: Ledger,
+    folder: RunFolder,
+    step: int,
+    state: dict[str, Any],
+    is_ending: Callable[[], bool],
 ) -> "asyncio.Task[None]":
     """Copies the state of the run, and returns the task that writes it down while training goes on. `state`: what only
-    the loop knows. The trainers must not be called by others until this returns."""
+    the loop knows. `is_ending`: whether the run ends, and has something more urgent to do than to upload this
+    checkpoint. The trainers must not be called by others until this returns."""
     copied = asyncio.Event()
-    task = asyncio.create_task(save(parts, ledger, folder, step, state, copied))
+    task = asyncio.create_task(save(parts, ledger, folder, step, state, copied, is_ending))
     waiting = asyncio.create_task(copied.wait())
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,7 +65,13 @@ async def begin_save(
 
 
 async def save(
-    parts: RunComponents, ledger: Ledger, folder: RunFolder, step: int, state: dict[str, Any], copied: asyncio.Event
+    parts: RunComponents,
+    ledger: Ledger,
+    folder: RunFolder,
+    step: int,
+    state: dict[str, Any],
+    copied: asyncio.Event,
+    is_ending: Callable[[], bool],
 ) -> None:
     """Writes a checkpoint. Until all is written, hashed and flushed to disk, the last one is the run's newest."""
     state = {
@@ -102,15 +114,15 @@ async def save(
         ) from error
     settings = parts.recipe.checkpoint
     if settings.upload:
-        await upload(settings.upload, step_folder(folder.checkpoints, step), step)
+        await upload(settings.upload, step_folder(folder.checkpoints, step), step, is_ending)
     keep = None if settings.keep == "all" else settings.keep
     weights = folder.weights if settings.keep_weights else None
     await asyncio.to_thread(prune, folder.checkpoints, keep, settings.best, weights)
 
 
-async def upload(command: Sequence[str], checkpoint: Path, step: int) -> None:
-    """Runs the user's command for a checkpoint. Its end is waited for, since the checkpoint may be pruned after that;
-    a run that is stopped ends it."""
+async def upload(command: Sequence[str], checkpoint: Path, step: int, is_ending: Callable[[], bool]) -> None:
+    """Runs the user's command for a checkpoint. Its end is waited for, since the checkpoint may be pruned after that,
+    unless the run ends: a job that is stopped has little time, and a newer checkpoint to save."""
     words = [word.replace("{checkpoint}", str(checkpoint)).replace("{step}", str(step)) for word in command]
     with tempfile.TemporaryFile() as output:
         try:
@@ -119,11 +131,14 @@ async def upload(command: Sequence[str], checkpoint: Path, step: int) -> None:
             logger.warning("checkpoint.upload: %s could not be started: %s", words[0], error.strerror or error)
             return
         try:
-            while process.poll() is None:
+            while process.poll() is None and not is_ending():
                 await asyncio.sleep(UPLOAD_POLL_S)
         finally:
+            has_ended = process.poll() is not None
             code = terminate_group(process)
-        if code:
+            if not has_ended:
+                logger.warning("checkpoint.upload: the command for step %d was ended, as the run ends", step)
+        if has_ended and code:
             last = "".join(f": {line}" for line in last_lines(output, 1))
             logger.warning("checkpoint.upload: the command for step %d %s%s", step, describe_exit(code), last)
 
@@ -181,6 +196,7 @@ def truncate_after(folder: RunFolder, checkpoint: Path | None, step: int, consol
     ledger = Ledger(folder.ledger)
     written = None if checkpoint is None else checkpoint / "ledger.jsonl"
     ledger.restore(written.read_text() if written is not None and written.exists() else None, max(step, 0))
+    retire_later_checkpoints(folder.weights, step)
     for unused, problem in retire_later_checkpoints(folder.checkpoints, step):
         console.warn(f"{unused} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted")
     return ledger

@@ -297,6 +297,7 @@ async def running(
 
 async def end_saving(run: RunState, cancel: bool) -> None:
     """Waits for the checkpoint that is being written, whatever becomes of it: another error is being reported."""
+    run.has_failed = True
     if run.saving is not None:
         _, task = run.saving
         if cancel:

@@ -73,6 +73,8 @@ class RunState:
     """Step of a checkpoint that is being written, and the task that does it."""
     saved_at: float = field(default_factory=time.monotonic)
     """When that was, or when this process began with the run."""
+    has_failed: bool = False
+    """Whether the run ends with an error."""
     skipped_in_a_row: int = 0
     """Number of updates that were skipped, at the end of the training so far."""
     idle_steps: int = 0
@@ -85,6 +87,10 @@ class RunState:
     @property
     def is_complete(self) -> bool:
         return self.step >= self.parts.num_steps
+
+    def is_ending_after(self, step: int) -> bool:
+        """Whether the run ends with an error, or is stopped and has made steps since this one."""
+        return self.has_failed or (self.interrupt.requested and self.step > step)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -325,6 +331,7 @@ def is_best(run: RunState) -> bool:
 async def begin_saving(run: RunState) -> None:
     """Begins a checkpoint, which is written while training goes on. Waits for the one before."""
     await finish_saving(run)
+    step = run.step
     run.trajectories.flush()  # a checkpoint's steps have their files
     state = {
         "skipped_in_a_row": run.skipped_in_a_row,
@@ -332,7 +339,8 @@ async def begin_saving(run: RunState) -> None:
         "validation": run.validations.get(run.step, {}),
     }
     async with run.parts.trainer_lock:
-        run.saving = run.step, await begin_save(run.parts, run.ledger, run.folder, run.step, state)
+        saving = begin_save(run.parts, run.ledger, run.folder, step, state, lambda: run.is_ending_after(step))
+        run.saving = step, await saving
     run.saved_at = time.monotonic()
 
 

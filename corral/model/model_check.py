@@ -74,12 +74,13 @@ def check_model(model: Any) -> None:
     sequences = probe_sequences(model)
     expected = [plain_logprobs(model, sequence) for sequence in sequences]
     if not is_general(model):
-        raise_if_packing_differs(model, difference([packed_logprobs(model, sequences, expected[0].device)], expected))
+        found = difference([packed_logprobs(model, sequences, expected[0].device)], expected)
+        raise_if_packing_differs(model, found, model.dtype)
         return
     computed = [plain_logprobs(model, sequence[:-3]) for sequence in sequences]
     found = difference(computed, [one[:-3] for one in expected])
     problem = "a token's log-prob depends on the tokens behind it, so it is not a causal model"
-    raise_if_large(found, model, f"model.path: {model.config._name_or_path}: {problem}")
+    raise_if_large(found, model.dtype, f"model.path: {model.config._name_or_path}: {problem}")
 
 
 ThroughStages = Callable[[int, Callable[[], Tensor]], Tensor]
@@ -117,14 +118,15 @@ def packed_logprobs(model: Any, sequences: list[list[int]], device: torch.device
     return torch.cat(by_sequence)
 
 
-def raise_if_packing_differs(model: Any, found: float) -> None:
+def raise_if_packing_differs(model: Any, found: float, dtype: torch.dtype) -> None:
+    """`dtype`: in which the model computes. Of a sharded one that is trained, it is not that of the parameters."""
     problem = "packed sequences give other log-probs than transformers' own forward pass; please report the model, and "
     problem += "set `model.implementation: general` meanwhile"
-    raise_if_large(found, model, f"model.path: {model.config._name_or_path}: {problem}")
+    raise_if_large(found, dtype, f"model.path: {model.config._name_or_path}: {problem}")
 
 
-def raise_if_large(found: float, model: Any, problem: str) -> None:
-    if not found <= TOLERANCE.get(model.dtype, HALF_TOLERANCE):
+def raise_if_large(found: float, dtype: torch.dtype, problem: str) -> None:
+    if not found <= TOLERANCE.get(dtype, HALF_TOLERANCE):
         raise UserError(f"{problem} (a difference of {found:.2f} nats in the mean)")
 
 

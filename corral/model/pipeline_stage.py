@@ -42,6 +42,12 @@ class PipelineStage:
         """Stages that hold each parameter of the whole model, by name: one, or the first and the last if it is tied."""
         if unknown := [name for name, stages in self.holders.items() if not stages]:
             raise UserError(f"train.parallel.pipeline: {unknown[0]} of {type(causal).__name__} belongs to no stage")
+        is_trained = [any(parameter.requires_grad for parameter in held) for held in of_stages]
+        if any(is_trained) and not all(is_trained):
+            raise UserError(
+                f"train.parallel.pipeline: nothing is trained in stage {is_trained.index(False)} of {size}; let "
+                "`model.lora.targets` name layers of every stage, or take fewer stages"
+            )
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 module._parameters[name] = parameter if parameter in of_stages[rank] else None

@@ -26,9 +26,9 @@ class RouterBalance:
     def __init__(self, causal: Any, with_loss: bool) -> None:
         experts: list[Any] = [module for module in causal.modules() if holds_experts(module)]
         self.num_tokens = self.num_recorded = 0
-        """Tokens of the pass that is being recorded, and of the last one that was: what follows them is padding. 0:
-        none is."""
-        self.thread = 0
+        """Tokens of the pass that is being recorded, and of the last one that was: what follows them is padding. A rank
+        of a context group may have nothing else."""
+        self.thread, self.is_open = 0, False
         self.counts = [torch.zeros(module.num_experts, dtype=torch.int64) for module in experts]
         """Tokens of each expert, layer by layer."""
         self.logits: list[Tensor] = []
@@ -44,7 +44,7 @@ class RouterBalance:
 
     @property
     def is_recorded(self) -> bool:
-        return self.num_tokens > 0 and self.thread == threading.get_ident()
+        return self.is_open and self.thread == threading.get_ident()
 
     def _count(self, layer: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self.is_recorded:
@@ -60,11 +60,11 @@ class RouterBalance:
     @contextmanager
     def recording(self, num_tokens: int) -> Iterator[None]:
         """Records the forward pass within it; not when its activations are computed again for the backward pass."""
-        self.logits, self.num_tokens, self.thread = [], num_tokens, threading.get_ident()
+        self.logits, self.num_tokens, self.thread, self.is_open = [], num_tokens, threading.get_ident(), True
         try:
             yield
         finally:
-            self.num_recorded, self.num_tokens = num_tokens, 0
+            self.num_recorded, self.is_open = num_tokens, False
 
     def loss(self, group: dist.ProcessGroup | None) -> Tensor:
         """The loss of the pass that was recorded last, of the tokens of all ranks of a context group."""
@@ -72,7 +72,8 @@ class RouterBalance:
         for logits in self.logits:
             probabilities = logits[: self.num_recorded].softmax(-1).float()
             chosen = probabilities.topk(self.experts_per_token, -1).indices.reshape(-1)
-            counts = torch.zeros_like(probabilities[0]).scatter_add(0, chosen, torch.ones_like(chosen).float())
+            ones = torch.ones_like(chosen, dtype=probabilities.dtype)
+            counts = probabilities.new_zeros(probabilities.shape[1]).scatter_add(0, chosen, ones)
             sums.append(torch.stack([counts, probabilities.sum(0)]))
         counts, probability_sums = torch.stack(sums).sum(0)
         num_rows = counts.sum() / self.experts_per_token  # of all layers

@@ -32,7 +32,8 @@ class PrometheusServer(Tracker):
         token = None if settings.token_file is None else read_token(Path(settings.token_file))
         self._run, self._lock = run, threading.Lock()
         self._values: dict[str, float] = {}
-        self._step, self._updated = 0, time.time()
+        self._step: int | None = None
+        self._updated = time.time()
         self._listening = listen(settings.host, settings.port, "logging.prometheus")
         self.url = f"{url_of(settings.host, self._listening)}/metrics"
         self._server = make_server(make_app(self, token), MAX_CONNECTIONS)
@@ -49,7 +50,8 @@ class PrometheusServer(Tracker):
         with self._lock:
             values, step, updated = dict(self._values), self._step, self._updated
         page, run = PrometheusText("corral"), labels(run=self._run)
-        page.add("run_step", "gauge", "Steps that the run has made.", {run: step})
+        if step is not None:  # nothing was logged since the run began or was resumed
+            page.add("run_step", "gauge", "Steps that the run has made.", {run: step})
         page.add("run_updated_timestamp_seconds", "gauge", "When the run last measured anything.", {run: updated})
         by_name: dict[str, dict[str, float]] = {}
         for name, value in sorted(values.items()):

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 120.0
 CLOSE_DEADLINE_S = 60.0
 MAX_WAITING_ROWS = 10_000
+MAX_WAITING_SAMPLES = 50
+"""Rows that may wait where samples are added to them: those of a step may be megabytes."""
 NUM_BINS = 64
 
 
@@ -52,6 +54,8 @@ def make_trackers(
     saved_state = saved_state or {}
     failures = TrackerFailures()
     trackers: dict[str, Tracker] = {"metrics.jsonl": MetricsFile(folder.metrics)}
+    if recipe.prometheus is not None:  # first: where its port is taken, no other tracker has made a run yet
+        trackers["prometheus"] = PrometheusServer(recipe.prometheus, run_name)
     for name in recipe.trackers:
         if name == "console":
             if console is not None:
@@ -64,12 +68,12 @@ def make_trackers(
             trackers[name] = started if recipe.names == "corral" else VerlNames(started)
         except Exception as error:
             if not saved:
+                for earlier in trackers.values():
+                    earlier.close()
                 raise UserError(
                     f"the tracker {name} could not start ({error}). Set it up, or take it out of `logging.trackers`"
                 ) from error
             logger.warning("the tracker %s could not start (%s); the run goes on without it", name, error)
-    if recipe.prometheus is not None:
-        trackers["prometheus"] = PrometheusServer(recipe.prometheus, run_name)
     return Trackers(trackers, saved_state, failures)
 
 
@@ -133,7 +137,7 @@ class TrackerThread(Tracker):
         self._put(lambda tracker: tracker.log(step, row))
 
     def log_samples(self, step: int, samples: StepSamples) -> None:
-        if self.shows_samples:
+        if self.shows_samples and self._rows.qsize() < MAX_WAITING_SAMPLES:
             self._put(lambda tracker: tracker.log_samples(step, samples))
 
     def _put(self, pass_row: Callable[[Tracker], None]) -> None:

@@ -111,11 +111,11 @@ def num_passes(plan: "Plan", role: str) -> int:
 
 
 def expert_exchange(plan: "Plan", role: str) -> Traffic:
-    """Tokens of a step on their way to their experts and back, in one pass through all layers."""
+    """Tokens of a step on their way to their experts and back, in one pass through the layers of a device."""
     mesh, shape = plan.meshes[role], plan.shape
     assert shape is not None
     own = trained_tokens(plan.recipe) / (mesh.num_data * mesh.context) * shape.hidden_size * plan.weight_bytes
-    times = 2 * (shape.num_layers - shape.num_dense_layers)
+    times = 2 * (shape.num_layers - shape.num_dense_layers) / mesh.pipeline
     routing = shape.num_experts, shape.experts_per_token, mesh.expert
     if not moves_by_all_to_all(*routing):
         return gather(plan, role, ("expert",), own * mesh.expert) * times

@@ -93,7 +93,7 @@ class NativeEngine:
         ]
         found = difference([torch.tensor(request.logprobs) for request in requests], [one.cpu() for one in expected])
         problem = "decoding two sequences together gives other log-probs than transformers' own forward pass"
-        raise_if_large(found, self.model, f"model.path: {path}: {problem}; please report the model")
+        raise_if_large(found, self.model.dtype, f"model.path: {path}: {problem}; please report the model")
 
     @torch.inference_mode()
     def _run(self, waiting: list[GenerationRequest]) -> None:

@@ -41,7 +41,7 @@ WORKER_SLOT = "corral_device"
 HEAD_RESOURCE = "node:__internal_head__"
 LOG_TAIL_LINES = 10
 LOG_TAIL_BYTES = 4096
-EXIT_WAIT_S = 3.0
+EXIT_WAIT_S = 10.0
 """Seconds to wait for the exit status of a process that Ray found dead."""
 REPORT_EVERY_S = 5.0
 POLL_S = 0.25
@@ -227,9 +227,15 @@ class Heartbeats:
         raylet = find_raylet(self.gcs_address)
         if raylet is None:
             return
-        with open(os.pidfd_open(raylet), "rb", buffering=0) as process:
+        try:
+            descriptor = os.pidfd_open(raylet)
+        except OSError:  # a kernel without it; or the raylet has ended, which the other threads notice
+            return
+        with open(descriptor, "rb", buffering=0) as process:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
             while not self.closed.is_set():
-                if select.select([process], [], [], HEARTBEAT_S)[0] and not self.closed.is_set():
+                if poll.poll(1000 * HEARTBEAT_S) and not self.closed.is_set():
                     self.report(f"error: Ray's process on this node (raylet, {raylet}) has ended; the run cannot go on")
                     return
 

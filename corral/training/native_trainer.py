@@ -134,7 +134,7 @@ class _NativeTrainer:
                     self.causal, self.mesh.device, self.mesh.is_last_stage, self._through_stages
                 )
                 total = self.mesh.sum_numbers(torch.tensor(found, dtype=torch.float64), "pipeline")
-                raise_if_packing_differs(self.causal, float(total))
+                raise_if_packing_differs(self.causal, float(total), self.dtype)
 
     def _through_stages(self, num_tokens: int, compute: Callable[[], Tensor]) -> Tensor:
         """What this stage computes, without gradient, of the hidden states of the one before it."""
@@ -221,7 +221,8 @@ class _NativeTrainer:
             return sum(self._backward(self._loss(self._predict(one[0]), one)) for one in computed)
 
     def _train_pipeline(self, pipeline: PipelineSchedule, micro_batches: Sequence["MicroBatch"]) -> float:
-        predictions = [self._predict(pack) for pack, _ in micro_batches]
+        predictions = {index: self._predict(pack) for index, (pack, _) in enumerate(micro_batches)}
+        num_tokens = [prediction.num_nodes for prediction in predictions.values()]
         contributions = []
 
         def forward(index: int, received: Tensor | None) -> Tensor:
@@ -230,13 +231,13 @@ class _NativeTrainer:
             return self._forward(predictions[index], received)[0]
 
         def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
-            self._announce(predictions[index])
+            self._announce(predictions.pop(index))  # it has attention masks on the device, which nobody needs any more
             if gradient is None:
                 contributions.append(self._backward(output))
-            elif output.requires_grad:  # not where a stage without adapters comes first
+            else:
                 output.backward(gradient)
 
-        pipeline.train([prediction.num_nodes for prediction in predictions], forward, backward)
+        pipeline.train(num_tokens, forward, backward)
         return sum(contributions)
 
     def _loss(self, prediction: "PackPrediction", micro_batch: "MicroBatch", received: Tensor | None = None) -> Tensor:

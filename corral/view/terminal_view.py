@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -119,7 +120,7 @@ def stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def workers(folder: Path) -> list[dict[str, Any]]:
     """What the processes of a run do, where it is trained by this user on this machine, and py-spy is installed."""
-    from corral.cluster.stacks import find_processes, format_title, read_stacks
+    from corral.cluster.stacks import NUM_THREADS, find_processes, format_title, read_stacks
 
     owner = OWNER.match("".join(tail_lines(folder / LOCK)[:1]))
     if sys.platform != "linux" or owner is None or owner[2] != socket.gethostname():
@@ -128,7 +129,8 @@ def workers(folder: Path) -> list[dict[str, Any]]:
     controller = next((one for one in processes if one.pid == int(owner[1])), None)
     own = [one for one in processes if controller is not None and one.run == controller.run]
     try:
-        own = [read_stacks(one, native=False) for one in own]
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            own = list(threads.map(lambda one: read_stacks(one, native=False), own))
     except UserError as error:
         return [{"pid": one.pid, "what": format_title([one]), "doing": first_line(error)} for one in own]
     return [{"pid": one.pid, "what": format_title([one]), "doing": one.doing} for one in own]
@@ -153,7 +155,7 @@ def status_view(status: Mapping[str, Any], width: int) -> Group:
         table.add_row(Text("validation", "dim"), Text(scores[-1]), Text(" -> ".join(scores) if scores[1:] else ""))
     if status["step_s"] is not None:
         table.add_row(Text("step", "dim"), Text(short_duration(status["step_s"])), stage_text(status["stages_s"]))
-    lines = [Text(f"{one['what']}, pid {one['pid']}: {one['doing']}", "dim") for one in status["workers"]]
+    lines = [Text(visible(f"{one['what']}, pid {one['pid']}: {one['doing']}"), "dim") for one in status["workers"]]
     lines += [Text(visible(line), "yellow") for line in (*status["warnings"], *status["problems"])]
     if status["state"] == "failed":
         lines = [line for line in lines if line.plain != visible(status["last_line"])]
@@ -235,7 +237,7 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
 
     def add(label: str, cells: Sequence[str]) -> None:
         if any(cells):
-            table.add_row(Text(label, "dim"), *(Text(cell or "-") for cell in cells))
+            table.add_row(Text(visible(label), "dim"), *(Text(cell or "-") for cell in cells))
 
     add("state", [run["state"] for run in runs])
     add("steps", [f"{run['step']}" + (f"/{run['num_steps']}" if run["num_steps"] else "") for run in runs])

@@ -1,8 +1,10 @@
 """When checkpoints are saved, and that training goes on while they are written."""
 
 import math
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,23 @@ def test_a_run_that_fails_still_finishes_the_checkpoint_that_it_writes(
         train_here(tmp_path, tiny_model, "schedule.steps=3", *EVERY_STEP)
     assert checkpoints(tmp_path) == ["step_000001"]
     assert problem_with(tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001", hashes=True) is None
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_an_upload_that_takes_long_does_not_keep_a_run_from_ending(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """The upload of the first checkpoint would take a day. Where the run is stopped, the last one is uploaded."""
+
+    def leave() -> None:
+        if end == "failed":
+            raise RunError("for this test")
+        signal.raise_signal(signal.SIGINT)
+
+    on_step(monkeypatch, 2, leave)
+    command = f'["sh", "-c", "if [ {{step}} = 1 ]; then sleep 86400; fi; touch {tmp_path}/{{step}}"]'
+    with pytest.raises(RunError, match="for this test") if end == "failed" else nullcontext():
+        train_here(tmp_path, tiny_model, "schedule.steps=9", *EVERY_STEP, f"checkpoint.upload={command}")
+    assert "the command for step 1 was ended, as the run ends" in caplog.text
+    assert checkpoints(tmp_path) == ["step_000001", "step_000002"][: 1 if end == "failed" else 2]
+    assert (tmp_path / "2").exists() == (end == "stopped")

@@ -256,7 +256,8 @@ def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
         by_tags = any(config[f"rewards.{one}.tag_included"] for one in domains)
         if by_tags and not tags:
             raise ValueError("is one of several rewards, and no `tag_included` says for which rows it is")
-        column = config.value("actor_train.data_args.tag") if by_tags else "domain"
+        # Not `data_args.tag`, which chooses templates: roll/pipeline/rlvr/rlvr_pipeline.py (update_dataset_domain).
+        column = "tag" if by_tags else "domain"
         ours = {f"{key}.sources": texts(tags) if by_tags else [domain], "data.source_key": column}
     if name is not None:
         return converted(ours | {f"{key}.name": name}, "without ROLL's penalty for repetition")
