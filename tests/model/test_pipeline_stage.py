@@ -92,3 +92,13 @@ def test_fused_layers_stay_fused_in_stages() -> None:
 def is_fused(model: Any) -> bool:
     forwards = [getattr(layer.forward, "__func__", None) for layer in model.model.layers]
     return layer_forward in forwards
+
+
+def test_a_stage_without_anything_to_train_is_refused_on_every_rank() -> None:
+    model = tiny_family_model(config_of("llama"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "layers.0." in name
+    for rank in range(2):
+        part = deepcopy(model)
+        with pytest.raises(UserError, match="nothing is trained in stage 1 of 2"):
+            PipelineStage(part, part, rank, 2)

@@ -90,3 +90,30 @@ def test_loss_and_counts_are_the_same_on_every_mesh(team: Teams, dimension: str,
     assert all(deviation(weights, expected) < 5e-6 for weights, _ in answers)
     one_per_shard = answers[:: shape.size // shape.num_data]
     assert np.array_equal(sum(counts for _, counts in one_per_shard), expected_counts)
+
+
+def loss_of_a_short_row(shape: MeshShape | None) -> float:
+    """Of one row of three tokens."""
+    policy = policy_with_router_loss("qwen3_moe", mesh_of(shape))
+    [pack] = Batch.of([Trajectory.from_tokens([5, 6, 7], 1)]).pack(1000)
+    return policy.forward_backward([(pack, lambda logprobs, _: 0.1 * logprobs.sum() + policy.router_loss())])
+
+
+@pytest.mark.slow
+def test_ranks_of_a_context_group_may_have_no_token(team: Teams) -> None:
+    losses = team(4).run(loss_of_a_short_row, MeshShape(context=4))
+    assert losses == pytest.approx([loss_of_a_short_row(None)] * 4, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_expert_counts_of_pipeline_stages_are_those_of_all_layers(team: Teams) -> None:
+    answers = team(2).run(counts_in_stages, MeshShape(pipeline=2))
+    assert answers[0] == answers[1] == counts_in_stages(None)
+
+
+def counts_in_stages(shape: MeshShape | None) -> list[list[int]]:
+    mesh, optimizer = mesh_of(shape), Optimizer(learning_rate=1e-3)
+    model = build_model("qwen3_moe")
+    policy = NativePolicyTrainer(model, temperature=1.0, logits_chunk=64, optimizer=optimizer, mesh=mesh)
+    policy.forward_backward([(pack, lambda logprobs, _: logprobs.sum()) for pack in small_batch().pack(40)])
+    return policy.take_expert_counts()
