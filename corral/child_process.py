@@ -184,6 +184,9 @@ def run_and_record_exit(folder: Path, name: str, command: list[str]) -> int:
     if child == 0:
         die_with_parent()
         os.execvp(command[0], command)
+    # When a worker ends, Ray kills what is left of its process group. The exit code would be lost with this process.
+    with suppress(OSError):
+        os.setpgid(0, os.getpgid(os.getppid()))
     for number in PASSED_ON:
         signal.signal(number, lambda received, _: os.kill(child, received))
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # not reaped yet, so that a signal still has a receiver

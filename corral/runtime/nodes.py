@@ -41,7 +41,7 @@ WORKER_SLOT = "corral_device"
 HEAD_RESOURCE = "node:__internal_head__"
 LOG_TAIL_LINES = 10
 LOG_TAIL_BYTES = 4096
-EXIT_WAIT_S = 10.0
+EXIT_WAIT_S = 3.0
 """Seconds to wait for the exit status of a process that Ray found dead."""
 REPORT_EVERY_S = 5.0
 POLL_S = 0.25

@@ -1,5 +1,6 @@
 """Child processes: groups that end whole, children that die with their parent, and the shim that records exits."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from corral import child_process
 
 def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
     shim = [sys.executable, "-I", "-S", child_process.__file__, str(folder), "worker", sys.executable, "-c", program]
-    return subprocess.Popen(shim, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(shim, stdout=subprocess.PIPE, text=True, process_group=0)  # as Ray does it
 
 
 def run(folder: Path, program: str) -> int | None:
@@ -41,6 +42,15 @@ def test_a_signal_is_passed_on_and_the_outcome_still_known(tmp_path: Path) -> No
     process.terminate()
     process.wait(timeout=30)
     assert child_process.read_exit(tmp_path, "worker") == -signal.SIGTERM
+
+
+def test_the_outcome_is_known_where_the_whole_process_group_is_killed(tmp_path: Path) -> None:
+    process = begin(tmp_path, "import time; print(flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    assert child_process.read_exit(tmp_path, "worker") == -signal.SIGKILL
 
 
 def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
