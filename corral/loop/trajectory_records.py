@@ -156,12 +156,22 @@ def step_samples(trajectories: Sequence[Trajectory], batch: Batch, tokenizer: An
     """What trackers show of a step: some trajectories, evenly spread over the batch, and numbers of all."""
     rows = list[list[str | float]]()
     advantages = batch.columns["advantages"]
-    for i in np.unique(np.linspace(0, len(batch) - 1, num_shown, dtype=np.int64)).tolist():
+    for i in np.unique(np.linspace(0, len(batch) - 1, min(num_shown, len(batch)), dtype=np.int64)).tolist():
         one, span = trajectories[i], slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
         own = advantages[span][one.generated]
         texts = (decode_tokens(tokenizer, part) for part in np.split(one.tokens, [one.prompt_length]))
         prompt, reply = (text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…" for text in texts)
-        rows.append([one.prompt_id, one.sample, prompt, reply, one.reward, float(own.mean()), str(one.stop)])
+        rows.append(
+            [
+                one.prompt_id,
+                one.sample,
+                prompt,
+                reply,
+                one.reward,
+                float(own.mean()) if len(own) else 0.0,
+                str(one.stop),
+            ]
+        )
     histograms = {
         "reward": np.array([one.reward for one in trajectories]),
         "length": np.array([one.num_generated for one in trajectories]),
