@@ -180,9 +180,9 @@ def test_a_checkpoint_has_the_files_of_its_steps(
     there: dict[int, list[tuple[int, str]]] = {}
     save = training_loop.begin_save
 
-    async def look(parts: Any, ledger: Any, folder: RunFolder, step: int, state: Any) -> Any:
+    async def look(parts: Any, ledger: Any, folder: RunFolder, step: int, *others: Any) -> Any:
         there[step] = TrajectoryStore(folder.trajectories).parts()
-        return await save(parts, ledger, folder, step, state)
+        return await save(parts, ledger, folder, step, *others)
 
     monkeypatch.setattr(training_loop, "begin_save", look)
     train_here(tmp_path, tiny_model, "logging.trajectories=true", "schedule.steps=2", "checkpoint.every=1")
