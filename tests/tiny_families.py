@@ -87,6 +87,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "dots1": {"layer_types": ["full_attention"] * 4, **DOTS},
+    "dots3_note_text": {
+        **{**DOTS, **LATENT, "layer_types": ["indexed_attention", "sliding_attention"] * 2},
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+        **{"swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16, "sliding_window": 8},
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"] * 4},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
