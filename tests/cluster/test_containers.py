@@ -191,12 +191,15 @@ def test_dockerfiles_copy_all_that_is_installed(file):
     text = file.read_text()
     copied = [words.split() for words in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE)]
     sources = {source for words in copied for source in words[:-1]}
-    assert sources == {"pyproject.toml", "README.md", "LICENSE", "corral"}
+    assert sources - {"constraints.txt"} == {"pyproject.toml", "README.md", "LICENSE", "locks", "corral"}
     assert all((REPOSITORY / source).exists() for source in sources)
     extras = re.search(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
     assert extras is not None
     known = re.findall(r"^([a-z0-9-]+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
     assert set(extras[1].split(",")) <= set(known)
+    locked = re.search(r"^lock docker (.*)$", (REPOSITORY / "locks" / "update.sh").read_text(), re.MULTILINE)
+    assert locked is not None
+    assert re.findall(r"--extra (\S+)", locked[1]) == extras[1].split(",")
     assert text.count("ARG BASE=") == 1
     assert "FROM ${BASE}" in text
 
