@@ -25,7 +25,14 @@ from corral.model.model_loading import load_tokenizer
 from corral.observe.console import Console, quiet_libraries
 from corral.recipe.default_mesh import with_default_mesh
 from corral.recipe.errors import RunError, UserError
-from corral.recipe.placement import Placement, resolve_meshes, resolve_placement, runs_on_ray, transfer_kind
+from corral.recipe.placement import (
+    Placement,
+    engine_returns_weights,
+    resolve_meshes,
+    resolve_placement,
+    runs_on_ray,
+    transfer_kind,
+)
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Part, Recipe, TeacherEndpoint
 from corral.recipe.shape import ModelShape
@@ -219,6 +226,7 @@ async def open_components(
                 train[0].tokens,
                 in_process=recipe.rollout.engine.in_process,
                 has_adapters=recipe.model.lora is not None,
+                returns_weights=recipe.needs_engine and engine_returns_weights(recipe, runtime.placement),
                 senders=first_of_each_node([fact["address"] for fact in facts["actor"]]),
             )
             if recipe.needs_engine and loads_base_only(recipe, resume_from):

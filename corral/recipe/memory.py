@@ -14,7 +14,7 @@ from typing import Literal
 
 from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import MeshShape, deal_layers
-from corral.recipe.placement import Placement, format_devices, resolve_meshes
+from corral.recipe.placement import Placement, engine_returns_weights, format_devices, resolve_meshes
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.recipe_warnings import needs_logprobs
 from corral.recipe.rules import max_trajectory_tokens
@@ -98,7 +98,9 @@ def estimate_memory(
     on_gpu: bool,
 ) -> list[DeviceMemory]:
     """`auto_bytes`: of a weight whose type is `auto`."""
-    estimate = _Estimate(recipe, algorithm, resolve_meshes(recipe, placement), shape, auto_bytes, on_gpu)
+    returns_weights = recipe.needs_engine and engine_returns_weights(recipe, placement)
+    meshes = resolve_meshes(recipe, placement)
+    estimate = _Estimate(recipe, algorithm, meshes, shape, auto_bytes, on_gpu, returns_weights)
     phases = phases_of(recipe, algorithm)
     groups = [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
@@ -128,6 +130,7 @@ class _Estimate:
     shape: ModelShape
     auto_bytes: int
     on_gpu: bool
+    returns_weights: bool
 
     @property
     def weight_bytes(self) -> int:
@@ -143,8 +146,7 @@ class _Estimate:
         engine = self.recipe.rollout.engine
         if "rollout" in roles and not ("actor" in roles and self.meshes["actor"].is_whole and engine.in_process):
             held = self.shape.num_parameters * self.weight_bytes // engine.tensor_parallel
-            sleeps = self.on_gpu and engine.name == "vllm" and "actor" in roles  # and has its weights on the host then
-            yield MemoryItem("rollout weights", {"rollout": held} if sleeps else self.always(held))
+            yield MemoryItem("rollout weights", dict.fromkeys(self.phases_of_engine(roles), held))
         for role in ("actor", "critic"):
             if role in roles:
                 yield MemoryItem(f"{role} optimizer", self.optimizer_states(role))
@@ -161,6 +163,15 @@ class _Estimate:
             yield MemoryItem("gathered layers", gathered)
         if "actor" in roles or "reference" in roles:
             yield MemoryItem("logits chunk", self.logits_chunk(roles))
+
+    def phases_of_engine(self, roles: tuple[str, ...]) -> tuple[Phase, ...]:
+        """Phases in which an engine's copy of the weights is on the device. vLLM has it on the host while it sleeps; a
+        reward model computes while prompts of the step may still be sampled."""
+        phases = phases_of(self.recipe, self.algorithm)
+        sleeps = self.on_gpu and self.recipe.rollout.engine.name == "vllm" and "actor" in roles
+        if not sleeps and not self.returns_weights:
+            return phases
+        return ("rollout", "logprobs") if self.recipe.needs_reward_model and not sleeps else ("rollout",)
 
     def always(self, size: int) -> dict[Phase, int]:
         return dict.fromkeys(phases_of(self.recipe, self.algorithm), size)

@@ -100,6 +100,16 @@ def resolve_meshes(recipe: Recipe, placement: "Placement") -> dict[str, MeshShap
     }
 
 
+def engine_returns_weights(recipe: Recipe, placement: "Placement") -> bool:
+    """Whether engines give the memory of their weights to the trainers beside them, from the last token of a step to
+    the weights of the next one: where they have a copy, because trainers have shards, and all of it comes again. With
+    adapters only these do; an engine in its own process has its own way."""
+    if transfer_kind(recipe, placement) != "shared" or not recipe.rollout.engine.in_process:
+        return False
+    takes_turns, all_travel = not recipe.schedule.pipelined, recipe.model.lora is None
+    return takes_turns and all_travel and not resolve_meshes(recipe, placement)["actor"].is_whole
+
+
 @dataclass(frozen=True)
 class Placement:
     num_devices: int

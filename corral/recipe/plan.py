@@ -35,7 +35,7 @@ from corral.recipe.schema import Recipe, Source
 from corral.recipe.shape import ModelShape
 
 TRANSFERS: dict[TransferKind, str] = {
-    "shared": "shared: gathered from the shards within each process",
+    "shared": "shared: gathered from the shards within each process, for engines that have no memory while training",
     "collective": "collective: broadcast to the engines",
     "object": "object: through Ray's object store",
     "ipc": "ipc: through memory of the node that trainers and engines map",

@@ -479,9 +479,10 @@ class WeightPublisher:
         *,
         in_process: bool = True,
         has_adapters: bool = False,
+        returns_weights: bool = False,
         senders: Sequence[int] = (0,),
     ) -> None:
-        self.in_process, self.has_adapters = in_process, has_adapters
+        self.in_process, self.has_adapters, self.returns_weights = in_process, has_adapters, returns_weights
         self.senders = list(senders) if kind == "collective" else [0]
         self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -496,6 +497,12 @@ class WeightPublisher:
         generated goes on with the new weights, after a pause that is a metric."""
         self.version = version
         return await self._publish()
+
+    async def release(self) -> None:
+        """Gives the memory of the engines' copies of the weights to the trainers beside them, where that is agreed on,
+        until the next `publish`. All prompts are rolled out."""
+        if self.returns_weights:
+            await self.rollout.all(RolloutWorker.release_weights)
 
     async def add_receiver(self, rank: int, device: int) -> None:
         """Sends the current weights to a rollout worker that is new, and to all others again: a channel has a fixed set

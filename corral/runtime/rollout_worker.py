@@ -213,6 +213,13 @@ class RolloutWorker(Role):
             with suppress(EngineLost):  # which has given all it had
                 self.engine.release_cache()
 
+    def release_weights(self) -> None:
+        """Gives the memory of the engine's copy of the weights to the trainer beside it, which sends new ones before
+        the next request."""
+        assert isinstance(self.engine, NativeEngine)
+        assert not self.shares_weights
+        self.engine.release_weights()
+
     # --- new weights
 
     async def join_channel(self, kind: str, rendezvous: str, rank: int, size: int, num_senders: int) -> None:

@@ -174,7 +174,10 @@ def test_a_plan_that_runs_ahead_recomputes_and_corrects(load):
     ("overrides", "words"),
     [
         ([], "shared: nothing travels, the engine decodes with the trainer's own tensors"),
-        (["cluster.devices_per_node=2"], "shared: gathered from the shards within each process"),
+        (
+            ["cluster.devices_per_node=2"],
+            "shared: gathered from the shards within each process, for engines that have no memory while training",
+        ),
         (APART, "collective: broadcast to the engines"),
         ([*APART, "cluster.transfer=ipc"], "ipc: through memory of the node that trainers and engines map"),
         (["cluster.nodes=2", "cluster.placement={actor: 0, rollout: 1}"], "collective: broadcast to the engines"),
@@ -300,7 +303,12 @@ def test_recomputing_takes_far_less_for_activations(load):
 def test_trainers_share_the_weights_and_the_engine_has_a_copy(load):
     items, _ = memory_of(load("cluster.devices_per_node=4"))
     assert items["actor weights"]["train"] == SMOLLM2_135M.num_parameters
-    assert items["rollout weights"] == dict.fromkeys(["rollout", "train"], 4 * SMOLLM2_135M.num_parameters)
+    assert items["rollout weights"] == {"rollout": 4 * SMOLLM2_135M.num_parameters}
+
+
+def test_a_copy_of_the_base_stays_with_the_engine_because_only_adapters_come_again(load):
+    items, _ = memory_of(load("cluster.devices_per_node=4", "model.lora.rank=4", "train.parallel.shard=4"))
+    assert set(items["rollout weights"]) == {"rollout", "train"}
 
 
 def test_replicas_share_nothing_and_the_engine_has_no_copy(load):
@@ -366,7 +374,7 @@ def test_what_is_offloaded_counts_where_it_is_computed_with(load):
     assert phases["critic weights"] == {"logprobs", "train"}
     assert phases["reference weights"] == {"logprobs"}
     assert phases["actor optimizer"] == phases["critic optimizer"] == phases["gradients"] == {"train"}
-    assert phases["rollout weights"] == {"rollout", "logprobs", "train"}
+    assert phases["rollout weights"] == {"rollout"}
 
 
 def test_what_is_offloaded_is_on_the_host_of_each_node(load):
@@ -469,7 +477,7 @@ def test_a_model_of_72_billion_parameters_is_spread_over_four_devices_of_an_engi
     assert "of 2 bytes, of 80 GiB" in text
 
 
-@pytest.mark.parametrize(("engine", "needed"), [("native", "206 GiB for train"), ("vllm", "168 GiB for rollout")])
+@pytest.mark.parametrize(("engine", "needed"), [("native", "168 GiB for rollout"), ("vllm", "168 GiB for rollout")])
 def test_what_does_not_fit_is_an_error_that_says_what_would(load, engine, needed):
     with pytest.raises(RecipeError) as caught:
         make_plan(load(*FOUR_NODES, f"rollout.engine={engine}"), QWEN_72B)

@@ -170,6 +170,27 @@ def test_a_released_cache_is_allocated_again_by_the_next_request() -> None:
     assert generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 3)])[0].tokens == before.tokens
 
 
+def test_released_weights_have_no_memory_until_all_of_them_come_again(core: str) -> None:
+    engine, other = make_engine(core=core), make_engine(core=core)
+    request = (PROMPTS[2], Sampling(max_tokens=20, temperature=0.0), 0)
+    before, layout = generate(engine, [request])[0], engine.weight_layout
+    for version in (1, 2):
+        engine.release_cache()
+        engine.release_weights()
+        engine.release_weights()
+        assert engine.weight_layout == layout
+        if DEVICE.type == "cpu":
+            assert {parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()} == {0}
+        with pytest.raises(AssertionError, match="no weights"):
+            generate(engine, [request])
+        with pytest.raises(AssertionError, match="did not come again"):
+            engine.load(list(other.model.named_parameters())[1:], version)
+        engine.release_weights()
+        engine.load(other.model.named_parameters(), version)
+        after = generate(engine, [request])[0]
+        assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
+
+
 def test_the_cache_stays_within_its_bound() -> None:
     engine = make_engine(max_sequences=4)
     generate(engine, [(prompt, Sampling(max_tokens=60), i) for i, prompt in enumerate(PROMPTS * 4)])
