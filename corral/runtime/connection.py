@@ -149,15 +149,18 @@ def start_here(cluster: Cluster) -> None:
 def make_ray_folder() -> Path:
     """Makes the folder of a Ray that this process starts, and removes those of processes that were killed. The lock on
     a folder ends with the process that made it, in whichever container that was."""
-    for old in state_folder().glob("run-*"):
-        with suppress(FileNotFoundError), open_folder(old) as descriptor:  # another run may have removed it just now
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="run-", dir=state_folder()))
-    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # never closed
+    with open_folder(state_folder()) as all_folders:
+        # One process at a time: a folder that another one has made and not yet locked looks like one of a killed one.
+        fcntl.flock(all_folders, fcntl.LOCK_EX)
+        for old in state_folder().glob("run-*"):
+            with suppress(FileNotFoundError), open_folder(old) as descriptor:  # it may have ended just now
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=state_folder()))
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # never closed
     return folder
 
 

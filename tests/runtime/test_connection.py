@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,12 @@ def test_a_folder_that_another_run_removes_meanwhile_does_not_matter(
     monkeypatch.setattr("corral.runtime.connection.state_folder", lambda: tmp_path)
     (tmp_path / "run-gone").symlink_to(tmp_path / "nowhere")  # listed, and not there when it is opened
     assert make_ray_folder().is_dir()
+
+
+def test_runs_that_start_together_do_not_remove_each_others_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.runtime.connection.state_folder", lambda: tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: make_ray_folder(), range(100)))
+    assert all(folder.is_dir() for folder in folders)
