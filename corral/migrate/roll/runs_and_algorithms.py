@@ -52,12 +52,6 @@ def every(config: ForeignConfig, key: str) -> int:
     return 0 if period <= 0 or (steps is not None and period > steps) else period
 
 
-def all_checkpoints(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    steps = int(config.value("max_steps"))
-    made = steps // every(config, "save_steps") + 1
-    return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
-
-
 def has_projects(config: ForeignConfig) -> bool:
     return config.value("track_with") in TRACKERS_WITH_PROJECTS
 

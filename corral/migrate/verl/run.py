@@ -16,7 +16,7 @@ from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, con
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import format_value, number, one_or_all, plural
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
-from corral.recipe.schema import BatchSizes, Checkpoint
+from corral.recipe.schema import BatchSizes
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -336,10 +336,6 @@ def runs_folder(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def has_projects(config: ForeignConfig) -> bool:
     return not TRACKERS_WITH_PROJECTS.isdisjoint(trackers_of(config))
-
-
-def usual_keep(config: ForeignConfig) -> int | str:
-    return Checkpoint().keep
 
 
 # --- optimizers: `optim` is the section of verl, `ours` that of the recipe
