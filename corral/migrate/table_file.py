@@ -59,10 +59,10 @@ A case or a rule has `to` (mapped, as `value` where that is given, or as what th
 under `differs` says that the training is not quite the same, and stands first in the report. In `if` and `when` stand
 tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
 file's own `tests`, and comparisons (`loss_of == ppo`, `value > {num_devices}`). In braces and before a comparison stand
-`value`, `value - 1`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null,
-`title`, `constants[losses]`, and functions of the configuration (`lengths.0` is a part of what one gives). Rules that
-several keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first
-argument.
+`value`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null, `title`,
+`constants[losses]`, functions of the configuration (`lengths.0` is a part of what one gives), whole numbers, and
+sums of these, which are worked out from left to right whatever the signs: `num_devices // size - 1`. Rules that several
+keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first argument.
 """
 
 import operator
@@ -87,6 +87,7 @@ PLACEHOLDER = re.compile(r"<(\w+)>()")
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
 LOOK_UP = re.compile(r"(config|meant|constants)\[([^\[\]]+)\]")
 COMPARISON = re.compile(r"(.+) (==|<|>) (.+)")
+SUM = re.compile(r"(.+) ([-+*/%]|//) (.+)")
 SPEC = {"convert", "cases", "rules", "only", "otherwise", "switch", "off", "null", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides what it has in common with a rule."""
 DECISION = {"to", "value", "as", "note", "differs", "set", "refuse"}
@@ -121,7 +122,10 @@ TESTS: dict[str, Callable[..., bool]] = {
     "positive": lambda config, _, key: (config[key] or 0) > 0,
 }
 """Tests on a value, and on those of other keys. Null is nonpositive, negative, and the same as anything."""
-COMPARE: dict[str, Callable[[Any, Any], bool]] = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "<": operator.lt, ">": operator.gt, "-": operator.sub, "+": operator.add, "*": operator.mul,
+    "/": operator.truediv, "//": operator.floordiv, "%": operator.mod,
+}  # fmt: skip
 
 
 def load_table(system: str, *modules: ModuleType, base: KeyTable | None = None) -> KeyTable:
@@ -306,7 +310,7 @@ class _TableReader:
             return lambda *_: True
         if comparison := COMPARISON.fullmatch(text):
             left, sign, right = comparison.groups()
-            return lambda *given: COMPARE[sign](self._value(left, *given), self._literal(right, *given))
+            return lambda *given: OPERATORS[sign](self._value(left, *given), self._literal(right, *given))
         name, arguments = call_of(text)
         if name in self.tests:
             return self._test(with_arguments(self.tests[name], arguments))
@@ -323,8 +327,13 @@ class _TableReader:
         if match := LOOK_UP.fullmatch(name):
             look_up = {"config": config.__getitem__, "meant": config.value, "constants": config.constants.get}
             return look_up[match[1]](match[2])
-        if name in ("value", "value - 1", "title"):
-            return config.table.title if name == "title" else given.value - 1 if "-" in name else given.value
+        if match := SUM.fullmatch(name):
+            left, sign, right = match.groups()
+            return OPERATORS[sign](self._value(left, config, given), self._value(right, config, given))
+        if name in ("value", "title"):
+            return config.table.title if name == "title" else given.value
+        if name.isdigit():
+            return int(name)
         call, arguments = call_of(name)
         call, _, part = call.partition(".")
         function = self.functions[call]
