@@ -152,12 +152,3 @@ def decided_elsewhere(name: str) -> Mapping[str, str]:
     from corral.rollout import sglang_backend, vllm_backend
 
     return {"vllm": vllm_backend.OWN, "sglang": sglang_backend.OWN}[name]
-
-
-def context_length(given: ForeignValue, needed: int) -> Outcome:
-    """The most tokens of a request, which ends a response where it is less than a prompt and a response may have."""
-    if given.value is None or given.value >= needed:
-        return built_in(f"a prompt and its response have {needed} tokens at most")
-    return unsupported(
-        f"a response ends at its own limit, with the prompt at {needed} tokens, and not at {given.value}"
-    )

@@ -1,7 +1,8 @@
 """Tables: one row for every key of another system, with what becomes of it in Corral.
 
-The table of a system is the file `tables/SYSTEM.yaml`, and the few conversions that need code are functions in that
-system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and modules. The file has:
+The table of a system is the file `tables/SYSTEM.yaml`, with what `common.yaml` has for all of them, and the few
+conversions that need code are functions in that system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of
+file and modules. The file has:
 
     title: verl                       # the system's name in reports
     aliases:                          # other spellings of keys; `a.**` stands for all that is below
@@ -73,7 +74,7 @@ from functools import cache
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from corral.migrate import outcome as outcomes
 from corral.migrate import value_kinds
@@ -138,8 +139,9 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     node = compose(text, source)
     assert node is not None, source
     document = plain(node)
+    inherited = base.document if base else common()
     for name in INHERITED:
-        document[name] = {**(base.document[name] if base else {}), **document.get(name, {})}
+        document[name] = {**inherited.get(name, {}), **document.get(name, {})}
     functions = functions_of((outcomes, value_kinds, *modules))
     rows = list(_TableReader(document, functions, base).rows(document["rows"]))
     aliases: dict[str, str] = {}
@@ -151,6 +153,14 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
         rows += [row for row in base.rows if row.key not in own and any(fits(one, row.key) for one in taken)]
     is_whole = functions["is_whole"] if document["own defaults"] else KeyTable.is_whole
     return KeyTable(document["title"], tuple(rows), aliases, document, is_whole)
+
+
+@cache
+def common() -> Mapping[str, Any]:
+    """What the tables of all systems have in common."""
+    node = compose(read_text(Path(__file__).parent / "tables" / "common.yaml"), "common.yaml")
+    assert node is not None
+    return cast(Mapping[str, Any], plain(node))
 
 
 def functions_of(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:

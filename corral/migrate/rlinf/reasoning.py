@@ -79,16 +79,6 @@ def response_tokens(config: ForeignConfig) -> int:
     return left if most is None else min(left, most)
 
 
-def minibatches(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    prompts, samples = config.value("data.rollout_batch_size"), config.value("algorithm.group_size")
-    updates = config.value("algorithm.n_minibatches")
-    if updates < 1:
-        raise ValueError("should be at least 1")
-    each = f"{prompts * samples // updates:,}"
-    note = f"{prompts} x {samples} = {prompts * samples:,} trajectories a step, in {updates} updates of {each}"
-    return mapped("batch.updates_per_step", updates, note)
-
-
 def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     length = config.value("runner.seq_length")
     sequences = config.value("algorithm.training_batch_size_per_gpu")
@@ -115,16 +105,6 @@ def train_paths(config: ForeignConfig, given: ForeignValue) -> Outcome:
     paths = given.value or config.default("data.train_data_paths")
     note = "" if given.where and given.value else "put AReaL-boba-106k there, or name your own file"
     return mapped("data.train.path", one_or_all(paths), note)
-
-
-def reward_scale(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    scale, high, low = (config.value(f"reward.reward_{name}") for name in ("scale", "max_val", "min_val"))
-    reward: KeyPath = ("environment", "reward")
-    ours = {(*reward, "options", "right"): high * scale, (*reward, "options", "wrong"): low * scale}
-    return converted(
-        {**ours, (*reward, "on_error"): low * scale},
-        f"{high * scale:g} for a right answer, {low * scale:g} for any other",
-    )
 
 
 # --- the agent that searches

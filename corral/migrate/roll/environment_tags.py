@@ -147,22 +147,6 @@ def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, groups_note(config, part))
 
 
-def validation_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if is_rlvr(config):
-        return built_in("all of the validation data are used")
-    if not validates(config):
-        return built_in("there is no validation")
-    size, each = config.value("val_batch_size"), config.value("val_env_manager.group_size")
-    ours = {"data.validation.path": "boards", "validation.samples_per_prompt": each}
-    if size < 0:
-        return replaced(
-            {**ours, "data.validation.size": 128}, "the number of boards is unlimited: 128 of them are used"
-        )
-    if size == 0 or size % each:
-        raise ValueError(f"should be a multiple of `val_env_manager.group_size`, {each}")
-    return converted({**ours, "data.validation.size": size // each}, f"{size} trajectories on {size // each} boards")
-
-
 # --- what is behind a tag
 
 

@@ -11,7 +11,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from corral.migrate.engines import context_length, engine_of, split_engine
+from corral.migrate.engines import engine_of, split_engine
 from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import format_value, number, one_or_all, plural
@@ -168,10 +168,6 @@ def offloaded_parts(config: ForeignConfig) -> list[str]:
 def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     nodes, per_node = (max(config[f"trainer.{key}"] or 1, 1) for key in ("nnodes", "n_gpus_per_node"))
     return split_engine(given, engine_of(config), range(nodes * per_node), per_node)
-
-
-def longest_request(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return context_length(given, trajectory_tokens(config))
 
 
 def engine_dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
