@@ -113,6 +113,7 @@ TESTS: dict[str, Callable[..., bool]] = {
     "is": lambda _, given, *values: given.value in values,
     "outside": lambda _, given, least, most: given.value is not None and not least <= given.value <= most,
     "starts": lambda _, given, start: str(given.value or "").startswith(start),
+    "ends": lambda _, given, end: str(given.value or "").endswith(end),
     "among": lambda config, given, names: given.value in config.constants[names],
     "default": lambda _, given: not given.where,
     "same": lambda config, given, key: given.value is None or given.value == config[key],

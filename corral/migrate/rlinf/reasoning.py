@@ -79,23 +79,8 @@ def response_tokens(config: ForeignConfig) -> int:
     return left if most is None else min(left, most)
 
 
-def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    length = config.value("runner.seq_length")
-    sequences = config.value("algorithm.training_batch_size_per_gpu")
-    return micro_batch_tokens(config, sequences * length, f"{sequences} x runner.seq_length {length}")
-
-
-def micro_batch_budget(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    budget = config.value("runner.max_tokens_per_mbs")
-    return micro_batch_tokens(config, budget, f"{budget} tokens")
-
-
-def micro_batch_tokens(config: ForeignConfig, tokens: int, source: str) -> Outcome:
-    trajectory = config.value("data.max_prompt_length") + response_tokens(config)
-    if tokens < trajectory:
-        source += f", and {trajectory} for one whole trajectory"
-    most = max(tokens, trajectory)
-    return converted({"batch.max_tokens_per_micro_batch": most}, f"{source}: {most} tokens at most")
+def trajectory_tokens(config: ForeignConfig) -> int:
+    return int(config.value("data.max_prompt_length")) + response_tokens(config)
 
 
 # --- data and rewards

@@ -346,15 +346,6 @@ def format_penalty(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, "for replies that are no action") if ours else built_in("as in Corral")
 
 
-def environment_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    name = (given.value or "TrajEnvManager").rpartition(".")[2]
-    if name == "TrajEnvManager":
-        return built_in("a trajectory is one conversation")
-    if name == "StepEnvManager":
-        return unsupported("a trajectory is one conversation; turns are not prompts of their own with some history")
-    return unsupported("a trajectory is one conversation of an environment with the model; for agents there is `agent`")
-
-
 # --- turns
 
 
@@ -364,17 +355,13 @@ def turns_of(config: ForeignConfig, tag: str) -> int:
     return int(config[keys[0]] if keys else config.value("max_actions_per_traj"))
 
 
+def turns_of_tag(config: ForeignConfig, given: ForeignValue) -> int:
+    return turns_of(config, given.key.split(".")[1])
+
+
 def num_turns(config: ForeignConfig) -> int:
     """Number of turns of all environments: the largest of theirs."""
     return max(turns_of(config, tag) for tag in all_tags(config))
-
-
-def tag_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if turns_of(config, given.key.split(".")[1]) != given.value:
-        return no_effect("`max_steps` takes precedence")
-    if given.value != num_turns(config):
-        return unsupported(f"all environments have the same number of turns: {num_turns(config)}")
-    return mapped("rollout.max_turns", given.value)
 
 
 def most_turn_tokens(config: ForeignConfig) -> int:
