@@ -241,25 +241,15 @@ def parallel(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
     return mapped(ours, size)
 
 
-def sharding(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return converted(hybrid_shards(config), "groups of devices with a copy each")
-
-
-def hybrid_shards(config: ForeignConfig) -> dict[str, int]:
+def num_copies(config: ForeignConfig) -> int | None:
+    """Number of copies of the model, each sharded over a group of devices. None: one, over all of them."""
     count = num_actor_devices(config)
     size = config["actor.fsdp_config.hybrid_shard_size"] or config["actor.fsdp_config.fsdp_size"] or -1
     if size < 1 or size >= count:
-        return {}
+        return None
     if count % size:
         raise ValueError(f"should make groups that divide the {count} devices of actor, and not of {size}")
-    return {"train.parallel.replicate": count // size}
-
-
-def shard_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = hybrid_shards(config) if is_fsdp(config) else {}
-    if not ours:
-        return built_in("one group of all devices")
-    return converted(ours, f"groups of {given.value}: {ours['train.parallel.replicate']} copies")
+    return int(count // size)
 
 
 def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -78,13 +78,6 @@ def sees(config: ForeignConfig) -> bool:
     return SEES.search(config.value("pretrain")) is not None
 
 
-def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    own = config["critic.model_args.model_name_or_path"] or config["reward_pretrain"]
-    if own == config.value("pretrain"):
-        return built_in("the critic starts as a copy of the model")
-    return mapped("critic.path", own)
-
-
 def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
     main, value = config["actor_train.model_args.dtype"] or "bf16", given.value or "bf16"
     names = config.constants["dtypes"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.verl.run import ACTOR, samples_per_prompt
 from corral.recipe.parts import PRESETS
@@ -128,23 +128,11 @@ def kl_where(config: ForeignConfig) -> str | None:
     return "reward" if in_reward and config["algorithm.kl_ctrl.kl_coef"] else None
 
 
-def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> Outcome:
-    """`+` is about gradients, which a reward has none of. `usual` is Corral's."""
-    if kl_where(config) != where:
-        return no_effect(f"there is no KL in the {where}")
+def kl_estimator_of(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> str | None:
+    """Corral's name, where there is one. `+` is about gradients, which a reward has none of; `usual` is Corral's."""
     value = given.value or usual
-    plain = value.removesuffix("+")
-    if plain == "full":
-        return unsupported("the KL over the whole vocabulary; verl has not implemented it either")
-    if plain not in config.constants["kl_estimators"]:
-        raise ValueError(f"should be one of {', '.join(config.constants['kl_estimators'])}, or one of these with a +")
-    ours = config.constants["kl_estimators"][plain]
-    if value.endswith("+") and where == "loss" and ours != "k2":
-        if ours == "abs":
-            return unsupported("Corral has abs without the + only")
-        ours += "+"
-    is_usual = not given.where and ours == usual
-    return built_in("as in Corral") if is_usual else mapped("algorithm.kl.estimator.name", ours)
+    ours: str | None = config.constants["kl_estimators"].get(value.removesuffix("+"))
+    return f"{ours}+" if value.endswith("+") and where == "loss" and ours not in (None, "k2") else ours
 
 
 # --- corrections for tokens that another policy sampled than the one that is trained
