@@ -97,38 +97,6 @@ def split_engine(given: ForeignValue, name: str, devices: Sequence[int], devices
     return Outcome("unsupported", {as_path(key): most}, f"an engine has devices of one node: {most} here")
 
 
-def memory_fraction(config: ForeignConfig, given: ForeignValue, note_of_vllm: str = "") -> Outcome:
-    if engine_of(config) == "native":
-        return built_in("Corral's own engine takes what training leaves")
-    if given.value is None:
-        return built_in(f"as {engine_of(config)} has it, or 0.4 beside trainers")
-    if not 0 < given.value < 1:
-        raise ValueError("should be above 0 and below 1")
-    note = note_of_vllm if engine_of(config) == "vllm" else ""
-    return mapped("rollout.engine.memory_fraction", given.value, note)
-
-
-def engine_limit(config: ForeignConfig, given: ForeignValue, ours: str, *engines: str) -> Outcome:
-    """A limit that a recipe has for all engines. `engines` are those that the other system gives it to."""
-    name = engine_of(config)
-    if name == "native":
-        return built_in(OWN_DECIDES)
-    if engines and name not in engines:
-        return no_effect(f"{config.table.title} does not give it to {name}")
-    return built_in("as Corral has it") if given.value is None else mapped(ours, given.value)
-
-
-def engine_argument(config: ForeignConfig, given: ForeignValue, vllm: str | None, sglang: str | None) -> Outcome:
-    """An argument under the name that each engine has for it; None where the other system does not give it to that."""
-    name = engine_of(config)
-    if name == "native":
-        return built_in(OWN_DECIDES)
-    argument = {"vllm": vllm, "sglang": sglang}[name]
-    if argument is None:
-        return no_effect(f"{config.table.title} does not give it to {name}")
-    return passed_on(name, [argument], given.value)
-
-
 def engine_option(config: ForeignConfig, given: ForeignValue, section: str, name: str | None = None) -> Outcome:
     """An argument by its own name, which is what is behind `section`. `name`: the only engine that gets it."""
     wanted, chosen = wanted_engine(config), engine_of(config)
@@ -152,12 +120,3 @@ def decided_elsewhere(name: str) -> Mapping[str, str]:
     from corral.rollout import sglang_backend, vllm_backend
 
     return {"vllm": vllm_backend.OWN, "sglang": sglang_backend.OWN}[name]
-
-
-def context_length(given: ForeignValue, needed: int) -> Outcome:
-    """The most tokens of a request, which ends a response where it is less than a prompt and a response may have."""
-    if given.value is None or given.value >= needed:
-        return built_in(f"a prompt and its response have {needed} tokens at most")
-    return unsupported(
-        f"a response ends at its own limit, with the prompt at {needed} tokens, and not at {given.value}"
-    )

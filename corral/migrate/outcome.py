@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from corral.migrate.value_kinds import format_value, is_secret, one_line
+from corral.migrate.value_kinds import format_value, is_secret, one_line, one_or_all
 from corral.recipe.keys import KeyPath
 
 Status = Literal["mapped", "converted", "built in", "no effect", "unsupported"]
@@ -83,11 +83,9 @@ def below(config: Any, given: ForeignValue, section: str, ours: str) -> Outcome:
     return mapped((*as_path(ours), *names), given.value)
 
 
-def pipeline_stages(config: object, given: ForeignValue) -> Outcome:
-    """A conversion that all systems have: stages of a pipeline, over which the layers of a model are spread."""
-    if given.value is None or given.value <= 1:
-        return built_in("one stage, as in Corral")
-    return mapped("train.parallel.pipeline", given.value)
+def files(config: object, given: ForeignValue) -> str | list[str]:
+    """Files as a recipe names them: one of them, or a list."""
+    return one_or_all(given.value or [])
 
 
 def run_name(config: object, given: ForeignValue) -> Outcome:

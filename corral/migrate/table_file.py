@@ -1,7 +1,8 @@
 """Tables: one row for every key of another system, with what becomes of it in Corral.
 
-The table of a system is the file `tables/SYSTEM.yaml`, and the few conversions that need code are functions in that
-system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of file and modules. The file has:
+The table of a system is the file `tables/SYSTEM.yaml`, with what `common.yaml` has for all of them, and the few
+conversions that need code are functions in that system's modules. `load_table("verl", batch, kl)` makes a `KeyTable` of
+file and modules. The file has:
 
     title: verl                       # the system's name in reports
     aliases:                          # other spellings of keys; `a.**` stands for all that is below
@@ -59,10 +60,10 @@ A case or a rule has `to` (mapped, as `value` where that is given, or as what th
 under `differs` says that the training is not quite the same, and stands first in the report. In `if` and `when` stand
 tests, joined by `not`, `and`, `or`: those of TESTS on the value or on another key, conditions, the
 file's own `tests`, and comparisons (`loss_of == ppo`, `value > {num_devices}`). In braces and before a comparison stand
-`value`, `value - 1`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null,
-`title`, `constants[losses]`, and functions of the configuration (`lengths.0` is a part of what one gives). Rules that
-several keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first
-argument.
+`value`, `config[a.b]` for the value of another key, `meant[a.b]` for that or its default where it is null, `title`,
+`constants[losses]`, functions of the configuration (`lengths.0` is a part of what one gives), whole numbers, and
+sums of these, which are worked out from left to right whatever the signs: `num_devices // size - 1`. Rules that several
+keys have are in `conversions`, and are named as functions are. In these and in `tests`, `<0>` is the first argument.
 """
 
 import operator
@@ -73,7 +74,7 @@ from functools import cache
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from corral.migrate import outcome as outcomes
 from corral.migrate import value_kinds
@@ -87,6 +88,7 @@ PLACEHOLDER = re.compile(r"<(\w+)>()")
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
 LOOK_UP = re.compile(r"(config|meant|constants)\[([^\[\]]+)\]")
 COMPARISON = re.compile(r"(.+) (==|<|>) (.+)")
+SUM = re.compile(r"(.+) ([-+*/%]|//) (.+)")
 SPEC = {"convert", "cases", "rules", "only", "otherwise", "switch", "off", "null", "kind", "default", "when"}
 """Properties that a key may have in a table's file, besides what it has in common with a rule."""
 DECISION = {"to", "value", "as", "note", "differs", "set", "refuse"}
@@ -111,6 +113,7 @@ TESTS: dict[str, Callable[..., bool]] = {
     "is": lambda _, given, *values: given.value in values,
     "outside": lambda _, given, least, most: given.value is not None and not least <= given.value <= most,
     "starts": lambda _, given, start: str(given.value or "").startswith(start),
+    "ends": lambda _, given, end: str(given.value or "").endswith(end),
     "among": lambda config, given, names: given.value in config.constants[names],
     "default": lambda _, given: not given.where,
     "same": lambda config, given, key: given.value is None or given.value == config[key],
@@ -121,7 +124,10 @@ TESTS: dict[str, Callable[..., bool]] = {
     "positive": lambda config, _, key: (config[key] or 0) > 0,
 }
 """Tests on a value, and on those of other keys. Null is nonpositive, negative, and the same as anything."""
-COMPARE: dict[str, Callable[[Any, Any], bool]] = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "<": operator.lt, ">": operator.gt, "-": operator.sub, "+": operator.add, "*": operator.mul,
+    "/": operator.truediv, "//": operator.floordiv, "%": operator.mod,
+}  # fmt: skip
 
 
 def load_table(system: str, *modules: ModuleType, base: KeyTable | None = None) -> KeyTable:
@@ -134,8 +140,9 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
     node = compose(text, source)
     assert node is not None, source
     document = plain(node)
+    inherited = base.document if base else common()
     for name in INHERITED:
-        document[name] = {**(base.document[name] if base else {}), **document.get(name, {})}
+        document[name] = {**inherited.get(name, {}), **document.get(name, {})}
     functions = functions_of((outcomes, value_kinds, *modules))
     rows = list(_TableReader(document, functions, base).rows(document["rows"]))
     aliases: dict[str, str] = {}
@@ -147,6 +154,14 @@ def read_table(text: str, source: str, *modules: ModuleType, base: KeyTable | No
         rows += [row for row in base.rows if row.key not in own and any(fits(one, row.key) for one in taken)]
     is_whole = functions["is_whole"] if document["own defaults"] else KeyTable.is_whole
     return KeyTable(document["title"], tuple(rows), aliases, document, is_whole)
+
+
+@cache
+def common() -> Mapping[str, Any]:
+    """What the tables of all systems have in common."""
+    node = compose(read_text(Path(__file__).parent / "tables" / "common.yaml"), "common.yaml")
+    assert node is not None
+    return cast(Mapping[str, Any], plain(node))
 
 
 def functions_of(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:
@@ -306,7 +321,7 @@ class _TableReader:
             return lambda *_: True
         if comparison := COMPARISON.fullmatch(text):
             left, sign, right = comparison.groups()
-            return lambda *given: COMPARE[sign](self._value(left, *given), self._literal(right, *given))
+            return lambda *given: OPERATORS[sign](self._value(left, *given), self._literal(right, *given))
         name, arguments = call_of(text)
         if name in self.tests:
             return self._test(with_arguments(self.tests[name], arguments))
@@ -323,8 +338,13 @@ class _TableReader:
         if match := LOOK_UP.fullmatch(name):
             look_up = {"config": config.__getitem__, "meant": config.value, "constants": config.constants.get}
             return look_up[match[1]](match[2])
-        if name in ("value", "value - 1", "title"):
-            return config.table.title if name == "title" else given.value - 1 if "-" in name else given.value
+        if match := SUM.fullmatch(name):
+            left, sign, right = match.groups()
+            return OPERATORS[sign](self._value(left, config, given), self._value(right, config, given))
+        if name in ("value", "title"):
+            return config.table.title if name == "title" else given.value
+        if name.isdigit():
+            return int(name)
         call, arguments = call_of(name)
         call, _, part = call.partition(".")
         function = self.functions[call]

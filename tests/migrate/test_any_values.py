@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corral.migrate.config_sources import table_of
+from corral.migrate.migration import migrate
+from corral.migrate.outcome import ABSENT, ForeignValue
+from corral.migrate.table import ForeignConfig
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
 from corral.recipe.presets import resolve_algorithm
@@ -120,6 +123,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "trainer.n_gpus_per_node": st.integers(1, 8),
     },
 }
+SCORES = ("structure_format", "final_format", "retrieval")
 ODD = st.sampled_from(["null", "-1", "0", "1e400", "nan", "words", "[]", "[1,2,3]", "{a: b}", "true", "''", "0.5"])
 
 
@@ -166,6 +170,37 @@ def test_a_whole_configuration_says_what_its_defaults_say(system: str, case: str
         assert plans[0][part] == plans[1][part]
     for part in ("rollout", "validation", "optimizer", "critic"):
         assert getattr(whole.recipe, part) == getattr(short.recipe, part)
+    rewards = [made.recipe.environment.reward.name for made in (whole, short)]
+    assert rewards[0] == rewards[1] or system == "search_r1"  # whose file has keys of one of its two rewards
+
+
+BASES = {
+    "verl": (*NEEDED, "data.val_files=test.parquet", f"{ROLLOUT}.n=4", "algorithm.adv_estimator=grpo"),
+    "search_r1": (*NEEDED, "data.val_files=test.parquet", f"{ROLLOUT}.n_agent=4", "algorithm.adv_estimator=grpo"),
+    "verl_sft": ("model.path=model", "data.train_files=train.parquet"),
+    "roll": ("pretrain=model",),
+    "roll_sft": ("pretrain=model", "sequence_length=512", "sft_train.data_args.file_name=rows.jsonl"),
+    "roll_dpo": ("pretrain=model", "sequence_length=512", "actor_train.data_args.file_name=rows.jsonl"),
+    "rlinf": ("rollout.model.model_path=model",),
+}
+TELLING = ("num_return_sequences_in_group", *(f"reward_model.{name}_score" for name in SCORES))
+"""Keys that say which pipeline or program it is, by being there."""
+
+
+@pytest.mark.parametrize("system", BASES)
+def test_a_default_that_is_written_changes_nothing(system: str) -> None:
+    table = table_of(system)
+    before = read(table, *BASES[system])
+    config = ForeignConfig(table, {one.given.key: one.given for one in before.entries})
+    written = {table.canonical(one.given.key) for one in before.entries}
+    for row in table.rows:
+        if row.default is ABSENT or "*" in row.key or row.key in (*written, *TELLING):
+            continue
+        default = ForeignValue(row.key, config.default(row.key), "test")
+        after = migrate(table, {one.key: one for one in (*config.given.values(), default)})
+        assert resolve_algorithm(after.recipe) == resolve_algorithm(before.recipe), default
+        others = [made.recipe.model_dump(exclude={"algorithm"}) for made in (before, after)]
+        assert others[0] == others[1], default
 
 
 def test_the_loss_that_takes_the_place_of_an_unknown_one_gets_none_of_its_options() -> None:

@@ -241,25 +241,15 @@ def parallel(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
     return mapped(ours, size)
 
 
-def sharding(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return converted(hybrid_shards(config), "groups of devices with a copy each")
-
-
-def hybrid_shards(config: ForeignConfig) -> dict[str, int]:
+def num_copies(config: ForeignConfig) -> int | None:
+    """Number of copies of the model, each sharded over a group of devices. None: one, over all of them."""
     count = num_actor_devices(config)
     size = config["actor.fsdp_config.hybrid_shard_size"] or config["actor.fsdp_config.fsdp_size"] or -1
     if size < 1 or size >= count:
-        return {}
+        return None
     if count % size:
         raise ValueError(f"should make groups that divide the {count} devices of actor, and not of {size}")
-    return {"train.parallel.replicate": count // size}
-
-
-def shard_group(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = hybrid_shards(config) if is_fsdp(config) else {}
-    if not ours:
-        return built_in("one group of all devices")
-    return converted(ours, f"groups of {given.value}: {ours['train.parallel.replicate']} copies")
+    return int(count // size)
 
 
 def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -305,35 +295,29 @@ def decays(config: ForeignConfig, role: str) -> bool:
     return config.value(f"{role}.lr_sched.lr_decay_style") in ("linear", "cosine")
 
 
-def final_rate(config: ForeignConfig, role: str, ours: str) -> dict[str, float]:
+def final_ratio(config: ForeignConfig, role: str) -> float:
     """Where the decay ends, as a fraction of the learning rate."""
-    key, rate = f"{ours}.min_learning_rate_ratio", config.value(f"{role}.optim.lr")
+    rate: float = config.value(f"{role}.optim.lr")
     if not is_fsdp(config, role):
         least = config[f"{role}.lr_sched.min_lr"] or 0.0
     elif config[f"{role}.optim.lr_scheduler"] == "torch_cosine":
         least = TORCH_COSINE_END
     elif config[f"{role}.optim.min_lr_rate"] is not None:
-        return {key: config[f"{role}.optim.min_lr_rate"]}
+        ratio: float = config[f"{role}.optim.min_lr_rate"]
+        return ratio
     else:
         least = config[f"{role}.optim.min_lr"] or 0.0
     if rate <= 0 or not 0 <= least <= rate:
         raise ValueError(f"would let the learning rate {rate:g} end at {least:g}, which should not be above it")
-    return {key: least / rate}
+    return least / rate
 
 
 def decay(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
     kind = given.value.removeprefix("torch_")
     length = "total_training_steps" if is_fsdp(config, role) else "lr_decay_iters"
     note = f"{kind}, over the whole run; in RLinf over {length}, which should be as long"
-    return converted({f"{ours}.schedule": kind, **final_rate(config, role, ours)}, note, differs=True)
-
-
-def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    if not decays(config, role):
-        return no_effect("the learning rate is constant")
-    ratio = final_rate(config, role, ours)
-    [fraction] = ratio.values()
-    return converted(ratio, f"{format_value(given.value)}: a fraction of {fraction:g} of the learning rate")
+    ratio = final_ratio(config, role)
+    return converted({f"{ours}.schedule": kind, f"{ours}.min_learning_rate_ratio": ratio}, note, differs=True)
 
 
 def warmup_fraction(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
@@ -345,14 +329,6 @@ def updates_per_change(config: ForeignConfig) -> int:
     """Number of updates between two changes of FSDP's learning rate, which are once a step."""
     updates: int = config.value("algorithm.n_minibatches")
     return 1 if config["actor.lr_sched_sync_with_optim"] else updates
-
-
-def warmup_steps(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
-    if given.value is None or given.value < 0:
-        return built_in("lr_warmup_steps_ratio counts")
-    updates = given.value * updates_per_change(config)
-    note = f"{given.value} steps of {updates_per_change(config)} updates: {updates} updates"
-    return converted({f"{ours}.warmup_steps": updates}, note)
 
 
 def warmup_steps_ratio(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:

@@ -79,33 +79,8 @@ def response_tokens(config: ForeignConfig) -> int:
     return left if most is None else min(left, most)
 
 
-def minibatches(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    prompts, samples = config.value("data.rollout_batch_size"), config.value("algorithm.group_size")
-    updates = config.value("algorithm.n_minibatches")
-    if updates < 1:
-        raise ValueError("should be at least 1")
-    each = f"{prompts * samples // updates:,}"
-    note = f"{prompts} x {samples} = {prompts * samples:,} trajectories a step, in {updates} updates of {each}"
-    return mapped("batch.updates_per_step", updates, note)
-
-
-def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    length = config.value("runner.seq_length")
-    sequences = config.value("algorithm.training_batch_size_per_gpu")
-    return micro_batch_tokens(config, sequences * length, f"{sequences} x runner.seq_length {length}")
-
-
-def micro_batch_budget(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    budget = config.value("runner.max_tokens_per_mbs")
-    return micro_batch_tokens(config, budget, f"{budget} tokens")
-
-
-def micro_batch_tokens(config: ForeignConfig, tokens: int, source: str) -> Outcome:
-    trajectory = config.value("data.max_prompt_length") + response_tokens(config)
-    if tokens < trajectory:
-        source += f", and {trajectory} for one whole trajectory"
-    most = max(tokens, trajectory)
-    return converted({"batch.max_tokens_per_micro_batch": most}, f"{source}: {most} tokens at most")
+def trajectory_tokens(config: ForeignConfig) -> int:
+    return int(config.value("data.max_prompt_length")) + response_tokens(config)
 
 
 # --- data and rewards
@@ -115,16 +90,6 @@ def train_paths(config: ForeignConfig, given: ForeignValue) -> Outcome:
     paths = given.value or config.default("data.train_data_paths")
     note = "" if given.where and given.value else "put AReaL-boba-106k there, or name your own file"
     return mapped("data.train.path", one_or_all(paths), note)
-
-
-def reward_scale(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    scale, high, low = (config.value(f"reward.reward_{name}") for name in ("scale", "max_val", "min_val"))
-    reward: KeyPath = ("environment", "reward")
-    ours = {(*reward, "options", "right"): high * scale, (*reward, "options", "wrong"): low * scale}
-    return converted(
-        {**ours, (*reward, "on_error"): low * scale},
-        f"{high * scale:g} for a right answer, {low * scale:g} for any other",
-    )
 
 
 # --- the agent that searches

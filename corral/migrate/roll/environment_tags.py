@@ -147,22 +147,6 @@ def partition(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, groups_note(config, part))
 
 
-def validation_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if is_rlvr(config):
-        return built_in("all of the validation data are used")
-    if not validates(config):
-        return built_in("there is no validation")
-    size, each = config.value("val_batch_size"), config.value("val_env_manager.group_size")
-    ours = {"data.validation.path": "boards", "validation.samples_per_prompt": each}
-    if size < 0:
-        return replaced(
-            {**ours, "data.validation.size": 128}, "the number of boards is unlimited: 128 of them are used"
-        )
-    if size == 0 or size % each:
-        raise ValueError(f"should be a multiple of `val_env_manager.group_size`, {each}")
-    return converted({**ours, "data.validation.size": size // each}, f"{size} trajectories on {size // each} boards")
-
-
 # --- what is behind a tag
 
 
@@ -362,15 +346,6 @@ def format_penalty(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return converted(ours, "for replies that are no action") if ours else built_in("as in Corral")
 
 
-def environment_manager(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    name = (given.value or "TrajEnvManager").rpartition(".")[2]
-    if name == "TrajEnvManager":
-        return built_in("a trajectory is one conversation")
-    if name == "StepEnvManager":
-        return unsupported("a trajectory is one conversation; turns are not prompts of their own with some history")
-    return unsupported("a trajectory is one conversation of an environment with the model; for agents there is `agent`")
-
-
 # --- turns
 
 
@@ -380,17 +355,13 @@ def turns_of(config: ForeignConfig, tag: str) -> int:
     return int(config[keys[0]] if keys else config.value("max_actions_per_traj"))
 
 
+def turns_of_tag(config: ForeignConfig, given: ForeignValue) -> int:
+    return turns_of(config, given.key.split(".")[1])
+
+
 def num_turns(config: ForeignConfig) -> int:
     """Number of turns of all environments: the largest of theirs."""
     return max(turns_of(config, tag) for tag in all_tags(config))
-
-
-def tag_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if turns_of(config, given.key.split(".")[1]) != given.value:
-        return no_effect("`max_steps` takes precedence")
-    if given.value != num_turns(config):
-        return unsupported(f"all environments have the same number of turns: {num_turns(config)}")
-    return mapped("rollout.max_turns", given.value)
 
 
 def most_turn_tokens(config: ForeignConfig) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from corral.migrate.engines import context_length, engine_of, split_engine
+from corral.migrate.engines import engine_of, split_engine
 from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import integer, number, plural, text
@@ -301,30 +301,10 @@ def on_cluster(config: ForeignConfig) -> bool:
 # --- conversions of devices
 
 
-def devices_per_node(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    found, written = layout(config), config.value("num_gpus_per_node")
-    if found.is_one:
-        return built_in(ONE_DEVICE)
-    nodes, each = found.nodes, found.devices_per_node
-    note = f"devices 0-{nodes * each - 1}: {plural(nodes, 'node')} of {each}"
-    if each < written:
-        note += f"; the node's other {written - each} are not used"
-    return converted({"cluster.nodes": nodes, "cluster.devices_per_node": each}, note)
-
-
-def actor_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    num_devices, (tensor, pipeline, context) = num_actor_devices(config), parallel(config)
-    least = tensor * pipeline * context
-    if num_devices % least:
-        split = f"tensor {tensor} x pipeline {pipeline} x context {context}"
-        raise ValueError(f"has {plural(num_devices, 'device')}, and {split} parallel needs a multiple of {least}")
-    return placed(config, "actor")
-
-
 def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     actor, rollout = set(role_devices(config, "actor")), set(role_devices(config, "rollout"))
     if actor == rollout or not actor & rollout:
-        return placed(config, "rollout")
+        return placed(config, given, "rollout")
     found = layout(config)
     if rollout < actor:
         note = f"devices {format_devices(sorted(rollout))}: in Corral all of the training's devices generate"
@@ -338,12 +318,7 @@ def rollout_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return replaced(found.placement(), why)
 
 
-def optional_devices(config: ForeignConfig, given: ForeignValue, role: str, missing: str) -> Outcome:
-    """Devices of a role that only some algorithms have."""
-    return placed(config, role) if role in layout(config).roles else built_in(missing)
-
-
-def placed(config: ForeignConfig, role: str) -> Outcome:
+def placed(config: ForeignConfig, given: ForeignValue, role: str) -> Outcome:
     found, wanted = layout(config), role_devices(config, role)
     if found.is_one:
         return built_in(ONE_DEVICE)
@@ -368,20 +343,7 @@ def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return split_engine(given, engine_of(config), found.roles["rollout"], found.devices_per_node)
 
 
-def longest_request(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return context_length(given, sum(lengths(config)))
-
-
 # --- conversions of how a model is spread
-
-
-def fsdp_size(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    size = shard(config)
-    if size is None:
-        return built_in("a model is sharded over all devices that are left for it")
-    copies = num_for_sharding(config) // size
-    ours = {"train.parallel.shard": size, "train.parallel.replicate": copies}
-    return converted(ours, f"{copies} copies of the model, each over {plural(size, 'device')}")
 
 
 def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -12,7 +12,7 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
     distills,
@@ -20,16 +20,14 @@ from corral.migrate.roll.pipelines_and_devices import (
     is_agentic,
     is_rlvr,
     kl_where,
-    lengths,
     num_prompts,
     num_steps,
     on_cluster,
     replaced,
     uses_critic,
-    validates,
 )
 from corral.migrate.table import ForeignConfig
-from corral.migrate.value_kinds import format_value, one_or_all, plural, texts
+from corral.migrate.value_kinds import format_value, texts
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRAINING = "actor_train.training_args"
@@ -50,12 +48,6 @@ def every(config: ForeignConfig, key: str) -> int:
     """Number of steps between two checkpoints or validations; 0 where the run ends before the first."""
     period, steps = int(config.value(key)), num_steps(config)
     return 0 if period <= 0 or (steps is not None and period > steps) else period
-
-
-def all_checkpoints(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    steps = int(config.value("max_steps"))
-    made = steps // every(config, "save_steps") + 1
-    return converted({"checkpoint.keep": max(made, 2)}, f"all: {made} of {steps} steps")
 
 
 def has_projects(config: ForeignConfig) -> bool:
@@ -86,13 +78,6 @@ def sees(config: ForeignConfig) -> bool:
     return SEES.search(config.value("pretrain")) is not None
 
 
-def critic_path(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    own = config["critic.model_args.model_name_or_path"] or config["reward_pretrain"]
-    if own == config.value("pretrain"):
-        return built_in("the critic starts as a copy of the model")
-    return mapped("critic.path", own)
-
-
 def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
     main, value = config["actor_train.model_args.dtype"] or "bf16", given.value or "bf16"
     names = config.constants["dtypes"]
@@ -104,18 +89,6 @@ def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 # --- batch
-
-
-def rollout_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    size, samples = config.value("rollout_batch_size"), group_size(config)
-    ours = {"batch.prompts_per_step": num_prompts(config), "batch.samples_per_prompt": samples}
-    if is_rlvr(config):
-        return converted(ours, f"{size} prompts, {plural(samples, 'answer')} each: {size * samples} trajectories")
-    if size % samples:
-        raise ValueError(
-            f"should be a multiple of `train_env_manager.group_size`, {samples}: groups are generated whole"
-        )
-    return converted(ours, f"{size} trajectories in groups of {samples}: {plural(size // samples, 'board')}")
 
 
 def num_trajectories(config: ForeignConfig) -> int:
@@ -133,27 +106,6 @@ def num_updates(config: ForeignConfig) -> int:
     return math.ceil(num_trajectories(config) / math.prod(sizes_of_update(config)))
 
 
-def updates(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    each, times, copies = sizes_of_update(config)
-    made, all_of_them = num_updates(config), num_trajectories(config)
-    note = f"{each} x {times} x {copies} = {each * times * copies} trajectories per update, of {all_of_them}: "
-    return converted({"batch.updates_per_step": made}, f"{note}{plural(made, 'update')} per step")
-
-
-def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """The number of updates, and how many tokens are computed at once."""
-    found, tokens = updates(config, given), sum(lengths(config))
-    each = config.value(f"{TRAINING}.per_device_train_batch_size")
-    ours = {**found.ours, ("batch", "max_tokens_per_micro_batch"): each * tokens}
-    return converted(ours, f"{found.note}; {each} x {tokens} tokens at once")
-
-
-def dynamic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    wanted, least = config["actor_train.max_tokens_per_microbatch_in_train"], sum(lengths(config))
-    note = f"{wanted} tokens at once" + (f": at least one trajectory, {least}" if wanted < least else "")
-    return converted({"batch.max_tokens_per_micro_batch": max(wanted, least)}, note)
-
-
 # --- SFT and DPO: rows, or pairs of answers, that are in files
 
 
@@ -162,53 +114,6 @@ def row_tokens(config: ForeignConfig) -> int:
     if written is None and config["response_length"] is None:
         raise ValueError("needs `sequence_length`, which ROLL refuses to start without")
     return int(written or (config["prompt_length"] or 1024) + config["response_length"])
-
-
-def row_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """ROLL's SFT takes rows in their order, and its DPO shuffles them and has prompts in one column."""
-    kind, rows = config.constants["algorithm"], one_or_all(given.value or [])
-    ours = {"algorithm.name": kind, "data.train.path": rows}
-    if kind == "dpo":
-        return converted(ours | {"data.prompt_key": "instruction"}, "pairs, with prompts in `instruction`, as in ROLL")
-    return converted(ours | {"data.shuffle": False}, "rows in the order of the file, as in ROLL")
-
-
-def row_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.key != "sequence_length" and "sequence_length" in config:
-        return no_effect("`sequence_length` takes precedence")
-    tokens = row_tokens(config)
-    if config.constants["algorithm"] == "sft":
-        return converted({"data.max_prompt_tokens": tokens}, f"{tokens} tokens of a row; a longer one is an error")
-    note = f"{tokens} tokens of a prompt with an answer; longer ones are left out, as in ROLL"
-    return converted({"data.max_prompt_tokens": tokens, "data.overlong": "filter"}, note)
-
-
-def rows_per_update(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """One update of a step has as many rows as all devices, or copies of the model, in all their micro-batches."""
-    (each, times, copies), tokens = sizes_of_update(config), row_tokens(config)
-    answers = each if config.constants["algorithm"] == "sft" else 2 * each
-    ours = {"batch.prompts_per_step": each * times * copies, "batch.max_tokens_per_micro_batch": answers * tokens}
-    note = f"{each} x {times} x {copies} = {each * times * copies} per update; {answers} x {tokens} tokens at once"
-    return converted(ours, note)
-
-
-# --- lengths
-
-
-def sequence(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    (prompt, response), total = lengths(config), config.value("sequence_length")
-    if "response_length" in config and "sequence_length" not in config:
-        return built_in("see `prompt_length` and `response_length`")
-    if total < 2 or (is_rlvr(config) and total <= prompt):
-        raise ValueError(f"should be above the prompt's length, {max(prompt, 1)}")
-    ours = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": response}
-    return converted(ours, f"{total} tokens: {prompt} for the prompt and {response} for what follows")
-
-
-def validation_length(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value in (None, sum(lengths(config)), lengths(config)[0]):
-        return built_in("as in training")
-    return unsupported("validation has the lengths of the training")
 
 
 # --- sampling
@@ -223,24 +128,8 @@ def has_own_validation(config: ForeignConfig) -> bool:
 # --- data and rewards of the RLVR pipeline
 
 
-def train_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = {"data.train.path": one_or_all(given.value or []), "data.answer_key": "ground_truth"}
-    return converted(ours, "ROLL's rows have their answers in the column `ground_truth`")
-
-
-def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not validates(config):
-        return built_in("`eval_steps` is 0: there is no validation")
-    return mapped("data.validation.path", one_or_all(given.value))
-
-
-def mixture(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if len(config.below("actor_train.data_args.domain_interleave_probs")) == 1:
-        return built_in("one domain, all of the data")
-    return unsupported(
-        "rows are drawn as if they were of one domain; to mix by weight, give each domain a file of its own and name "
-        "the files in `data.train.sources`, each with a `weight`"
-    )
+def num_domains(config: ForeignConfig) -> int:
+    return len(config.below("actor_train.data_args.domain_interleave_probs"))
 
 
 def reward_class(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -358,17 +247,6 @@ def whitens(config: ForeignConfig) -> bool:
     return ADVANTAGES[advantage(config).name].whitened
 
 
-def turn_weight(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    step, episode = config.value("step_reward_weight"), config.value("episode_reward_weight")
-    if step <= 0 or episode <= 0:
-        raise ValueError("should be above 0, `step_reward_weight` and `episode_reward_weight` alike")
-    if episode == 1:
-        return mapped("algorithm.advantage.turn_weight", step)
-    return replaced(
-        {"algorithm.advantage.turn_weight": step / episode}, f"episodes weigh 1, and turns {step / episode:g}"
-    )
-
-
 def discounts(config: ForeignConfig) -> bool:
     has_gamma = "gamma" in ADVANTAGES[advantage(config).name].option_names
     return has_gamma and config.value("adv_estimator") != "agentic_reinforce"
@@ -403,28 +281,11 @@ def loss(config: ForeignConfig) -> str:
     return "gspo" if is_rlvr(config) and config["importance_sampling"] == "seq" else "ppo"
 
 
-def clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
+def has_usual_clips(config: ForeignConfig) -> bool:
+    """Whether the bounds are those that Corral has for this loss."""
     ranged, usual = bool(config["use_pg_clip_range"]), LOSSES[loss(config)].options()
     low, high = (config.value(f"pg_clip_{side}" if ranged else "pg_clip") for side in ("low", "high"))
-    if not given.where and (usual.clip_low, usual.clip_high) == (low, high):
-        return built_in("as in Corral")
-    return clipped(low, high)
-
-
-def cispo_clips(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return clipped(*(config.value(f"actor_train.cispo_epsilon_{side}") for side in ("low", "high")))
-
-
-def clipped(low: float, high: float) -> Outcome:
-    ours = {"algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high}
-    return converted(ours, f"ratios from {1 - low:g} to {1 + high:g}")
-
-
-def dual_clip(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    clip = config.value("pg_clip")
-    if clip <= 0:
-        raise ValueError("needs a `pg_clip` above 0")
-    return converted({"algorithm.loss.dual_clip": 1 + 2 * clip}, f"1 + 2 x {clip:g}")
+    return bool((usual.clip_low, usual.clip_high) == (low, high))
 
 
 def aggregation(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -462,14 +323,6 @@ def rejection_filters(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 # --- optimizers: `training_args` of `actor_train` and of `critic`
-
-
-def minimum_rate(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
-    rate = config.value(f"{role}.training_args.learning_rate")
-    ratio = given.value / rate if given.key.endswith(".min_lr") else given.value
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"should be from 0 to the learning rate, {rate:g}")
-    return converted({f"{ours}.min_learning_rate_ratio": ratio}, f"{ratio:g} of the learning rate {rate:g}")
 
 
 def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:

@@ -4,59 +4,37 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.verl.run import ACTOR, samples_per_prompt
 from corral.recipe.parts import PRESETS
 from corral.recipe.schema import AlgorithmName
 
 CORRECTION = "algorithm.rollout_correction"
-RAW_IF_ALONE = ("grpo", "rloo", "opo")
-"""Estimators of verl that leave the reward of a group of one as it is; others refuse such a group, or whiten."""
 
 
 # --- advantage and loss
 
 
-def advantage(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    presets = config.constants["presets"]
-    if config["distillation.enabled"]:
-        return no_effect("advantages are the teacher's: `distillation.enabled`")
-    if given.value not in presets:
-        return unsupported(f"the recipe has grpo instead; Corral has {', '.join(presets)}")
-    name: AlgorithmName = presets[given.value]
-    compares = ADVANTAGES[PRESETS[name].advantage].needs.groups
-    if compares and samples_per_prompt(config) == 1:
-        if given.value not in RAW_IF_ALONE:
-            why = "compares the samples of a prompt, and there is one: give `rollout.n` (`n_agent`) at least 2"
-            raise ValueError(why)
-        ours = {"algorithm.name": name, "algorithm.lone_sample": "raw"}
-        return converted(ours, "a sample without others of its prompt has its reward for an advantage, as in verl")
-    return mapped("algorithm.name", name)
+def is_alone(config: ForeignConfig) -> bool:
+    """Whether samples of a prompt are compared, and there is one."""
+    name: AlgorithmName = config.constants["presets"][config["algorithm.adv_estimator"]]
+    return ADVANTAGES[PRESETS[name].advantage].needs.groups and samples_per_prompt(config) == 1
+
+
+def teachers(config: ForeignConfig) -> list[str]:
+    models = config.below("distillation.teacher_models").items()
+    return list(dict.fromkeys(value for key, value in models if key.endswith(".model_path")))
+
+
+def num_teachers(config: ForeignConfig) -> int:
+    return len(teachers(config))
 
 
 def usual_loss(config: ForeignConfig) -> str:
     """The loss that the recipe has unless another one is written."""
     name: AlgorithmName = config.constants["presets"].get(config["algorithm.adv_estimator"], "grpo")
     return PRESETS["distill" if config["distillation.enabled"] else name].loss
-
-
-def distillation(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """Of verl's kinds of distillation Corral has one: the teacher's log-probs as advantages, and nothing else."""
-    if not given.value:
-        return built_in("off, as in Corral")
-    loss = "distillation.distillation_loss"
-    teachers = {
-        value for key, value in config.below("distillation.teacher_models").items() if key.endswith(".model_path")
-    }
-    if len(teachers) != 1:
-        raise ValueError(f"is distillation of {len(teachers)} teachers, which is not migrated: Corral has one teacher")
-    if config[f"{loss}.loss_mode"] != "k1" or not config[f"{loss}.use_policy_gradient"]:
-        raise ValueError("is distillation by its own loss, which is not migrated: Corral has k1 as a policy gradient")
-    if config[f"{loss}.use_task_rewards"]:
-        raise ValueError("is distillation beside rewards, which is not migrated; see docs/distillation.md")
-    [teacher] = teachers
-    return converted({"algorithm.name": "distill", "reference.path": teacher}, "advantages are the teacher's log-probs")
 
 
 def reinforces(config: ForeignConfig) -> bool:
@@ -150,23 +128,11 @@ def kl_where(config: ForeignConfig) -> str | None:
     return "reward" if in_reward and config["algorithm.kl_ctrl.kl_coef"] else None
 
 
-def kl_estimator(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> Outcome:
-    """`+` is about gradients, which a reward has none of. `usual` is Corral's."""
-    if kl_where(config) != where:
-        return no_effect(f"there is no KL in the {where}")
+def kl_estimator_of(config: ForeignConfig, given: ForeignValue, where: str, usual: str) -> str | None:
+    """Corral's name, where there is one. `+` is about gradients, which a reward has none of; `usual` is Corral's."""
     value = given.value or usual
-    plain = value.removesuffix("+")
-    if plain == "full":
-        return unsupported("the KL over the whole vocabulary; verl has not implemented it either")
-    if plain not in config.constants["kl_estimators"]:
-        raise ValueError(f"should be one of {', '.join(config.constants['kl_estimators'])}, or one of these with a +")
-    ours = config.constants["kl_estimators"][plain]
-    if value.endswith("+") and where == "loss" and ours != "k2":
-        if ours == "abs":
-            return unsupported("Corral has abs without the + only")
-        ours += "+"
-    is_usual = not given.where and ours == usual
-    return built_in("as in Corral") if is_usual else mapped("algorithm.kl.estimator.name", ours)
+    ours: str | None = config.constants["kl_estimators"].get(value.removesuffix("+"))
+    return f"{ours}+" if value.endswith("+") and where == "loss" and ours not in (None, "k2") else ours
 
 
 # --- corrections for tokens that another policy sampled than the one that is trained

@@ -11,12 +11,12 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from corral.migrate.engines import context_length, engine_of, split_engine
+from corral.migrate.engines import engine_of, split_engine
 from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, no_effect, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import format_value, number, one_or_all, plural
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
-from corral.recipe.schema import BatchSizes, Checkpoint
+from corral.recipe.schema import BatchSizes
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -26,8 +26,6 @@ MICRO_TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
 ENGINES = ("fsdp_config", "megatron", "veomni", "torchtitan", "automodel", "deepspeed", "mindspeed")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 FSDP_SIZES = (f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.veomni.fsdp_size")
-GROUND_TRUTH = "reward_model.ground_truth"
-"""The column that verl's reward functions compare with, whatever other columns there are."""
 REWARD_PLACES = ("reward.custom_reward_function", "custom_reward_function")
 VALIDATION = f"{ROLLOUT}.val_kwargs"
 TURNS = f"{ROLLOUT}.multi_turn"
@@ -73,6 +71,11 @@ def num_devices(config: ForeignConfig) -> int:
 def updates_per_step(config: ForeignConfig) -> int:
     prompts, size = positive(config, "data.train_batch_size"), positive(config, f"{ACTOR}.ppo_mini_batch_size")
     return math.ceil(prompts * (samples_per_prompt(config) if searches(config) else 1) / size)
+
+
+def updates_of_schedule(config: ForeignConfig) -> int:
+    """Number of updates between two changes of the learning rate."""
+    return updates_per_step(config) * positive(config, f"{ACTOR}.ppo_epochs")
 
 
 # --- micro-batches
@@ -125,41 +128,15 @@ def axis_size(config: ForeignConfig, name: str) -> int:
     return max(1, *(config[key] or 1 for key in config.constants["axes"][name]))
 
 
-def num_of_sequence(config: ForeignConfig) -> int:
-    """Number of devices that compute one sequence together."""
-    return math.prod(axis_size(config, name) for name in ("context", "pipeline", "tensor"))
-
-
-def parallel(config: ForeignConfig, given: ForeignValue, name: str) -> Outcome:
-    size, devices = axis_size(config, name), num_devices(config)
-    if given.value is None or given.value <= 1:
-        return built_in("not split this way")
-    if given.value != size:
-        return no_effect(f"another key says {size}")
-    sizes = {other: axis_size(config, other) for other in config.constants["axes"]}
-    if name == "expert" and devices % math.prod(sizes.values()):
-        return built_in("experts are sharded with the other parameters")
-    if devices % num_of_sequence(config):
-        raise ValueError(f"does not divide the {devices} devices (nodes x GPUs per node)")
-    return mapped(f"train.parallel.{name}", size)
+def num_of_sequence(config: ForeignConfig, *others: str) -> int:
+    """Number of devices that compute one sequence together, or on which other axes are split, too."""
+    return math.prod(axis_size(config, name) for name in ("context", "pipeline", "tensor", *others))
 
 
 def num_shards(config: ForeignConfig) -> int:
     """Number of devices that one copy of the model is spread over."""
     size = max(config[key] or 0 for key in FSDP_SIZES)
     return size if 0 < size < num_devices(config) else num_devices(config)
-
-
-def copies(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    devices, size, context = num_devices(config), num_shards(config), axis_size(config, "context")
-    if size == devices:
-        return built_in("sharded over all devices")
-    if devices % size:
-        raise ValueError(f"does not divide the {devices} devices (nodes x GPUs per node)")
-    if size % context:
-        return unsupported(f"{size} devices of a copy are not a multiple of the {context} that share a sequence")
-    ours = {"train.parallel.replicate": devices // size, "train.parallel.shard": size // context}
-    return converted(ours, f"{devices // size} copies, each sharded over {size} devices")
 
 
 def has_critic(config: ForeignConfig) -> bool:
@@ -193,10 +170,6 @@ def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
     return split_engine(given, engine_of(config), range(nodes * per_node), per_node)
 
 
-def longest_request(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return context_length(given, trajectory_tokens(config))
-
-
 def engine_dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
     keys = [f"{ACTOR}.{place}.dtype" for place in ("fsdp_config", "megatron", "torchtitan")]
     trained = next((config[key] for key in keys if key in config), "bfloat16")
@@ -208,21 +181,11 @@ def engine_dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- files
 
 
-def paths(written: list[str]) -> str | list[str]:
-    for path in written:
+def paths(config: ForeignConfig, given: ForeignValue) -> str | list[str]:
+    for path in given.value:
         if path.startswith(("hdfs:", "s3:", "gs:")):
             raise ValueError(f"should be on a disk, not {path}; copy it to where all nodes see it")
-    return one_or_all(written)
-
-
-def train_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not given.value:
-        raise ValueError("should name the rows to train on")
-    return converted({"data.train.path": paths(given.value), "data.answer_key": GROUND_TRUTH}, "rows in verl's layout")
-
-
-def validation_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    return mapped("data.validation.path", paths(given.value)) if given.value else built_in("no validation")
+    return one_or_all(given.value)
 
 
 # --- sampling, rewards, tools
@@ -278,28 +241,6 @@ def names_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
     return looks_at_pictures(config, given) or "-vl" in PurePosixPath(given.value or "").name.lower()
 
 
-# --- supervised fine-tuning
-
-
-def sft_files(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    ours = {"data.train.path": paths(given.value), "algorithm.name": "sft"}
-    return converted(ours, "the answers that the rows have are trained on")
-
-
-def sft_micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    """The size of micro-batches: tokens where `use_dynamic_bsz` is on, else rows of the greatest length."""
-    longest = positive(config, "data.max_length")
-    if config["data.use_dynamic_bsz"]:
-        if not given.key.endswith("max_token_len_per_gpu"):
-            return no_effect("`data.max_token_len_per_gpu` decides")
-        return mapped("batch.max_tokens_per_micro_batch", max(positive(config, "data.max_token_len_per_gpu"), longest))
-    if given.key.endswith("max_token_len_per_gpu"):
-        return no_effect("`data.micro_batch_size_per_gpu` decides")
-    rows = positive(config, "data.micro_batch_size_per_gpu")
-    note = f"{plural(rows, 'row')} of up to {longest} tokens"
-    return converted({"batch.max_tokens_per_micro_batch": rows * longest}, f"{note}: {rows * longest} tokens")
-
-
 def column(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
     """A column of rows, with the keys below it that an early verl has beside: `extra_info` and `[question]`."""
     below = config[given.key.replace("_key", "_dict_keys")] or []
@@ -338,10 +279,6 @@ def has_projects(config: ForeignConfig) -> bool:
     return not TRACKERS_WITH_PROJECTS.isdisjoint(trackers_of(config))
 
 
-def usual_keep(config: ForeignConfig) -> int | str:
-    return Checkpoint().keep
-
-
 # --- optimizers: `optim` is the section of verl, `ours` that of the recipe
 
 
@@ -361,24 +298,6 @@ def knows_schedule(config: ForeignConfig, optim: str) -> bool:
     return schedule_of(config, optim) in config.constants["schedules"]
 
 
-def ratio_of_rates(config: ForeignConfig, given: ForeignValue, optim: str, ours: str) -> Outcome:
-    highest = config[f"{optim}.lr"]
-    if not highest:
-        raise ValueError(f"needs `{optim}.lr`")
-    ratio = given.value / highest
-    return converted({f"{ours}.min_learning_rate_ratio": ratio}, f"{given.value:g} of {highest:g}: {ratio:g}")
-
-
-def warmup_steps(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
-    if given.value is None or given.value <= 0:
-        return no_effect("`lr_warmup_steps_ratio` decides")
-    each = updates_per_step(config) * positive(config, f"{ACTOR}.ppo_epochs")
-    updates = given.value * each
-    return converted(
-        {f"{ours}.warmup_steps": updates}, f"{given.value} steps of {plural(each, 'update')}: {updates} updates"
-    )
-
-
 def gradient_norm(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
     """Two keys for one thing, of different engines: the one that is not left at 1 counts."""
     written = [config[key] for key in (f"{role}.grad_clip", f"{role}.optim.clip_grad") if key in config]
@@ -392,15 +311,3 @@ def optimizer_argument(config: ForeignConfig, given: ForeignValue, ours: str) ->
     if "offload" in name or name.startswith(("overlap", "use_precision_aware", "fused", "foreach")):
         return built_in("memory and speed; `train.offload` moves the optimizer out")
     return unsupported("AdamW has no other arguments in Corral") if given.value else built_in("off")
-
-
-# --- what Search-R1 has beside
-
-
-def reply_tokens(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if not searches(config):
-        return mapped("rollout.max_response_tokens", given.value)
-    most, of_all = positive(config, "data.max_response_length"), positive(config, "data.max_prompt_length")
-    if most > of_all:
-        return converted({"rollout.max_turn_tokens": of_all}, f"{most}, of which all replies together have {of_all}")
-    return mapped("rollout.max_turn_tokens", most)
