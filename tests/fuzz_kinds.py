@@ -124,9 +124,9 @@ def plan(folder: Path, text: str, overrides: Sequence[str]) -> bool:
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     recipe = load_own_recipe(path, overrides)
     print_plan(recipe, None, as_json=len(text) % 2 == 0)
-    written = folder / "dumped.yaml"
-    written.write_text(dump_recipe(recipe))
-    assert load_own_recipe(written, []) == recipe, "a recipe is not what was written of it"
+    written, dumped = folder / "dumped.yaml", dump_recipe(recipe)
+    written.write_text(dumped)
+    assert dump_recipe(load_own_recipe(written, [])) == dumped, "a recipe is not what was written of it"
     return True
 
 

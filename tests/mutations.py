@@ -1,7 +1,6 @@
 """Broken versions of documents that are right: texts with pieces cut out, doubled, moved or put in, and trees of values
 with nodes replaced, removed, moved or nested."""
 
-import copy
 import json
 import random
 import re
@@ -65,7 +64,7 @@ def broken_bytes(content: bytes, rng: random.Random) -> bytes:
 def broken_tree(tree: Any, rng: random.Random, names: Sequence[str] = (), leaves: Sequence[Any] = ()) -> Any:
     """A copy in which some nodes are replaced, removed, added, moved or nested. `names`: keys to add; `leaves`: values
     that would be right in some place, besides LEAVES."""
-    tree = copy.deepcopy(tree)
+    tree = copied(tree)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
         places = list(places_in(tree))
         if not places:
@@ -77,7 +76,7 @@ def broken_tree(tree: Any, rng: random.Random, names: Sequence[str] = (), leaves
         elif change < 0.55:
             del around[key]
         elif change < 0.65:
-            around[key] = copy.deepcopy(rng.choice([outer[own] for outer, own in places]))
+            around[key] = copied(rng.choice([outer[own] for outer, own in places]))
         elif change < 0.7:
             around[key] = nested(around[key], rng)
         elif change < 0.75 and isinstance(around[key], str):
@@ -90,7 +89,15 @@ def broken_tree(tree: Any, rng: random.Random, names: Sequence[str] = (), leaves
 
 
 def any_value(rng: random.Random, leaves: Sequence[Any] = ()) -> Any:
-    return copy.deepcopy(rng.choice(leaves if leaves and rng.random() < 0.5 else LEAVES))
+    return copied(rng.choice(leaves if leaves and rng.random() < 0.5 else LEAVES))
+
+
+def copied(tree: Any) -> Any:
+    """Of dates, which YAML has, their text; of what is nested too deeply, nothing."""
+    try:
+        return json.loads(json.dumps(tree, default=str))
+    except RecursionError:
+        return None
 
 
 def nested(value: Any, rng: random.Random) -> Any:
