@@ -54,6 +54,10 @@ def up(
     debugger: Annotated[str | None, typer.Option(help="legacy: allow `ray debug`.")] = None,
     beside: Annotated[bool, typer.Option("--beside", help="Another Ray may run on this node.")] = False,
     temp_dir: Annotated[Path | None, typer.Option(help="Folder of your own, mode 0700, for what Ray writes.")] = None,
+    gcs_storage: Annotated[
+        bool,
+        typer.Option("--gcs-storage", help="The head's GCS keeps its tables on disk, and is started again if it dies."),
+    ] = False,
     ray_options: Annotated[
         list[str] | None, typer.Argument(help="Options for `ray start`, after --.", metavar="[-- RAY OPTIONS]")
     ] = None,
@@ -94,6 +98,7 @@ def up(
         debugger=debugger,
         is_beside=beside,
         temp_dir=temp_dir,
+        gcs_storage=gcs_storage,
         ray_options=tuple(ray_options or ()),
     )
     line, member = StatusLine(), None

@@ -98,6 +98,7 @@ class ProcessStacks:
     roles: tuple[str, ...]
     stacks: tuple[ThreadStack, ...] = ()
     problem: str | None = None  # why there are no stacks
+    folder: str = ""  # of its run
 
     @property
     def shown(self) -> tuple[ThreadStack, ...]:
@@ -132,7 +133,10 @@ def stacks_here(native: bool = False) -> list[ProcessStacks]:
 
 def find_processes() -> list[ProcessStacks]:
     node = socket.gethostname()
-    found = {one.pid: ProcessStacks(node, one.pid, one.kind, one.run, one.device, one.roles) for one in present()}
+    found = {
+        one.pid: ProcessStacks(node, one.pid, one.kind, one.run, one.device, one.roles, folder=one.folder)
+        for one in present()
+    }
     for process in all_processes().values():
         for kind, mark in MARKS.items():
             if mark in process.command and process.user == user_name(os.getuid()):
@@ -219,10 +223,12 @@ def stacks_of_cluster(native: bool = False) -> tuple[list[ProcessStacks], list[s
 def format_stacks(processes: Iterable[ProcessStacks]) -> str:
     """One block for each process, or for all that are alike in what they are and where they stand."""
     order = {"controller": 0, "worker": 1, "reward": 2, "environment": 3}
-    ordered = sorted(processes, key=lambda one: (one.run, order[one.kind], one.device or 0, one.node, one.pid))
+    ordered = sorted(
+        processes, key=lambda one: (one.run, one.folder, order[one.kind], one.device or 0, one.node, one.pid)
+    )
     blocks: dict[Any, list[ProcessStacks]] = {}
     for one in ordered:
-        blocks.setdefault((one.run, one.kind, one.roles, one.problem, one.shown), []).append(one)
+        blocks.setdefault((one.run, one.folder, one.kind, one.roles, one.problem, one.shown), []).append(one)
     return "\n\n".join("\n".join(format_block(alike)) for alike in blocks.values())
 
 

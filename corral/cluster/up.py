@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from corral.cluster.gcs import MARK_LABEL, Gcs, HeadFile, NoAnswer, NodeEntry, TokenRefused, token_beside
+from corral.cluster.gcs_keeper import remove_storage, start_keeper, storage_variables
 from corral.cluster.identity import NodeIdentity, head_address, interface_variables, resolve, worker_address
 from corral.cluster.node_processes import free_port, is_connected_to, is_free, port_owner, ray_servers
 from corral.cluster.node_report import NodeReport
@@ -70,12 +71,13 @@ class UpOptions:
     debugger: str | None = None
     is_beside: bool = False  # another Ray may run on this node
     temp_dir: Path | None = None
+    gcs_storage: bool = False  # the head's GCS has its tables on disk, and is started again when it dies
     ray_options: tuple[str, ...] = ()
 
 
 def up(options: UpOptions, line: StatusLine) -> Membership:
     """Returns when this node is part of the cluster; `wait_for_all` waits for the other nodes."""
-    check_ray(options.is_insecure)
+    check_ray(options.is_insecure, options.gcs_storage)
     if (member := already_up(options)) is not None:
         return member
     if options.identity.is_head:
@@ -264,6 +266,7 @@ def new_membership(
         temp_dir=str(folder if options.temp_dir is None else check_temp_dir(options.temp_dir)),
         head_file=None if options.head_file is None else str(options.head_file.resolve()),
         started=time.time(),
+        gcs_storage=identity.is_head and options.gcs_storage,
     )
 
 
@@ -383,12 +386,12 @@ def down(port: int | None, is_forced: bool) -> list[tuple[Membership, int]]:
 def start_ray(member: Membership, *, dashboard: tuple[str, int], debugger: str | None, options: Sequence[str]) -> None:
     """Returns when Ray runs. Its output is in `up.log` beside the record of the membership."""
     member.write()
-    log = member_folder(member.port) / "up.log"
+    log, environment = member_folder(member.port) / "up.log", ray_environment(member, debugger)
     with log.open("wb") as file:
         try:
             result = subprocess.run(
                 [*RAY, "start", *start_options(member, dashboard, debugger), *options],
-                env=ray_environment(member, debugger),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -402,6 +405,8 @@ def start_ray(member: Membership, *, dashboard: tuple[str, int], debugger: str |
     if failed:
         stop_ray(member)
         raise RunError(f"Ray did not start on {member.node_address}: {failed} (all of it: {log})")
+    if member.gcs_storage:
+        start_keeper(member, environment)
 
 
 def start_options(member: Membership, dashboard: tuple[str, int], debugger: str | None) -> list[str]:
@@ -445,6 +450,7 @@ def ray_environment(member: Membership, debugger: str | None) -> dict[str, str]:
         **({} if member.token_file is None else CLOSED),
         **(ON_LOOPBACK if is_loopback(member.node_address) else {}),
         **({} if debugger is None else {"RAY_DEBUG": debugger}),
+        **(storage_variables(member) if member.gcs_storage else {}),
     }
 
 
@@ -462,11 +468,12 @@ def num_gpus() -> int:
         raise UserError(f"Ray cannot tell which GPUs it may use: {first_line(error)}") from error
 
 
-def check_ray(is_insecure: bool) -> None:
+def check_ray(is_insecure: bool, gcs_storage: bool) -> None:
     """Raises unless Ray is installed with its dashboard and, for a cluster with a token, knows tokens (since 2.52)."""
     try:
         import ray
-        import ray.dashboard.dashboard  # noqa: F401
+        import ray.dashboard.dashboard
+        from ray._private.node import Node
     except ImportError as error:
         raise UserError("`corral up` needs Ray with its dashboard: pip install 'corral[cluster]'") from error
     if not is_insecure and find_spec("ray._private.authentication") is None:
@@ -474,6 +481,8 @@ def check_ray(is_insecure: bool) -> None:
             "this Ray has no token authentication, so everyone who reaches this node could run commands on it; install "
             "ray 2.52 or newer, or accept that with --insecure"
         )
+    if gcs_storage and not hasattr(Node, "_is_rocksdb_gcs"):
+        raise UserError(f"--gcs-storage: Ray {ray.__version__} cannot keep its tables on disk without Redis; 2.60 can")
 
 
 def stop_ray(member: Membership) -> int:
@@ -494,5 +503,7 @@ def stop_ray(member: Membership) -> int:
     if member.is_head and member.head_file is not None:
         for left in (Path(member.head_file), token_beside(Path(member.head_file))):
             left.unlink(missing_ok=True)
+    if member.gcs_storage:
+        remove_storage(member)
     member.forget()
     return num_processes

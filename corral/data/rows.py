@@ -242,9 +242,18 @@ def _conversation(value: Any, column: str, where: str) -> list[Message]:
 
 def _parsed(text: str, column: str, where: str) -> Any:
     try:
+        return json_value(text)
+    except ValueError as error:
+        raise UserError(f"{where}: column `{column}` is text that is not valid JSON: {error}") from error
+
+
+def json_value(text: str) -> Any:
+    """What is in a JSON text. Raises a ValueError, which is a JSONDecodeError where the text is none at some place;
+    a number may also have too many digits."""
+    try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: column `{column}` is text that is not valid JSON: {error.msg}") from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _tools(mapping: Mapping[str, Any], column: str | None, where: str) -> list[dict[str, Any]]:
@@ -286,14 +295,14 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
 
 
 def _with_parsed_arguments(call: Any, where: str) -> Any:
-    if "function" in call:
-        return {**call, "function": _with_parsed_arguments(call["function"], where)}
-    if not isinstance(call.get("arguments"), str):
+    function = call.get("function", call)
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "arguments": json.loads(call["arguments"])}
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: the arguments of a tool call are not valid JSON: {error.msg}") from error
+        parsed = {**function, "arguments": json_value(function["arguments"])}
+    except ValueError as error:
+        raise UserError(f"{where}: the arguments of a tool call are not valid JSON: {error}") from error
+    return {**call, "function": parsed} if "function" in call else parsed
 
 
 def _column(mapping: Mapping[str, Any], key: str, setting: str, where: str) -> Any:

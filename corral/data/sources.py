@@ -9,6 +9,7 @@ import glob
 import gzip
 import json
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from corral.data.batch import BoolArray
 from corral.data.generated import arithmetic_rows, board_rows, picture_rows, reasoning_gym_rows
 from corral.data.images import for_template, load_images
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
-from corral.data.rows import Row, number_in, row_from_mapping
+from corral.data.rows import Row, json_value, number_in, row_from_mapping
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Part, Source, SourceRows
 
@@ -164,7 +165,7 @@ def read_files(patterns: list[str]) -> Iterator[Located]:
             yield from reader(path)
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text") from error
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise UserError(f"{path} can't be read as gzip: {error_line(error)}") from error
 
 
@@ -245,10 +246,12 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
 
 def parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json_value(text)
     except json.JSONDecodeError as error:
         place = where if error.lineno == 1 else f"{where}:{error.lineno}"
         raise UserError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from error
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

@@ -2,15 +2,18 @@
 
 A model writes the arguments of tools, so a call may compute for ever, read what it should not, or crash. One process,
 the template, imports the tools once, within a sandbox (`rewards/sandbox_init.py`), and forks the processes that run
-them: one for each trajectory with a session, and up to `num_processes` for functions, which are used again. A fork
-takes about a millisecond, where a Python that imports the tools takes a good part of a second.
+them: one for each trajectory with a session, and some for functions, which are used again: up to `num_processes` for
+plain ones, and up to WAITING_PROCESSES for `async` ones, which wait for somebody else. A fork takes about a
+millisecond, where a Python that imports the tools takes a good part of a second.
 
 What waits for what: a call waits for a free process (of functions: each is free again within the deadline of its call),
 then for its reply, within its deadline. Forks and ends are done one after the other by the thread that started the
 template, since Linux kills a process with the thread that started it.
 """
 
+import asyncio
 import gc
+import inspect
 import json
 import math
 import os
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +61,9 @@ NETWORK_FILES = ("/etc", "/run/systemd/resolve")
 """What looking up a name and checking a certificate read."""
 MAX_PROCESSES = 4096
 """Processes and threads of all tools together."""
+WAITING_PROCESSES = 256
+"""Processes of `async` functions, each with one call at a time, so that one that computes holds up no other and can be
+killed alone. They cost 2 MB each."""
 HOME = "/sandbox"
 
 Answer = TypeVar("Answer")
@@ -137,6 +143,7 @@ class ToolProcesses:
         self._load = pickle.dumps((limits.resources(), [portable(spec) for spec in specs]))
         self._idle: list[ToolProcess] = []
         self._free = threading.Semaphore(num_processes)
+        self._free_to_wait = threading.Semaphore(max(num_processes, WAITING_PROCESSES))
         self._thread = CallThread("tool processes")
         self._template: ToolTemplate | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="corral-tools-"))
@@ -146,9 +153,10 @@ class ToolProcesses:
             self.close()
             raise
 
-    def call(self, place: int, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Calls a function in a process that is free. TimeoutError or ToolFailed if it does not return."""
-        with self._free:
+    def call(self, place: int, arguments: Mapping[str, Any], timeout_s: float, *, waits: bool = False) -> str:
+        """Calls a function in a process that is free. TimeoutError or ToolFailed if it does not return. `waits`: it is
+        `async`, so many of its calls may run at a time."""
+        with self._free_to_wait if waits else self._free:
             try:
                 process = self._idle.pop()
             except IndexError:
@@ -403,6 +411,9 @@ class ToolServer:
     def __init__(self, tools: Sequence[Any]) -> None:
         self._tools = tools
         self._objects: dict[int, Any] = {}
+        self._runner = asyncio.Runner()
+        """The event loop of `async` tools. It is the same for all calls, since clients of services belong to one, and
+        it runs during calls only."""
 
     def answer(self, request: bytes) -> dict[str, Any]:
         timeout_s, method, values = pickle.loads(request)
@@ -413,17 +424,25 @@ class ToolServer:
             raise RuntimeError(repr(error)) from error
 
     def open(self, place: int, arguments: dict[str, Row]) -> None:
-        self._objects[place] = self._tools[place](**arguments)
+        self._objects[place] = self._run(self._tools[place], arguments)
 
     def call(self, place: int, name: str | None, arguments: dict[str, Any]) -> str:
         """`name`: of a method. None: a function."""
         function = self._tools[place] if name is None else getattr(self._objects[place], name)
-        return as_text(function(**arguments))
+        return as_text(self._run(function, arguments))
 
     def close(self, place: int) -> None:
         found = self._objects.pop(place, None)  # None: its constructor has failed
         if callable(getattr(found, "close", None)):
-            found.close()
+            self._run(found.close, {})
+
+    def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        result = function(**arguments)
+        return self._runner.run(awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def awaited(result: Awaitable[Answer]) -> Answer:
+    return await result
 
 
 def limit_cpu(timeout_s: float) -> None:

@@ -79,7 +79,7 @@ def train(
         check_disk(make_plan(recipe, ModelShape.find(recipe.model.path)), folder.path, console.warn)
         folder.write_plan(plan_text)
         step = None if checkpoint is None else read_state(checkpoint)["step"]
-        announce("controller", folder.name)
+        announce("controller", folder.name, folder=folder.path.resolve())
         console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
         for change in changes:
             console.note(f"changed since: {change}")

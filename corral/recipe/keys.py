@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
@@ -18,6 +18,12 @@ KeyPath = tuple[str, ...]
 PLACEMENT: KeyPath = ("cluster", "placement")
 ANY = "*"
 """In a path, a name of the user's choice: `environments.*.weight`."""
+
+LONGEST_NAME = 200
+"""In characters, of what similar names are looked for: a comparison takes as long as the product of two lengths."""
+NEAR, FAR = 0.75, 0.7
+"""How alike a key is that was probably meant, and two last names (as an upper bound, which is quick) whose keys cannot
+be that: with names of 0.7, whole paths count for a tenth."""
 
 COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -150,16 +156,21 @@ def required_below(path: KeyPath) -> list[KeyPath]:
 
 def nearest_key(path: KeyPath) -> str | None:
     """The key that was probably meant: same name in another section, a habit, or a similar spelling anywhere."""
+    if len(dotted(path)) > LONGEST_NAME:
+        return None
     known_keys = [_named_like(path, known) for known in all_keys()]
-    best = max((known for known in known_keys if ANY not in known), key=lambda known: _likeness(path, known))
-    if _likeness(path, best) >= 1:
+    likeness = _likeness_to(path)
+    best = max((known for known in known_keys if ANY not in known), key=likeness)
+    if likeness(best) >= 1:
         return dotted(best)
     if path[-1] in HABITS:
         return HABITS[path[-1]]
-    return dotted(best) if _likeness(path, best) >= 0.75 else None
+    return dotted(best) if likeness(best) >= NEAR else None
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
+    if len(word) > LONGEST_NAME:
+        return None
     matches = get_close_matches(word.lower(), list(choices), n=1)
     return matches[0] if matches else None
 
@@ -247,13 +258,25 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _likeness(path: KeyPath, known: KeyPath) -> float:
-    """1 and more for the same last name, then by how alike the names and, less so, the whole paths are."""
-    whole = SequenceMatcher(None, dotted(path), dotted(known)).ratio()
-    if path[-1] == known[-1]:
-        return 1 + whole
-    last = SequenceMatcher(None, path[-1], known[-1]).ratio()
-    if len(path[-1]) > 3 and known[-1].startswith(path[-1]):
-        last = max(last, 0.85)
-    same_section = path[:-1] == known[:-1]
-    return min(0.99, last + 0.05) if same_section else 0.9 * last + 0.1 * whole
+def _likeness_to(path: KeyPath) -> Callable[[KeyPath], float]:
+    """How like a known key is: 1 and more for the same last name, then by how alike the names and, less so, the whole
+    paths are."""
+    # A matcher looks at its second text once, and at the first for each comparison.
+    wholes, lasts = SequenceMatcher(None, "", dotted(path)), SequenceMatcher(None, "", path[-1])
+
+    def likeness(known: KeyPath) -> float:
+        lasts.set_seq1(known[-1])
+        is_begun = len(path[-1]) > 3 and known[-1].startswith(path[-1])
+        if not is_begun and lasts.quick_ratio() < FAR:
+            return 0.0
+        wholes.set_seq1(dotted(known))
+        whole = wholes.ratio()
+        if path[-1] == known[-1]:
+            return 1 + whole
+        last = lasts.ratio()
+        if is_begun:
+            last = max(last, 0.85)
+        same_section = path[:-1] == known[:-1]
+        return min(0.99, last + 0.05) if same_section else 0.9 * last + 0.1 * whole
+
+    return likeness

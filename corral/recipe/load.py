@@ -27,6 +27,8 @@ from corral.recipe.references import escape_references, resolve_references
 from corral.recipe.renamed_keys import renamed_key
 from corral.recipe.schema import Recipe
 
+MOST_HINTS = 20
+"""Unknown keys for which a similar one is looked for, which takes some milliseconds. A file with more is no recipe."""
 UNUSUAL_LINE_BREAKS = set("\r\x85\u2028\u2029")
 
 
@@ -124,7 +126,8 @@ def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[Prob
         if not location:
             problems = [((), "holds text that is not valid Unicode")]
         elif detail["type"] == "extra_forbidden":
-            problems = [unknown_key(path) for path in leaves(location, detail["input"])]
+            found = leaves(location, detail["input"])
+            problems = [unknown_key(path, len(reported) + number < MOST_HINTS) for number, path in enumerate(found)]
         elif detail["type"] == "missing" and find_key(location) is not None:
             problems = [(path, f"`{dotted(path)}` is missing") for path in required_below(location)]
         else:
@@ -135,10 +138,10 @@ def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[Prob
                 yield path, message
 
 
-def unknown_key(path: KeyPath) -> Problem:
+def unknown_key(path: KeyPath, with_hint: bool) -> Problem:
     if renamed := renamed_key(path):
         return path, f"`{dotted(path)}` is now {renamed}"
-    return path, f"`{dotted(path)}` is not a key{did_you_mean(nearest_key(path))}"
+    return path, f"`{dotted(path)}` is not a key{did_you_mean(nearest_key(path) if with_hint else None)}"
 
 
 def leaves(path: KeyPath, value: Any) -> list[KeyPath]:

@@ -8,6 +8,7 @@ Devices that `cluster.services` claim are for no role.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Literal
 
@@ -23,6 +24,8 @@ MESH_ROLES = ("actor", "reference", "critic")
 INITIALS = {"actor": "A", "rollout": "R", "reference": "F", "critic": "C", "reward_model": "M"}
 """For a picture with little room."""
 PICTURE_WIDTH = 100
+MOST_DEVICES = 100_000
+"""Of a cluster: each of them is listed, so a number without end would take time and memory without end."""
 
 Devices = str | int | Sequence[int]
 """What a user may write."""
@@ -36,9 +39,12 @@ BOUND = re.compile(r"-?[0-9]{1,9}")
 def resolve_placement(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple["Placement", list[str]]:
     """The roles that this recipe needs, on their devices, and warnings. Raises a RecipeError with all problems."""
     cluster = recipe.cluster
-    placement = parse_placement(
-        cluster.placement, cluster.nodes * cluster.devices_per_node, devices_of_services(cluster)
-    )
+    num_devices = cluster.nodes * cluster.devices_per_node
+    if num_devices > MOST_DEVICES:
+        raise RecipeError(
+            f"`cluster.nodes` x `cluster.devices_per_node` gives more devices than Corral counts ({MOST_DEVICES:,})"
+        )
+    placement = parse_placement(cluster.placement, num_devices, devices_of_services(cluster))
     needed = ["actor"] + ["rollout"] * recipe.needs_engine
     needed += ["reference"] * needs_reference_role(recipe, algorithm) + ["critic"] * algorithm.needs_critic
     needed += ["reward_model"] * recipe.needs_reward_model
@@ -128,15 +134,22 @@ class Placement:
         return tuple(device for device in range(self.num_devices) if device not in used)
 
     def users(self, device: int) -> tuple[str, ...]:
-        return tuple(role for role in ROLES if device in self.roles.get(role, ()))
+        return self._users.get(device, ())
+
+    @cached_property
+    def _users(self) -> dict[int, tuple[str, ...]]:
+        users: dict[int, tuple[str, ...]] = {}
+        for role in ROLES:
+            users |= {device: (*users.get(device, ()), role) for device in self.roles.get(role, ())}
+        return users
 
     def groups(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Devices by who uses them, in the order of their first device; idle ones left out."""
-        groups: dict[tuple[str, ...], tuple[int, ...]] = {}
+        groups: dict[tuple[str, ...], list[int]] = {}
         for device in range(self.num_devices):
             if users := self.users(device):
-                groups[users] = (*groups.get(users, ()), device)
-        return groups
+                groups.setdefault(users, []).append(device)
+        return {users: tuple(devices) for users, devices in groups.items()}
 
     def only(self, roles: Iterable[str]) -> "Placement":
         """Those of the roles that are placed."""

@@ -33,7 +33,10 @@ else:
 class Section(BaseModel):
     """A part of the recipe: no unknown keys, nothing changed after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    # Options of the user's own may be infinite, and are written as they are: pydantic's default writes null.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
 
 class Lora(Section):

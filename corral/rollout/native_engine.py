@@ -278,6 +278,8 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set
 @torch.inference_mode()
 def model_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Log-prob of each token after the first, in one forward pass without the KV cache."""
+    if len(tokens) < 2:
+        return []
     device = next(model.parameters()).device
     targets = torch.tensor(tokens[1:], device=device)
     rows = torch.arange(len(targets), device=device)

@@ -124,8 +124,8 @@ def parse(kind: type[BaseModel], content: bytes) -> Any:
         body = kind.model_validate_json(content)
     except ValidationError as error:
         raise RequestRefused(400, "invalid", format_validation_error(error)) from error
-    for fields in (body, getattr(body, "sampling_params", None)):
-        for name, value in ((fields and fields.model_extra) or {}).items():
+    for fields in (body, body.sampling_params) if isinstance(body, TokensBody) else (body,):
+        for name, value in (fields.model_extra or {}).items():
             if name in REFUSED and value is not None and value not in REFUSED[name]:
                 raise RequestRefused(400, "unsupported", f"`{name}: {json.dumps(value)[:60]}` is not supported")
     return body

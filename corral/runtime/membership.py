@@ -55,6 +55,7 @@ class Membership:
     temp_dir: str
     head_file: str | None
     started: float
+    gcs_storage: bool = False  # of a head: whether its GCS has its tables on disk and is started again
 
     @property
     def port(self) -> int:

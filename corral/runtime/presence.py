@@ -29,13 +29,17 @@ class Presence:
     run: str
     device: int | None
     roles: tuple[str, ...]
+    folder: str = ""
+    """Folder of the run. Runs of the same name may train in different ones."""
 
 
-def announce(kind: PresenceKind, run: str, device: int | None = None, roles: Sequence[str] = ()) -> None:
+def announce(
+    kind: PresenceKind, run: str, device: int | None = None, roles: Sequence[str] = (), folder: Path | str = ""
+) -> None:
     """Writes the file of this process. Where that fails the run goes on, and the process is not named."""
     pid = os.getpid()
     stat = read_stat(pid)
-    presence = Presence(pid, stat.started if stat else 0, kind, run, device, tuple(roles))
+    presence = Presence(pid, stat.started if stat else 0, kind, run, device, tuple(roles), str(folder))
     try:
         folder = processes_folder()
         folder.mkdir(exist_ok=True)

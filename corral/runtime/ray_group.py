@@ -44,6 +44,7 @@ class WorkerSetup:
     roles: tuple[str, ...]
     run: str
     """Name of the run."""
+    run_folder: Path
     rank: int
     """Rank among the workers of its set of devices."""
     size: int
@@ -94,7 +95,7 @@ class DeviceProcess:
         for name, value in setup.environment.items():
             os.environ.setdefault(name, value)
         os.environ.update(setup.chosen)
-        announce("worker", setup.run, setup.device, setup.roles)
+        announce("worker", setup.run, setup.device, setup.roles, setup.run_folder)
         self.debugger = setup.debugger
         self.debugger.install()
         self.worker = Worker(

@@ -372,6 +372,7 @@ class RayRuntime(Runtime):
             device=device.number,
             roles=own.roles,
             run=self.recipe.name,
+            run_folder=self.logs.parent,
             rank=rank,
             size=len(own.devices),
             address=device.node.address,

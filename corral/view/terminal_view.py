@@ -125,9 +125,8 @@ def workers(folder: Path) -> list[dict[str, Any]]:
     owner = OWNER.match("".join(tail_lines(folder / LOCK)[:1]))
     if sys.platform != "linux" or owner is None or owner[2] != socket.gethostname():
         return []
-    processes = find_processes()
-    controller = next((one for one in processes if one.pid == int(owner[1])), None)
-    own = [one for one in processes if controller is not None and one.run == controller.run]
+    # By its folder: another run of the same name may be trained on this machine, in another one.
+    own = [one for one in find_processes() if one.folder == str(folder.resolve())]
     try:
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             own = list(threads.map(lambda one: read_stacks(one, native=False), own))

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from commands import Finished, corral, start_corral
-from fuzz_migrate import READERS, fuzz
 
 from corral.recipe.load import load_recipe
 
@@ -437,10 +436,3 @@ def test_configurations_are_found_by_path_and_name(tmp_path: Path, system: str) 
 def test_options_belong_together(tmp_path: Path, options: list[str], problem: str) -> None:
     refused = migrated(tmp_path, "verl_dstack/input.sh", *options)
     assert (refused.code, refused.stderr) == (2, f"error: {problem}\n")
-
-
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.slow
-def test_whatever_is_in_it_a_reader_has_words(tmp_path: Path, reader: str) -> None:
-    """400 of them. `python tests/fuzz_migrate.py 100000` tries more."""
-    assert fuzz(reader, 400, tmp_path)["refused"] > 40

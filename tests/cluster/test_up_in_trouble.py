@@ -5,6 +5,7 @@ Hosts have two networks. The first one leads nowhere, and their own names are 12
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -200,3 +201,90 @@ def test_one_that_stays_ends_with_a_signal_and_says_why_when_the_head_is_gone(la
     assert worker.wait(timeout=60) == 1
     assert "error: the head," in lab.errors.read_text().splitlines()[-1]
     assert not lab.run(1, ["pgrep", "-x", "raylet"], check=False).stdout
+
+
+def test_a_gcs_with_storage_is_started_again_and_the_cluster_lives_on(lab: Lab) -> None:
+    bring_up(lab, "--gcs-storage", devices=1)
+    address = f"{lab.hosts[0].address}:6379"
+    driver = lab.begin(1, [sys.executable, "-c", COUNTING, address])
+    assert driver.stdout is not None
+    assert driver.stdin is not None
+    assert driver.stdout.readline() == "1\n"
+    [killed] = lab.run(0, ["pgrep", "-x", "gcs_server"]).stdout.split()
+    lab.run(0, ["kill", "-KILL", killed])
+    wait_until(lambda: lab.run(0, ["pgrep", "-x", "gcs_server"], check=False).stdout.split() not in ([], [killed]), lab)
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert [driver.stdout.readline() for _ in range(2)] == ["2\n", "1\n"]
+    status = corral(lab, 1, "status", "--json")
+    assert [node["rank"] for node in json.loads(status.stdout)["nodes"]] == [0, 1]  # which the tables on disk have
+    assert corral(lab, 0, "down").returncode == 0
+    assert not lab.run(0, ["pgrep", "-f", "gcs_server|gcs_keeper"], check=False).stdout
+    assert not lab.run(0, ["sh", "-c", "ls -d /tmp/corral-*/ray-6379/gcs-?*/"], check=False).stdout
+
+
+COUNTING = """
+import sys
+import ray
+from corral.runtime.membership import find_membership
+from corral.runtime.token import use_token
+from pathlib import Path
+
+use_token(Path(find_membership().token_file))
+ray.init(address=sys.argv[1], logging_level="ERROR")
+
+@ray.remote(num_cpus=0.1)
+class Counter:
+    count = 0
+
+    def add(self):
+        self.count += 1
+        return self.count
+
+counters = [Counter.remote()]
+print(ray.get(counters[0].add.remote()), flush=True)
+sys.stdin.readline()
+counters.append(Counter.remote())
+for counter in counters:  # the old one has its state, and a new one can be made
+    print(ray.get(counter.add.remote(), timeout=100), flush=True)
+"""
+
+
+def test_a_rendezvous_answers_on_the_chosen_address_alone(lab: Lab) -> None:
+    """torch's store has no password: what reaches its port may read and write, so nothing else is to reach it."""
+    stores = lab.begin(0, [sys.executable, "-c", RENDEZVOUS, lab.hosts[0].address])
+    assert stores.stdout is not None
+    ports = json.loads(stores.stdout.readline())
+    decoy = lab.run(0, ["hostname", "-I"]).stdout.split()[0]
+
+    def answering(host: int, address: str) -> list[str]:
+        """Which of the stores a host reaches at an address."""
+        return json.loads(lab.run(host, [sys.executable, "-c", CONNECT, address, json.dumps(ports)]).stdout)
+
+    assert answering(1, lab.hosts[0].address) == ["network"]
+    assert answering(0, lab.hosts[0].address) == ["network"]
+    assert answering(0, decoy) == []
+    assert answering(0, "127.0.0.1") == ["loopback"]
+
+
+RENDEZVOUS = """
+import json, sys, time
+from corral.runtime.worker import Worker
+
+workers = {"network": Worker(0, 2, sys.argv[1], timeout_s=60), "loopback": Worker(0, 2, "127.0.0.1", timeout_s=60)}
+addresses = {name: worker.open_rendezvous() for name, worker in workers.items()}
+print(json.dumps({name: int(address.rpartition(":")[2]) for name, address in addresses.items()}), flush=True)
+time.sleep(600)
+"""
+CONNECT = """
+import json, socket, sys
+
+def answers(port):
+    try:
+        socket.create_connection((sys.argv[1], port), 5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+print(json.dumps([name for name, port in json.loads(sys.argv[2]).items() if answers(port)]))
+"""

@@ -380,10 +380,23 @@ def test_zipped_texts_are_read_and_broken_ones_named(tmp_path: Path) -> None:
     rows = load(tmp_path / "*.jsonl.gz")
     assert questions(rows) == [row["prompt"] for row in ROWS]
     assert rows[1].where == f"{tmp_path}/rows.jsonl.gz:2"
-    for content in (gzip.compress(lines)[:-20], lines):
+    wrong_bits = b"\x1f\x8b\x08\x00%x\xfcj\x02\x06\xff\xabVJ\xce\xcf+K-*N,\xc9\xcc\xcf+V\xb2RP2"
+    for content in (gzip.compress(lines)[:-20], lines, wrong_bits):
         (tmp_path / "rows.jsonl.gz").write_bytes(content)
         with pytest.raises(UserError, match=r"rows\.jsonl\.gz can't be read as gzip"):
             load(tmp_path / "rows.jsonl.gz")
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "9" * 5000 + "}"])
+def test_nestings_and_numbers_without_end_are_errors_with_their_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(line)
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: not valid JSON: (it is nested too deeply|Exceeds the limit)"):
+        load(tmp_path / "rows.jsonl")
+    call = {"function": {"name": "a", "arguments": line}}
+    row = {"prompt": [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "a"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="the arguments of a tool call are not valid JSON"):
+        load(tmp_path / "rows.jsonl")
 
 
 def test_the_mark_of_windows_at_the_beginning_is_not_text(tmp_path: Path) -> None:

@@ -150,9 +150,34 @@ class Starter:
         return start(seconds)
 
 
+async def rest(seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return os.getpid()
+
+
+async def compute() -> None:
+    while True:
+        pass
+
+
+async def secret(port: int) -> list:
+    try:
+        await asyncio.open_connection("127.0.0.1", port)
+    except OSError as error:
+        return [os.environ.get("HF_TOKEN"), type(error).__name__]
+
+
 class Clock:
     async def now(self) -> int:
+        self.loop = asyncio.get_running_loop()
         return 12
+
+    async def same_loop(self) -> bool:
+        return self.loop is asyncio.get_running_loop()
+
+    async def close(self):
+        await asyncio.sleep(0)
+        print("clock is closed")
 
 
 class Broken:
@@ -480,9 +505,34 @@ def test_a_session_that_cannot_be_closed_keeps_no_other_open(play: Play, capfd: 
     assert "tidied up" in capfd.readouterr().err
 
 
-def test_a_class_of_async_methods_lives_in_the_event_loop(play: Play) -> None:
-    [result], _ = play([call("now")], "Clock")
-    assert content(result) == "12"
+def test_a_class_of_async_methods_has_an_event_loop_in_its_process(
+    play: Play, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results, _ = play([call("now"), call("same_loop")], "Clock")
+    assert [content(result) for result in results] == ["12", "true"]
+    assert "clock is closed" in capfd.readouterr().err
+
+
+def test_an_async_tool_is_locked_in_as_any_other(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    (late, found), _ = play([call("compute"), call("secret", port=9)], "compute", "secret", tool_timeout_s=1)
+    assert content(late) == "Error: `compute` did not answer within 1 s"
+    assert content(found) == '[null, "PermissionError"]'
+
+
+def test_async_tools_of_many_trajectories_wait_at_the_same_time(file: Path) -> None:
+    async def play() -> list[str]:
+        games = [envs.factory_for(ROW).make() for _ in range(20)]
+        await asyncio.gather(*(game.reset(ROW, 0) for game in games))
+        results = await asyncio.gather(*(game.step(call("rest", seconds=2)) for game in games))
+        await asyncio.gather(*(game.close() for game in games))
+        return [content(result) for result in results]
+
+    envs = environments(file, "rest")
+    processes = asyncio.run(play())
+    envs.close()
+    assert len(set(processes)) > 8  # as many as functions have that are not async
+    assert str(os.getpid()) not in processes
 
 
 def test_a_session_that_cannot_be_opened_is_the_trajectorys_error(file: Path) -> None:

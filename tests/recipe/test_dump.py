@@ -46,6 +46,12 @@ def test_a_full_dump_loads_to_the_same_recipe(load):
     assert load(text=dump_recipe(recipe, full=True)) == recipe
 
 
+def test_an_option_without_a_bound_stays_so(load):
+    written = dump_recipe(load("environment.options.limit=.inf", "environment.options.other=[-.inf, .nan]"))
+    assert load(text=written).environment.options["limit"] == float("inf")
+    assert dump_recipe(load(text=written)) == written
+
+
 def test_a_lone_line_break_is_written_on_one_line(load):
     assert 'stop:\n  - "\\n"\n' in dump_recipe(load(r'rollout.stop=["\n"]'))
 

@@ -1,3 +1,4 @@
+import time
 from contextlib import suppress
 
 import hypothesis.strategies as st
@@ -362,3 +363,18 @@ def test_services_that_leave_no_device_are_an_error():
 def test_one_process_has_no_devices_for_services():
     with pytest.raises(RecipeError, match=r"`cluster.services.judge.devices: 1` cannot be had: with `cluster.runtime"):
         make_plan(with_services({"actor,rollout": "all"}, {"judge": 1}, runtime="local", devices_per_node=2))
+
+
+@pytest.mark.parametrize("service", ["{}", "{search: {command: [a], port: 8000, devices: 1}}"])
+def test_a_cluster_of_too_many_devices_is_refused_before_they_are_listed(load, service):
+    recipe = load("cluster.nodes=1e30", "cluster.devices_per_node=4", f"cluster.services={service}")
+    with pytest.raises(RecipeError, match="more devices than Corral counts"):
+        make_plan(recipe)
+
+
+def test_a_placement_of_many_devices_is_grouped_at_once():
+    placement = parse_placement({"actor": "0-49999", "rollout": "50000-99999"}, 100_000)
+    began = time.process_time()
+    assert [len(devices) for devices in placement.groups().values()] == [50_000, 50_000]
+    assert placement.picture(1000, 100).startswith("node   0 | ")
+    assert time.process_time() - began < 5

@@ -122,3 +122,12 @@ def test_a_long_value_is_shortened(problems):
     (problem,) = problems(f"seed={'long ' * 100}")
     assert len(problem) < 700
     assert "..." in problem
+
+
+def test_no_similar_key_is_looked_for_where_there_is_too_much_to_compare(problems):
+    long = "a" * 100_000
+    [found] = problems(f"schedule.{long}=1")
+    assert found.endswith(f"`schedule.{long}` is not a key")
+    found = problems(text=MINIMAL + "batch:\n" + "".join(f"  prompts_per_ste{i}: 1\n" for i in range(3000)))
+    assert len(found) == 3000
+    assert sum("did you mean" in line for line in found) == 20

@@ -132,6 +132,8 @@ def test_log_probs_of_a_prompt_are_those_of_the_model_for_whoever_has_the_tokens
     expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     computed = torch.tensor([one[str(token)]["logprob"] for token, one in zip(prompt[1:], others, strict=True)])
     torch.testing.assert_close(computed, expected, atol=1e-4, rtol=0)
+    lonely = server.post("/v1/completions", {**body, "prompt": [5], "sampling_params": 0.5})  # a field of another route
+    assert lonely.json()["choices"][0]["prompt_logprobs"] == [None]
 
 
 def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:

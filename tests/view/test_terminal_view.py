@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ from runs import write_recipe
 from view_runs import HOSTILE, lines_of, metrics_of, write_run
 
 from corral.observe.run_files import MetricsFile
-from corral.observe.run_folder import RunFolder
-from corral.view.terminal_view import open_runs, run_status, sparkline, stages
+from corral.observe.run_folder import LOCK, RunFolder
+from corral.view.terminal_view import open_runs, run_status, sparkline, stages, workers
 
 CORRAL = [sys.executable, "-m", "corral.cli.main"]
 
@@ -162,3 +163,31 @@ def test_the_status_of_a_run_that_is_trained_says_what_its_processes_do(tmp_path
     controller = next(one for one in found["workers"] if one["pid"] == training.process.pid)
     assert controller["what"].startswith("controller of run tiny")
     assert controller["doing"]
+
+
+TRAINS = """
+import sys, time
+from corral.runtime.presence import announce
+
+announce("controller", "same", folder=sys.argv[1])
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_runs_of_the_same_name_in_different_folders_are_not_mixed(tmp_path: Path) -> None:
+    folders = [tmp_path / name / "same" for name in ("one", "other")]
+    processes = []
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            process = subprocess.Popen([sys.executable, "-c", TRAINS, str(folder)], stdout=subprocess.PIPE)
+            processes.append(process)
+            assert process.stdout is not None
+            process.stdout.readline()
+            (folder / LOCK).write_text(f"process {process.pid} on {socket.gethostname()}\n")
+        assert [[one["pid"] for one in workers(folder)] for folder in folders] == [[one.pid] for one in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

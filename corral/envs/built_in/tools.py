@@ -1,6 +1,6 @@
 """The `tools` environment: the model calls tools, as many turns as it likes, until it replies without a call: that is
 its answer. Tools are Python functions, and classes of which each trajectory has one object. They run in processes
-(`envs/tool_processes.py`), but for those that are `async def`."""
+(`envs/tool_processes.py`)."""
 
 import asyncio
 import functools
@@ -103,7 +103,7 @@ class ToolsEnv(Env):
     async def reset(self, row: Row, seed: int) -> list[Message]:
         self._row = row
         for owner, place in self._box.owners.items():
-            if self._is_here(owner):
+            if self._in_process:
                 session = self._sessions[owner] = ToolSession(owner)
                 await self._within(session.open(row))
             else:
@@ -195,19 +195,16 @@ class ToolsEnv(Env):
     def _within(self, call: Awaitable[Any]) -> Awaitable[Any]:
         return within(call, self._timeout_s, f"no answer within {self._timeout_s:g} s")
 
-    def _is_here(self, tool: Callable[..., Any]) -> bool:
-        """Whether a function or class runs in this process, in the event loop."""
-        return self._in_process or is_async(tool)
-
     def _run(self, tool: "Tool", call: ToolCall) -> Awaitable[Any]:
         if tool.owner is not None:
-            if self._is_here(tool.owner):
+            if self._in_process:
                 return self._within(self._sessions[tool.owner].call(call.name, call.arguments))
             return self._request("call", tool.place, call.name, call.arguments)
         assert tool.function is not None
-        if self._is_here(tool.function):
+        if self._in_process:
             return self._within(result_of(functools.partial(tool.function, **call.arguments)))
-        bound = functools.partial(self._box.processes.call, tool.place, call.arguments, self._timeout_s)
+        waits = inspect.iscoroutinefunction(tool.function)
+        bound = functools.partial(self._box.processes.call, tool.place, call.arguments, self._timeout_s, waits=waits)
         return asyncio.wrap_future(call_in_thread(bound, f"tool {call.name}"))
 
     def _request(self, method: str, *values: Any) -> Awaitable[Any]:
@@ -282,18 +279,10 @@ class ToolBox:
                 if tool.owner is not None:
                     self.owners[tool.owner] = place
         self.schemas = [tool.schema for tool in self.tools.values()]
-        self._processes: ToolProcesses | None = None
-        if not all(is_async(tool.owner or tool.function) for tool in self.tools.values()):
-            self._processes = ToolProcesses(list(specs), limits, num_processes)
-
-    @property
-    def processes(self) -> ToolProcesses:
-        assert self._processes is not None, "all tools are async"
-        return self._processes
+        self.processes = ToolProcesses(list(specs), limits, num_processes)
 
     def close(self) -> None:
-        if self._processes is not None:
-            self._processes.close()
+        self.processes.close()
 
 
 def load_tools(spec: str, place: int) -> list[Tool]:
@@ -306,14 +295,6 @@ def load_tools(spec: str, place: int) -> list[Tool]:
     if not callable(found):
         raise UserError(f"{SETTING}: `{spec}` is neither a function nor a class")
     return [Tool(function_schema(found, getattr(found, "__name__", spec.rpartition(":")[2])), place, found)]
-
-
-def is_async(tool: Any) -> bool:
-    """Whether a function, or any method of a class, is `async def`."""
-    if not isinstance(tool, type):
-        return inspect.iscoroutinefunction(tool)
-    methods = [getattr(tool, name, None) for name in (*public_methods(tool), "close")]
-    return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
 def public_methods(tool_class: type) -> list[str]:
