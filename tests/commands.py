@@ -5,6 +5,7 @@ are forked from one that has imported both.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -98,6 +99,7 @@ def _forkserver() -> Any:
 def _main(
     folder: Path, arguments: tuple[str, ...], stdout: Path, stderr: Path, before: Callable[[], None] | None
 ) -> None:
+    gc.freeze()  # or the first full collection would look at all that was imported, and so copy it into this process
     os.chdir(folder)
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
