@@ -354,7 +354,7 @@ async def compare_engine(
         )
 
     prompts = [SEQUENCES[0][:10], SEQUENCES[1][:12], SEQUENCES[2][:7], SEQUENCES[3], SEQUENCES[0][:10]]
-    worst = await asyncio.gather(*(conversation(prompts[i % 5], i) for i in range(8)))
+    worst = await asyncio.gather(*(conversation(prompts[i % 5], i) for i in range(6)))
     engine.close()
     return max(worst)
 
