@@ -1,7 +1,7 @@
 """What is imported by the process that the commands of tests are forked from (commands.py).
 
-The collector is off meanwhile, and never looks at all of this again: it is no garbage, and a forked process that looked
-at it would copy it.
+The collector is off meanwhile, and looks at all of it once at the end. Else it would do so in each forked process, and
+what it looks at is copied.
 """
 
 import gc
@@ -23,5 +23,5 @@ for name in (
 migrations = import_module("corral.migrate.config_sources")
 for system in migrations.TABLES:
     migrations.table_of(system)  # which remembers it
-gc.freeze()
 gc.enable()
+gc.collect()
