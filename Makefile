@@ -13,6 +13,9 @@ LOCKED := $(PIP) --no-deps --require-hashes -r
 SOURCES := corral tests docs examples recipes $(wildcard benchmarks)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 
+# Hundreds of processes import Corral. With this variable, which some machines set, each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help quickstart seeds test test-slow test-all lint install reference lock clean
 .DEFAULT_GOAL := help
 
@@ -30,8 +33,9 @@ test: .venv/.installed-dev  ## install, then run the tests that need no root and
 	$(PYTEST) -n 3 -m "not slow and not lab" $(ARGS)
 
 test-slow: .venv/.installed-dev  ## the rest: long runs, and clusters of namespaces, Slurm, containers (needs root)
-	@# Two: a third cluster of Ray on two cores is too slow for Ray's own deadlines.
-	$(PYTEST) -n 2 -m "slow or lab" $(ARGS)
+	@# Three processes, of which at most two have a cluster: tests that start one are in the xdist groups clusters-1 and
+	@# clusters-2 (tests/conftest.py). A third Ray on two cores would be too slow for Ray's own deadlines.
+	$(PYTEST) -n 3 -m "slow or lab" $(ARGS)
 
 test-all: test test-slow  ## both
 

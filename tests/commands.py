@@ -14,20 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "pytest",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.tokenization_utils_tokenizers",
-    "corral.cli.main",
-    "corral.loop.train",
-]
 TIMEOUT_S = 180.0
 
 
@@ -90,8 +81,10 @@ def corral(folder: Path, *arguments: str, before: Callable[[], None] | None = No
 @cache
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["command_preload"])
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of a pool that was started before the fork would be missing after it
+    with contextlib.chdir(Path(__file__).parent):  # where it looks for the module
+        ensure_running()
     return context
 
 

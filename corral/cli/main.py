@@ -60,10 +60,10 @@ def train(
     resume_anyway: planning.ResumeAnyway = False,
 ) -> None:
     """Train as the recipe says. The same command again continues a stopped run."""
-    from corral.runtime.local_debugger import Debugging
+    loaded = planning.load_own_recipe(recipe, overrides or [])
+    from corral.runtime.local_debugger import Debugging  # with torch: a mistake in the recipe does not wait for it
 
-    debugging = Debugging(debug, post_mortem, insecure)
-    planning.train_recipe(planning.load_own_recipe(recipe, overrides or []), shrink, debugging, resume_anyway)
+    planning.train_recipe(loaded, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
 @app.command(epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))

@@ -72,8 +72,6 @@ def migrate(
 
     The recipe goes to standard output, what became of its keys to standard error. Nothing of a script is run.
     """
-    from corral.runtime.local_debugger import Debugging
-
     if every_key and (plan or train):
         raise UserError("--all belongs to the report, which --plan and --train do not print")
     if (allow_unsupported or shrink is not None) and not (plan or train):
@@ -97,8 +95,10 @@ def migrate(
         return
     if plan:
         print_plan(recipe, shrink, as_json)
-    else:
-        train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
+        return
+    from corral.runtime.local_debugger import Debugging
+
+    train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
 def read(

@@ -180,10 +180,10 @@ def read_text(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def compose(text: str, source: str) -> yaml.Node | None:
+def compose(text: str, source: str, loader: type[yaml.BaseLoader] = yaml.BaseLoader) -> yaml.Node | None:
     """YAML text as nodes with positions; a syntax error as one line."""
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=yaml.BaseLoader)
+        node: yaml.Node | None = yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         raise RecipeError(f"{source}{syntax_problem(error, text)}") from None
     except RecursionError:
@@ -223,7 +223,7 @@ def _refuse_extras(node: yaml.Node, source: str, around: tuple[yaml.Node, ...], 
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise RecipeError(f"{where}: a key must be text")
-            if key.value == "<<" and key.style is None:
+            if key.value == "<<" and not key.style:
                 raise RecipeError(
                     f"{where}: merge keys (`<<`) are not used in recipes; refer to a value with `${{a.b}}`"
                 )
@@ -243,7 +243,7 @@ def plain(node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [plain(item) for item in node.value]
     assert isinstance(node, yaml.ScalarNode)
-    return plain_scalar(node.value) if node.style is None else node.value
+    return node.value if node.style else plain_scalar(node.value)
 
 
 def key_text(node: yaml.Node) -> str:

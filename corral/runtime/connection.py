@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def start_here(cluster: Cluster) -> None:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         reload_token()
     gpus, folder = torch.cuda.device_count(), make_ray_folder()
-    with loopback():
+    with loopback(), without_monitors():
         try:
             ray.init(
                 address="local",
@@ -144,6 +145,18 @@ def start_here(cluster: Cluster) -> None:
         except Exception as error:  # Ray has no class of its own for this
             shutil.rmtree(folder, ignore_errors=True)
             raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
+
+
+@contextmanager
+def without_monitors() -> Iterator[None]:
+    """Makes Ray start neither its autoscaler nor the process that passes on what workers print. A run's own Ray has no
+    use for them, and each is a Python process. `ray start` has options for it, `ray.init` has none."""
+    parameter, usual = ray._private.parameter, ray._private.parameter.RayParams
+    parameter.RayParams = partial(usual, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = usual
 
 
 def make_ray_folder() -> Path:

@@ -20,16 +20,25 @@ from corral.child_process import read_stat
 from corral.runtime.presence import Presence, present
 from corral.training.checkpoint import problem_with, step_folder
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-1")]
 
 APART = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
+TOGETHER = ("cluster.runtime=ray", "cluster.devices_per_node=1")
+"""One worker with all roles, where it does not matter which of them it is."""
 LIMIT_S = 240.0
 
 
 class LocalRun:
-    """A run with one rollout worker and one trainer, each a process of this machine."""
+    """A run whose workers, by default one for rollouts and one that trains, are processes of this machine."""
 
-    def __init__(self, folder: Path, model: Path, *changes: str, before: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *changes: str,
+        placed: tuple[str, ...] = APART,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         write_recipe(folder, model)
         self.folder, self.name, self.path = folder, folder.name, folder / "runs" / folder.name
         self.signaled: set[int] = set()
@@ -38,7 +47,7 @@ class LocalRun:
             f"environment.reward.options.calls={folder}/calls",
             "environment.reward.options.seconds=0.05",
         )
-        every = (f"name={self.name}", "schedule.steps=6", "checkpoint.every=2", *APART, *slowly, *changes)
+        every = (f"name={self.name}", "schedule.steps=6", "checkpoint.every=2", *placed, *slowly, *changes)
         self.command: Command = start_corral(folder, "train", "recipe.yaml", *every, before=before)
 
     def worker(self, role: str) -> Presence | None:
@@ -201,7 +210,7 @@ def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_m
     # A shell between them: it gets SIGTERM when the agent dies, and the program itself does not.
     command = f"[sh, -c, '{sys.executable} {tmp_path}/service.py {port}; true']"
     services = f"cluster.services={{echo: {{command: {command}, port: {port}}}}}"
-    run = LocalRun(tmp_path, tiny_model, services, "schedule.steps=600")
+    run = LocalRun(tmp_path, tiny_model, services, "schedule.steps=600", placed=TOGETHER)
 
     def service() -> int | None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
@@ -242,7 +251,7 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
 
 
 def test_the_end_of_rays_process_on_the_controllers_node_is_printed_at_once(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "schedule.steps=600")
+    run = LocalRun(tmp_path, tiny_model, "schedule.steps=600", placed=TOGETHER)
     run.command.wait_until(lambda: run.num_steps >= 1)
     own = descendants(run.command.process.pid)
     raylet = next(pid for pid in own if "raylet/raylet" in title_of(pid))
@@ -253,8 +262,12 @@ def test_the_end_of_rays_process_on_the_controllers_node_is_printed_at_once(tmp_
     assert run.command.wait(60).code == 1, run.output
 
 
+SOON_WITHOUT_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+"""With this Ray's helpers stay for ten seconds without a head, and not for a minute."""
+
+
 def use_temporary_folder(folder: Path) -> None:
-    os.environ["TMPDIR"] = str(folder)
+    os.environ.update({"TMPDIR": str(folder), **SOON_WITHOUT_HEAD})
 
 
 @pytest.mark.parametrize("end", ["good", "ctrl_c", "killed_worker", "killed_controller"])
@@ -285,7 +298,7 @@ def test_nothing_is_left_after_any_end(tmp_path: Path, tiny_model: Path, end: st
             memory = [path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in own)]
             return [*(f"{pid} {title_of(pid)}" for pid in same if title_of(pid)), *files, *memory]
 
-        deadline = time.monotonic() + 150  # Ray's own helpers wait a minute for the head, if the controller was killed
+        deadline = time.monotonic() + 150  # Ray's own helpers wait for the head, if the controller was killed
         while left() and time.monotonic() < deadline:
             time.sleep(0.5)
         assert left() == []

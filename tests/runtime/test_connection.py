@@ -40,7 +40,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 
 @as_root
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("clusters-1")
 def test_another_user_takes_no_socket_of_a_runs_own_ray_and_nothing_of_it_stays() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     run = subprocess.Popen(
@@ -50,12 +50,14 @@ def test_another_user_takes_no_socket_of_a_runs_own_ray_and_nothing_of_it_stays(
     assert run.stdout is not None
     session = Path(json.loads(run.stdout.readline()))
     sockets = [str(path) for path in (session / "sockets").iterdir()]
+    monitors = list((session / "logs").glob("*monitor*"))
     taken = subprocess.run([sys.executable, "-c", TAKE, *sockets], capture_output=True, text=True, check=True)
     run.stdin.write("\n")
     run.stdin.close()
     assert run.wait(60) == 0
     assert len(sockets) == 2
     assert taken.stdout.splitlines() == ["Permission denied"] * 2
+    assert monitors == []
     assert session.is_relative_to(state_folder())
     assert not session.parent.exists()
 
