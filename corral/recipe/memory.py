@@ -363,8 +363,7 @@ def num_trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     lora = recipe.model.lora
     if lora is None:
         return shape.num_parameters
-    targets = None if lora.targets == "all-linear" else [target.rpartition(".")[2] for target in lora.targets]
-    return shape.num_adapter_parameters(lora.rank, targets)
+    return shape.num_adapter_parameters(lora.rank, None if lora.targets == "all-linear" else lora.targets)
 
 
 def memory_table(group: DeviceMemory) -> list[str]:

@@ -44,11 +44,11 @@ class Lora(Section):
     alpha: PositiveFloat | None = None
     """What an adapter computes is multiplied by `alpha / rank`. None: twice the rank."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. all-linear: all of the
-    language model, without its head. (Experts of a mixture that are one tensor are no linear layers.)"""
+    """Linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj, experts.down_proj]`. all-linear:
+    all of the language model with its experts, without its head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of an adapter's inputs that training sets to zero. The engine knows no dropout, so above 0 the log-probs
-    of training are not those of sampling."""
+    of training are not those of sampling. Adapters of experts have none."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead, for high ranks."""
 

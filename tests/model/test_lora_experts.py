@@ -19,6 +19,7 @@ from corral.model.lora import adapters_disabled, as_peft, peft_names
 from corral.model.model_loading import load_model
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Lora, Model, Optimizer
+from corral.recipe.shape import ModelShape
 from corral.rollout.engine import Sampling
 from corral.rollout.native_engine import NativeEngine, model_logprobs
 from corral.training.native_trainer import NativePolicyTrainer
@@ -174,3 +175,13 @@ def test_dropout_of_experts_is_refused_as_peft_does(folders: dict[str, Path]) ->
 def test_a_target_that_is_not_there_is_refused_with_those_that_are(folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=r"called query; there are experts.down_proj, experts.gate_up_proj, .*v_proj"):
         adapted(folders["qwen3_moe"], Lora(targets=["query"]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("lora", [Lora(rank=4), Lora(rank=4, targets=["q_proj", "experts.down_proj"])], ids=str)
+def test_a_plan_counts_the_adapters_that_there_are(folders: dict[str, Path], family: str, lora: Lora) -> None:
+    model, shape = adapted(folders[family], lora), ModelShape.find(str(folders[family]))
+    assert shape is not None
+    targets = None if lora.targets == "all-linear" else lora.targets
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert shape.num_adapter_parameters(lora.rank, targets) == trained
