@@ -32,10 +32,12 @@ from torch import Tensor, nn
 
 from corral.model.experts import compute_experts, expert_matrices, grouped_linear
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Lora
+from corral.recipe.schema import Lora, Quantization
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_STEM = "adapter_model"
+QUANTIZATION = "quantization.json"
+"""Says how the weights were rounded beside which an adapter was trained. PEFT has no place for it."""
 PEFT_PREFIX = "base_model.model."
 ADAPTERS = ("lora_A", "lora_B")
 UNSUPPORTED = (
@@ -66,7 +68,7 @@ class LoraLinear(nn.Linear):
     lora_dropout: float
 
     def forward(self, input: Tensor) -> Tensor:
-        return add_adapter_outputs(F.linear(input, self.weight, self.bias), input, [self])
+        return add_adapter_outputs(super().forward(input), input, [self])
 
 
 class LoraExperts(nn.Module):
@@ -129,7 +131,7 @@ def add_adapter_outputs(outputs: Tensor, inputs: Tensor, linears: Sequence[nn.Li
         return torch.addmm(flat, low, b.T, alpha=scale).view_as(outputs)
     start = 0
     for linear in linears:
-        end = start + len(linear.weight)
+        end = start + len(linear.lora_B if isinstance(linear, LoraLinear) else linear.weight)
         if isinstance(linear, LoraLinear):
             flat[:, start:end].addmm_(F.linear(rows, linear.lora_A), linear.lora_B.T, alpha=scale)
         start = end
@@ -154,7 +156,7 @@ def add_adapters(model: Any, lora: Lora) -> None:
     all ranks and engines: the random numbers are a function of the layer's name."""
     targets = AdapterTargets.of(model, lora)
     model.requires_grad_(False)
-    model.lora, model.lora_targets = lora, targets
+    model.lora, model.lora_targets, model.lora_quantization = lora, targets, None
     for name in targets.linears:
         linear = model.get_submodule(name)
         set_class(linear, LoraLinear)
@@ -350,6 +352,8 @@ class AdapterFolder:
     base: str
     """Name or folder of the model that it belongs to."""
     lora: Lora
+    quantization: Quantization | None = None
+    """How the weights were rounded beside which Corral trained it."""
 
     @classmethod
     def find(cls, path: str) -> "AdapterFolder | None":
@@ -359,7 +363,10 @@ class AdapterFolder:
             return None
         try:
             config = json.loads((folder / ADAPTER_CONFIG).read_text())
-            return cls(folder, str(config["base_model_name_or_path"]), lora_of(config, folder))
+            quantization = None
+            if (folder / QUANTIZATION).is_file():
+                quantization = Quantization.model_validate_json((folder / QUANTIZATION).read_text())
+            return cls(folder, str(config["base_model_name_or_path"]), lora_of(config, folder), quantization)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / ADAPTER_CONFIG} is not a configuration of PEFT: {error!r}") from error
 
@@ -458,3 +465,5 @@ def write_adapter_config(model: Any, folder: Path) -> None:
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if (quantization := model.lora_quantization) is not None:
+        (folder / QUANTIZATION).write_text(quantization.model_dump_json() + "\n")

@@ -187,7 +187,8 @@ class _Estimate:
             size = self.reference_shape.num_parameters * self.weight_bytes
             return self.held_part(role, size, self.reference_shape)
         adapters = self.num_trained if self.recipe.model.lora is not None else 0
-        return self.held_part(role, (self.shape.num_parameters + adapters) * self.weight_bytes)
+        saved = quantization_saves(self.recipe, self.shape, self.weight_bytes)
+        return self.held_part(role, (self.shape.num_parameters + adapters) * self.weight_bytes - saved)
 
     @property
     def reference_shape(self) -> ModelShape:
@@ -364,6 +365,16 @@ def num_trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     if lora is None:
         return shape.num_parameters
     return shape.num_adapter_parameters(lora.rank, None if lora.targets == "all-linear" else lora.targets)
+
+
+def quantization_saves(recipe: Recipe, shape: ModelShape, weight_bytes: int) -> int:
+    """Bytes by which `model.quantization` makes the weights smaller: to half a byte and a float32 for 64 numbers, or to
+    a byte and a float32 for a row, less one matrix that is put together to compute with."""
+    if recipe.model.quantization is None or shape.num_experts:
+        return 0
+    per_number = 0.5 + FLOAT32 / 64 if recipe.model.quantization.bits == 4 else 1.0 + FLOAT32 / shape.hidden_size
+    largest = shape.hidden_size * max(shape.intermediate_size, shape.num_heads * shape.head_dim)
+    return int(shape.num_quantizable_parameters * (weight_bytes - per_number)) - largest * weight_bytes
 
 
 def memory_table(group: DeviceMemory) -> list[str]:

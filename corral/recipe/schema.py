@@ -57,6 +57,13 @@ class Lora(Section):
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
+class Quantization(Section):
+    """The frozen weights beside adapters in fewer bits, as bitsandbytes has them (QLoRA)."""
+
+    bits: Literal[4, 8] = 4
+    """4: NF4 in blocks of 64. 8: int8 in rows."""
+
+
 class Model(Section):
     """The model that is trained."""
 
@@ -65,6 +72,8 @@ class Model(Section):
     reads bytes and is not trained yet. A folder with a LoRA adapter in PEFT's layout is its base model with the
     adapter: merged, or with `lora` to go on from."""
     lora: Lora | None = None
+    quantization: Quantization | None = None
+    """Only with `lora`, and with whole models on devices."""
     dtype: DtypeName = "auto"
     """Type of weights and computation; the optimizer keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""

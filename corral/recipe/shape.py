@@ -145,6 +145,12 @@ class ModelShape:
         return (self.num_layers - self.num_dense_layers) * self.num_experts * self._mlp(self.intermediate_size)
 
     @property
+    def num_quantizable_parameters(self) -> int:
+        """Parameters of the linear layers but for the head, of a model without experts."""
+        attention = self.hidden_size * (self.attention_size + self.num_heads * self.head_dim)
+        return self.num_layers * (attention + self._mlp(self.intermediate_size))
+
+    @property
     def num_matrix_parameters(self) -> int:
         """Parameters with which one token is multiplied: not those of experts that it does not pass through, nor an
         embedding that is not also the head."""
