@@ -78,7 +78,15 @@ def check_memory(recipe: Recipe, groups: Sequence[DeviceMemory]) -> None:
 
 
 def what_would_fit(recipe: Recipe, group: DeviceMemory, needed: dict[Phase, float], available: float) -> str:
-    """The engine's part, which is the only one that is not spread over the devices by itself."""
+    """The engine's part or the reward model's, which are not spread over the devices by themselves."""
+    classifier = next((one.bytes_by_phase for one in group.items if one.name == REWARD_MODEL_WEIGHTS), {})
+    without = {phase: value - classifier.get(phase, 0) / GIB for phase, value in needed.items()}
+    if classifier and max(without.values()) < available:
+        if len(group.roles) > 1:
+            return "; without the reward model it would fit: give that devices of its own in `cluster.placement`"
+        for size in (2, 4, 8, 16):
+            if len(group.devices) % size == 0 and without["logprobs"] + classifier["logprobs"] / GIB / size < available:
+                return f"; `reward_model.shard: {size}` would spread its weights over so many devices"
     weights = next((item.bytes_by_phase for item in group.items if item.name == "rollout weights"), {})
     whole = weights.get("rollout", 0) * recipe.rollout.engine.tensor_parallel / GIB
     others = {phase: value - weights.get(phase, 0) / GIB for phase, value in needed.items()}
@@ -207,8 +215,13 @@ class _Estimate:
         return DTYPE_BYTES.get(self.recipe.reward_model.dtype, self.auto_bytes)
 
     def reward_model_weights(self) -> int:
-        """Every device of the role has all of them."""
-        return self.reward_model_shape.num_parameters * self.reward_model_bytes
+        """Every device of the role has all of them, or a part and what is gathered: the embedding and two layers."""
+        shape, shard = self.reward_model_shape, self.recipe.reward_model.shard
+        whole = shape.num_parameters * self.reward_model_bytes
+        if shard == 1:
+            return whole
+        gathered = shape.vocab_size * shape.hidden_size + 2 * layer_size(shape)
+        return whole // shard + gathered * self.reward_model_bytes
 
     @property
     def num_trained(self) -> int:

@@ -638,6 +638,20 @@ def mesh_sizes(recipe: Recipe, placement: Placement) -> Findings:
             yield from error.problems
 
 
+def sharded_reward_model(recipe: Recipe, placement: Placement) -> Findings:
+    shard, devices = recipe.reward_model.shard, placement.roles.get("reward_model", ())
+    if shard == 1 or not recipe.needs_reward_model:
+        return
+    others = [role for role, own in placement.roles.items() if role != "reward_model" and {*own} & {*devices}]
+    if others:
+        yield (
+            f"`reward_model.shard: {shard}`: the reward model is on devices of {', '.join(others)}, which compute at "
+            "other times; give it devices of its own in `cluster.placement`, or leave it out"
+        )
+    elif len(devices) % shard:
+        yield f"`reward_model.shard: {shard}` does not divide the number of the role's devices, {len(devices)}"
+
+
 def quantized_copies(recipe: Recipe, placement: Placement) -> Findings:
     with suppress(RecipeError):  # which `mesh_sizes` reports
         is_whole = mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole
@@ -704,5 +718,6 @@ PLACED_RULES: tuple[PlacedRule, ...] = (
     ways_of_weights,
     mesh_sizes,
     quantized_copies,
+    sharded_reward_model,
     offloaded_parts,
 )

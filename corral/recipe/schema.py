@@ -577,13 +577,16 @@ class Reference(Section):
 
 class RewardModel(Section):
     """The frozen classifier whose score is the reward named `reward_model`. There is none without such a reward. Each
-    device of the role has a whole one, and in a step scores its part of the conversations."""
+    device of the role scores its part of a step's conversations."""
 
     path: str | None = None
     """A folder in Hugging Face layout or a hub name of a sequence classifier with one label, with its own tokenizer and
     chat template."""
     dtype: DtypeName = "auto"
     """Type of weights and computation. auto: as for `model.dtype`."""
+    shard: PositiveInt = 1
+    """Devices that hold one classifier together: each has a part of every layer's weights, which are gathered when the
+    layer computes. Above 1 the role needs devices of its own."""
     max_length: PositiveInt | None = None
     """Most tokens of a conversation. A longer one is not cut: its sample gets `on_error` of the reward, and is counted.
     None: as many as the classifier was made for."""
