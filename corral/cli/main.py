@@ -131,10 +131,16 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into their base model.")] = False,
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
+    from corral.model.lora import AdapterFolder
     from corral.training.checkpoint import export_model
 
     export_model(checkpoint, out, dtype, merge)
     print(f"wrote {out}")
+    adapter = AdapterFolder.find(str(checkpoint))
+    if adapter is not None and adapter.quantization is not None:
+        rounded = f"{adapter.quantization.bits} bits, with which the adapters were trained"
+        kept = f"its weights are those of {rounded}, in the model's dtype" if merge else f"the base model has {rounded}"
+        print(kept)
 
 
 @app.command(epilog=examples("corral serve runs/my-run --port 8000"))

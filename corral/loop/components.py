@@ -164,7 +164,7 @@ async def open_rollout_components(
                 validation[: recipe.validation.max_prompts],
                 runtime,
                 scheduler,
-                reward_model=reward_model_of(runtime),
+                reward_model=reward_model_of(runtime, recipe),
             )
 
 
@@ -237,7 +237,7 @@ async def open_components(
                 validation=validation[: recipe.validation.max_prompts],
                 runtime=runtime,
                 scheduler=scheduler,
-                reward_model=reward_model_of(runtime),
+                reward_model=reward_model_of(runtime, recipe),
                 algorithm=algorithm,
                 train=train,
                 validation_rows=validation_rows[: recipe.validation.max_prompts],
@@ -315,9 +315,9 @@ async def open_scheduler(
         await scheduler.close()
 
 
-def reward_model_of(runtime: Runtime) -> RewardModelGroup | None:
+def reward_model_of(runtime: Runtime, recipe: Recipe) -> RewardModelGroup | None:
     group = runtime.groups.get("reward_model")
-    return None if group is None else RewardModelGroup(group)
+    return None if group is None else RewardModelGroup(group, recipe.reward_model.shard > 1)
 
 
 async def prepare_rewards_and_tokenizer(runtime: Runtime, recipe: Recipe, console: Console) -> Any:

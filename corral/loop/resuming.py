@@ -51,6 +51,7 @@ ON_RESUME: Mapping[str, Rule] = {
     "reference.endpoint": "taken",
     "reference.endpoint.model": "refused",
     "reward_model": "refused",
+    "reward_model.shard": "taken",
     "rollout": "taken",
     "batch": "taken",
     "optimizer": "taken",

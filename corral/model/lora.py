@@ -5,17 +5,24 @@ The adapters are two more parameters of the linear layer itself, which keeps its
 tensor parallelism, FSDP, weight transfer and the engine work with such a model as with any other. PEFT wraps a layer in
 another one instead, which renames every weight below it. Files are in PEFT's layout, and the function is PEFT's.
 
+Experts of a mixture are one tensor for each kind of matrix; their adapters are A [experts, rank, inputs] and B
+[experts, outputs, rank], parameters of the module that has the experts. PEFT keeps them as matrices
+(`target_parameters`), and adds B A to the weights in each forward pass; here rows of tokens are multiplied with the
+adapters of their experts.
+
 Adapters are never merged into the weights that the native engine decodes with: in bfloat16 the sum is rounded, so its
 log-probs would be those of another model than the trainer's.
 """
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +30,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corral.model.experts import compute_experts, expert_matrices, grouped_linear
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Lora
+from corral.recipe.schema import Lora, Quantization
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_STEM = "adapter_model"
+QUANTIZATION = "quantization.json"
+"""Says how the weights were rounded beside which an adapter was trained. PEFT has no place for it."""
 PEFT_PREFIX = "base_model.model."
 ADAPTERS = ("lora_A", "lora_B")
 UNSUPPORTED = (
     "alora_invocation_tokens", "alpha_pattern", "bias", "corda_config", "eva_config", "exclude_modules",
     "fan_in_fan_out", "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "rank_pattern",
-    "target_parameters", "trainable_token_indices", "use_dora", "use_qalora",
+    "trainable_token_indices", "use_dora", "use_qalora",
 )  # fmt: skip
 """Keys of PEFT's LoRA configuration under which it computes something else."""
+
+EXPERTS_OF_OLD = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Ends of names that PEFT takes for experts as transformers 4 had them, in a mixture, though they be shared experts or
+dense layers. It finds these by their weights (`target_parameters`)."""
+ROW_ALIGNMENT = 16
+"""Bytes of which a row is a multiple in torch's grouped matrix product."""
+EXPERT_ADAPTER = re.compile(r"(?P<module>.+)\.(?P<matrix>\w+)_(?P<adapter>lora_[AB])")
+"""Name of an adapter of experts: `model.layers.0.mlp.experts.down_proj_lora_A`."""
 
 _is_disabled: ContextVar[bool] = ContextVar("adapters_disabled", default=False)
 """Of this thread alone: an engine in another thread decodes with the same layers, and its adapters stay on."""
@@ -50,7 +68,45 @@ class LoraLinear(nn.Linear):
     lora_dropout: float
 
     def forward(self, input: Tensor) -> Tensor:
-        return add_adapter_outputs(F.linear(input, self.weight, self.bias), input, [self])
+        return add_adapter_outputs(super().forward(input), input, [self])
+
+
+class LoraExperts(nn.Module):
+    """The experts of a layer, some of whose matrices have adapters. Made out of plain ones by `add_adapters`: each
+    family's class has one of its own (`lora_experts_class`)."""
+
+    lora_matrices: tuple[str, ...]
+    """Names of the tensors that have adapters."""
+    lora_scale: float
+    is_transposed: bool
+    """Whether the family keeps matrices as [inputs, outputs]."""
+
+    def forward(self, tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
+        if _is_disabled.get():
+            plain: Tensor = super().forward(tokens, experts_of_token, weights)
+            return plain
+        project = partial(self._project, self.adapters())
+        return compute_experts(self, project, tokens, experts_of_token, weights)
+
+    def adapters(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B, by the name of their tensor."""
+        return {name: (getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")) for name in self.lora_matrices}
+
+    def _project(self, adapters: dict[str, tuple[Tensor, Tensor]], name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        weight = getattr(self, name)
+        outputs = grouped_linear(rows, weight.transpose(1, 2) if self.is_transposed else weight, ends)
+        if name not in adapters:
+            return outputs
+        a, b = adapters[name]
+        short = -a.shape[1] % (ROW_ALIGNMENT // a.element_size())
+        if short:
+            a, b = F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short))
+        return outputs + grouped_linear(self.lora_scale * grouped_linear(rows, a, ends), b, ends)
+
+
+@cache
+def lora_experts_class(plain: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Lora{plain.__name__}", (LoraExperts, plain), {})
 
 
 def add_adapter_outputs(outputs: Tensor, inputs: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
@@ -75,7 +131,7 @@ def add_adapter_outputs(outputs: Tensor, inputs: Tensor, linears: Sequence[nn.Li
         return torch.addmm(flat, low, b.T, alpha=scale).view_as(outputs)
     start = 0
     for linear in linears:
-        end = start + len(linear.weight)
+        end = start + len(linear.lora_B if isinstance(linear, LoraLinear) else linear.weight)
         if isinstance(linear, LoraLinear):
             flat[:, start:end].addmm_(F.linear(rows, linear.lora_A), linear.lora_B.T, alpha=scale)
         start = end
@@ -98,19 +154,43 @@ def adapters_disabled() -> Iterator[None]:
 def add_adapters(model: Any, lora: Lora) -> None:
     """Freezes the model and gives its target layers adapters that compute 0: A is random, B zero, as in PEFT. Equal on
     all ranks and engines: the random numbers are a function of the layer's name."""
-    targets = target_layers(model, lora)
+    targets = AdapterTargets.of(model, lora)
     model.requires_grad_(False)
-    model.lora = lora
-    for name, linear in targets.items():
-        like = linear.weight
-        device = "cpu" if like.is_meta else like.device
-        a = torch.empty(lora.rank, linear.in_features)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+    model.lora, model.lora_targets, model.lora_quantization = lora, targets, None
+    for name in targets.linears:
+        linear = model.get_submodule(name)
         set_class(linear, LoraLinear)
-        linear.lora_A = nn.Parameter(a.to(device, like.dtype))
-        linear.lora_B = nn.Parameter(torch.zeros(linear.out_features, lora.rank, dtype=like.dtype, device=device))
+        shape = linear.out_features, linear.in_features
+        linear.lora_A, linear.lora_B = new_adapter(name, lora.rank, linear.weight, shape)
         linear.lora_scale, linear.lora_dropout = scale_of(lora), lora.dropout
+    for name in targets.matrices:
+        module_name, _, matrix = name.rpartition(".")
+        experts = model.get_submodule(module_name)
+        check_experts(lora, module_name, experts)
+        if not isinstance(experts, LoraExperts):
+            set_class(experts, lora_experts_class(type(experts)))
+            experts.lora_matrices, experts.lora_scale = (), scale_of(lora)
+        experts.lora_matrices += (matrix,)
+        weight = getattr(experts, matrix)
+        shape = weight.shape[-2:] if not experts.is_transposed else weight.shape[:-3:-1]
+        a, b = new_adapter(name, lora.rank, weight, shape, experts.num_experts)
+        setattr(experts, f"{matrix}_lora_A", a)
+        setattr(experts, f"{matrix}_lora_B", b)
+
+
+def new_adapter(
+    name: str, rank: int, like: Tensor, shape: tuple[int, int], num_experts: int | None = None
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B of a matrix of this shape (outputs, inputs), or of one for each expert."""
+    num_outputs, num_inputs = shape
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    a = torch.empty(rank * (num_experts or 1), num_inputs)
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+    b = torch.zeros(num_outputs, rank)
+    if num_experts is not None:
+        a, b = a.unflatten(0, (num_experts, rank)), torch.zeros(num_experts, num_outputs, rank)
+    device = "cpu" if like.is_meta else like.device
+    return nn.Parameter(a.to(device, like.dtype)), nn.Parameter(b.to(device, like.dtype))
 
 
 def scale_of(lora: Lora) -> float:
@@ -118,28 +198,78 @@ def scale_of(lora: Lora) -> float:
     return lora.resolved_alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
-def target_layers(model: Any, lora: Lora) -> dict[str, Any]:
-    """The layers that get an adapter, by name. `all-linear`: those of the language model, without its head. Names are
-    matched as PEFT does it: a whole name, or its end behind a dot."""
-    linears = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, LoraLinear)}
-    if lora.targets == "all-linear":
+@dataclass(frozen=True)
+class AdapterTargets:
+    """Names of what has adapters, in the model's order."""
+
+    linears: list[str]
+    matrices: list[str]
+    """Tensors of experts: `model.layers.0.mlp.experts.down_proj`."""
+    linear_ends: list[str]
+    """The ends of their names, where no other layer has such an end; else the names."""
+    matrix_ends: list[str]
+    in_mixture: bool
+    """Whether the model has experts."""
+
+    @classmethod
+    def of(cls, model: Any, lora: Lora) -> "AdapterTargets":
+        """`all-linear`: all linear layers and experts of the language model, without its head. Other names are matched
+        as PEFT does it: a whole name, or its end behind a dot; that of experts with their module, as
+        `experts.down_proj`, where linear layers are called the same. UserError for a name that is not there."""
         head, decoder = model.get_output_embeddings(), set(model.get_decoder().modules())
-        chosen = {name: module for name, module in linears.items() if module is not head and module in decoder}
-        if not chosen:
-            raise UserError(f"model.lora: {type(model).__name__} has no linear layers for adapters")
-        return chosen
-    found: dict[str, Any] = {}
-    for target in lora.targets:
-        own = {name: module for name, module in linears.items() if f".{name}".endswith(f".{target}")}
-        if not own:
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise UserError(f"model.lora.targets: no linear layer is called {target}; there are {', '.join(ends)}")
-        found |= own
-    return {name: module for name, module in linears.items() if name in found}
+        modules = dict(model.named_modules())
+        all_linears = [name for name, module in modules.items() if type(module) is nn.Linear]
+        all_matrices = [f"{name}.{matrix}" for name, module in modules.items() for matrix in expert_matrices(module)]
+        if lora.targets == "all-linear":
+            linears = [name for name in all_linears if modules[name] in decoder and modules[name] is not head]
+            matrices = [name for name in all_matrices if modules[name.rpartition(".")[0]] in decoder]
+            if not linears and not matrices:
+                raise UserError(f"model.lora: {type(model).__name__} has no linear layers for adapters")
+        else:
+            linears = [name for name in all_linears if is_called(name, lora.targets)]
+            of_experts = [end for end in lora.targets if "." in end or not any(is_called(n, [end]) for n in linears)]
+            matrices = [name for name in all_matrices if is_called(name, of_experts)]
+            for end in lora.targets:
+                if not any(is_called(name, [end]) for name in (*linears, *matrices)):
+                    ends = {last_parts(name, 1) for name in all_linears} | {
+                        last_parts(name, 2) for name in all_matrices
+                    }
+                    there = ", ".join(sorted(ends))
+                    raise UserError(f"model.lora.targets: no linear layer is called {end}; there are {there}")
+        ends = shortest_ends(linears, all_linears, 1), shortest_ends(matrices, all_matrices, 2)
+        return cls(linears, matrices, *ends, in_mixture=bool(all_matrices))
+
+
+def is_called(name: str, ends: Collection[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def last_parts(name: str, num_parts: int) -> str:
+    return ".".join(name.split(".")[-num_parts:])
+
+
+def shortest_ends(names: Collection[str], among: Iterable[str], num_parts: int) -> list[str]:
+    """The last parts of the names where these are the only ones with such ends, else the names."""
+    ends = {last_parts(name, num_parts) for name in names}
+    return sorted(ends if {name for name in among if is_called(name, ends)} == set(names) else names)
+
+
+def check_experts(lora: Lora, name: str, experts: nn.Module) -> None:
+    """UserError for experts that cannot have adapters."""
+    if not hasattr(experts, "_apply_gate"):  # which transformers gives to all that it computes by groups
+        raise UserError(
+            f"model.lora.targets: experts of the kind {type(experts).__name__} cannot have adapters; name the layers "
+            "that get some"
+        )
+    if lora.dropout:
+        raise UserError(
+            f"model.lora.dropout: adapters of experts ({name}) have none, nor have PEFT's; leave it out, or let "
+            "`model.lora.targets` name linear layers only"
+        )
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, LoraLinear) for module in model.modules())
+    return any(isinstance(module, LoraLinear | LoraExperts) for module in model.modules())
 
 
 def transferred_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -161,22 +291,53 @@ def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True)) if named else {}
 
 
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight that has an adapter."""
+
+    adapters: tuple[str, str]
+    """Names of A and B."""
+    scale: float
+    is_transposed: bool = False
+
+
+def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
+    """Weights that have adapters, by name."""
+    found: dict[str, AdaptedWeight] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            found[f"{name}.weight"] = AdaptedWeight((f"{name}.lora_A", f"{name}.lora_B"), module.lora_scale)
+        elif isinstance(module, LoraExperts):
+            for matrix in module.lora_matrices:
+                both = f"{name}.{matrix}_lora_A", f"{name}.{matrix}_lora_B"
+                found[f"{name}.{matrix}"] = AdaptedWeight(both, module.lora_scale, module.is_transposed)
+    return found
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, is_transposed: bool = False) -> Tensor:
     """W + s B A, summed in float32."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+    product = b.float() @ a.float()
+    return torch.add(weight.float(), product.mT if is_transposed else product, alpha=scale).to(weight.dtype)
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Adds the adapters to the weights, and leaves plain layers behind."""
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.weight.copy_(merged_weight(module.weight, module.lora_A, module.lora_B, module.lora_scale))
-            del module.lora_A, module.lora_B
-            set_class(module, nn.Linear)
+    parameters = dict(model.named_parameters())
+    for name, adapted in adapted_weights(model).items():
+        a, b = (parameters[adapter] for adapter in adapted.adapters)
+        parameters[name].copy_(merged_weight(parameters[name], a, b, adapted.scale, adapted.is_transposed))
+        for adapter in adapted.adapters:
+            module, _, own = adapter.rpartition(".")
+            delattr(model.get_submodule(module), own)
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            set_class(layer, nn.Linear)
+        elif isinstance(layer, LoraExperts):
+            set_class(layer, type(layer).__bases__[1])
 
 
-def set_class(module: Any, new: type[nn.Linear]) -> None:
+def set_class(module: Any, new: type[nn.Module]) -> None:
     module.__class__ = new
 
 
@@ -191,6 +352,8 @@ class AdapterFolder:
     base: str
     """Name or folder of the model that it belongs to."""
     lora: Lora
+    quantization: Quantization | None = None
+    """How the weights were rounded beside which Corral trained it."""
 
     @classmethod
     def find(cls, path: str) -> "AdapterFolder | None":
@@ -200,7 +363,10 @@ class AdapterFolder:
             return None
         try:
             config = json.loads((folder / ADAPTER_CONFIG).read_text())
-            return cls(folder, str(config["base_model_name_or_path"]), lora_of(config, folder))
+            quantization = None
+            if (folder / QUANTIZATION).is_file():
+                quantization = Quantization.model_validate_json((folder / QUANTIZATION).read_text())
+            return cls(folder, str(config["base_model_name_or_path"]), lora_of(config, folder), quantization)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / ADAPTER_CONFIG} is not a configuration of PEFT: {error!r}") from error
 
@@ -209,17 +375,17 @@ class AdapterFolder:
         from safetensors.torch import load_file
 
         stored = load_file(self.path / f"{ADAPTER_STEM}.safetensors")
-        wanted = {peft_name(name): p for name, p in model.named_parameters() if name.endswith(ADAPTERS)}
+        own = {name: p for name, p in model.named_parameters() if name.endswith(ADAPTERS)}
+        wanted = {peft: own[name] for name, peft in peft_names(own).items()}
         if odd := stored.keys() ^ wanted.keys():
             where = "a tensor that the model has no place for" if min(odd) in stored else "no tensor"
             raise UserError(f"{self.path} does not fit the model: it has {where}: {min(odd)}")
         for name, parameter in wanted.items():
-            if stored[name].shape != parameter.shape:
+            if stored[name].shape != (shape := as_peft(name, parameter).shape):
                 raise UserError(
-                    f"{self.path} does not fit the model: {name} is {list(stored[name].shape)}, not "
-                    f"{list(parameter.shape)}"
+                    f"{self.path} does not fit the model: {name} is {list(stored[name].shape)}, not {list(shape)}"
                 )
-            parameter.data.copy_(stored[name])
+            parameter.data.copy_(from_peft(name, stored[name], parameter.shape))
 
 
 def lora_of(config: dict[str, Any], folder: Path) -> Lora:
@@ -230,6 +396,12 @@ def lora_of(config: dict[str, Any], folder: Path) -> Lora:
         if config.get(key) not in (None, False, "none", [], {}):
             raise UserError(f"{folder} has an adapter with `{key}: {config[key]}`, which Corral does not compute")
     targets = config["target_modules"]
+    if parameters := config.get("target_parameters") or []:
+        if targets == "all-linear":
+            raise UserError(f"{folder} has an adapter of all linear layers and of parameters; name the layers")
+        # The weight of a linear layer, or a tensor of experts; its name alone could be that of linear layers, too.
+        names = (name.removesuffix(".weight") if "." in name else f"experts.{name}" for name in parameters)
+        targets = [*(targets or ()), *names]
     return Lora(
         rank=config["r"],
         alpha=config["lora_alpha"],
@@ -239,19 +411,46 @@ def lora_of(config: dict[str, Any], folder: Path) -> Lora:
     )
 
 
-def peft_name(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj.lora_A` as PEFT calls it."""
-    return f"{PEFT_PREFIX}{name}.weight"
+def peft_names(names: Iterable[str]) -> dict[str, str]:
+    """PEFT's names of adapters: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`. It wraps experts once
+    for each of their matrices that has an adapter, so those of all but the last one are below a `base_layer`. `names`:
+    those of all adapters, in the model's order."""
+    names, matrices = list(names), dict[str, list[str]]()
+    matches = {name: match for name in names if (match := EXPERT_ADAPTER.fullmatch(name))}
+    for match in matches.values():
+        own = matrices.setdefault(match["module"], [])
+        own.extend([match["matrix"]] if match["matrix"] not in own else [])
+    found = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
+    for name, match in matches.items():
+        own = matrices[match["module"]]
+        below = ".base_layer" * (len(own) - 1 - own.index(match["matrix"]))
+        found[name] = f"{PEFT_PREFIX}{match['module']}{below}.{match['adapter']}.weight"
+    return found
+
+
+def as_peft(name: str, adapter: Tensor) -> Tensor:
+    """An adapter in PEFT's form. Those of experts are a matrix there: A has the experts' rows one after the other, the
+    columns of B are those of rank 0 of all experts, of rank 1, and so on."""
+    if adapter.dim() == 2:
+        return adapter
+    return adapter.flatten(0, 1) if "lora_A" in name else adapter.permute(1, 2, 0).flatten(1)
+
+
+def from_peft(name: str, stored: Tensor, shape: torch.Size) -> Tensor:
+    """The reverse of `as_peft`."""
+    if len(shape) == 2:
+        return stored
+    return stored.view(shape) if "lora_A" in name else stored.unflatten(1, (-1, shape[0])).permute(2, 0, 1)
 
 
 def write_adapter_config(model: Any, folder: Path) -> None:
     """Writes what PEFT needs to load the adapter: `PeftModel.from_pretrained(model, folder)`."""
     lora: Lora = model.lora
+    targets: AdapterTargets = model.lora_targets
     folder.mkdir(parents=True, exist_ok=True)
-    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
-    ends = {name.rpartition(".")[2] for name in adapted}
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    by_end = {name for name in linears if name.rpartition(".")[2] in ends}
+    by_weight: list[str] = []
+    if targets.in_mixture and not lora.dropout:
+        by_weight = [end for end in targets.linear_ends if last_parts(end, 1) in EXPERTS_OF_OLD]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -260,9 +459,11 @@ def write_adapter_config(model: Any, folder: Path) -> None:
         "lora_alpha": lora.resolved_alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        # Ends of names are shorter, where they mean the same layers.
-        "target_modules": sorted(ends if by_end == adapted else adapted),
+        "target_modules": [end for end in targets.linear_ends if end not in by_weight],
+        "target_parameters": [*targets.matrix_ends, *(f"{end}.weight" for end in by_weight)] or None,
         "bias": "none",
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if (quantization := model.lora_quantization) is not None:
+        (folder / QUANTIZATION).write_text(quantization.model_dump_json() + "\n")

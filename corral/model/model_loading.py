@@ -19,6 +19,7 @@ from corral.model.fused_layers import fuse
 from corral.model.general_forward import is_general
 from corral.model.lora import AdapterFolder, add_adapters, merge_adapters, scale_of
 from corral.model.model_check import check_model
+from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Lora, Model
@@ -104,8 +105,14 @@ def load_config(model: Model) -> Any:
 def load_model(model: Model, device: torch.device) -> Any:
     """A transformers causal model on the device, for rollout and training."""
     dtype = resolve_dtype(model.dtype, device)
-    loaded = read_model(model, dtype).to(device)
-    load_adapter(loaded, model)
+    loaded = read_model(model, dtype)
+    if model.quantization is not None:
+        load_adapter(loaded, model)
+        quantize(loaded, model.quantization, device)
+        loaded = loaded.to(device)
+    else:
+        loaded = loaded.to(device)
+        load_adapter(loaded, model)
     if is_fusible_on(device, loaded, model):
         fuse(loaded)
     check_model(loaded)
@@ -171,13 +178,22 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
 
 def load_adapter(loaded: Any, model: Model) -> None:
     """Gives the model adapters as the recipe has them: new ones, or those in the folder that is the model's path.
-    Without `model.lora`, such a folder's adapter is merged into the weights."""
+    Without `model.lora`, such a folder's adapter is merged into the weights, which are rounded before as they were in
+    its training."""
     folder = AdapterFolder.find(model.path)
     lora = folder.lora if model.lora is None and folder is not None else model.lora
     if lora is None:
         return
     if folder is not None and (theirs := adapter_shape(folder.lora)) != (ours := adapter_shape(lora)):
         raise UserError(f"model.lora: the adapter in {folder.path} has (rank, scale) {theirs}, the recipe {ours}")
+    if folder is not None and folder.quantization is not None:
+        if model.lora is None:
+            round_weights(loaded, folder.quantization)
+        elif model.quantization != folder.quantization:
+            raise UserError(
+                f"model.quantization: the adapter in {folder.path} was trained beside weights in "
+                f"{folder.quantization.bits} bits; set `model.quantization.bits: {folder.quantization.bits}`"
+            )
     add_adapters(loaded, lora)
     if folder is not None:
         folder.load_into(loaded)
@@ -192,7 +208,8 @@ def adapter_shape(lora: Lora) -> tuple[int, float]:
 def is_fusible_on(device: torch.device, loaded: Any, model: Model) -> bool:
     """Whether the fused layers are for this device: their Triton kernels need a GPU that has bfloat16. Older ones
     compute layer by layer with torch's own."""
-    return device.type == "cuda" and not is_general(loaded) and not model.exact and has_bfloat16(device)
+    is_plain = not is_general(loaded) and not model.exact and model.quantization is None
+    return device.type == "cuda" and is_plain and has_bfloat16(device)
 
 
 def detach_weights(model: nn.Module, cast: tuple[torch.dtype, torch.dtype] | None = None) -> dict[nn.Parameter, Tensor]:

@@ -36,7 +36,8 @@ from torch.autograd import Function
 from corral.data.batch import IntArray, TokenTree, TreeChunk
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionKernel, TreeAttention
-from corral.model.lora import LoraLinear, add_adapter_outputs
+from corral.model.experts import holds_experts
+from corral.model.lora import LoraExperts, LoraLinear, add_adapter_outputs
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import moves_by_all_to_all
 
@@ -150,6 +151,14 @@ class TensorParallel:
             return
         self._shard(experts.gate_up_proj, ShardSpec(1, packed=True))
         self._shard(experts.down_proj, ShardSpec(2))
+        if isinstance(experts, LoraExperts):
+            adapters = experts.adapters()
+            if "gate_up_proj" in adapters:
+                self._shard(adapters["gate_up_proj"][1], ShardSpec(1, packed=True))
+                self.partial.add(adapters["gate_up_proj"][0])
+            if "down_proj" in adapters:
+                self._shard(adapters["down_proj"][0], ShardSpec(2))
+                self.partial.add(adapters["down_proj"][1])
         inner, group = experts.forward, self.group
 
         def forward(tokens: Tensor, experts_of_token: Tensor, weights: Tensor) -> Tensor:
@@ -280,12 +289,6 @@ def shard_experts(model: nn.Module, group: dist.ProcessGroup) -> ExpertParallel:
     if not parallel.modules:
         raise UserError(f"train.parallel.expert: {type(model).__name__} has no experts to shard")
     return parallel
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Whether the module has the experts of a layer as transformers keeps them: one tensor for each kind of matrix."""
-    own = list(module.parameters(recurse=False))
-    return any(p.dim() == 3 for p in own) and all(len(p) == getattr(module, "num_experts", None) for p in own)
 
 
 # --- context parallelism

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from corral.model.model_parallel import all_reduce, holds_experts, reduce_from_group
+from corral.model.experts import holds_experts
+from corral.model.model_parallel import all_reduce, reduce_from_group
 from corral.recipe.errors import UserError
 
 

@@ -22,7 +22,7 @@ from corral.recipe.placement import resolve_meshes, resolve_placement
 from corral.recipe.plan import Plan, count, describe_mesh, make_plan
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.rules import check
-from corral.recipe.schema import MAX_SEQUENCES, EngineChoice, Lora, Parallel, Recipe
+from corral.recipe.schema import MAX_SEQUENCES, EngineChoice, Lora, Parallel, Quantization, Recipe
 from corral.recipe.shape import ModelShape
 from corral.recipe.step_time import DEVICE_KINDS, DeviceKind, estimate_step_s
 
@@ -312,7 +312,17 @@ def what_would_fit(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> Ite
             break
     else:
         yield f"no number of such devices up to {MOST_DEVICES} would fit it"
-    if recipe.model.lora is None:
-        adapters = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": Lora(rank=32)})})
-        if (fitting := first(adapters, hardware)) is not None:
-            yield f"on {hardware} it fits with adapters, `model.lora.rank=32`: {describe_fit(fitting)}"
+    lora, in_four_bits = recipe.model.lora or Lora(rank=32), Quantization(bits=4)
+    written = "" if recipe.model.lora is not None else "`model.lora.rank=32`"
+    smaller = {
+        f"with adapters, {written}": {"lora": lora},
+        " ".join(filter(None, ["with", written, "`model.quantization.bits=4`"])): {
+            "lora": lora,
+            "quantization": in_four_bits,
+        },
+    }
+    for how, changes in smaller.items():
+        changed = recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
+        if changed.model != recipe.model and (fitting := first(changed, hardware)) is not None:
+            yield f"on {hardware} it fits {how}: {describe_fit(fitting)}"
+            break

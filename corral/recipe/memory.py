@@ -78,7 +78,15 @@ def check_memory(recipe: Recipe, groups: Sequence[DeviceMemory]) -> None:
 
 
 def what_would_fit(recipe: Recipe, group: DeviceMemory, needed: dict[Phase, float], available: float) -> str:
-    """The engine's part, which is the only one that is not spread over the devices by itself."""
+    """The engine's part or the reward model's, which are not spread over the devices by themselves."""
+    classifier = next((one.bytes_by_phase for one in group.items if one.name == REWARD_MODEL_WEIGHTS), {})
+    without = {phase: value - classifier.get(phase, 0) / GIB for phase, value in needed.items()}
+    if classifier and max(without.values()) < available:
+        if len(group.roles) > 1:
+            return "; without the reward model it would fit: give that devices of its own in `cluster.placement`"
+        for size in (2, 4, 8, 16):
+            if len(group.devices) % size == 0 and without["logprobs"] + classifier["logprobs"] / GIB / size < available:
+                return f"; `reward_model.shard: {size}` would spread its weights over so many devices"
     weights = next((item.bytes_by_phase for item in group.items if item.name == "rollout weights"), {})
     whole = weights.get("rollout", 0) * recipe.rollout.engine.tensor_parallel / GIB
     others = {phase: value - weights.get(phase, 0) / GIB for phase, value in needed.items()}
@@ -198,7 +206,8 @@ class _Estimate:
             size = self.reference_shape.num_parameters * self.weight_bytes
             return self.held_part(role, size, self.reference_shape)
         adapters = self.num_trained if self.recipe.model.lora is not None else 0
-        return self.held_part(role, (self.shape.num_parameters + adapters) * self.weight_bytes)
+        saved = quantization_saves(self.recipe, self.shape, self.weight_bytes)
+        return self.held_part(role, (self.shape.num_parameters + adapters) * self.weight_bytes - saved)
 
     @property
     def reference_shape(self) -> ModelShape:
@@ -217,8 +226,13 @@ class _Estimate:
         return DTYPE_BYTES.get(self.recipe.reward_model.dtype, self.auto_bytes)
 
     def reward_model_weights(self) -> int:
-        """Every device of the role has all of them."""
-        return self.reward_model_shape.num_parameters * self.reward_model_bytes
+        """Every device of the role has all of them, or a part and what is gathered: the embedding and two layers."""
+        shape, shard = self.reward_model_shape, self.recipe.reward_model.shard
+        whole = shape.num_parameters * self.reward_model_bytes
+        if shard == 1:
+            return whole
+        gathered = shape.vocab_size * shape.hidden_size + 2 * layer_size(shape)
+        return whole // shard + gathered * self.reward_model_bytes
 
     @property
     def num_trained(self) -> int:
@@ -374,8 +388,17 @@ def num_trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
     lora = recipe.model.lora
     if lora is None:
         return shape.num_parameters
-    targets = None if lora.targets == "all-linear" else [target.rpartition(".")[2] for target in lora.targets]
-    return shape.num_adapter_parameters(lora.rank, targets)
+    return shape.num_adapter_parameters(lora.rank, None if lora.targets == "all-linear" else lora.targets)
+
+
+def quantization_saves(recipe: Recipe, shape: ModelShape, weight_bytes: int) -> int:
+    """Bytes by which `model.quantization` makes the weights smaller: to half a byte and a float32 for 64 numbers, or to
+    a byte and a float32 for a row, less one matrix that is put together to compute with."""
+    if recipe.model.quantization is None or shape.num_experts:
+        return 0
+    per_number = 0.5 + FLOAT32 / 64 if recipe.model.quantization.bits == 4 else 1.0 + FLOAT32 / shape.hidden_size
+    largest = shape.hidden_size * max(shape.intermediate_size, shape.num_heads * shape.head_dim)
+    return int(shape.num_quantizable_parameters * (weight_bytes - per_number)) - largest * weight_bytes
 
 
 def memory_table(group: DeviceMemory) -> list[str]:

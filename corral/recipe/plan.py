@@ -460,6 +460,7 @@ def memory_title(plan: Plan) -> str:
             if plan.recipe.model.lora is not None
             else ""
         )
+        + (f"; linear layers in {quantized.bits} bits" if (quantized := plan.recipe.model.quantization) else "")
         + (f", of {available:g} GiB" if (available := plan.recipe.cluster.device_memory) else "")
     )
 

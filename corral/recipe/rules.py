@@ -413,6 +413,23 @@ def lora_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
         )
 
 
+def quantization_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
+    if recipe.model.quantization is None:
+        return
+    if recipe.model.lora is None:
+        yield (
+            "`model.quantization`: weights in 8 or 4 bits are not trained, only adapters beside them; set "
+            "`model.lora.rank`, or leave it out"
+        )
+    if not recipe.rollout.engine.in_process and recipe.needs_engine:
+        yield (
+            f"`model.quantization`: `rollout.engine: {recipe.rollout.engine.name}` in a process of its own would "
+            "decode with other weights than those that are trained with; set `rollout.engine: native`"
+        )
+    if recipe.model.exact:
+        yield "`model.quantization` rounds weights, and `model.exact` is for those that are not rounded; leave one out"
+
+
 def router_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if recipe.train.router_aux_loss_coef and recipe.train.parallel.pipeline > 1:
         yield (
@@ -621,6 +638,30 @@ def mesh_sizes(recipe: Recipe, placement: Placement) -> Findings:
             yield from error.problems
 
 
+def sharded_reward_model(recipe: Recipe, placement: Placement) -> Findings:
+    shard, devices = recipe.reward_model.shard, placement.roles.get("reward_model", ())
+    if shard == 1 or not recipe.needs_reward_model:
+        return
+    others = [role for role, own in placement.roles.items() if role != "reward_model" and {*own} & {*devices}]
+    if others:
+        yield (
+            f"`reward_model.shard: {shard}`: the reward model is on devices of {', '.join(others)}, which compute at "
+            "other times; give it devices of its own in `cluster.placement`, or leave it out"
+        )
+    elif len(devices) % shard:
+        yield f"`reward_model.shard: {shard}` does not divide the number of the role's devices, {len(devices)}"
+
+
+def quantized_copies(recipe: Recipe, placement: Placement) -> Findings:
+    with suppress(RecipeError):  # which `mesh_sizes` reports
+        is_whole = mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole
+        if recipe.model.quantization is not None and not is_whole:
+            yield (
+                "`model.quantization`: codes of weights are not sharded, so every device has a whole model; set "
+                "`train.parallel.replicate` to the number of devices, or leave it out"
+            )
+
+
 def offloaded_parts(recipe: Recipe, placement: Placement) -> Findings:
     with suppress(RecipeError):  # which `mesh_sizes` reports
         if not mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole:
@@ -658,6 +699,7 @@ RULES: tuple[Rule, ...] = (
     kl_keys,
     correction_keys,
     lora_keys,
+    quantization_keys,
     router_keys,
     engine_keys,
     shaping_keys,
@@ -670,4 +712,12 @@ RULES: tuple[Rule, ...] = (
     enough_nodes,
     environment_names,
 )
-PLACED_RULES: tuple[PlacedRule, ...] = (running_ahead, engines_on_nodes, ways_of_weights, mesh_sizes, offloaded_parts)
+PLACED_RULES: tuple[PlacedRule, ...] = (
+    running_ahead,
+    engines_on_nodes,
+    ways_of_weights,
+    mesh_sizes,
+    quantized_copies,
+    sharded_reward_model,
+    offloaded_parts,
+)

@@ -47,17 +47,24 @@ class Lora(Section):
     alpha: PositiveFloat | None = None
     """What an adapter computes is multiplied by `alpha / rank`. None: twice the rank."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj]`. all-linear: all of the
-    language model, without its head. (Experts of a mixture that are one tensor are no linear layers.)"""
+    """Linear layers that get an adapter, by the ends of their names: `[q_proj, v_proj, experts.down_proj]`. all-linear:
+    all of the language model with its experts, without its head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of an adapter's inputs that training sets to zero. The engine knows no dropout, so above 0 the log-probs
-    of training are not those of sampling."""
+    of training are not those of sampling. Adapters of experts have none."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead, for high ranks."""
 
     @property
     def resolved_alpha(self) -> float:
         return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+class Quantization(Section):
+    """The frozen weights beside adapters in fewer bits, as bitsandbytes has them (QLoRA)."""
+
+    bits: Literal[4, 8] = 4
+    """4: NF4 in blocks of 64. 8: int8 in rows."""
 
 
 class Model(Section):
@@ -68,6 +75,8 @@ class Model(Section):
     reads bytes and is not trained yet. A folder with a LoRA adapter in PEFT's layout is its base model with the
     adapter: merged, or with `lora` to go on from."""
     lora: Lora | None = None
+    quantization: Quantization | None = None
+    """Only with `lora`, and with whole models on devices."""
     dtype: DtypeName = "auto"
     """Type of weights and computation; the optimizer keeps float32 copies of smaller ones, and float16 scales the loss.
     auto: bfloat16 where the device is fast at it, else float32."""
@@ -571,13 +580,16 @@ class Reference(Section):
 
 class RewardModel(Section):
     """The frozen classifier whose score is the reward named `reward_model`. There is none without such a reward. Each
-    device of the role has a whole one, and in a step scores its part of the conversations."""
+    device of the role scores its part of a step's conversations."""
 
     path: str | None = None
     """A folder in Hugging Face layout or a hub name of a sequence classifier with one label, with its own tokenizer and
     chat template."""
     dtype: DtypeName = "auto"
     """Type of weights and computation. auto: as for `model.dtype`."""
+    shard: PositiveInt = 1
+    """Devices that hold one classifier together: each has a part of every layer's weights, which are gathered when the
+    layer computes. Above 1 the role needs devices of its own."""
     max_length: PositiveInt | None = None
     """Most tokens of a conversation. A longer one is not cut: its sample gets `on_error` of the reward, and is counted.
     None: as many as the classifier was made for."""

@@ -124,20 +124,31 @@ class ModelShape:
         return text + self.vision_parameters
 
     def num_adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
-        """Of LoRA adapters of the rank on linear layers of these names, or on all of them. Experts have none."""
+        """Of LoRA adapters of the rank on linear layers and experts of these names, or on all of them."""
         hidden, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layers = {"q_proj": hidden + heads, "k_proj": hidden + kv, "v_proj": hidden + kv, "o_proj": hidden + heads}
-        mlp = {"gate_proj": hidden + self.intermediate_size, "up_proj": hidden + self.intermediate_size}
-        mlp["down_proj"] = hidden + self.intermediate_size
-        if self.num_experts:
-            mlp = dict.fromkeys(mlp, 0)
-        sizes = [size for name, size in (layers | mlp).items() if targets is None or name in targets]
-        return rank * sum(sizes) * self.num_layers
+        sizes = {"q_proj": hidden + heads, "k_proj": hidden + kv, "v_proj": hidden + kv, "o_proj": hidden + heads}
+        sizes = {name: size * self.num_layers for name, size in sizes.items()}
+        num_sparse = (self.num_layers - self.num_dense_layers) * bool(self.num_experts)
+        num_dense = self.num_layers - num_sparse
+        mlp = num_dense * (hidden + (self.dense_intermediate_size if self.num_experts else self.intermediate_size))
+        mlp += num_sparse * (hidden + self.shared_expert_size) * bool(self.shared_expert_size)
+        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj") if mlp else (), mlp)
+        num_matrices = num_sparse * self.num_experts
+        sizes["experts.gate_up_proj"] = num_matrices * (hidden + 2 * self.intermediate_size)
+        sizes["experts.down_proj"] = num_matrices * (hidden + self.intermediate_size)
+        wanted = set(sizes) if targets is None else {last_name(target, sizes) for target in targets}
+        return rank * sum(size for name, size in sizes.items() if name in wanted)
 
     @property
     def num_expert_parameters(self) -> int:
         """Parameters of the experts that a token may or may not pass through; 0 in a dense model."""
         return (self.num_layers - self.num_dense_layers) * self.num_experts * self._mlp(self.intermediate_size)
+
+    @property
+    def num_quantizable_parameters(self) -> int:
+        """Parameters of the linear layers but for the head, of a model without experts."""
+        attention = self.hidden_size * (self.attention_size + self.num_heads * self.head_dim)
+        return self.num_layers * (attention + self._mlp(self.intermediate_size))
 
     @property
     def num_matrix_parameters(self) -> int:
@@ -233,3 +244,10 @@ def _vision_parameters(config: Any, hidden: int) -> int:
     matrices = 3 if keys.config.get("hidden_act") == "silu" else 2
     num_mergers = 1 + len(keys.config.get("deepstack_visual_indexes") or ())
     return depth * (4 * width * width + matrices * width * mlp) + num_mergers * 4 * width * (4 * width + hidden)
+
+
+def last_name(target: str, names: Collection[str]) -> str:
+    """What an entry of `model.lora.targets` is called in each layer: `experts.down_proj` of experts, if only they are
+    called so, else `down_proj`."""
+    last = target.rpartition(".")[2]
+    return f"experts.{last}" if "experts." in target or last not in names else last

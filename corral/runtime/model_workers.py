@@ -192,8 +192,9 @@ class ModelWorker(Role, ABC):
         self.algorithm = resolve_algorithm(recipe)
         shape = mesh_shape(recipe.train.parallel, context.size, role)
         self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
-        lora = None if role == "reference" else recipe.model.lora  # with a path of its own it is a model of its own
-        settings = recipe.model.model_copy(update={"path": path or recipe.model.path, "lora": lora})
+        settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
+        if role == "reference":  # with a path of its own it is a model of its own
+            settings = settings.model_copy(update={"lora": None, "quantization": None})
         load = load_to_shard if self.mesh.is_sharded else load_model
         self.trainer = self.make_trainer(load(settings, context.device))
 

@@ -83,12 +83,9 @@ class DeviceSet:
 
     roles: tuple[str, ...]
     devices: tuple[int, ...]
-
-    @property
-    def is_world(self) -> bool:
-        """Whether its workers are one world of torch.distributed. Rollout workers know nothing of each other, so that
-        the run can do without any of them."""
-        return len(self.devices) > 1 and any(role in MESH_ROLES for role in self.roles)
+    is_world: bool
+    """Whether its workers are one world of torch.distributed. Rollout workers know nothing of each other, so that the
+    run can do without any of them; nor do reward models that are whole."""
 
 
 class RayRuntime(Runtime):
@@ -148,7 +145,11 @@ class RayRuntime(Runtime):
         check_debugger(self.debugger, self.nodes)
         await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
         await asyncio.gather(*(self._wait_for_services(node) for node in self.nodes))
-        self.sets = [DeviceSet(roles, devices) for roles, devices in self.placement.groups().items()]
+        together = {*MESH_ROLES, *(["reward_model"] if self.recipe.reward_model.shard > 1 else [])}
+        self.sets = [
+            DeviceSet(roles, devices, len(devices) > 1 and not together.isdisjoint(roles))
+            for roles, devices in self.placement.groups().items()
+        ]
         self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
         names = {number: str(device) for number, device in self.devices.items()}
         self.debugger_watch = DebuggerWatch(self.token, names, self.debugger.warn)

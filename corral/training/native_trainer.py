@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from corral.data.batch import Batch, Pack, Trajectory
 from corral.kernels.host_to_device import on_device
 from corral.model.attention import AttentionContext, TreeAttention, forward_hidden
+from corral.model.experts import holds_experts
 from corral.model.families import check_parallel
 from corral.model.fused_layers import unfuse
 from corral.model.general_forward import (
@@ -34,14 +35,14 @@ from corral.model.general_forward import (
 from corral.model.logprobs import OutputHead
 from corral.model.lora import (
     ADAPTERS,
-    LoraLinear,
+    adapted_weights,
     adapters_disabled,
     has_adapters,
     merged_weight,
     transferred_names,
 )
 from corral.model.model_check import check_model, difference_on_stage, probe_sequences, raise_if_packing_differs
-from corral.model.model_parallel import ContextParallelAttention, distribute_tree, holds_experts, reduce_from_group
+from corral.model.model_parallel import ContextParallelAttention, distribute_tree, reduce_from_group
 from corral.model.router_balance import RouterBalance
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
@@ -281,15 +282,14 @@ class _NativeTrainer:
 
     def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.model.named_parameters())
-        scales = {f"{name}.weight": m.lora_scale for name, m in self.model.named_modules() if isinstance(m, LoraLinear)}
+        adapted = adapted_weights(self.model)
         for name in self.layout.parameters:
             if name.endswith(ADAPTERS):
                 continue
             weight = self.layout.gather_weight(name, parameters.get(name))
-            if name in scales:
-                both = (name.removesuffix("weight") + adapter for adapter in ADAPTERS)
-                a, b = (self.layout.gather_weight(adapter, parameters.get(adapter)) for adapter in both)
-                weight = merged_weight(weight, a, b, scales[name])
+            if name in adapted:
+                a, b = (self.layout.gather_weight(one, parameters.get(one)) for one in adapted[name].adapters)
+                weight = merged_weight(weight, a, b, adapted[name].scale, adapted[name].is_transposed)
             yield name, weight
 
     def _save_optimizer(

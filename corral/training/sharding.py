@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corral.model.experts import holds_experts
 from corral.model.model_loading import STORED_WEIGHTS, detach_weights
 from corral.model.model_parallel import (
     ExpertParallel,
     ShardSpec,
     TensorParallel,
     all_gather,
-    holds_experts,
     shard_experts,
 )
 from corral.model.pipeline_stage import PipelineStage

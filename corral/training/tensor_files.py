@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.model.lora import ADAPTER_STEM, peft_name, transferred_names, write_adapter_config
+from corral.model.lora import ADAPTER_STEM, as_peft, peft_names, transferred_names, write_adapter_config
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout
 
@@ -262,9 +262,12 @@ def write_adapters(
     mesh = layout.mesh
     first = mesh.rank == (0 if writers is None else writers[0])
     run_on_all_ranks(mesh, lambda: write_adapter_config(model, folder) if first else None)
-    adapters, parameters = transferred_names(model, layout.parameters), dict(model.named_parameters())
-    kinds = {peft_name(name): layout.kinds[name] for name in adapters}
-    tensors = ((peft_name(name), layout.gather_weight(name, parameters.get(name))) for name in adapters)
+    names, parameters = peft_names(transferred_names(model, layout.parameters)), dict(model.named_parameters())
+    kinds = {
+        peft: (layout[name].dtype, as_peft(peft, torch.empty(layout[name].shape, device="meta")).shape)
+        for name, peft in names.items()
+    }
+    tensors = ((peft, as_peft(peft, layout.gather_weight(name, parameters.get(name)))) for name, peft in names.items())
     write_tensors(folder, ADAPTER_STEM, kinds, tensors, mesh, writers, deferred)
 
 

@@ -4,11 +4,15 @@ import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
+from commands import corral
 from peft import PeftModel
 from runs import VALIDATION, rows_of, same_outcome, steps_here, train_here, write_recipe
+from tiny import tiny_tokenizer
+from tiny_families import config_of, tiny_family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -140,3 +144,40 @@ def test_adapters_that_do_not_arrive_end_the_run(
         RunError, match=r"after the transfer of version 1 .* has other adapters than the trainer: 14 of 28 differ"
     ):
         steps_here(tmp_path, tiny_model, *LORA, *apart)
+
+
+def learn(folder: Path, family: str, *options: str) -> Path:
+    """The last checkpoint of 15 steps with a model of the family, in which rewards rise."""
+    config = config_of(family)
+    config.update({"vocab_size": len(tiny_tokenizer())})
+    tiny_family_model(config).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    run = train_here(folder, folder / "model", *options, "optimizer.learning_rate=0.01", "schedule.steps=15")
+    rewards = [row["reward/mean"] for row in rows_of(run) if "reward/mean" in row]
+    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15
+    differences = [row["policy/mismatch_max"] for row in rows_of(run) if "policy/mismatch_max" in row]
+    assert max(differences) < 1e-3
+    return max((run / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_alone_learn(tmp_path: Path) -> None:
+    experts = "model.lora={rank: 8, targets: [experts.gate_up_proj, experts.down_proj]}"
+    checkpoint = learn(tmp_path, "qwen3_moe", experts)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), checkpoint).eval()
+    export_model(checkpoint, tmp_path / "merged", "auto", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    tokens = torch.tensor([[5, 9, 33, 7, 60]])
+    torch.testing.assert_close(merged(tokens).logits, theirs(tokens).logits, atol=2e-4, rtol=1e-4)
+    whole = dict(theirs.merge_and_unload().named_parameters())
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(parameter, whole[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_beside_weights_in_four_bits_learn(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    checkpoint = learn(tmp_path, "llama", "model.lora={rank: 8}", "model.quantization.bits=4")
+    finished = corral(tmp_path, "export", str(checkpoint), str(tmp_path / "merged"), "--merge")
+    assert "its weights are those of 4 bits" in finished.stdout
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.model_type == "llama"

@@ -153,6 +153,23 @@ def test_greedy_baselines_and_zero_variance_groups_see_the_score(
             ),
             "`cluster.placement` has no devices for reward_model",
         ),
+        (
+            (
+                "environment.reward.name=reward_model",
+                "reward_model={path: x, shard: 2}",
+                "cluster.devices_per_node=2",
+            ),
+            "`reward_model.shard: 2`: the reward model is on devices of actor, rollout, which compute at other times",
+        ),
+        (
+            (
+                "environment.reward.name=reward_model",
+                "reward_model={path: x, shard: 2}",
+                "cluster.devices_per_node=4",
+                'cluster.placement={"actor,rollout": 0, reward_model: 1-3}',
+            ),
+            "`reward_model.shard: 2` does not divide the number of the role's devices, 3",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...], expected: str) -> None:
@@ -192,16 +209,44 @@ def test_the_plan_has_its_devices_and_memory(tmp_path: Path, tiny_model: Path) -
     assert "1 reward_model" in alone.text()
 
 
+def test_a_classifier_that_does_not_fit_is_refused_with_what_would(tmp_path: Path, tiny_model: Path) -> None:
+    save_tiny_classifier(tmp_path / "classifier", num_hidden_layers=12, intermediate_size=8192)
+
+    def plan(*overrides: str) -> None:
+        path = write_recipe(tmp_path, tiny_model)
+        small = ("cluster.devices_per_node=3", "cluster.device_memory=0.035", "batch.max_tokens_per_micro_batch=64")
+        recipe = load_recipe(path, [*scored_by(tmp_path / "classifier"), *small, *overrides])
+        make_plan(recipe, ModelShape.from_folder(tiny_model))
+
+    apart = 'cluster.placement={"actor,rollout": 0, reward_model: 1-2}'
+    with pytest.raises(RecipeError, match=r"without the reward model it would fit: give that devices of its own"):
+        plan()
+    with pytest.raises(RecipeError, match=r"device 1-2 \(reward_model\) needs .* `reward_model.shard: 2` would spread"):
+        plan(apart)
+    plan(apart, "reward_model.shard=2")
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("clusters-1")
 @pytest.mark.parametrize("placement", ['{"actor,rollout": 0, reward_model: 1}', '{"actor,rollout,reward_model": all}'])
 def test_two_processes_compute_what_one_does(tmp_path: Path, tiny_model: Path, vowels: Path, placement: str) -> None:
+    check_processes(tmp_path, tiny_model, vowels, "cluster.devices_per_node=2", f"cluster.placement={placement}")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_two_processes_have_a_classifier_together(tmp_path: Path, tiny_model: Path, vowels: Path) -> None:
+    apart = ("cluster.devices_per_node=3", 'cluster.placement={"actor,rollout": 0, reward_model: 1-2}')
+    check_processes(tmp_path, tiny_model, vowels, *apart, "reward_model.shard=2")
+
+
+def check_processes(tmp_path: Path, tiny_model: Path, vowels: Path, *there_only: str) -> None:
     recipe = scored_by(vowels, "schedule.steps=3", *VALIDATION)
     alone, there = (
         rows_of(train_here(tmp_path, tiny_model, *recipe, f"name={name}", *overrides))
         for name, overrides in {
             "alone": (),
-            "there": ("cluster.devices_per_node=2", f"cluster.placement={placement}", "cluster.start_timeout_s=120"),
+            "there": (*there_only, "cluster.start_timeout_s=120"),
         }.items()
     )
     assert len(alone) == len(there) == 5

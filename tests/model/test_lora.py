@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from corral.model.attention import register
 from corral.model.fused_layers import fuse
-from corral.model.lora import PEFT_PREFIX, adapters_disabled, add_adapters, has_adapters, peft_name
+from corral.model.lora import PEFT_PREFIX, adapters_disabled, add_adapters, has_adapters, peft_names
 from corral.model.model_loading import load_model
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Lora, Model, Optimizer
@@ -177,4 +177,5 @@ def test_an_adapter_of_another_rank_is_refused(tiny_model: Path, tmp_path: Path)
 
 
 def test_names_are_those_of_peft() -> None:
-    assert peft_name("model.layers.0.mlp.up_proj.lora_A") == "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    name = "model.layers.0.mlp.up_proj.lora_A"
+    assert peft_names([name]) == {name: f"base_model.model.{name}.weight"}

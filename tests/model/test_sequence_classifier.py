@@ -58,6 +58,18 @@ def test_scores_are_those_of_transformers_one_by_one(tmp_path: Path, family: str
     assert len(batches) == (5 if pad_token is None else 3)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_scores_in_bfloat16_are_within_three_hundredths_of_their_range(tmp_path: Path, family: str) -> None:
+    save_tiny_classifier(tmp_path, family, pad_token_id=0)
+    whole = load(tmp_path)
+    rounded = load_classifier(RewardModel(path=str(tmp_path), dtype="bfloat16"), DEVICE, max_tokens=256)
+    sequences = [whole.tokens_of(one) for one in CONVERSATIONS]
+    exact, found = whole.scores(sequences), rounded.scores(sequences)
+    assert rounded.model.dtype == torch.bfloat16
+    assert found != exact
+    assert found == pytest.approx(exact, abs=0.03 * (max(exact) - min(exact)))
+
+
 def test_a_conversation_that_is_too_long_is_refused_and_never_cut(tmp_path: Path) -> None:
     save_tiny_classifier(tmp_path)
     tokens = load(tmp_path).tokens_of(CONVERSATIONS[0])

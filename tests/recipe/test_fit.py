@@ -180,6 +180,15 @@ def test_where_nothing_fits_the_command_fails_and_says_what_would(folder: Path) 
         find_fit(recipe, Hardware.parse("1xh100-80"), shape)
 
 
+def test_where_adapters_do_not_fit_either_weights_in_four_bits_may(folder: Path) -> None:
+    for options in ((), ("model.lora.rank=32",)):
+        recipe, shape = load(folder, "Qwen2.5-32B", *options)
+        with pytest.raises(UserError, match=r"it fits with .*`model.quantization.bits=4`: .*engine native"):
+            find_fit(recipe, Hardware.parse("1xh100-80"), shape)
+    recipe, shape = load(folder, "Qwen2.5-32B", "model.lora.rank=32", "model.quantization.bits=4")
+    assert find_fit(recipe, Hardware.parse("1xh100-80"), shape)
+
+
 def test_a_model_whose_shape_is_unknown_is_not_guessed(folder: Path) -> None:
     finished = corral(folder, "plan", "recipe.yaml", "model.path=some/model", "--fit", "--devices", NODE)
     assert finished.code == 2

@@ -528,3 +528,29 @@ def test_the_recipes_for_one_gpu_fit_into_80_gib(name, shape):
     path = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
     [group] = make_plan(load_recipe(path, ["model.dtype=bfloat16", "cluster.device_memory=80"]), shape).memory
     assert max(group.totals.values()) < 70 * 2**30
+
+
+def test_frozen_weights_in_four_bits_take_half_a_byte_and_a_scale_for_64(load):
+    items, _ = memory_of(load("model.lora.rank=8", "model.dtype=bfloat16", "model.quantization.bits=4"))
+    plain, _ = memory_of(load("model.lora.rank=8", "model.dtype=bfloat16"))
+    linear = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    saved = int(linear * (2 - 0.5 - 4 / 64)) - 2 * 576 * 1536
+    assert plain["actor weights"]["train"] - items["actor weights"]["train"] == saved
+    assert items["gradients"] == plain["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), r"model.quantization.*only adapters beside them"),
+        (("model.lora.rank=8", "rollout.engine=vllm"), r"model.quantization.*decode with other weights"),
+        (
+            ("model.lora.rank=8", "train.parallel.shard=2", "cluster.devices_per_node=2"),
+            r"codes of weights are not shar",
+        ),
+    ],
+)
+def test_quantization_is_refused_where_it_is_not_computed(load, options, why):
+    with pytest.raises(RecipeError, match=why):
+        make_plan(load("model.quantization.bits=4", *options))
+    make_plan(load("model.quantization.bits=8", "model.lora.rank=8"))

@@ -98,15 +98,34 @@ def test_tokens_of_many_experts_are_gathered_and_the_gradient_is_the_same(team: 
     check(team(shape.size).run(on_mesh, shape, "qwen3_moe*6"), alone("qwen3_moe*6"), shape)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("qwen3_moe+lora", torch.float32), ("qwen3_moe", torch.bfloat16), ("qwen3_moe*6", torch.bfloat16)],
-)
-def test_experts_are_dealt_where_they_are_frozen_or_in_bfloat16(team: Teams, family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe*6", "qwen3_moe+lora", "qwen3_moe+lora*6"])
+def test_experts_are_dealt_in_bfloat16(team: Teams, family: str) -> None:
+    """In one process gradients of adapters in bfloat16 differ from float32's by 0.16 to 0.48: routers choose others."""
+    dtype = torch.bfloat16
     outcomes, expected = team(2).run(on_mesh, MeshShape(expert=2), family, dtype), alone(family, dtype)
     for outcome in outcomes:
-        assert deviation(outcome.gradients, expected.gradients) < (5e-6 if dtype == torch.float32 else 0.1)
-        assert outcome.norms == pytest.approx(expected.norms, rel=5e-6 if dtype == torch.float32 else 0.03)
+        assert deviation(outcome.gradients, expected.gradients) < (0.25 if "lora" in family else 0.1)
+        assert outcome.norms == pytest.approx(expected.norms, rel=0.03)
+
+
+CUT = [MeshShape(tensor=2), MeshShape(tensor=4), MeshShape(context=2), MeshShape(shard=2), MeshShape(pipeline=2)]
+GATHERED = [MeshShape(expert=2), MeshShape(expert=4), MeshShape(expert=2, tensor=2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *(("qwen3_moe+lora", shape) for shape in (*DEALT, *CUT) if shape.size != 3),
+        *(("qwen3_moe+lora*6", shape) for shape in GATHERED),
+    ],
+    ids=str,
+)
+def test_adapters_of_experts_are_trained_on_every_mesh(team: Teams, family: str, shape: MeshShape) -> None:
+    expected = alone(family)
+    of_experts = [name for name in expected.gradients if ".experts." in name]
+    assert len(of_experts) == 4 * 2 * 2  # layers, matrices, A and B
+    assert all(expected.gradients[name].abs().max() > 1e-4 for name in of_experts)
+    check(team(shape.size).run(on_mesh, shape, family), expected, shape)
 
 
 def routed_to(experts: tuple[int, ...], shape: MeshShape | None) -> Outcome:

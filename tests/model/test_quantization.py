@@ -1,0 +1,154 @@
+"""Frozen weights in 4 and 8 bits: bitsandbytes' codes, the gradients of PEFT's QLoRA, in trainer, engine and files."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from test_lora import CPU, TOKENS, logprobs_of, save
+from torch import nn
+from trajectories import small_batch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from corral.model.model_loading import load_model
+from corral.model.quantization import QuantizedLinear, QuantizedLoraLinear
+from corral.recipe.errors import UserError
+from corral.recipe.schema import Lora, Model, Optimizer, Quantization
+from corral.rollout.engine import Sampling
+from corral.rollout.native_engine import NativeEngine, model_logprobs
+from corral.training.checkpoint import export_merged
+from corral.training.native_trainer import NativePolicyTrainer
+
+bnb = pytest.importorskip("bitsandbytes")
+LORA = Lora(rank=4)
+
+
+def quantized(folder: Path, bits: Any, lora: Lora = LORA) -> Any:
+    """A quantized model with adapters that compute something."""
+    settings = Model(path=str(folder), lora=lora, quantization=Quantization(bits=bits), dtype="float32")
+    model = load_model(settings, CPU)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def dequantized_base(folder: Path, ours: Any) -> Any:
+    """transformers' own model with the weights that our codes stand for."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, module in ours.named_modules():
+        if isinstance(module, QuantizedLinear):
+            base.get_submodule(name).weight.data = module.dequantized()
+    return base
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_those_of_bitsandbytes(tiny_model: Path, bits: int) -> None:
+    ours = quantized(tiny_model, bits)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    layers = {name: module for name, module in ours.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(layers) == 14
+    assert not isinstance(ours.get_output_embeddings(), QuantizedLinear)
+    for name, layer in layers.items():
+        weight = plain.get_submodule(name).weight.data
+        if bits == 4:
+            theirs = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
+            theirs = theirs.to("cpu")
+            assert torch.equal(layer.codes, theirs.data)
+            expected = bnb.functional.dequantize_4bit(theirs.data, theirs.quant_state)
+        else:
+            linear = bnb.nn.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False)
+            linear.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            linear = linear.to("cpu")
+            assert torch.equal(layer.codes, linear.weight.data)
+            expected = linear.weight.data * linear.weight.SCB[:, None] / 127
+        torch.testing.assert_close(layer.dequantized(), expected, rtol=1e-5, atol=1e-6)
+        error = (layer.dequantized() - weight).abs().mean() / weight.abs().mean()
+        assert 0 < error < (0.12 if bits == 4 else 0.015)
+
+
+def peft_gradients(theirs: Any) -> dict[str, torch.Tensor]:
+    batch = small_batch()
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    for row in range(len(batch)):
+        generated = torch.from_numpy(batch.generated[batch.positions_of([row])][1:])
+        (logprobs_of(theirs, batch.sequence(row).tolist())[generated] ** 2).sum().backward()
+    return {n.replace(".default.weight", ""): p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("bits", "by"), [(4, "bitsandbytes"), (4, "plain"), (8, "plain")])
+@pytest.mark.parametrize("lora", [LORA, Lora(rank=4, targets=["q_proj", "down_proj"])], ids=str)
+def test_gradients_are_those_of_peft_on_the_same_base(
+    tiny_model: Path, tmp_path: Path, bits: int, by: str, lora: Lora
+) -> None:
+    """`bitsandbytes`: PEFT's own QLoRA, on the model as transformers quantizes it. `plain`: PEFT on the weights that
+    the codes stand for; its int8 would also round what layers get."""
+    ours = quantized(tiny_model, bits, lora)
+    save(ours, tmp_path)
+    base = dequantized_base(tiny_model, ours)
+    if by == "bitsandbytes":
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(
+            tiny_model, dtype=torch.float32, quantization_config=config, device_map="cpu"
+        ).eval()
+        assert sum(isinstance(module, bnb.nn.Linear4bit) for module in base.modules()) == 14
+    expected = peft_gradients(PeftModel.from_pretrained(base, tmp_path).eval())
+    policy = NativePolicyTrainer(ours, temperature=1.0, optimizer=Optimizer(), total_updates=1)
+    for pack in small_batch().pack(45):
+        policy.forward_backward([(pack, lambda logprobs, entropy: (logprobs**2).sum())])
+    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    assert len(trained) == len(expected) > 0
+    for name, parameter in trained.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected[f"base_model.model.{name}"], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_engine_decodes_with_the_trainers_codes(tiny_model: Path, bits: int, paged: bool) -> None:
+    model = quantized(tiny_model, bits)
+    engine = NativeEngine(model, None, max_sequences=4, max_prefill_tokens=64, max_length=64, paged=paged)
+    completion = asyncio.run(engine.generate(TOKENS, Sampling(max_tokens=12), 3))
+    engine.close()
+    whole = model_logprobs(model, [*TOKENS, *completion.tokens])
+    assert completion.logprobs == pytest.approx(whole[len(TOKENS) - 1 :], abs=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_merged_and_served_models_have_the_weights_of_training(tiny_model: Path, tmp_path: Path, bits: int) -> None:
+    model = quantized(tiny_model, bits)
+    save(model, tmp_path / "checkpoint")
+    expected = pytest.approx(model_logprobs(model, TOKENS), abs=1e-5)
+    again = Model(path=str(tmp_path / "checkpoint"), lora=LORA, quantization=Quantization(bits=bits), dtype="float32")
+    assert model_logprobs(load_model(again, CPU), TOKENS) == expected
+    merged = load_model(Model(path=str(tmp_path / "checkpoint"), dtype="float32"), CPU)
+    assert all(type(module) is nn.Linear for module in merged.modules() if isinstance(module, nn.Linear))
+    assert model_logprobs(merged, TOKENS) == expected
+    export_merged(tmp_path / "checkpoint", tmp_path / "whole", "float32")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    assert logprobs_of(whole.eval(), TOKENS).tolist() == expected
+    with pytest.raises(UserError, match=rf"set `model.quantization.bits: {bits}`"):
+        load_model(Model(path=str(tmp_path / "checkpoint"), lora=LORA, dtype="float32"), CPU)
+
+
+def test_no_layer_keeps_its_matrix_for_the_backward_pass(tiny_model: Path) -> None:
+    model = quantized(tiny_model, 4)
+    layer = next(module for module in model.modules() if isinstance(module, QuantizedLoraLinear))
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        layer(torch.randn(3, layer.in_features, requires_grad=True)).sum().backward()
+    assert max(sizes) < layer.in_features * layer.out_features
+    held = sum(buffer.nbytes for name, buffer in layer.named_buffers())
+    assert held == layer.in_features * layer.out_features * (0.5 + 4 / 64)
+
+
+def test_a_mixture_is_refused(tmp_path: Path) -> None:
+    from tiny_families import config_of, tiny_family_model
+
+    tiny_family_model(config_of("qwen3_moe")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is a mixture, and experts"):
+        quantized(tmp_path, 4)
