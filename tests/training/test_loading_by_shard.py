@@ -191,9 +191,9 @@ def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
     finally:
         team.close()
     assert 0.6 < peak[0] / (num_parameters * 12) <= 1.2  # some of it lies in memory that they had freed before
-    # What lies in columns (`o_proj` and `down_proj` on a tensor mesh) shares pages with the columns of other ranks; and
-    # the system maps 16 pages at a time.
-    assert max(read) < (0.9 if shape.tensor > 1 else 0.45)
+    # A quarter, and pages around those that are read, which the system maps, too. Parts that are columns (`o_proj` and
+    # `down_proj` on a tensor mesh) share pages with those of other ranks.
+    assert max(read) < 0.9
 
 
 def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshShape) -> dict[str, torch.Tensor]:
