@@ -40,7 +40,7 @@ def corral(settings: BenchSettings, reporter: SideReporter) -> None:
         return result.gradient_norm
 
     for recompute in ("full", "none"):
-        policy.gradient_checkpointing = recompute == "full"
+        policy.activations.checkpointing = recompute == "full"
         measure(settings, reporter, step, recompute=recompute, masters="float32")
 
 

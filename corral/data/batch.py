@@ -256,7 +256,8 @@ class Batch:
         return [sorted(shard) for shard in shards]
 
     def pack(self, max_tokens: int, rows: Sequence[int] | None = None) -> list["Pack"]:
-        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to compute.
+        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to compute; a trajectory
+        with more is one by itself, which the trainer computes in parts.
 
         Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
         what it adds to the micro-batch is its length without that common prefix. The two of a pair are taken together,
@@ -267,9 +268,6 @@ class Batch:
         used = 0
         for i, num_shared in in_prefix_order([self.inputs(unit[0]) for unit in units]):
             length = distinct_tokens([self.inputs(row) for row in units[i]])
-            if length > max_tokens:
-                what = "trajectory" if len(units[i]) == 1 else "pair"
-                raise ValueError(f"a {what} with {length} tokens to read does not fit into {max_tokens}")
             used += length - num_shared
             if not packed or used > max_tokens:
                 packed.append([])

@@ -97,6 +97,7 @@ def fuse(model: Any, move_weights: bool = True) -> bool:
                 make_adjacent(biases)
         # Bound methods: a deep copy of the layer computes with its own weights.
         layer.forward = MethodType(layer_forward, layer)
+        layer.mlp.forward = MethodType(mlp_forward, layer.mlp)
     if decoder.norm.weight is not None:
         decoder.norm.forward = MethodType(norm_forward, decoder.norm)
     return True
@@ -111,9 +112,10 @@ def unfuse(model: Any) -> bool:
     """Restores transformers' forward methods, for those who replace that of a single module (tensor parallelism).
     Returns whether the model was fused."""
     decoder, was_fused = model.get_decoder(), False
-    for module in [*getattr(decoder, "layers", ()), getattr(decoder, "norm", None)]:
+    layers = getattr(decoder, "layers", ())
+    for module in [*layers, *(getattr(layer, "mlp", None) for layer in layers), getattr(decoder, "norm", None)]:
         forward = getattr(module, "__dict__", {}).get("forward")
-        if getattr(forward, "__func__", None) in (layer_forward, norm_forward):
+        if getattr(forward, "__func__", None) in (layer_forward, mlp_forward, norm_forward):
             del module.forward
             was_fused = True
     return was_fused
@@ -169,9 +171,14 @@ def layer_forward(
     normed, residual = add_rms_norm(tokens, None, *norm_parameters(self.input_layernorm))
     attended = attend(self.self_attn, normed, shape[:-1], position_embeddings, context)
     normed, residual = add_rms_norm(attended, residual, *norm_parameters(self.post_attention_layernorm))
-    gated = silu_mul(project(normed, gate_up_projections(self)))
-    output: Tensor = residual + self.mlp.down_proj(gated)
+    output: Tensor = residual + self.mlp(normed)
     return output.view(shape)
+
+
+def mlp_forward(self: Any, tokens: Tensor) -> Tensor:
+    """Forward method of a feed-forward network: [tokens, width] -> [tokens, width]"""
+    output: Tensor = self.down_proj(silu_mul(project(tokens, (self.gate_proj, self.up_proj))))
+    return output
 
 
 def attend(

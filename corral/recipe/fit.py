@@ -198,7 +198,7 @@ def trajectories_per_engine(recipe: Recipe, engine: EngineChoice) -> int:
 
 
 def min_micro_batch(recipe: Recipe) -> int:
-    """A trajectory, or a pair of them, is trained as a whole."""
+    """A trajectory, or a pair of them: in parts it is trained where that is written."""
     return recipe.max_trained_tokens * (2 if recipe.trains_on_pairs else 1)
 
 
@@ -288,7 +288,8 @@ def describe_fit(recipe: Recipe) -> str:
     mesh = resolve_meshes(recipe, placement)["actor"]
     parts = [
         describe_mesh(mesh) or "one device",
-        "gradient checkpointing" * recipe.train.gradient_checkpointing,
+        "selective " * (recipe.train.gradient_checkpointing == "selective")
+        + "gradient checkpointing" * bool(recipe.train.gradient_checkpointing),
         f"{', '.join(recipe.train.offload)} offloaded" * bool(recipe.train.offload),
     ]
     engine = recipe.rollout.engine

@@ -106,7 +106,7 @@ def num_logprob_passes(plan: "Plan", role: str) -> int:
 def num_passes(plan: "Plan", role: str) -> int:
     """Passes over the tokens of a step in which activations travel: forward, of gradients, and forward again where
     activations are computed twice."""
-    trained = 0 if role == "reference" else 2 + plan.recipe.train.gradient_checkpointing
+    trained = 0 if role == "reference" else 2 + bool(plan.recipe.train.gradient_checkpointing)
     return trained * plan.recipe.batch.ppo_epochs + num_logprob_passes(plan, role)
 
 

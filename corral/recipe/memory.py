@@ -278,25 +278,31 @@ class _Estimate:
 
     def activations(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """Without gradients one layer's at a time; with them every layer's, or with gradient checkpointing every
-        layer's input and one layer's inside. Devices of a context split the tokens of a micro-batch, and those of a
-        tensor group roughly the width of a layer. A stage of a pipeline has its own layers' only, of as many
-        micro-batches as there are stages from it to the end."""
+        layer's input and one layer's inside, or selectively every layer's products. Devices of a context split the
+        tokens of a micro-batch, and those of a tensor group roughly the width of a layer. A stage of a pipeline has its
+        own layers' only, of as many micro-batches as there are stages from it to the end."""
         shape, layer = self.shape, layer_activations(self.shape, self.weight_bytes)
         of_classifier = layer_activations(self.reward_model_shape, self.reward_model_bytes) * ("reward_model" in roles)
         micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
-        num_stages = self.mesh_of(roles).pipeline
-        num_kept = max(len(own) * (num_stages - stage) for stage, own in enumerate(stage_layers(shape, num_stages)))
-        train = layer * num_kept
-        if self.recipe.train.gradient_checkpointing:
-            train = layer + shape.hidden_size * self.weight_bytes * num_kept
+        num_kept = num_kept_layers(shape, self.mesh_of(roles))
+        # Of inputs that wait on the host: the one that is used, and those on their way there and back.
+        inputs = min(3, num_kept) if "activations" in self.recipe.train.offload else num_kept
+        checkpointed = layer + shape.hidden_size * self.weight_bytes * inputs
+        train = checkpointed if self.recipe.train.gradient_checkpointing else layer * num_kept
+        if self.recipe.train.gradient_checkpointing == "selective":
+            train += product_activations(shape, self.weight_bytes) * num_kept
+        # A trajectory that is longer than a micro-batch is checkpointed, one chunk of it in a feed-forward at a time.
+        longest = max(0, max_micro_batch(self.recipe) / self.splits_of_micro_batch(roles) - micro_batch)
+        in_chunks = 0 if shape.num_experts else 4 * shape.active_intermediate_size * self.weight_bytes
+        train_long = (micro_batch + longest) * checkpointed - longest * in_chunks if longest else 0
         prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {
             "rollout": prefill * layer * ("rollout" in roles),
             "logprobs": max(
-                int(micro_batch * layer) * self.computes_logprobs(roles),
+                int(micro_batch * layer + longest * (layer - in_chunks)) * self.computes_logprobs(roles),
                 self.recipe.batch.max_tokens_per_micro_batch * of_classifier,
             ),
-            "train": int(micro_batch * train) * ("actor" in roles or "critic" in roles),
+            "train": int(max(micro_batch * train, train_long)) * ("actor" in roles or "critic" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
 
@@ -358,6 +364,29 @@ def layer_activations(shape: ModelShape, weight_bytes: int) -> int:
     what transformers keeps for Llama and Qwen3."""
     attention = 2 * shape.attention_size + shape.num_heads * shape.head_dim
     return (6 * shape.hidden_size + attention + 4 * shape.active_intermediate_size) * weight_bytes
+
+
+def product_activations(shape: ModelShape, weight_bytes: int) -> int:
+    """Bytes of the results of one layer's matrix products and attention, of one token."""
+    attention = shape.attention_size + shape.num_heads * shape.head_dim
+    return (attention + 2 * shape.hidden_size + 2 * shape.active_intermediate_size) * weight_bytes
+
+
+def max_micro_batch(recipe: Recipe) -> int:
+    """Most tokens that are computed together: a trajectory or pair that is longer than a micro-batch is one."""
+    longest = recipe.max_trained_tokens * (2 if recipe.trains_on_pairs else 1)
+    return max(longest, recipe.batch.max_tokens_per_micro_batch)
+
+
+def num_kept_layers(shape: ModelShape, mesh: MeshShape) -> int:
+    """Layers whose activations a device has at the same time, counted once for each micro-batch."""
+    return max(len(own) * (mesh.pipeline - stage) for stage, own in enumerate(stage_layers(shape, mesh.pipeline)))
+
+
+def offloaded_inputs(recipe: Recipe, shape: ModelShape, mesh: MeshShape, weight_bytes: int) -> int:
+    """Bytes of layers' inputs that one device has in its host's memory (`train.offload: [activations]`)."""
+    tokens = max_micro_batch(recipe) / mesh.context
+    return int(tokens * shape.hidden_size * weight_bytes * num_kept_layers(shape, mesh))
 
 
 def stage_layers(shape: ModelShape, num_stages: int) -> list[range]:

@@ -15,8 +15,10 @@ from corral.recipe.memory import (
     estimate_memory,
     human_bytes,
     human_count,
+    max_micro_batch,
     memory_table,
     num_trained_parameters,
+    offloaded_inputs,
 )
 from corral.recipe.mesh import MeshShape, moves_by_all_to_all, other_ranks_of_token
 from corral.recipe.placement import (
@@ -251,6 +253,8 @@ def describe_samples(plan: Plan) -> list[str]:
         f"{count(batch.prompts_per_step, noun_of_row(recipe)) if recipe.trains_on_rows else sampled} -> {updates} on "
         f"{count(len(plan.placement.roles['actor']), 'trainer')}{f' ({mesh})' if mesh else ''}, "
         f"up to {batch.max_tokens_per_micro_batch} tokens per micro-batch"
+        + ", longer ones in parts"
+        * (max_micro_batch(recipe) > batch.max_tokens_per_micro_batch)
     )
     if recipe.trains_on_pairs:
         each = (
@@ -495,14 +499,15 @@ def describe_loading(plan: Plan) -> list[str]:
         f"loading    a node reads {human_bytes(size)} of weights ({max(1, round(size / READ_RATE))} s at 1 GB/s); "
         "ranks map the files, and copy out of them what they hold"
     ]
-    if offloaded := [part for part in ("parameters", "gradients", "optimizer") if part in plan.recipe.train.offload]:
+    parts = ("parameters", "gradients", "optimizer", "activations")
+    if offloaded := [part for part in parts if part in plan.recipe.train.offload]:
         lines.append(f"host       {human_bytes(host_memory(plan))} per node: {', '.join(offloaded)} (`train.offload`)")
     return lines
 
 
 def host_memory(plan: Plan) -> int:
     """Bytes of the fullest node's host that are offloaded: float32 masters, moments and gradients of what its devices
-    train, and weights of what they only compute with."""
+    train, weights of what they only compute with, and activations."""
     assert plan.shape is not None
     offload, per_node = plan.recipe.train.offload, plan.recipe.cluster.devices_per_node
     of_nodes: dict[int, int] = {}
@@ -516,10 +521,12 @@ def host_memory(plan: Plan) -> int:
             "gradients": trained * FLOAT32,
             "optimizer": trained * states,
         }
-        whole = sum(sizes[part] for part in offload)
+        own = sum(sizes.get(part, 0) for part in offload) // (mesh.size // mesh.replicate)
+        if "activations" in offload and role != "reference":
+            own += offloaded_inputs(plan.recipe, plan.shape, mesh, plan.weight_bytes)
         for device in plan.placement.roles[role]:
             node = device // per_node
-            of_nodes[node] = of_nodes.get(node, 0) + whole // (mesh.size // mesh.replicate)
+            of_nodes[node] = of_nodes.get(node, 0) + own
     for group in plan.memory if "parameters" in offload else ():
         size = next((one.bytes_by_phase["logprobs"] for one in group.items if one.name == REWARD_MODEL_WEIGHTS), 0)
         for device in group.devices:

@@ -249,18 +249,6 @@ def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     number, noun = recipe.num_units, "pairs" if recipe.trains_on_pairs else "trajectories"
     if batch.updates_per_step > number:
         yield f"`batch.updates_per_step: {batch.updates_per_step}` is more than a step's {number} {noun}"
-    if recipe.trains_on_pairs:
-        if batch.max_tokens_per_micro_batch < 2 * recipe.max_trained_tokens:
-            yield (
-                f"`batch.max_tokens_per_micro_batch: {batch.max_tokens_per_micro_batch}` cannot hold a whole pair: it "
-                f"may have twice `data.max_prompt_tokens`, {2 * recipe.max_trained_tokens}"
-            )
-    elif batch.max_tokens_per_micro_batch < recipe.max_trained_tokens:
-        sizes = "`data.max_prompt_tokens`" + " + `rollout.max_response_tokens`" * (not recipe.trains_on_rows)
-        yield (
-            f"`batch.max_tokens_per_micro_batch: {batch.max_tokens_per_micro_batch}` cannot hold a whole trajectory: "
-            f"{sizes} = {recipe.max_trained_tokens}"
-        )
     if batch.samples_per_prompt == 1 and algorithm.dynamic_sampling:
         yield (
             "`batch.samples_per_prompt: 1` with dynamic sampling, which drops groups whose rewards are all equal: "
@@ -663,13 +651,15 @@ def quantized_copies(recipe: Recipe, placement: Placement) -> Findings:
 
 
 def offloaded_parts(recipe: Recipe, placement: Placement) -> Findings:
+    if "activations" in recipe.train.offload and not recipe.train.gradient_checkpointing:
+        yield "`train.offload: activations` needs them to be checkpointed; set `train.gradient_checkpointing: true`"
     with suppress(RecipeError):  # which `mesh_sizes` reports
         if not mesh_shape(recipe.train.parallel, len(placement.roles["actor"])).is_whole:
             if len({"parameters", "gradients"} & {*recipe.train.offload}) == 1:
                 yield "`train.offload`: parameters and gradients go together; name both or neither"
             return
         for part in recipe.train.offload:
-            if part != "optimizer":
+            if part in ("parameters", "gradients"):
                 yield (
                     f"`train.offload: {part}` needs a sharded model, and every device of actor holds a whole one; keep "
                     "optimizer only, or shard over several devices (`train.parallel.shard`)"

@@ -426,7 +426,8 @@ class BatchSizes(Section):
     ppo_epochs: PositiveInt = 1
     """Passes over a batch (PPO's epochs)."""
     max_tokens_per_micro_batch: PositiveInt = 4096
-    """Most tokens in one forward and backward pass; tokens with the same prefix count once."""
+    """Most tokens in one forward and backward pass; tokens with the same prefix count once. A trajectory with more is
+    trained in parts: as gradient checkpointing does it, and feed-forward networks so many tokens at a time."""
 
 
 class PartChoice(NamedChoice):
@@ -623,14 +624,19 @@ LOGITS_CHUNK = {"cpu": 256, "cuda": 8192}
 """Where `train.logits_chunk` says nothing."""
 
 
+GradientCheckpointing = bool | Literal["selective"]
+
+
 class Train(Section):
     """How gradients are computed."""
 
     parallel: Parallel = Parallel()
-    offload: list[Literal["parameters", "gradients", "optimizer"]] = []
-    """What lives in the host's memory while the device does not compute with it."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass (less memory, a third more work)."""
+    offload: list[Literal["parameters", "gradients", "optimizer", "activations"]] = []
+    """What lives in the host's memory while the device does not compute with it. Activations: the layers' inputs that
+    gradient checkpointing keeps."""
+    gradient_checkpointing: GradientCheckpointing = False
+    """Compute activations again in the backward pass (less memory, a third more work). selective: all but matrix
+    products and attention, whose results are kept (somewhat less memory, next to no more work)."""
     logits_chunk: PositiveInt | None = None
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None

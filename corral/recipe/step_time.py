@@ -110,7 +110,7 @@ def logprobs_s(plan: Plan, kind: DeviceKind) -> float:
 def training_s(plan: Plan, kind: DeviceKind) -> float:
     """A backward pass is twice a forward pass, or as much where only adapters have gradients."""
     passes = (3 if plan.recipe.model.lora is None else 2) * plan.recipe.batch.ppo_epochs
-    checkpoints = plan.recipe.train.gradient_checkpointing
+    checkpoints = plan.recipe.train.gradient_checkpointing is True  # selectively, next to nothing is computed twice
     roles = [role for role in plan.meshes if role != "reference"]
     computing = sum(computing_s(plan, role, kind, passes, checkpoints) for role in roles)
     traffic = link_traffic(plan)

@@ -285,6 +285,7 @@ class PolicyWorker(ModelWorker):
             logits_chunk=recipe.train.logits_chunk,
             mesh=self.mesh,
             offload=recipe.train.offload,
+            max_tokens=recipe.batch.max_tokens_per_micro_batch,
         )
 
     def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:
@@ -376,6 +377,7 @@ class CriticWorker(ModelWorker):
             recipe.train.gradient_checkpointing,
             mesh=self.mesh,
             offload=recipe.train.offload,
+            max_tokens=recipe.batch.max_tokens_per_micro_batch,
         )
 
     def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:

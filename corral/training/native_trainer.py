@@ -8,7 +8,7 @@ sharded over processes.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +46,8 @@ from corral.model.model_parallel import ContextParallelAttention, distribute_tre
 from corral.model.router_balance import RouterBalance
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import LOGITS_CHUNK, Optimizer
+from corral.recipe.schema import LOGITS_CHUNK, GradientCheckpointing, Optimizer
+from corral.training.activations import LayerActivations
 from corral.training.optimizer import MasterOptimizer, UpdateResult
 from corral.training.pipeline_schedule import PipelineSchedule
 from corral.training.process_mesh import ProcessMesh
@@ -80,14 +81,15 @@ class _NativeTrainer:
         optimizer: Optimizer | None,
         total_updates: int,
         *,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: GradientCheckpointing,
         mesh: ProcessMesh | None,
         offload: Sequence[str],
+        max_tokens: int | None,
         in_float32: Sequence[nn.Module] = (),
         with_router_loss: bool = False,
     ) -> None:
         """`causal`: the transformers model in `model`; modules beside it compute `in_float32`. Without an `optimizer`
-        the model is frozen."""
+        the model is frozen. A pack with more distinct tokens than `max_tokens` is computed in parts."""
         self.model: Any = model
         self.causal = causal
         self.mesh = mesh or ProcessMesh.build(MeshShape(), next(model.parameters()).device)
@@ -119,7 +121,10 @@ class _NativeTrainer:
             self.optimizer = MasterOptimizer(
                 model.named_parameters(), optimizer, total_updates, layout=self.layout, on_host="optimizer" in offload
             )
-        self.gradient_checkpointing = gradient_checkpointing
+        self.max_tokens = max_tokens
+        own_tokens = None if max_tokens is None else -(-max_tokens // self.mesh.size_of("context"))
+        offloads = "activations" in offload
+        self.activations = LayerActivations(causal, gradient_checkpointing, offload=offloads, max_tokens=own_tokens)
         self.has_bad_loss = False
         """Whether a loss since the last update was not finite."""
 
@@ -167,8 +172,11 @@ class _NativeTrainer:
 
     def _predict(self, pack: Pack | None) -> "PackPrediction":
         prediction = PackPrediction(pack or placeholder_pack(), self.mesh)
+        if self.max_tokens is not None and pack is not None:
+            prediction.is_long = pack.tree.num_nodes > self.max_tokens
         if self.sharded.exchange is not None:
             prediction.max_nodes = self.mesh.max(prediction.num_nodes, "expert")
+            prediction.is_long = self.mesh.max(int(prediction.is_long), "expert") > 0
         if pack is None:
             prediction.num_own = 0
         return prediction
@@ -177,6 +185,7 @@ class _NativeTrainer:
         """The outputs for a pack, or on a pipeline stage before the last one its hidden states; all ranks that hold a
         part of one copy of the model compute at the same time."""
         self._announce(prediction)
+        self.activations.begin(prediction.is_long)
         outputs = self._outputs if self.mesh.is_last_stage else self._hidden_states
         recording: AbstractContextManager[None] = nullcontext()
         if self.balance is not None and torch.is_grad_enabled():
@@ -204,7 +213,7 @@ class _NativeTrainer:
         for pack in packs:
             result = torch.empty(0, device=self.mesh.device)
             if pack is not None or self.mesh.is_sharded:
-                with torch.no_grad():
+                with torch.no_grad(), self.activations.applied():
                     computed = self._compute_one(self._predict(pack))
                 result = computed if pack is not None and self.mesh.is_last_stage else result
             yield result
@@ -215,7 +224,7 @@ class _NativeTrainer:
         return self.pipeline.compute(prediction.num_nodes, lambda received: self._forward(prediction, received)[0])
 
     def _forward_backward(self, micro_batches: Sequence["MicroBatch"]) -> float:
-        with gradient_checkpointing(self.causal, self.gradient_checkpointing):
+        with self.activations.applied():
             if self.pipeline is not None:
                 return self._train_pipeline(self.pipeline, micro_batches)
             computed = [one for one in micro_batches if one[0] is not None or self.mesh.is_sharded]
@@ -349,9 +358,10 @@ class NativePolicyTrainer(_NativeTrainer):
         logits_chunk: int | None = None,
         optimizer: Optimizer | None = None,
         total_updates: int = 0,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: GradientCheckpointing = False,
         mesh: ProcessMesh | None = None,
         offload: Sequence[str] = (),
+        max_tokens: int | None = None,
         with_router_loss: bool = False,
     ) -> None:
         super().__init__(
@@ -362,6 +372,7 @@ class NativePolicyTrainer(_NativeTrainer):
             gradient_checkpointing=gradient_checkpointing,
             mesh=mesh,
             offload=offload,
+            max_tokens=max_tokens,
             with_router_loss=with_router_loss,
         )
         self.temperature = temperature
@@ -414,9 +425,10 @@ class NativeValueTrainer(_NativeTrainer):
         model: "ValueModel",
         optimizer: Optimizer,
         total_updates: int,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: GradientCheckpointing = False,
         mesh: ProcessMesh | None = None,
         offload: Sequence[str] = (),
+        max_tokens: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -426,6 +438,7 @@ class NativeValueTrainer(_NativeTrainer):
             gradient_checkpointing=gradient_checkpointing,
             mesh=mesh,
             offload=offload,
+            max_tokens=max_tokens,
             in_float32=[model.head],
         )
 
@@ -505,6 +518,8 @@ class PackPrediction:
         self.token_of_target = on_device(targets[order], self.device)
         self.targets = on_device(pack.batch.tokens[pack.flat[targets[order]]], self.device)
 
+        self.is_long = False
+        """Whether the pack has more tokens than a micro-batch should."""
         self.max_nodes = 0
         """Most nodes that a rank of the expert group computes."""
 
@@ -557,25 +572,3 @@ class HostCopy:
         if self.copied is not None:
             self.copied.synchronize()
         return self.number.item()
-
-
-@contextmanager
-def gradient_checkpointing(model: Any, enabled: bool) -> Iterator[None]:
-    """Activations are recomputed in the backward pass.
-
-    transformers checkpoints the layers that are in training mode. Only the layers themselves are put into it, not what
-    is in them: dropout, router jitter and the like would make the log-probs of training others than the engine's.
-    """
-    if not enabled:
-        yield
-        return
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        model.gradient_checkpointing_disable()
-        for layer in layers:
-            layer.training = False

@@ -300,6 +300,34 @@ def test_recomputing_takes_far_less_for_activations(load):
     assert recomputed["activations"]["train"] < kept["activations"]["train"] / 10
 
 
+def test_products_are_more_than_inputs_and_less_than_everything(load):
+    sizes = [
+        memory_of(load(*overrides))[0]["activations"]["train"]
+        for overrides in (
+            ["train.gradient_checkpointing=true", "train.offload=[activations]"],
+            ["train.gradient_checkpointing=true"],
+            ["train.gradient_checkpointing=selective"],
+            [],
+        )
+    ]
+    assert sizes == sorted(sizes)
+    assert 4 * sizes[0] < 3 * sizes[1] < sizes[2] < 0.6 * sizes[3]
+    inputs = 30 * 4096 * SMOLLM2_135M.hidden_size * 4
+    plan = make_plan(load("train.gradient_checkpointing=true", "train.offload=[activations]"), SMOLLM2_135M)
+    assert host_memory(plan) == inputs
+    assert "per node: activations (`train.offload`)" in plan.text()
+
+
+def test_a_trajectory_in_parts_takes_less_than_as_a_whole(load):
+    long = ["data.max_prompt_tokens=2000", "rollout.max_response_tokens=30000"]
+    whole, _ = memory_of(load(*long, "batch.max_tokens_per_micro_batch=32000", "train.gradient_checkpointing=true"))
+    parts, _ = memory_of(load(*long, "batch.max_tokens_per_micro_batch=2000"))
+    short, _ = memory_of(load("batch.max_tokens_per_micro_batch=2000"))
+    assert short["activations"]["train"] < parts["activations"]["train"] < 0.85 * whole["activations"]["train"]
+    text = make_plan(load(*long, "batch.max_tokens_per_micro_batch=2000"), SMOLLM2_135M).text()
+    assert "up to 2000 tokens per micro-batch, longer ones in parts" in text
+
+
 def test_trainers_share_the_weights_and_the_engine_has_a_copy(load):
     items, _ = memory_of(load("cluster.devices_per_node=4"))
     assert items["actor weights"]["train"] == SMOLLM2_135M.num_parameters

@@ -307,13 +307,11 @@ def test_there_are_no_more_updates_than_trajectories(load):
     assert problems_of(recipe) == ["`batch.updates_per_step: 9` is more than a step's 8 trajectories"]
 
 
-def test_a_micro_batch_holds_a_whole_trajectory(load):
-    sizes = ["data.max_prompt_tokens=100", "rollout.max_response_tokens=50"]
-    assert problems_of(load(*sizes, "batch.max_tokens_per_micro_batch=149")) == [
-        "`batch.max_tokens_per_micro_batch: 149` cannot hold a whole trajectory: "
-        "`data.max_prompt_tokens` + `rollout.max_response_tokens` = 150"
-    ]
-    assert check(load(*sizes, "batch.max_tokens_per_micro_batch=150")) == []
+def test_activations_are_offloaded_where_they_are_checkpointed(load):
+    (problem,) = problems_of(load("train.offload=[activations]"))
+    assert problem.endswith("set `train.gradient_checkpointing: true`")
+    for value in ("true", "selective"):
+        assert check(load("train.offload=[activations]", f"train.gradient_checkpointing={value}")) == []
 
 
 def test_the_overlong_buffer_is_part_of_the_response(load):
@@ -591,7 +589,6 @@ SFT = "algorithm.name=sft"
         ("data.train.path=boards", "`data.train.path: boards`: boards have no answers to train on"),
         ("algorithm.loss=ppo", "`algorithm.loss: ppo`: `algorithm.name: sft` trains on rows"),
         ("critic.path=x", "`critic.path` has no effect: the advantage none needs no critic"),
-        ("batch.max_tokens_per_micro_batch=100", "cannot hold a whole trajectory: `data.max_prompt_tokens` = 1024"),
     ],
 )
 def test_what_has_no_effect_on_rows_is_refused(load, overrides, expected):
@@ -628,10 +625,6 @@ def test_what_is_for_rows_is_refused_with_rollouts(load, overrides, expected):
         ("algorithm.name=dpo algorithm.loss.label_smoothing=0.5", "should be a number, at least 0 and below 0.5"),
         ("algorithm.name=dpo algorithm.aggregation=token_mean", "the loss dpo is always seq_mean_token_mean"),
         ("algorithm.name=dpo batch.updates_per_step=9", "`batch.updates_per_step: 9` is more than a step's 8 pairs"),
-        (
-            "algorithm.name=dpo batch.max_tokens_per_micro_batch=2000",
-            "cannot hold a whole pair: it may have twice `data.max_prompt_tokens`, 2048",
-        ),
     ],
 )
 def test_what_does_not_go_with_pairs_is_refused(load, overrides, expected):

@@ -1,5 +1,6 @@
-"""No rank holds more of a model than its part, also not for a moment while it is loaded."""
+"""No rank holds more of a model than its part, also not for a moment while it is loaded or a run is resumed."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sharded_cases import CPU, mesh_of
 from team import Team
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -103,6 +105,95 @@ def test_four_ranks_hold_one_model_together_while_they_load_it(
     finally:
         team.close()
     assert 0.95 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.2
+
+
+LAYERS = LlamaConfig(
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=512,
+    tie_word_embeddings=False,
+)
+"""Most of it is in layers, which every mesh cuts: the ranks of a tensor group have the whole embedding."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """-> (a checkpoint of a float32 model, its number of parameters)"""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    size = write_model(LAYERS, torch.float32, folder)
+    write_optimizer(LAYERS, folder / "actor")
+    return folder, size
+
+
+def write_optimizer(config: LlamaConfig, folder: Path) -> None:
+    with torch.device("meta"):
+        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    keys = ("exp_avg", "exp_avg_sq")
+    states = {f"{name}.{key}": torch.full(p.shape, 0.01) for name, p in parameters.items() for key in keys}
+    states |= {f"{name}.step": torch.ones(()) for name in parameters}
+    folder.mkdir()
+    save_file(states, folder / "optimizer.safetensors")
+    (folder / "optimizer.json").write_text(json.dumps({"updates": 1, "loss_scale": 1.0, "good": 0}))
+
+
+def resume(folder: Path, shape: MeshShape) -> float:
+    """-> part of the optimizer's files that this rank has read: whose pages are in its map of them"""
+    mesh = mesh_of(shape)
+    model = load_to_shard(Model(path=str(folder), dtype="float32"), CPU)
+    optimizer = Optimizer(learning_rate=1e-2)
+    trainer = NativePolicyTrainer(model, temperature=1.0, optimizer=optimizer, total_updates=3, mesh=mesh)
+    assert trainer.optimizer is not None
+    pages = []
+    load_counters = trainer.optimizer.load_counters
+
+    def count_pages(counters: dict[str, float]) -> None:  # the last thing that is read, when files are still mapped
+        pages.append(num_pages_read(folder / "actor"))
+        load_counters(counters)
+
+    trainer.optimizer.load_counters = count_pages  # type: ignore[method-assign]
+    trainer.load(folder)
+    trainer.mesh.any(False)  # all ranks have their parts before the first one drops its own
+    time.sleep(0.5)  # so that the watcher sees it, on a busy machine
+    return pages[0] / sum(file.stat().st_size for file in (folder / "actor").iterdir())
+
+
+def num_pages_read(folder: Path) -> int:
+    """Bytes of the folder's files that are in this process's address space."""
+    size, is_file = 0, False
+    for words in map(str.split, Path("/proc/self/smaps").read_text().splitlines()):
+        if not words[0].endswith(":"):
+            is_file = words[-1].startswith(str(folder))
+        elif is_file and words[0] == "Rss:":
+            size += 1024 * int(words[1])
+    return size
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [MeshShape(shard=4), MeshShape(pipeline=4), MeshShape(tensor=4), MeshShape(pipeline=2, shard=2)],
+    ids=["shard", "pipeline", "tensor", "pipeline-shard"],
+)
+def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
+    checkpoint: tuple[Path, int], tmp_path: Path, shape: MeshShape
+) -> None:
+    folder, num_parameters = checkpoint
+    small = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
+    write_model(small, torch.float32, tmp_path)
+    write_optimizer(small, tmp_path / "actor")
+    team = Team(RANKS)
+    try:
+        team.run(resume, tmp_path, shape)  # imports what they import
+        with peak_memory([process.pid or 0 for process in team.processes]) as peak:
+            read = team.run(resume, folder, shape)
+    finally:
+        team.close()
+    assert 0.6 < peak[0] / (num_parameters * 12) <= 1.2  # some of it lies in memory that they had freed before
+    # A quarter, and pages around those that are read, which the system maps, too. Parts that are columns (`o_proj` and
+    # `down_proj` on a tensor mesh) share pages with those of other ranks.
+    assert max(read) < 0.9
 
 
 def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshShape) -> dict[str, torch.Tensor]:
