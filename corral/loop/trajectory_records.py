@@ -64,6 +64,8 @@ class StepTrajectories:
         trajectories = [*rollout.trajectories, *(one for some in others.values() for one in some)]
         reasons += [reason for reason, some in others.items() for _ in some]
         columns = {name: batch.columns[name] for name in recorded_columns(batch, algorithm)}
+        if batch.entropies is not None:
+            columns["entropies"] = batch.entropies
         return cls(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets)
 
     def records(self, texts: "TokenTexts") -> Iterator[dict[str, Any]]:
@@ -75,6 +77,8 @@ class StepTrajectories:
             if i < num_trained:
                 span = slice(int(self.offsets[i]) + len(record["prompt_tokens"]), int(self.offsets[i + 1]))
                 record |= {name: column[span] for name, column in self.columns.items()}
+                if "entropies" in record and np.isnan(record["entropies"]).any():
+                    del record["entropies"]  # it was not computed: nothing was trained on
             yield record
 
 

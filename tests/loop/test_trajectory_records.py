@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import train_here
 from tiny import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trajectories import make_trajectory
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from corral.data.batch import Batch
 from corral.loop import train_step, training_loop
@@ -29,6 +30,7 @@ from corral.loop.trajectory_records import (
     writes_here,
 )
 from corral.model.model_loading import load_tokenizer
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
 from corral.recipe.errors import RunError
@@ -143,6 +145,36 @@ def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_pa
     assert (filtered.groupby("prompt_id")["reward"].nunique() == 1).all()
     assert filtered["advantages"].isna().all()
     assert frame["left_out"].isna().sum() == rows["samples/trajectories"].sum()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_entropies_are_those_of_the_model_that_was_trained(tmp_path: Path, tiny_model: Path, epochs: int) -> None:
+    overrides = ("logging.trajectories=true", "schedule.steps=1", f"batch.ppo_epochs={epochs}")
+    run = train_here(tmp_path, tiny_model, *overrides)
+    frame = pandas.read_parquet(run / "trajectories" / "step_000001.parquet")
+    known = frame[frame["entropies"].notna()]
+    # Where the algorithm needs nothing else, only trajectories with an advantage are computed.
+    assert known["prompt_id"].tolist() == frame[frame["advantages"].map(lambda own: own.any())]["prompt_id"].tolist()
+    assert len(known)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    for _, row in known.iterrows():
+        tokens, start = [*row["prompt_tokens"], *row["response_tokens"]], row["num_prompt_tokens"]
+        with torch.no_grad():
+            log_p = model(torch.tensor([tokens])).logits[0, start - 1 : -1].log_softmax(-1)
+        expected = -(log_p.exp() * log_p).sum(-1).numpy() * row["generated"]
+        assert row["entropies"] == pytest.approx(expected, abs=1e-4)
+    if epochs == 1:
+        [metrics] = [line for line in read_metrics(run / "metrics.jsonl") if "policy/entropy" in line]
+        total = known["entropies"].map(sum).sum() / known["generated"].map(sum).sum()
+        assert metrics["policy/entropy"] == pytest.approx(total, rel=1e-5)
+
+
+def test_entropies_of_pieces_are_joined() -> None:
+    first, second = (Batch.of([make_trajectory([5, 6], [7, 8, 9]), make_trajectory([5], [7])]) for _ in range(2))
+    first.set_entropies([1], np.array([0, 2], np.float32))
+    assert np.array_equal(Batch.join([second, first]).entropies, [np.nan] * 12 + [0, 2], equal_nan=True)
+    assert Batch.join([second, second]).entropies is None
+    assert first.take([1]).entropies is None
 
 
 # --- in a thread, and in a process
