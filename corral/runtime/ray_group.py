@@ -27,7 +27,7 @@ from corral.runtime.nodes import EXIT_WAIT_S, Node
 from corral.runtime.presence import announce
 from corral.runtime.remote_debugger import WorkerDebugger
 from corral.runtime.worker import Worker
-from corral.runtime.worker_heartbeat import HEARTBEAT_S, WorkerHeartbeat
+from corral.runtime.worker_heartbeat import HEARTBEAT_S, WorkerHeartbeat, WorkerState
 
 SMALL_TYPES = (str, bytes, int, float, bool, type(None), Path)
 """Types of arguments that are sent along, and not put where all workers fetch them."""
@@ -164,9 +164,19 @@ class DeviceSlot:
     process: ActorProcess
     log: Path
     is_dead: bool = False
+    seen: WorkerState | None = None
+    """What its node's agent has reported last."""
 
     def __str__(self) -> str:
         return f"device {self.number} on {self.node}"
+
+    @property
+    def state(self) -> str:
+        if self.is_dead or self.node.lost.done():
+            return "lost"
+        if self.seen is None:
+            return "starting"
+        return "silent" if self.process.is_silent else "busy" if self.seen.call else "idle"
 
 
 class RayGroup(Group[RoleT]):
