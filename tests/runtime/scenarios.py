@@ -1,12 +1,13 @@
 """What the tests of runtimes do on a host, and roles that do next to nothing."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ async def message_of(work: Any) -> str:
     return "nothing was raised"
 
 
+async def workers_while(work: Any, logs: Path, call: str) -> list[dict[str, Any]]:
+    """What the file says that the workers do, once one of them is in this call."""
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            with suppress(FileNotFoundError):
+                workers = json.loads((logs / "workers.json").read_text())["workers"]
+                if call in [one["call"] for one in workers]:
+                    return workers
+        raise AssertionError(workers)
+    finally:
+        task.cancel()
+
+
 # --- on a cluster that stays whole
 
 
@@ -150,6 +166,7 @@ async def colocated(logs: str) -> dict[str, Any]:
             "shared": await actor.all(FakeRole.total, array),
             "all_reduce": await actor.all(FakeRole.all_reduce),
             "interfaces": await actor.all(FakeRole.interface),
+            "workers": await workers_while(actor.one(3, FakeRole.hang), Path(logs), "actor.hang"),
             "late": await message_of(actor.one(3, FakeRole.hang, timeout_s=0.5)),
             "late_user_error": await message_of(actor.one(1, FakeRole.fail, "user")),
             "late_run_error": await message_of(actor.one(1, FakeRole.fail, "run")),

@@ -76,6 +76,18 @@ def test_a_deadline_names_what_was_waited_for(colocated: Any, lab: Lab) -> None:
     assert f"actor.hang: no answer from device 3 on h2 ({lab.hosts[1].address}) within 0.5 s" in colocated["late"]
 
 
+def test_a_file_says_what_each_worker_does(colocated: Any, lab: Lab) -> None:
+    workers = colocated["workers"]
+    assert [(one["node"], one["device"], one["log"]) for one in workers] == [
+        (f"h{1 + device // 2}", device, f"worker-{device}.log") for device in range(4)
+    ]
+    assert [one["pid"] for one in workers] == [facts["pid"] for facts in colocated["actor"]]
+    assert [one["state"] for one in workers] == ["idle", "idle", "idle", "busy"]
+    assert workers[3]["since"] > 0
+    assert {one["address"] for one in workers[2:]} == {lab.hosts[1].address}
+    assert workers[0]["roles"] == ["actor", "rollout"]
+
+
 def test_errors_for_the_user_arrive_as_they_are(colocated: Any) -> None:
     assert colocated["late_user_error"] == "UserError: the reason"
     assert colocated["late_run_error"] == "RunError: the reason"
