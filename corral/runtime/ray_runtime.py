@@ -35,8 +35,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from corral.runtime import ray_group
 from corral.runtime.connection import connect, disconnect
 from corral.runtime.network import INTERFACE_VARIABLES, answers
+from corral.runtime.node_relay import NodeRelay
 from corral.runtime.nodes import (
     EXIT_WAIT_S,
     HEAD_RESOURCE,
@@ -342,6 +344,10 @@ class RayRuntime(Runtime):
             )
             node.gone = asyncio.wrap_future(node.lost)
             self.actors.append(node.agent)
+            if sum(len(one.devices) for one in self.nodes) >= ray_group.RELAYED_FROM:
+                beside = NodeAffinitySchedulingStrategy(node.id, soft=False)
+                node.relay = remote_class(NodeRelay, beside, max_restarts=-1, max_concurrency=CONCURRENT_CALLS).remote()
+                self.actors.append(node.relay)
         facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in self.nodes)
         try:
             for node, known in zip(self.nodes, await asyncio.gather(*facts), strict=True):

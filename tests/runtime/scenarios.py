@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, devices_of_services, parse_placement
 from corral.recipe.schema import Recipe
+from corral.runtime import ray_group
 from corral.runtime.group import WorkerLost
+from corral.runtime.ray_group import RayGroup
 from corral.runtime.ray_runtime import RayRuntime
 from corral.runtime.worker import Role, WorkerContext
 
@@ -71,6 +74,11 @@ class FakeRole(Role):
 
     async def hang(self) -> None:
         await asyncio.sleep(600)
+
+    def end_or_echo(self, how: str) -> str:
+        if how:
+            self.end(how)
+        return how
 
     async def fail_or_hang(self, fails: bool) -> None:
         if fails:
@@ -176,6 +184,42 @@ async def colocated(logs: str) -> dict[str, Any]:
         began = time.monotonic()
     signal.signal(signal.SIGTERM, handler)
     return {**seen, "closed_s": time.monotonic() - began}
+
+
+async def relayed(logs: str) -> dict[str, Any]:
+    """Calls that go through a relay on each node, as in a run with many workers."""
+    relayed_from, ray_group.RELAYED_FROM = ray_group.RELAYED_FROM, 2
+    layout = {"nodes": 2, "devices_per_node": 2, "placement": {"actor": "0-1", "rollout": "2-3"}}
+    async with running(logs, call_timeout_s=30, **layout) as runtime:
+        actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
+        workers: RayGroup[FakeRole] = RayGroup(
+            "rollout", [runtime.devices[3], runtime.devices[2]], runtime.nodes, 30, 5
+        )
+        seen: dict[str, Any] = {
+            "each": await rollout.each(FakeRole.echo, [("a",), ("b",)]),
+            "shared": await actor.all(FakeRole.total, np.ones(200_000)),
+            "async": await rollout.all(FakeRole.echo_later, 1),
+            "all_reduce": await actor.all(FakeRole.all_reduce),
+            "order": [facts["pid"] for facts in await workers.all(FakeRole.facts)],
+            "pids": [runtime.devices[device].process.pid for device in (3, 2)],
+            "user_error": await message_of(actor.all(FakeRole.fail, "user")),
+            "other_error": await message_of(actor.each(FakeRole.fail_or_hang, [(False,), (True,)])),
+        }
+        rollout.timeout_s = 1.0
+        seen["late"] = await message_of(rollout.all(FakeRole.hang))
+        rollout.timeout_s = 30.0
+        seen["killed"] = await lost_of(rollout.each(FakeRole.end_or_echo, [("SIGKILL",), ("",)]))
+        await runtime.replace(2)
+        await runtime.build("rollout", runtime.recipe, None, rank=0)
+        seen["after"] = await rollout.all(FakeRole.echo, 2)
+        began = time.monotonic()
+        hanging = asyncio.ensure_future(rollout.all(FakeRole.hang))
+        await asyncio.sleep(1)
+        ray.kill(runtime.nodes[1].relay, no_restart=False)
+        seen["relay_ends"] = await lost_of(hanging)
+        seen["relay_ends_s"] = time.monotonic() - began
+    ray_group.RELAYED_FROM = relayed_from
+    return seen
 
 
 async def deaths(logs: str) -> dict[str, Any]:

@@ -106,6 +106,22 @@ def test_the_processs_signal_handlers_stay(colocated: Any) -> None:
     assert colocated["keeps_signal_handler"]
 
 
+def test_calls_through_relays_are_as_calls_to_each(driver: Driver, logs: Path, lab: Lab) -> None:
+    seen = driver.call("scenarios:relayed", logs=str(logs))
+    assert (seen["each"], seen["shared"], seen["async"]) == (["a", "b"], [200_000.0] * 2, [1, 1])
+    assert seen["all_reduce"] == [3.0] * 2
+    assert seen["order"] == seen["pids"]
+    assert seen["user_error"] == "UserError: the reason"
+    assert seen["other_error"] == "RunError: the reason"
+    second = lab.hosts[1].address
+    assert f"rollout.hang: no answer from one of the devices 2-3 on h2 ({second}) within 1 s" in seen["late"]
+    assert seen["killed"]["message"].startswith(f"device 2 on h2 ({second}): its process (pid ")
+    assert "was killed by signal 9" in seen["killed"]["message"]
+    assert (seen["killed"]["device"], seen["after"]) == (2, [2, 2])
+    assert seen["relay_ends"]["message"] == f"the relay of h2 ({second}) ended while rollout.hang"
+    assert seen["relay_ends_s"] < 20
+
+
 def test_roles_on_devices_of_their_own_are_worlds_of_their_own(deaths: Any) -> None:
     assert deaths["sets"] == [[["actor"], [0, 1], True], [["rollout"], [2, 3], False]]
     assert [facts["rank"] for facts in deaths["rollout"]] == [0, 1]
