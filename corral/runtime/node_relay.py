@@ -18,7 +18,7 @@ GRACE_S = 3.0
 """Seconds to wait, after a worker has failed, for the death of another that may have been the cause."""
 
 
-class NoAnswer(Enum):
+class MissingAnswer(Enum):
     """What stands for the answer of a worker that gave none."""
 
     DIED = "its process has ended"
@@ -58,7 +58,7 @@ async def answer_of(reference: Any) -> Any:
     try:
         answer = await reference
     except RayActorError:
-        raise CallFailed(NoAnswer.DIED) from None
+        raise CallFailed(MissingAnswer.DIED) from None
     except RayError as error:
         raise CallFailed(RemoteError(None, str(error).strip().splitlines()[-1])) from None
     if isinstance(answer, RemoteError):
@@ -69,6 +69,6 @@ async def answer_of(reference: Any) -> Any:
 def outcome_of(task: "asyncio.Task[Any]") -> Any:
     if not task.done():
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains of late ones
-        return NoAnswer.LATE
+        return MissingAnswer.LATE
     error = task.exception()
     return error.answer if isinstance(error, CallFailed) else task.result()

@@ -23,7 +23,7 @@ from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
 from corral.runtime.group import CallTimeout, Group, RoleT, WorkerLost, gather_calls
-from corral.runtime.node_relay import NoAnswer
+from corral.runtime.node_relay import MissingAnswer
 from corral.runtime.nodes import EXIT_WAIT_S, Node
 from corral.runtime.presence import announce
 from corral.runtime.remote_debugger import WorkerDebugger
@@ -255,7 +255,7 @@ class RayGroup(Group[RoleT]):
         except RayError as error:
             raise RunError(f"{call} on {node}: {first_line(error)}") from error
         for device, answer in zip(devices, answers, strict=True):
-            if answer is NoAnswer.DIED:
+            if answer is MissingAnswer.DIED:
                 raise await self.describe_death(device, f"while {call}")
         for device, answer in zip(devices, answers, strict=True):
             if isinstance(answer, RemoteError):
