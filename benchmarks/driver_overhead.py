@@ -36,8 +36,10 @@ from corral.recipe.placement import Placement, parse_placement
 from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
 from corral.rollout.engine import Sampling
+from corral.runtime import ray_group
 from corral.runtime.group import Group, LocalGroup
 from corral.runtime.model_workers import ActorWorker, UpdateTerms
+from corral.runtime.ray_group import RELAYED_FROM, RayGroup
 from corral.runtime.rollout_worker import RolloutRequest, RolloutWorker
 
 PROFILE = Profile(
@@ -54,7 +56,10 @@ PROFILE = Profile(
 )
 NUM_SAMPLES = 8
 AT_ONCE = 32
-"""Pairs of calls through Ray that are under way at the same time."""
+"""Pairs of calls through Ray that are under way at the same time; of those that a relay passes on, `NODES_AT_ONCE`."""
+NODES_AT_ONCE = 8
+DEVICES_PER_NODE = 8
+RELAYED, DIRECT = ", node by node", ", worker by worker"
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,18 @@ class CountingGroup(LocalGroup[Any]):
         self.calls[f"{self.role}.{method}"] += 1
         return super().send(rank, method, arguments)
 
+    async def send_each(
+        self, ranks: Sequence[int], method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """Counts one call for each node where a group on Ray would make that."""
+        answers = await super().send_each(ranks, method, arguments)
+        if len(ranks) >= RELAYED_FROM:
+            name = f"{self.role}.{method.__name__}"
+            self.calls[name] -= len(ranks)
+            self.calls[name + RELAYED] += len({rank // DEVICES_PER_NODE for rank in ranks})
+            self.calls[name + DIRECT] += len(ranks)
+        return answers
+
 
 class Workers:
     """A runtime for any number of devices."""
@@ -295,17 +312,23 @@ def add_stages(report: BenchmarkReport, stats: pstats.Stats, num_steps: int, ste
 
 
 def add_ray(report: BenchmarkReport, recipe: Recipe, calls: dict[str, float], step_s: float) -> None:
-    """CPU time of the driver for each kind of call, times the calls that a step made above."""
+    """CPU time of the driver for each kind of call, times the calls that a step made above; and what it would be if it
+    called every worker itself."""
     per_call = asyncio.run(ray_costs(recipe))
-    rows, total = [], 0.0
+    rows, total, direct = [], 0.0, 0.0
     for name, number in sorted(calls.items()):
-        cost_s = per_call.get(name, per_call["small"])
-        total += number * cost_s
-        rows.append([name, f"{number:,.0f}", f"{1000 * cost_s:.2f}", f"{number * cost_s:.2f}"])
-    rows.append(["all", "", "", f"{total:.2f} ({100 * total / step_s:.1f} % of the step)"])
-    heading = "what Ray adds, extrapolated from 4 workers on this machine"
+        kind = RELAYED if name.endswith(RELAYED) else ""
+        spent_s = number * (cost_s := per_call.get(name.removesuffix(DIRECT), per_call[f"small{kind}"]))
+        total += 0.0 if name.endswith(DIRECT) else spent_s
+        direct += 0.0 if name.endswith(RELAYED) else spent_s
+        if number:
+            rows.append([name, f"{number:,.0f}", f"{1000 * cost_s:.2f}", f"{spent_s:.2f}"])
+    for name, own in (("all", total), ("all, if each worker were called", direct)):
+        rows.append([name, "", "", f"{own:.2f} ({100 * own / step_s:.1f} % of the step)"])
+    heading = f"what Ray adds, extrapolated from 4 workers on this machine; nodes of {DEVICES_PER_NODE} devices"
     columns = ["call", "calls per step", "CPU ms per call", "CPU s per step"]
-    report.add("ray", heading, columns, rows, {"per_call_s": per_call, "calls": calls, "cpu_s": total})
+    numbers = {"per_call_s": per_call, "calls": calls, "cpu_s": total, "cpu_s_direct": direct}
+    report.add("ray", heading, columns, rows, numbers)
 
 
 async def ray_costs(recipe: Recipe) -> dict[str, float]:
@@ -323,15 +346,15 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
     with_columns = replace(share, columns=dict.fromkeys(columns, share.logprobs))
     terms = UpdateTerms(GlobalCounts(1, 1), 0, 0.0)
     request = RolloutRequest(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
+    ray_group.RELAYED_FROM = 3  # so that there is a relay; two workers are still called one by one
     with ray_cluster():
         async with open_simulated(recipe, placement, Path(recipe.logging.runs), Console(), frozenset()) as runtime:
             await runtime.build("actor", recipe, None)
             await runtime.build("rollout", recipe, None)
             actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
-            submit = await cost(lambda: rollout.each(RolloutWorker.submit, [([request],), ([request],)]))
-            await rollout.all(RolloutWorker.cancel)
+            assert isinstance(actor, RayGroup)
+            ranks, shares, pairs = [0, 1] * (DEVICES_PER_NODE // 2), replaced(share), replaced(with_columns)
             return {
-                "rollout.submit": submit,
                 "rollout.collect": await collect_cost(rollout, request),
                 "reference.compute_logprobs": await cost(
                     lambda: actor.each(ActorWorker.compute_logprobs, [([share],), ([replace(share)],)])
@@ -340,7 +363,30 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
                     lambda: actor.each(ActorWorker.accumulate, [(with_columns, terms), (replace(with_columns), terms)])
                 ),
                 "small": await cost(lambda: actor.all(ActorWorker.step, 1.0)),
+                f"reference.compute_logprobs{RELAYED}": await node_cost(
+                    lambda: actor._send_to_node(ranks, "compute_logprobs", [([one],) for one in shares])
+                ),
+                f"actor.accumulate{RELAYED}": await node_cost(
+                    lambda: actor._send_to_node(ranks, "accumulate", [(one, terms) for one in pairs])
+                ),
+                f"small{RELAYED}": await node_cost(
+                    lambda: actor._send_to_node(ranks, "step", [(1.0,)] * DEVICES_PER_NODE)
+                ),
             }
+
+
+def replaced(share: Batch) -> list[Batch]:
+    """Equal shards for the workers of a node, none of which is the same object."""
+    return [Batch.join([share]) for _ in range(DEVICES_PER_NODE)]
+
+
+async def node_cost(call: Callable[[], Awaitable[Any]], times: int = 10) -> float:
+    """CPU seconds of this process for each call to a node."""
+    await asyncio.gather(*(call() for _ in range(NODES_AT_ONCE)))
+    started = time.process_time()
+    for _ in range(times):
+        await asyncio.gather(*(call() for _ in range(NODES_AT_ONCE)))
+    return (time.process_time() - started) / times / NODES_AT_ONCE
 
 
 async def cost(call: Callable[[], Awaitable[Any]], times: int = 10) -> float:
@@ -357,10 +403,8 @@ async def collect_cost(rollout: Group[RolloutWorker], request: RolloutRequest, t
     """The same of calls that collect one group each; those come one by one, as groups are finished."""
     spent = 0.0
     for _ in range(times):
-        await rollout.each(RolloutWorker.submit, [([request],), ([request],)])
-        await asyncio.sleep(0.02)
         started = time.process_time()
-        await rollout.all(RolloutWorker.collect)
+        await rollout.each(RolloutWorker.collect, [([request],), ([request],)])
         spent += time.process_time() - started
     return spent / times / 2
 

@@ -121,7 +121,8 @@ class SimulatedRolloutWorker(Role):
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def collect(self) -> list[FinishedRequest]:
+    async def collect(self, requests: Sequence[RolloutRequest]) -> list[FinishedRequest]:
+        await self.submit(requests)
         await self.has_news.wait()
         self.has_news.clear()
         if self.failure is not None:

@@ -32,7 +32,7 @@ from corral.loop.training_loop import (
     finish_saving,
     run_steps,
 )
-from corral.loop.trajectory_records import BackgroundWriter
+from corral.loop.trajectory_process import open_writer
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console, is_validation, run_log
 from corral.observe.curve import draw_curve
@@ -271,7 +271,7 @@ async def running(
                 await restore(parts, checkpoint, state)
             step = int(state.get("step", 0))
             ledger = truncate_after(folder, checkpoint, step if state else -1, console)
-            with BackgroundWriter(folder.trajectories, parts.tokenizer) as trajectories:
+            with open_writer(recipe, folder, parts.tokenizer) as trajectories:
                 run = RunState(
                     recipe=recipe,
                     parts=parts,

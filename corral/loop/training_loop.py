@@ -32,10 +32,8 @@ from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
 from corral.loop.trajectory_records import (
     BackgroundWriter,
-    recorded_columns,
-    step_records,
+    StepTrajectories,
     step_samples,
-    trajectory_records,
 )
 from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
 from corral.observe.console import Console
@@ -195,13 +193,12 @@ def record_step(
     metrics["speed/tokens_per_device_s"] = len(batch.tokens) / (step_s * cluster.nodes * cluster.devices_per_node)
     run.trackers.log(run.step, metrics)
     if run.trackers.shows_samples and not run.recipe.trains_on_rows:
-        num_shown, tokenizer = run.recipe.logging.tracked_samples, run.trajectories.texts.tokenizer
-        run.trackers.log_samples(run.step, step_samples(rollout.trajectories, batch, tokenizer, num_shown))
+        num_shown = run.recipe.logging.tracked_samples
+        run.trackers.log_samples(run.step, step_samples(rollout.trajectories, batch, run.parts.tokenizer, num_shown))
     run.times = {}
     if run.recipe.logging.trajectories:
-        columns = recorded_columns(batch, run.parts.algorithm)
-        records = step_records(rollout, batch, columns, run.trajectories.texts, why_not_trained(result))
-        run.trajectories.write(run.step, records)
+        reason = why_not_trained(result)
+        run.trajectories.write(StepTrajectories.of(run.step, rollout, batch, run.parts.algorithm, reason))
     check_updates(run, result, batch)
     warn_if_idle(run, rollout, batch, result)
 
@@ -288,8 +285,7 @@ async def validate_if_due(run: RunState) -> None:
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
     if run.recipe.logging.trajectories and result.trajectories:
-        records = trajectory_records(result.trajectories, run.trajectories.texts)
-        run.trajectories.write(run.step, records, part="validation")
+        run.trajectories.write(StepTrajectories(run.step, result.trajectories, "validation"))
     errors = ErrorCounts.of(result.trajectories)
     errors.check(f"validation {when}", run.recipe.tagged_environments, is_first=run.step == 0)
 
@@ -333,7 +329,7 @@ async def begin_saving(run: RunState) -> None:
     """Begins a checkpoint, which is written while training goes on. Waits for the one before."""
     await finish_saving(run)
     step = run.step
-    run.trajectories.flush()  # a checkpoint's steps have their files
+    await asyncio.to_thread(run.trajectories.flush)  # a checkpoint's steps have their files
     state = {
         "skipped_in_a_row": run.skipped_in_a_row,
         "trackers": run.trackers.state(),

@@ -1,8 +1,9 @@
 """What is written down of trajectories (`observe/trajectory_store.py`): text, tokens, and what was computed of them."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from corral.data.batch import Batch, IntArray, Trajectory, in_prefix_order
+from corral.data.batch import Batch, FloatArray, IntArray, Trajectory, in_prefix_order
 from corral.data.images import decode_tokens
 from corral.loop.rollout_step import RolloutResult
 from corral.observe.run_files import StepSamples
@@ -28,24 +29,86 @@ MAX_SHOWN = 4000
 SAMPLE_COLUMNS = ("prompt id", "sample", "prompt", "reply", "reward", "advantage", "stop")
 
 
+@dataclass
+class StepTrajectories:
+    """All that is written down of a step, before anything is made of it: cheap to gather, and to send elsewhere."""
+
+    step: int
+    trajectories: list[Trajectory]
+    part: str = ""
+    """Separates records of the same step, such as those of a validation."""
+    left_out: list[str | None] = field(default_factory=list)
+    """Why each trajectory was not trained on; None: it was. Empty for what nobody trains on."""
+    columns: dict[str, FloatArray] = field(default_factory=dict)
+    """Numbers that were computed of each token of the first trajectories, those of the batch."""
+    offsets: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Where the trajectories of the batch begin in the columns."""
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        rollout: RolloutResult,
+        batch: Batch,
+        algorithm: ResolvedAlgorithm,
+        why_not_trained: str | None,
+    ) -> Self:
+        """What was trained on, and then what was left out. `why_not_trained`: why no update was made with any of the
+        batch."""
+        reasons = ["cut off by length" if one.is_masked else why_not_trained for one in rollout.trajectories]
+        others = {
+            "no reward": rollout.dropped,
+            "zero-variance group": rollout.filtered,
+            "environment failed": rollout.unanswered,
+        }
+        trajectories = [*rollout.trajectories, *(one for some in others.values() for one in some)]
+        reasons += [reason for reason, some in others.items() for _ in some]
+        columns = {name: batch.columns[name] for name in recorded_columns(batch, algorithm)}
+        if batch.entropies is not None:
+            columns["entropies"] = batch.entropies
+        return cls(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets)
+
+    def records(self, texts: "TokenTexts") -> Iterator[dict[str, Any]]:
+        """Yields what the store has of each trajectory."""
+        num_trained = len(self.offsets) - 1
+        for i, record in enumerate(trajectory_records(self.trajectories, texts)):
+            if self.left_out:
+                record["left_out"] = self.left_out[i]
+            if i < num_trained:
+                span = slice(int(self.offsets[i]) + len(record["prompt_tokens"]), int(self.offsets[i + 1]))
+                record |= {name: column[span] for name, column in self.columns.items()}
+                if "entropies" in record and np.isnan(record["entropies"]).any():
+                    del record["entropies"]  # it was not computed: nothing was trained on
+            yield record
+
+
+WriteStep = Callable[[StepTrajectories], Any]
+
+
+def writes_here(folder: Path, tokenizer: Any) -> WriteStep:
+    """Makes and writes the records in the calling thread."""
+    writer, texts = TrajectoryWriter(folder), TokenTexts(tokenizer)
+    return lambda own: writer.write(own.step, own.records(texts), own.part)
+
+
 class BackgroundWriter:
     """Writes trajectories in a thread, while the run goes on: decoding, compressing and fsync leave the interpreter to
-    others for most of their time.
+    others for most of their time. On a cluster, where a step has more than that, the thread hands them to a process
+    (`loop/trajectory_process.py`).
 
     One step is in flight at most. The next one waits for it, and raises what it raised. A checkpoint waits too
     (`flush`): whatever is resumed from it has the files of all steps before. Nothing else changes trajectories and
     batches once they are handed over.
     """
 
-    def __init__(self, folder: Path, tokenizer: Any) -> None:
-        self.writer, self.texts = TrajectoryWriter(folder), TokenTexts(tokenizer)
+    def __init__(self, write_step: WriteStep) -> None:
+        self._write_step = write_step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
-        self._pending: Future[Path] | None = None
+        self._pending: Future[Any] | None = None
 
-    def write(self, step: int, records: Iterator[dict[str, Any]], part: str = "") -> None:
-        """Records are made in the thread as well, so they must come from a generator that has not begun."""
+    def write(self, own: StepTrajectories) -> None:
         self.flush()
-        self._pending = self._thread.submit(self.writer.write, step, records, part)
+        self._pending = self._thread.submit(self._write_step, own)
 
     def flush(self) -> None:
         """Waits until all is on disk. Raises what went wrong."""
@@ -65,28 +128,6 @@ class BackgroundWriter:
             logger.warning("trajectories could not be written (%s)", error)  # the run has ended for another reason
         finally:
             self._thread.shutdown()
-
-
-def step_records(
-    rollout: RolloutResult, batch: Batch, columns: Sequence[str], texts: "TokenTexts", why_not_trained: str | None
-) -> Iterator[dict[str, Any]]:
-    """Yields the records of a step: of the batch, with these columns of it, and then of what was left out of it.
-    `why_not_trained`: why no update was made with any of the batch."""
-    reasons = ["cut off by length" if one.is_masked else why_not_trained for one in rollout.trajectories]
-    left_out = {
-        "no reward": rollout.dropped,
-        "zero-variance group": rollout.filtered,
-        "environment failed": rollout.unanswered,
-    }
-    trajectories = [*rollout.trajectories, *(one for some in left_out.values() for one in some)]
-    reasons += [reason for reason, some in left_out.items() for _ in some]
-    records = trajectory_records(trajectories, texts)
-    for i, (record, reason) in enumerate(zip(records, reasons, strict=True)):
-        record["left_out"] = reason
-        if i < len(batch):
-            span = slice(int(batch.offsets[i]) + len(record["prompt_tokens"]), int(batch.offsets[i + 1]))
-            record |= {name: batch.columns[name][span] for name in columns}
-        yield record
 
 
 def recorded_columns(batch: Batch, algorithm: ResolvedAlgorithm) -> list[str]:

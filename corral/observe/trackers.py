@@ -9,6 +9,7 @@ library only then. Accounts, servers and offline modes are what the user configu
 in the recipe. After a resume, the steps since the checkpoint are logged a second time.
 """
 
+import json
 import logging
 import queue
 import re
@@ -256,8 +257,11 @@ class WandB(TrackerAdapter):
 class MLflow(TrackerAdapter):
     """Through a client of its own, so that the user's active run and tracking address stay as they are."""
 
+    shows_samples = True
     MAX_PARAMS_PER_CALL = 100
     MAX_PARAM_CHARACTERS = 500
+    MAX_TABLES = 50
+    """Number of files that the page of a run shows as tables: the tag that names them has a limit."""
 
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import mlflow
@@ -289,6 +293,21 @@ class MLflow(TrackerAdapter):
         rows = [Metric(_mlflow_name(name), float(value), now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
 
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        """A table is a file of the run, as `mlflow.log_table` writes it; that itself would need pandas, and reads the
+        whole file to add a row. MLflow has no histograms."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        if not samples.rows:
+            return
+        path = f"trajectories/step_{step:06d}.json"
+        content = {"columns": list(samples.columns), "data": [list(row) for row in samples.rows]}
+        self._client.log_dict(self._run_id, content, path)
+        tags = self._client.get_run(self._run_id).data.tags
+        known = [one for one in json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]")) if one["path"] != path]
+        shown = [*known, {"path": path, "type": "table"}][-self.MAX_TABLES :]
+        self._client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(shown))
+
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
@@ -297,6 +316,8 @@ class MLflow(TrackerAdapter):
 
 
 class SwanLab(TrackerAdapter):
+    shows_samples = True
+
     def __init__(self, logs: Path, project: str, run: str, config: Mapping[str, Any], saved: Mapping[str, str]) -> None:
         import swanlab
 
@@ -309,6 +330,17 @@ class SwanLab(TrackerAdapter):
             resume="allow",
             config=dict(config),
         )
+
+    def log_samples(self, step: int, samples: StepSamples) -> None:
+        """SwanLab has texts, one beside the other, and neither tables nor histograms."""
+        import swanlab
+
+        texts = [
+            "\n".join(f"{name}: {cell}" for name, cell in zip(samples.columns, row, strict=True))
+            for row in samples.rows
+        ]
+        if texts:
+            self._run.log({"trajectories": [swanlab.Text(text) for text in texts]}, step=step)
 
     def state(self) -> dict[str, str]:
         return {"id": self._id}

@@ -68,7 +68,7 @@ PER_TOKEN = {
     "versions": pa.int32(),
     "advantages": pa.float32(),
 }
-LOGPROBS_AND_VALUES = ("logprobs", "old_logprobs", "reference_logprobs", "values", "returns", "correction")
+LOGPROBS_AND_VALUES = ("logprobs", "old_logprobs", "reference_logprobs", "entropies", "values", "returns", "correction")
 DETAILS = {
     "tool_errors": pa.list_(pa.string()),
     "prompt": pa.string(),

@@ -112,8 +112,14 @@ class Group(ABC, Generic[RoleT]):
     ) -> list[Any]:
         """Calls the method with its own arguments on each worker. If one fails, the others are not waited for."""
         chosen = range(self.size) if ranks is None else ranks
+        return await self.send_each(chosen, method, arguments)
+
+    async def send_each(
+        self, ranks: Sequence[int], method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """Makes the calls of `each`; a group may make fewer, each for several workers."""
         return await gather_calls(
-            *(self.one(rank, method, *own) for rank, own in zip(chosen, self.prepare(arguments), strict=True))
+            *(self.one(rank, method, *own) for rank, own in zip(ranks, self.prepare(arguments), strict=True))
         )
 
     def prepare(self, arguments: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:

@@ -67,6 +67,8 @@ class UpdateTerms:
     preserved: int
     """Number of trajectories to which the LLDS regularizer applies."""
     kl_coefficient: float
+    with_entropies: bool = False
+    """Whether the entropy at each token is returned: for the files of trajectories, since it is computed anyway."""
 
 
 @dataclass
@@ -88,6 +90,9 @@ class LossStats:
     """Tokens of each expert of a mixture, layer by layer."""
     unread: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
     """Sums, maxima and sums over pairs that are still on the device: reading them would wait for it."""
+    entropies: FloatArray | None = None
+    """Entropy at each token of the worker's shard, 0 where nothing was generated; only where it was asked for."""
+    unread_entropies: list[tuple[Pack, Tensor]] = field(default_factory=list)
 
     @property
     def mean_ratio(self) -> float:
@@ -104,6 +109,11 @@ class LossStats:
     def read(self) -> "LossStats":
         """These statistics, with everything that was added read from the device."""
         unread, self.unread = self.unread, []
+        entropies, self.unread_entropies = self.unread_entropies, []
+        for pack, entropy in entropies:
+            if self.entropies is None:
+                self.entropies = np.zeros(len(pack.batch.tokens), np.float32)
+            self.entropies[pack.flat] = entropy.float().cpu().numpy()
         for *numbers, pairs in unread:
             sums, maxima = ({f"policy/{key}": float(value) for key, value in own.items()} for own in numbers)
             pair_sums = {f"preference/{key}": float(value) for key, value in pairs.items()}
@@ -152,6 +162,8 @@ def policy_loss_of(
     if router_loss is not None:
         sums["router_loss"] = router_loss.detach() * mask.sum()
     stats.add(token_loss, sums, pack)
+    if update.with_entropies:
+        stats.unread_entropies.append((pack, entropy.detach()))
     if "correction" in column:
         loss = loss * column["correction"]
     if router_loss is not None:
@@ -421,11 +433,15 @@ class TrainerGroup(Generic[ModelWorkerT]):
 
     async def accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> LossStats:
         """Adds the gradient of these trajectories."""
-        shards = [shard_of(batch, own) for own in batch.split(self.mesh.num_data, rows)]
+        split = batch.split(self.mesh.num_data, rows)
+        shards = [shard_of(batch, own) for own in split]
         arguments = [(shards[self.mesh.data_rank(rank)], terms) for rank in range(self.group.size)]
         total = LossStats()
-        for stats in self.one_per_shard(await self.group.each(ModelWorker.accumulate, arguments)):
+        answers = await self.group.each(ModelWorker.accumulate, arguments)
+        for own, stats in zip(split, self.one_per_shard(answers), strict=True):
             total.merge(stats)
+            if stats.entropies is not None:
+                batch.set_entropies(own, stats.entropies)
         return total
 
     async def step(self, scale: float = 1.0) -> UpdateResult:

@@ -63,6 +63,8 @@ class Node:
     devices: tuple[int, ...] = ()
     """Devices of the recipe on this node that are used."""
     agent: Any = None
+    relay: Any = None
+    """Actor that passes calls on to the node's workers, where the run is large."""
     facts: "NodeFacts" = field(init=False)
     lost: "Future[str]" = field(default_factory=Future)
     """Done when the node is lost, with how that was noticed."""

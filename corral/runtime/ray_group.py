@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,17 @@ from ray.exceptions import RayActorError, RayError
 from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
-from corral.runtime.group import Group, RoleT, WorkerLost
+from corral.runtime.group import CallTimeout, Group, RoleT, WorkerLost, gather_calls
+from corral.runtime.node_relay import MissingAnswer
 from corral.runtime.nodes import EXIT_WAIT_S, Node
 from corral.runtime.presence import announce
 from corral.runtime.remote_debugger import WorkerDebugger
 from corral.runtime.worker import Worker
-from corral.runtime.worker_heartbeat import HEARTBEAT_S, WorkerHeartbeat
+from corral.runtime.worker_heartbeat import HEARTBEAT_S, WorkerHeartbeat, WorkerState
 
+RELAYED_FROM = 64
+"""Number of workers from which calls to all of them go through a relay on each node. With fewer, its hop is longer than
+what the controller saves."""
 SMALL_TYPES = (str, bytes, int, float, bool, type(None), Path)
 """Types of arguments that are sent along, and not put where all workers fetch them."""
 
@@ -165,9 +169,19 @@ class DeviceSlot:
     process: ActorProcess
     log: Path
     is_dead: bool = False
+    seen: WorkerState | None = None
+    """What its node's agent has reported last."""
 
     def __str__(self) -> str:
         return f"device {self.number} on {self.node}"
+
+    @property
+    def state(self) -> str:
+        if self.is_dead or self.node.lost.done():
+            return "lost"
+        if self.seen is None:
+            return "starting"
+        return "silent" if self.process.is_silent else "busy" if self.seen.call else "idle"
 
 
 class RayGroup(Group[RoleT]):
@@ -200,6 +214,54 @@ class RayGroup(Group[RoleT]):
         if isinstance(answer, RemoteError):
             raise await self._explain(answer, device, call, present)
         return answer
+
+    async def send_each(
+        self, ranks: Sequence[int], method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """Through the relays of the nodes, where many are called."""
+        if len(ranks) < RELAYED_FROM:
+            return await super().send_each(ranks, method, arguments)
+        places: dict[int, list[int]] = {}
+        for place, rank in enumerate(ranks):
+            places.setdefault(self.devices[rank].node.rank, []).append(place)
+        answers = await gather_calls(
+            *(
+                self._send_to_node([ranks[i] for i in own], method.__name__, [arguments[i] for i in own])
+                for own in places.values()
+            )
+        )
+        found = list[Any]([None] * len(ranks))
+        for own, some in zip(places.values(), answers, strict=True):
+            for place, answer in zip(own, some, strict=True):
+                found[place] = answer
+        return found
+
+    async def _send_to_node(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls workers of one node through its relay."""
+        devices, call = [self.devices[rank] for rank in ranks], f"{self.role}.{method}"
+        node, present = devices[0].node, [one for one in self.nodes if not one.lost.done()]
+        calls = [(device.process.actor, own) for device, own in zip(devices, arguments, strict=True)]
+        try:
+            answers = await wait_for_reply(node.relay.call.remote(self.role, method, calls), node, self.timeout_s)
+        except TimeoutError:
+            numbers = format_devices([one.number for one in devices])
+            raise CallTimeout(
+                f"{call}: no answer from one of the devices {numbers} on {node} within {self.timeout_s:g} s; it may "
+                "hang, or `cluster.call_timeout_s` is too short for it"
+            ) from None
+        except NodeGone:
+            raise node_lost(node, devices[0].number, f"while {call}") from None
+        except RayActorError:  # Ray starts another; what the workers made of the call nobody knows
+            raise WorkerLost(f"the relay of {node} ended while {call}", device=devices[0].number) from None
+        except RayError as error:
+            raise RunError(f"{call} on {node}: {first_line(error)}") from error
+        for device, answer in zip(devices, answers, strict=True):
+            if answer is MissingAnswer.DIED:
+                raise await self.describe_death(device, f"while {call}")
+        for device, answer in zip(devices, answers, strict=True):
+            if isinstance(answer, RemoteError):
+                raise await self._explain(answer, device, call, present)
+        return list(answers)
 
     async def _explain(self, error: RemoteError, device: DeviceSlot, call: str, present: Sequence[Node]) -> Exception:
         """Finds what an error is to be reported as. `present`: the nodes that were there when the call was made; the

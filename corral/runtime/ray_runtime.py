@@ -4,6 +4,7 @@ runs on a device twice."""
 import asyncio
 import atexit
 import faulthandler
+import json
 import logging
 import os
 import shlex
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.child_process import describe_exit
+from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import MESH_ROLES, Placement
 from corral.recipe.schema import Recipe
@@ -33,8 +35,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from corral.runtime import ray_group
 from corral.runtime.connection import connect, disconnect
 from corral.runtime.network import INTERFACE_VARIABLES, answers
+from corral.runtime.node_relay import NodeRelay
 from corral.runtime.nodes import (
     EXIT_WAIT_S,
     HEAD_RESOURCE,
@@ -71,6 +75,8 @@ CONCURRENT_CALLS = 1000
 """Calls that may be under way on one worker."""
 AGENT_THREADS = 16
 """More than a node has workers that die at once: the agent does not answer for longer than an exit report takes."""
+WORKERS_EVERY_S = 5.0
+"""Seconds between two versions of `workers.json`."""
 SILENCE_S = 30.0
 """Seconds after which the user is warned of a worker that does not answer."""
 CLOSE_ROLES_S = 3.0
@@ -110,6 +116,7 @@ class RayRuntime(Runtime):
         self.lost_workers: asyncio.Queue[WorkerLost] = asyncio.Queue()
         """Losses of workers that `watch` has not raised yet."""
         self.describing: set[asyncio.Task[None]] = set()
+        self.writing_workers: asyncio.Task[None] | None = None
         self.owns_connection = False
 
     @classmethod
@@ -153,6 +160,7 @@ class RayRuntime(Runtime):
         self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
         names = {number: str(device) for number, device in self.devices.items()}
         self.debugger_watch = DebuggerWatch(self.token, names, self.debugger.warn)
+        self.writing_workers = asyncio.get_running_loop().create_task(self._write_workers())
         await asyncio.gather(*(self._set_up(device) for device in self.devices.values()))
         await asyncio.gather(*(self._join_world(one) for one in self.sets if one.is_world))
 
@@ -196,6 +204,7 @@ class RayRuntime(Runtime):
             process = device.process
             if device.node is not node or device.is_dead or (state := by_pid.get(process.pid)) is None:
                 continue
+            device.seen = state
             since = time.strftime("%X", time.localtime(state.since))
             now_in = f"in {state.call} since {since}" if state.call else "idle"
             if not state.is_alive:
@@ -211,6 +220,29 @@ class RayRuntime(Runtime):
                     logger.warning("%s has not answered for %g s; it is %s", device, SILENCE_S, now_in)
                 else:
                     logger.warning("%s answers again", device)
+
+    async def _write_workers(self) -> None:
+        """Writes what the workers do beside their logs, for those who look at the run (`corral view`), as long as it
+        runs. A file that cannot be written is an old one, which says how old it is."""
+        while True:
+            workers = [self._describe(device) for device in self.devices.values()]
+            content = json.dumps({"written": time.time(), "workers": workers})
+            with suppress(OSError):
+                await asyncio.to_thread(write_atomically, self.logs / "workers.json", content)
+            await asyncio.sleep(WORKERS_EVERY_S)
+
+    def _describe(self, device: DeviceSlot) -> dict[str, Any]:
+        return {
+            "node": device.node.hostname,
+            "address": device.node.address,
+            "device": device.number,
+            "roles": self.placement.users(device.number),
+            "pid": device.process.pid,
+            "state": device.state,
+            "call": device.seen.call if device.seen else "",
+            "since": device.seen.since if device.seen and device.seen.call else None,
+            "log": device.log.name if device.log.parent == self.logs else None,
+        }
 
     def _end_without_head(self) -> None:
         """Workers can be called without Ray's head, and save a checkpoint, until Ray ends them after a minute."""
@@ -257,6 +289,8 @@ class RayRuntime(Runtime):
     def close(self) -> None:
         """Ends what was started, in bounded time even if the cluster does not answer. Where its head is gone, Ray ends
         the rest by itself."""
+        if self.writing_workers is not None:
+            self.writing_workers.cancel()
         if not ray.is_initialized():
             return
         for watcher in (self.heartbeats, self.debugger_watch):
@@ -311,6 +345,10 @@ class RayRuntime(Runtime):
             )
             node.gone = asyncio.wrap_future(node.lost)
             self.actors.append(node.agent)
+            if sum(len(one.devices) for one in self.nodes) >= ray_group.RELAYED_FROM:
+                beside = NodeAffinitySchedulingStrategy(node.id, soft=False)
+                node.relay = remote_class(NodeRelay, beside, max_restarts=-1, max_concurrency=CONCURRENT_CALLS).remote()
+                self.actors.append(node.relay)
         facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in self.nodes)
         try:
             for node, known in zip(self.nodes, await asyncio.gather(*facts), strict=True):

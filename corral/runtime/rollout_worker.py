@@ -123,10 +123,11 @@ class RolloutWorker(Role):
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def collect(self) -> list[FinishedRequest]:
-        """Returns what has finished since the last call. Waits for the next one to finish, or for half of the call's
-        deadline: an empty answer shows that the worker lives. Raises what no other request could survive either, and
-        an engine that has made no progress meanwhile."""
+    async def collect(self, requests: Sequence[RolloutRequest]) -> list[FinishedRequest]:
+        """Starts requests, and returns what has finished since the last call. Waits for the next one to finish, or for
+        half of the call's deadline: an empty answer shows that the worker lives. Raises what no other request could
+        survive either, and an engine that has made no progress meanwhile."""
+        await self.submit(requests)
         before = self.engine.num_decode_steps
         try:
             await asyncio.wait_for(self.has_news.wait(), self.context.timeout_s / 2)
@@ -473,12 +474,12 @@ class RolloutScheduler:
         waking = asyncio.ensure_future(queue.wake.wait())
         try:
             while True:
-                if queue.unsent:
-                    requests, queue.unsent = queue.unsent, []
-                    queue.in_flight |= {request.id: request for request in requests}
-                    await self.group.one(queue.rank, RolloutWorker.submit, requests)
+                requests, queue.unsent = queue.unsent, []
+                queue.in_flight |= {request.id: request for request in requests}
                 if collecting is None and queue.in_flight:
-                    collecting = asyncio.ensure_future(self.group.one(queue.rank, RolloutWorker.collect))
+                    collecting = asyncio.ensure_future(self.group.one(queue.rank, RolloutWorker.collect, requests))
+                elif requests:
+                    await self.group.one(queue.rank, RolloutWorker.submit, requests)
                 await asyncio.wait({waking, *([collecting] if collecting else [])}, return_when="FIRST_COMPLETED")
                 if waking.done():
                     queue.wake.clear()

@@ -7,28 +7,40 @@ no request can name a path.
 
 import json
 import os
+import re
+import socket
+import sys
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.observe.console import ENDED_BY, held_out_score, is_validation
 from corral.observe.curve import LOSSES, points
 from corral.observe.ledger import Ledger
-from corral.observe.run_folder import is_in_use, latest_recipe
+from corral.observe.run_folder import LOCK, is_in_use, latest_recipe
 from corral.observe.trackers import flat
 from corral.observe.trajectory_store import TrajectoryStore
 from corral.recipe.document import read_document
 from corral.recipe.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from corral.cluster.stacks import ProcessStacks
+
 SPARKLINE_POINTS = 60
 TAIL_BYTES = 256 * 1024
+LAST_LINE_BYTES = 2048
+STACKS_EVERY_S = 2.0
 PREVIEW_CHARS = 240
 ENDED = f" ERROR {ENDED_BY}: "
+OWNER = re.compile(r"process ([0-9]+) on (.+)")
 NUMBERS = frozenset((int, float))
 FILES_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "checkpoints", ".lock")
 
@@ -86,6 +98,8 @@ class RunReader:
     def __init__(self, run_id: str, path: Path) -> None:
         self.id, self.path = run_id, path
         self.metrics, self.store = MetricsReader(path / "metrics.jsonl"), TrajectoryStore(path / "trajectories")
+        self._stacks: tuple[float, list[dict[str, Any]]] | None = None
+        self._stacks_lock = threading.Lock()
 
     def file(self, *names: str) -> Path | None:
         """A regular file of this run. None: there is none, or it is a link to somewhere else."""
@@ -230,6 +244,27 @@ class RunReader:
             raise NotFound("this run has no ledger")
         return {"prompt": prompt_id, "history": Ledger(path).history_of(prompt_id)}
 
+    def workers(self) -> dict[str, Any]:
+        """What the workers of a run on a cluster do, as its controller has last written it, each with the last line of
+        its log where that is here. A run in one process has none."""
+        path, empty = self.file("logs", "workers.json"), {"written": None, "workers": []}
+        try:
+            found = empty if path is None else json.loads(path.read_bytes())
+            logs = {one["log"]: self.file("logs", str(one["log"])) for one in found["workers"] if one["log"]}
+            last = {name: tail_lines(own, LAST_LINE_BYTES)[-1:] for name, own in logs.items()}
+            rows = [{**one, "last_line": "".join(last.get(one["log"], []))} for one in found["workers"]]
+            return {**found, "workers": rows}
+        except (OSError, ValueError, KeyError, TypeError):
+            return empty
+
+    def stacks(self) -> dict[str, Any]:
+        """Where the processes of the run are at this moment, those on this machine that are this user's. Asked again
+        soon, it answers the same: who looks must not slow a run down."""
+        with self._stacks_lock:
+            if self._stacks is None or time.monotonic() - self._stacks[0] > STACKS_EVERY_S:
+                self._stacks = time.monotonic(), [{"what": what, **one.as_dict()} for what, one in stacks_of(self.path)]
+            return {"processes": self._stacks[1]}
+
     def log(self, name: str) -> dict[str, Any]:
         if name not in {path.name for path in self.path.glob("logs/*.log")} or not (path := self.file("logs", name)):
             raise NotFound(f"there is no log {name}")
@@ -328,6 +363,23 @@ def split_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     return texts
 
 
+def stacks_of(folder: Path) -> list[tuple[str, "ProcessStacks"]]:
+    """Title and stacks of each process of a run, where it is trained by this user on this machine."""
+    from corral.cluster.stacks import NUM_THREADS, find_processes, format_title, read_stacks
+
+    owner = OWNER.match("".join(tail_lines(folder / LOCK)[:1]))
+    if sys.platform != "linux" or owner is None or owner[2] != socket.gethostname():
+        return []
+    # By its folder: another run of the same name may be trained on this machine, in another one.
+    own = [one for one in find_processes() if one.folder == str(folder.resolve())]
+    try:
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            own = list(threads.map(lambda one: read_stacks(one, native=False), own))
+    except UserError as error:  # there is no py-spy
+        own = [replace(one, problem=first_line(error)) for one in own]
+    return [(format_title([one]), one) for one in own]
+
+
 # --- small things
 
 
@@ -351,13 +403,13 @@ def preview(value: Any) -> Any:
     return value[:PREVIEW_CHARS] + "…" if isinstance(value, str) and len(value) > PREVIEW_CHARS else value
 
 
-def tail_lines(path: Path | None) -> list[str]:
-    """The last lines of a file, as many as are in TAIL_BYTES."""
+def tail_lines(path: Path | None, num_bytes: int = TAIL_BYTES) -> list[str]:
+    """The last lines of a file, as many as are in so many bytes."""
     if path is None:
         return []
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read(num_bytes).decode(errors="replace").splitlines()
     except OSError:
         return []

@@ -31,6 +31,7 @@ def answers(runs: Runs) -> Iterator[tuple[str, dict[str, Any]]]:
     for run in runs.all():
         detail = run.detail()
         yield f"run/{run.id}/run.json", detail
+        yield f"run/{run.id}/workers.json", run.workers()
         prompts: set[int] = set()
         for step, part in detail["parts"]:
             name = f"{step}.{part}" if part else str(step)

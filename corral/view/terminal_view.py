@@ -3,12 +3,9 @@
 Both read run folders as the page does (`runs.py`), and change nothing in them.
 """
 
-import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,9 +19,8 @@ from rich.text import Text
 from corral.observe.console import PLAIN_WIDTH, cut, duration, short_duration, small_number, visible
 from corral.observe.console import score_text as metrics_score_text
 from corral.observe.curve import LOSSES, points
-from corral.observe.run_folder import LOCK
-from corral.recipe.errors import UserError, first_line
-from corral.view.runs import RunReader, is_run, tail_lines, thinned
+from corral.recipe.errors import UserError
+from corral.view.runs import RunReader, is_run, stacks_of, tail_lines, thinned
 
 LOOK_EVERY_S = 1.0
 WORKERS_EVERY_S = 10.0
@@ -36,7 +32,6 @@ STAGES = ("rollout", "logprobs", "train", "transfer")
 CURVES = ("reward/mean", *LOSSES, "policy/entropy", "kl/mean", "length/mean", "speed/tokens_per_s")
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "bold green", "failed": "bold red", "stopped": "yellow", "finished": "bold"}
-OWNER = re.compile(r"process ([0-9]+) on (.+)")
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunReader]:
@@ -60,7 +55,7 @@ def watch(run: RunReader, once: bool = False) -> None:
     """Shows the run until it ends or Ctrl-C is pressed; without a terminal, and with `once`, as it is now."""
     is_terminal = sys.stdout.isatty()
     console = RichConsole(width=None if is_terminal else PLAIN_WIDTH, highlight=False, emoji=False)
-    find_workers = at_most_every(WORKERS_EVERY_S, lambda: workers(run.path))
+    find_workers = at_most_every(WORKERS_EVERY_S, lambda: workers(run))
     status = run_status(run, find_workers)
     if once or not console.is_interactive or status["state"] != "running":
         console.print(status_view(status, console.width))
@@ -97,7 +92,7 @@ def run_status(run: RunReader, find_workers: Callable[[], Any] | None = None) ->
     step_s = points(rows, "time/step_s")[1]
     left = None if summary["num_steps"] is None else summary["num_steps"] - summary["step"]
     is_running = summary["state"] == "running"
-    found = find_workers or (lambda: workers(run.path))
+    found = find_workers or (lambda: workers(run))
     return {
         **summary,
         "eta_s": left * fmean(step_s[-2 * LAST_STEPS :]) if is_running and left is not None and step_s else None,
@@ -118,21 +113,23 @@ def stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {**found, "other": max(0.0, last["time/step_s"] - sum(found.values()))}
 
 
-def workers(folder: Path) -> list[dict[str, Any]]:
-    """What the processes of a run do, where it is trained by this user on this machine, and py-spy is installed."""
-    from corral.cluster.stacks import NUM_THREADS, find_processes, format_title, read_stacks
+def workers(run: RunReader) -> list[dict[str, Any]]:
+    """What the processes of a run do: those of a cluster, as its controller has last written it, else those of this
+    machine, where the run is this user's."""
+    if of_cluster := run.workers()["workers"]:
+        return [
+            {
+                "pid": one["pid"],
+                "what": f"device {one['device']} on {one['node']}, {'+'.join(one['roles'])}",
+                "doing": one["state"] if one["since"] is None else f"{one['call']} for {ago(one['since'])}",
+            }
+            for one in of_cluster
+        ]
+    return [{"pid": one.pid, "what": what, "doing": one.doing} for what, one in stacks_of(run.path)]
 
-    owner = OWNER.match("".join(tail_lines(folder / LOCK)[:1]))
-    if sys.platform != "linux" or owner is None or owner[2] != socket.gethostname():
-        return []
-    # By its folder: another run of the same name may be trained on this machine, in another one.
-    own = [one for one in find_processes() if one.folder == str(folder.resolve())]
-    try:
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            own = list(threads.map(lambda one: read_stacks(one, native=False), own))
-    except UserError as error:
-        return [{"pid": one.pid, "what": format_title([one]), "doing": first_line(error)} for one in own]
-    return [{"pid": one.pid, "what": format_title([one]), "doing": one.doing} for one in own]
+
+def ago(since: float) -> str:
+    return short_duration(max(0.0, time.time() - since))
 
 
 def status_view(status: Mapping[str, Any], width: int) -> Group:

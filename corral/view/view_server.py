@@ -107,6 +107,14 @@ def make_app(runs: Runs, token: str | None, is_ending: Callable[[], bool] = lamb
     def log(run: str, name: str) -> Response:
         return answer(runs.get(run).log(name))
 
+    @api.get("/run/{run}/workers.json")
+    def workers(run: str) -> Response:
+        return answer(runs.get(run).workers())
+
+    @api.get("/run/{run}/stacks.json")
+    def stacks(run: str) -> Response:
+        return answer(runs.get(run).stacks())
+
     @api.get("/run/{run}/events")
     def events(run: str, position: str) -> Response:
         return StreamingResponse(run_events(runs.get(run), position, is_ending), media_type="text/event-stream")

@@ -8,19 +8,33 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import train_here
 from tiny import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trajectories import make_trajectory
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from corral.data.batch import Batch
 from corral.loop import train_step, training_loop
-from corral.loop.trajectory_records import BackgroundWriter, TokenTexts, find_branches, trajectory_records, turn_spans
+from corral.loop.trajectory_process import WriterProcess
+from corral.loop.trajectory_records import (
+    BackgroundWriter,
+    StepTrajectories,
+    TokenTexts,
+    find_branches,
+    trajectory_records,
+    turn_spans,
+    writes_here,
+)
+from corral.model.model_loading import load_tokenizer
+from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
+from corral.recipe.errors import RunError
+from corral.recipe.schema import Model
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -133,7 +147,37 @@ def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_pa
     assert frame["left_out"].isna().sum() == rows["samples/trajectories"].sum()
 
 
-# --- in a thread
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_entropies_are_those_of_the_model_that_was_trained(tmp_path: Path, tiny_model: Path, epochs: int) -> None:
+    overrides = ("logging.trajectories=true", "schedule.steps=1", f"batch.ppo_epochs={epochs}")
+    run = train_here(tmp_path, tiny_model, *overrides)
+    frame = pandas.read_parquet(run / "trajectories" / "step_000001.parquet")
+    known = frame[frame["entropies"].notna()]
+    # Where the algorithm needs nothing else, only trajectories with an advantage are computed.
+    assert known["prompt_id"].tolist() == frame[frame["advantages"].map(lambda own: own.any())]["prompt_id"].tolist()
+    assert len(known)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    for _, row in known.iterrows():
+        tokens, start = [*row["prompt_tokens"], *row["response_tokens"]], row["num_prompt_tokens"]
+        with torch.no_grad():
+            log_p = model(torch.tensor([tokens])).logits[0, start - 1 : -1].log_softmax(-1)
+        expected = -(log_p.exp() * log_p).sum(-1).numpy() * row["generated"]
+        assert row["entropies"] == pytest.approx(expected, abs=1e-4)
+    if epochs == 1:
+        [metrics] = [line for line in read_metrics(run / "metrics.jsonl") if "policy/entropy" in line]
+        total = known["entropies"].map(sum).sum() / known["generated"].map(sum).sum()
+        assert metrics["policy/entropy"] == pytest.approx(total, rel=1e-5)
+
+
+def test_entropies_of_pieces_are_joined() -> None:
+    first, second = (Batch.of([make_trajectory([5, 6], [7, 8, 9]), make_trajectory([5], [7])]) for _ in range(2))
+    first.set_entropies([1], np.array([0, 2], np.float32))
+    assert np.array_equal(Batch.join([second, first]).entropies, [np.nan] * 12 + [0, 2], equal_nan=True)
+    assert Batch.join([second, second]).entropies is None
+    assert first.take([1]).entropies is None
+
+
+# --- in a thread, and in a process
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
@@ -148,27 +192,31 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None)
     monkeypatch.setattr(TrajectoryWriter, "write", slow)
 
 
+def background_writer(folder: Path) -> BackgroundWriter:
+    return BackgroundWriter(writes_here(folder, tiny_tokenizer()))
+
+
 def test_a_write_that_is_slow_stops_nobody_but_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_writes(monkeypatch)
-    with BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
-        writer.write(1, iter([]))
+    with background_writer(tmp_path) as writer:
+        writer.write(StepTrajectories(1, []))
         assert not any(tmp_path.iterdir())
-        writer.write(2, iter([]))
+        writer.write(StepTrajectories(2, []))
         assert [path.name for path in tmp_path.iterdir()] == ["step_000001.parquet"]
     assert TrajectoryStore(tmp_path).parts() == [(1, ""), (2, "")]
 
 
 def test_what_a_write_raises_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_writes(monkeypatch, OSError("disk full"))
-    for use in (lambda: writer.write(2, iter([])), lambda: writer.flush()):
-        with BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
-            writer.write(1, iter([]))
+    for use in (lambda: writer.write(StepTrajectories(2, [])), lambda: writer.flush()):
+        with background_writer(tmp_path) as writer:
+            writer.write(StepTrajectories(1, []))
             with pytest.raises(OSError, match="disk full"):
                 use()
-    with pytest.raises(OSError, match="disk full"), BackgroundWriter(tmp_path, tiny_tokenizer()) as writer:
-        writer.write(1, iter([]))
-    writer = BackgroundWriter(tmp_path, tiny_tokenizer())
-    writer.write(1, iter([]))
+    with pytest.raises(OSError, match="disk full"), background_writer(tmp_path) as writer:
+        writer.write(StepTrajectories(1, []))
+    writer = background_writer(tmp_path)
+    writer.write(StepTrajectories(1, []))
     with pytest.raises(ValueError, match="another"), writer:
         raise ValueError("another reason to end")
 
@@ -188,3 +236,53 @@ def test_a_checkpoint_has_the_files_of_its_steps(
     train_here(tmp_path, tiny_model, "logging.trajectories=true", "schedule.steps=2", "checkpoint.every=1")
     assert there == {step: [(earlier, "") for earlier in range(1, step + 1)] for step in there}
     assert set(there) == {1, 2}
+
+
+def some_trajectories(step: int) -> StepTrajectories:
+    """Of a batch of two, and one that was left out."""
+    trajectories = [make_trajectory([5, 6], [7, 8, sample]) for sample in (9, 10, 11)]
+    batch = Batch.of(trajectories[:2])
+    columns = {"advantages": np.arange(len(batch.tokens), dtype=np.float32)}
+    reasons = [None, None, "zero-variance group"]
+    return StepTrajectories(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets)
+
+
+def test_a_process_writes_the_same_files(tmp_path: Path, tiny_model: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    write = writes_here(here, load_tokenizer(Model(path=str(tiny_model))))
+    process = WriterProcess(there, Model(path=str(tiny_model)), tmp_path / "logs" / "trajectories.log")
+    for own in (some_trajectories(1), some_trajectories(2), StepTrajectories(2, [], "validation")):
+        write(own)
+        process.write(own)
+    process.close()
+    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in there.iterdir())
+    assert all(path.read_bytes() == (there / path.name).read_bytes() for path in here.iterdir())
+    kept = TrajectoryStore(there).trajectory(1, 1)
+    assert (kept["advantages"], kept["left_out"]) == ([7.0, 8.0, 9.0], None)
+    assert TrajectoryStore(there).trajectory(1, 2)["left_out"] == "zero-variance group"
+
+
+def test_a_step_is_written_by_a_new_process_where_the_first_was_killed(tmp_path: Path, tiny_model: Path) -> None:
+    process = WriterProcess(tmp_path, Model(path=str(tiny_model)), tmp_path / "trajectories.log")
+    process.write(some_trajectories(1))
+    first = process._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    process.write(some_trajectories(2))
+    assert TrajectoryStore(tmp_path).parts() == [(1, ""), (2, "")]
+    process.close()
+
+
+def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path: Path, tiny_model: Path) -> None:
+    log = tmp_path / "trajectories.log"
+    gone = WriterProcess(tmp_path / "gone", Model(path=str(tiny_model)), log)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        gone.write(some_trajectories(1))
+    gone.close()
+    without = WriterProcess(tmp_path, Model(path=str(tmp_path / "no-model")), log)
+    with pytest.raises(RunError, match="no-model is not a folder"):
+        without.write(some_trajectories(1))
+    without.close()

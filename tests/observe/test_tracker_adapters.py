@@ -152,6 +152,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # where it puts files
     state = track("mlflow", tmp_path, range(1, 4))
     assert track("mlflow", tmp_path, range(4, 6), state) == state
     client = MlflowClient()
@@ -160,6 +161,33 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert client.get_metric_history(run_id, "validation/mean_at_1")
     assert client.get_run(run_id).data.params["cluster.placement.actor_rollout"] == "all"
     assert client.get_run(run_id).info.status == "FINISHED"
+
+
+def test_mlflow_gets_a_table_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # where it puts files
+    state = track("mlflow", tmp_path, range(1, 3))
+    track("mlflow", tmp_path, range(2, 4), state)
+    client, run_id = MlflowClient(), state["mlflow"]["run_id"]
+    paths = [one.path for one in client.list_artifacts(run_id, "trajectories")]
+    assert sorted(paths) == [f"trajectories/step_00000{step}.json" for step in (1, 2, 3)]
+    tables = json.loads(client.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert [one["path"] for one in tables] == sorted(paths)
+    table = json.loads(Path(client.download_artifacts(run_id, paths[0])).read_text())
+    assert table["columns"] == ["prompt", "reply", "reward"]
+    assert table["data"][0] == ["1 + 1 =", "<b>2</b>\n*yes*", 1.0]
+
+
+def test_swanlab_gets_the_texts_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    track("swanlab", tmp_path, range(1, 3))
+    written = [path.read_text() for path in (tmp_path / "run" / "logs" / "swanlab").rglob("*.txt")]
+    assert any("prompt: 1 + 1 =\nreply: <b>2</b>\n*yes*\nreward: 1.0" in text for text in written), written
 
 
 def test_swanlab_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,27 @@
 """What the tests of runtimes do on a host, and roles that do next to nothing."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, devices_of_services, parse_placement
 from corral.recipe.schema import Recipe
+from corral.runtime import ray_group
 from corral.runtime.group import WorkerLost
+from corral.runtime.ray_group import RayGroup
 from corral.runtime.ray_runtime import RayRuntime
 from corral.runtime.worker import Role, WorkerContext
 
@@ -70,6 +74,11 @@ class FakeRole(Role):
 
     async def hang(self) -> None:
         await asyncio.sleep(600)
+
+    def end_or_echo(self, how: str) -> str:
+        if how:
+            self.end(how)
+        return how
 
     async def fail_or_hang(self, fails: bool) -> None:
         if fails:
@@ -125,6 +134,21 @@ async def message_of(work: Any) -> str:
     return "nothing was raised"
 
 
+async def workers_while(work: Any, logs: Path, call: str) -> list[dict[str, Any]]:
+    """What the file says that the workers do, once one of them is in this call."""
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            with suppress(FileNotFoundError):
+                workers = json.loads((logs / "workers.json").read_text())["workers"]
+                if call in [one["call"] for one in workers]:
+                    return workers
+        raise AssertionError(workers)
+    finally:
+        task.cancel()
+
+
 # --- on a cluster that stays whole
 
 
@@ -150,6 +174,7 @@ async def colocated(logs: str) -> dict[str, Any]:
             "shared": await actor.all(FakeRole.total, array),
             "all_reduce": await actor.all(FakeRole.all_reduce),
             "interfaces": await actor.all(FakeRole.interface),
+            "workers": await workers_while(actor.one(3, FakeRole.hang), Path(logs), "actor.hang"),
             "late": await message_of(actor.one(3, FakeRole.hang, timeout_s=0.5)),
             "late_user_error": await message_of(actor.one(1, FakeRole.fail, "user")),
             "late_run_error": await message_of(actor.one(1, FakeRole.fail, "run")),
@@ -159,6 +184,42 @@ async def colocated(logs: str) -> dict[str, Any]:
         began = time.monotonic()
     signal.signal(signal.SIGTERM, handler)
     return {**seen, "closed_s": time.monotonic() - began}
+
+
+async def relayed(logs: str) -> dict[str, Any]:
+    """Calls that go through a relay on each node, as in a run with many workers."""
+    relayed_from, ray_group.RELAYED_FROM = ray_group.RELAYED_FROM, 2
+    layout = {"nodes": 2, "devices_per_node": 2, "placement": {"actor": "0-1", "rollout": "2-3"}}
+    async with running(logs, call_timeout_s=30, **layout) as runtime:
+        actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
+        workers: RayGroup[FakeRole] = RayGroup(
+            "rollout", [runtime.devices[3], runtime.devices[2]], runtime.nodes, 30, 5
+        )
+        seen: dict[str, Any] = {
+            "each": await rollout.each(FakeRole.echo, [("a",), ("b",)]),
+            "shared": await actor.all(FakeRole.total, np.ones(200_000)),
+            "async": await rollout.all(FakeRole.echo_later, 1),
+            "all_reduce": await actor.all(FakeRole.all_reduce),
+            "order": [facts["pid"] for facts in await workers.all(FakeRole.facts)],
+            "pids": [runtime.devices[device].process.pid for device in (3, 2)],
+            "user_error": await message_of(actor.all(FakeRole.fail, "user")),
+            "other_error": await message_of(actor.each(FakeRole.fail_or_hang, [(False,), (True,)])),
+        }
+        rollout.timeout_s = 1.0
+        seen["late"] = await message_of(rollout.all(FakeRole.hang))
+        rollout.timeout_s = 30.0
+        seen["killed"] = await lost_of(rollout.each(FakeRole.end_or_echo, [("SIGKILL",), ("",)]))
+        await runtime.replace(2)
+        await runtime.build("rollout", runtime.recipe, None, rank=0)
+        seen["after"] = await rollout.all(FakeRole.echo, 2)
+        began = time.monotonic()
+        hanging = asyncio.ensure_future(rollout.all(FakeRole.hang))
+        await asyncio.sleep(1)
+        ray.kill(runtime.nodes[1].relay, no_restart=False)
+        seen["relay_ends"] = await lost_of(hanging)
+        seen["relay_ends_s"] = time.monotonic() - began
+    ray_group.RELAYED_FROM = relayed_from
+    return seen
 
 
 async def deaths(logs: str) -> dict[str, Any]:

@@ -76,6 +76,18 @@ def test_a_deadline_names_what_was_waited_for(colocated: Any, lab: Lab) -> None:
     assert f"actor.hang: no answer from device 3 on h2 ({lab.hosts[1].address}) within 0.5 s" in colocated["late"]
 
 
+def test_a_file_says_what_each_worker_does(colocated: Any, lab: Lab) -> None:
+    workers = colocated["workers"]
+    assert [(one["node"], one["device"], one["log"]) for one in workers] == [
+        (f"h{1 + device // 2}", device, f"worker-{device}.log") for device in range(4)
+    ]
+    assert [one["pid"] for one in workers] == [facts["pid"] for facts in colocated["actor"]]
+    assert [one["state"] for one in workers] == ["idle", "idle", "idle", "busy"]
+    assert workers[3]["since"] > 0
+    assert {one["address"] for one in workers[2:]} == {lab.hosts[1].address}
+    assert workers[0]["roles"] == ["actor", "rollout"]
+
+
 def test_errors_for_the_user_arrive_as_they_are(colocated: Any) -> None:
     assert colocated["late_user_error"] == "UserError: the reason"
     assert colocated["late_run_error"] == "RunError: the reason"
@@ -92,6 +104,22 @@ def test_other_errors_name_the_worker_and_their_traceback_is_in_its_log(colocate
 
 def test_the_processs_signal_handlers_stay(colocated: Any) -> None:
     assert colocated["keeps_signal_handler"]
+
+
+def test_calls_through_relays_are_as_calls_to_each(driver: Driver, logs: Path, lab: Lab) -> None:
+    seen = driver.call("scenarios:relayed", logs=str(logs))
+    assert (seen["each"], seen["shared"], seen["async"]) == (["a", "b"], [200_000.0] * 2, [1, 1])
+    assert seen["all_reduce"] == [3.0] * 2
+    assert seen["order"] == seen["pids"]
+    assert seen["user_error"] == "UserError: the reason"
+    assert seen["other_error"] == "RunError: the reason"
+    second = lab.hosts[1].address
+    assert f"rollout.hang: no answer from one of the devices 2-3 on h2 ({second}) within 1 s" in seen["late"]
+    assert seen["killed"]["message"].startswith(f"device 2 on h2 ({second}): its process (pid ")
+    assert "was killed by signal 9" in seen["killed"]["message"]
+    assert (seen["killed"]["device"], seen["after"]) == (2, [2, 2])
+    assert seen["relay_ends"]["message"] == f"the relay of h2 ({second}) ended while rollout.hang"
+    assert seen["relay_ends_s"] < 20
 
 
 def test_roles_on_devices_of_their_own_are_worlds_of_their_own(deaths: Any) -> None:

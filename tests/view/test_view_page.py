@@ -12,7 +12,7 @@ from commands import start_corral
 from PIL import Image
 from runs import VALIDATION, write_recipe
 from served import running
-from view_runs import HOSTILE, lines_of, metrics_of, record, write_run
+from view_runs import HOSTILE, lines_of, metrics_of, record, write_run, write_workers
 
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
@@ -79,7 +79,8 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     assert "log-prob in the engine -0.375" in page.wait("document.querySelector('.values').innerText").replace(
         "\n", " "
     )
-    for column in ("advantages", "versions", "generated"):
+    assert "entropy 0.5" in page.run("document.querySelector('.values').innerText").replace("\n", " ")
+    for column in ("advantages", "entropies", "versions", "generated"):
         page.run(
             f"(s => {{ s.value = '{column}'; s.dispatchEvent(new Event('change')) }})(document.querySelector('select'))"
         )
@@ -119,6 +120,31 @@ def test_numbers_on_the_page_are_those_of_the_file(page: Browser, address: str, 
     assert shown == ",".join(["0.75" if step == 0 else f"{means[step]:.4g}" for step in (0, 3, 2, 1)])
 
 
+def test_what_the_workers_of_a_cluster_do(page: Browser, address: str, tmp_path: Path) -> None:
+    """While the run's folder is in use it is a run that is being trained; then it has ended."""
+    write_workers(tmp_path / "hostile", HOSTILE, time.time())
+    with RunFolder(tmp_path / "hostile"):
+        go(page, f"{address}/#/run/hostile/workers", "host1 (10.0.0.2)")
+        shown = page.run("[...document.querySelectorAll('.device')].map(one => one.innerText.replace(/\\s+/g, ' '))")
+        assert shown[0].startswith("0 actor, reference busy actor.accumulate · 1 min · pid 100 last words: <script>")
+        assert [one.split(" · ")[0] for one in shown[1:3]] == [
+            "1 actor, reference idle pid 101",
+            "2 rollout silent rollout.collect",
+        ]
+        assert page.run("document.querySelectorAll('.machine').length") == 2
+        assert page.run("document.querySelectorAll('.device.lost').length") == 1
+        write_workers(tmp_path / "hostile", "next line", time.time())
+        page.wait("document.querySelector('.device').innerText.includes('next line')")  # without being asked
+        page.run("[...document.querySelectorAll('button')].find(one => one.innerText.includes('Stacks')).click()")
+        # This process trains nothing.
+        page.wait("document.querySelector('main').innerText.includes('asks all nodes')")
+    go(page, f"{address}/#/run/done/workers", "no workers on a cluster")
+    go(page, f"{address}/#/run/hostile/workers", "ended")
+    click(page, "a[href$='logs/worker-0.log']")
+    page.wait("document.querySelector('pre')?.innerText.includes('next line')")
+    assert page.run("window.hacked") is None
+
+
 def test_hostile_text_is_text(page: Browser, address: str) -> None:
     for where in ("run/hostile/logs", "run/hostile/step/1", "run/hostile/step/1/0", "run/hostile/step/1/0/tree"):
         go(page, f"{address}/#/{where}", "1")
@@ -149,7 +175,7 @@ def test_pictures_of_an_environment_are_shown(page: Browser, tmp_path: Path) -> 
     assert page.problems == []
 
 
-def test_keys_theme_language_and_a_phone(page: Browser, address: str) -> None:
+def test_keys_theme_language_and_a_phone(page: Browser, address: str, tmp_path: Path) -> None:
     go(page, f"{address}/#/run/done", "Reward")
     theme = page.run("document.documentElement.dataset.theme")
     page.press("d")
@@ -163,7 +189,8 @@ def test_keys_theme_language_and_a_phone(page: Browser, address: str) -> None:
     page.press("l")
     page.wait("document.body.innerText.includes('Reward')")
     page.resize(375, 800)
-    for where in ("", "run/done", "run/done/step/1", "run/done/step/1/0", "compare/done,hostile"):
+    write_workers(tmp_path / "done")
+    for where in ("", "run/done", "run/done/workers", "run/done/step/1", "run/done/step/1/0", "compare/done,hostile"):
         page.run(f"location.hash = '#/{where}'")
         page.wait("document.querySelector('main').innerText.length > 40")
         time.sleep(0.3)
@@ -234,6 +261,9 @@ def test_a_run_of_corral_train_is_followed_to_its_end(page: Browser, tmp_path: P
             page.wait("document.querySelectorAll('.sample').length === 16")
             click(page, "a[href='#/run/tiny/step/1/3']")
             page.wait("document.querySelectorAll('.token').length > 8")
+            go(page, f"{address}/#/run/tiny/workers", "no workers on a cluster")
+            page.run("[...document.querySelectorAll('button')].find(one => one.innerText.includes('Stacks')).click()")
+            page.wait("document.querySelector('details summary')?.innerText.includes('controller of run tiny')")
             go(page, f"{address}/#/run/tiny", "running")
             finished = training.wait()
             assert finished.code == 0, finished.stderr

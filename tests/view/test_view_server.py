@@ -15,7 +15,7 @@ from commands import corral, start_corral
 from fastapi.testclient import TestClient
 from guides import block
 from served import running
-from view_runs import HOSTILE, lines_of, record, write_run
+from view_runs import HOSTILE, lines_of, record, write_run, write_workers
 
 from corral.observe.console import Console, run_log
 from corral.observe.run_files import MetricsFile
@@ -102,6 +102,20 @@ def test_the_ledger_and_logs_of_a_run(tmp_path: Path) -> None:
     assert ask(tmp_path, "run/one/prompt/2.json") == {"prompt": 2, "history": history}
     assert ask(tmp_path, "run/one/run.json")["ledger"]["trained"] == 6
     assert ask(tmp_path, "run/one/log/main.log.json")["lines"] == ["2026-01-01T00:00:00+0000 WARNING corral.x: ab"]
+
+
+def test_what_workers_do_is_what_the_controller_wrote(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one")
+    assert ask(tmp_path, "run/one/workers.json") == {"written": None, "workers": []}
+    assert ask(tmp_path, "run/one/stacks.json") == {"processes": []}  # nobody trains it
+    write_workers(run, "a line", now=12.0)
+    written = json.loads((run / "logs" / "workers.json").read_text())
+    lines = ["last words: a line", "", "", ""]
+    own = [{**one, "last_line": line} for one, line in zip(written["workers"], lines, strict=True)]
+    assert ask(tmp_path, "run/one/workers.json") == {"written": 12.0, "workers": own}
+    for broken in ("{", "[]", '{"workers": [1]}', '{"workers": [{"log": "../../x"}]}'):
+        (run / "logs" / "workers.json").write_text(broken)
+        assert not any(one["last_line"] for one in ask(tmp_path, "run/one/workers.json")["workers"])
 
 
 def test_folders_are_runs_or_around_them_and_equal_names_differ(tmp_path: Path) -> None:

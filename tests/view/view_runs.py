@@ -24,7 +24,8 @@ def record(prompt_id: int, sample: int, reward: float, text: str = "ab") -> dict
         "metrics": {"success": reward}, "prompt_tokens": [1, 2, 3], "response_tokens": tokens,
         "generated": [1, 1, 0, 1, 1, 1],
         "logprobs": [-0.25 * place - 0.125 * sample for place in range(6)], "versions": [0, 0, -1, 1, 1, 1],
-        "advantages": [reward - 0.5] * 6, "frames": ["P_G", "_PG", f"__{text}"],
+        "advantages": [reward - 0.5] * 6, "entropies": [0.5 * place for place in range(6)],
+        "frames": ["P_G", "_PG", f"__{text}"],
     }  # fmt: skip
 
 
@@ -57,3 +58,23 @@ def write_run(folder: Path, name: str, steps: int = 3, of: int = 3, text: str = 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_workers(run: Path, text: str = "ab", now: float = 0.0) -> None:
+    """Two nodes with two devices each, as the controller of a run on a cluster writes them."""
+    states = [
+        ("busy", "actor.accumulate", now - 75),
+        ("idle", "", None),
+        ("silent", "rollout.collect", now),
+        ("lost", "", None),
+    ]
+    workers = [
+        {
+            "node": f"host{device // 2}", "address": f"10.0.0.{device // 2 + 1}", "device": device, "pid": 100 + device,
+            "roles": ["actor", "reference"] if device < 2 else ["rollout"], "state": state, "call": call,
+            "since": since, "log": f"worker-{device}.log" if device < 2 else None,
+        }
+        for device, (state, call, since) in enumerate(states)
+    ]  # fmt: skip
+    (run / "logs" / "workers.json").write_text(json.dumps({"written": now, "workers": workers}))
+    (run / "logs" / "worker-0.log").write_text(f"process 100\nlast words: {text}\n", errors="replace")

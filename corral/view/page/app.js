@@ -18,7 +18,7 @@ let visit = 0;
 const PAGES = [
   [/^$/, () => runsPage],
   [/^compare\/([^/]+)$/, () => comparePage],
-  [/^run\/([^/]+)(?:\/(curves|steps|recipe|plan|logs|ledger))?(?:\/([^/]+))?$/, () => runPage],
+  [/^run\/([^/]+)(?:\/(curves|steps|recipe|plan|workers|logs|ledger))?(?:\/([^/]+))?$/, () => runPage],
   [/^run\/([^/]+)\/step\/([^/]+)$/, () => stepPage],
   [/^run\/([^/]+)\/step\/([^/]+)\/(\d+)(?:\/(conversation|tree|beside))?(?:\/(\d+))?$/, () => trajectoryPage],
 ];

@@ -3,12 +3,13 @@
 import { stackedBars } from "./bars.js";
 import { chartSettings, lineChart } from "./chart.js";
 import { get, listen, stepName } from "./data.js";
-import { h, link, number, replace, shown, table } from "./dom.js";
+import { duration, h, link, number, plain, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
 import { scores, stateChip } from "./page_runs.js";
 import { metricsOf, namesOf, PANELS, seriesOf, timesOf } from "./panels.js";
 
-const TABS = ["curves", "steps", "recipe", "plan", "logs", "ledger"];
+const TABS = ["curves", "steps", "recipe", "plan", "workers", "logs", "ledger"];
+const LOOK_EVERY_MS = 3000;
 
 export async function runPage(id, tab = "curves", more) {
   let detail = await get("run", id, "run.json");
@@ -62,6 +63,7 @@ export async function runPage(id, tab = "curves", more) {
     steps: () => steps(detail, metrics, address),
     recipe: () => text(detail.texts.recipe),
     plan: () => text(detail.texts.plan),
+    workers: () => workers(id, detail, isServed, address),
     logs: () => logs(id, detail, more, address),
     ledger: () => ledger(id, detail, more, address),
   }[tab];
@@ -93,14 +95,20 @@ export async function runPage(id, tab = "curves", more) {
     if (tab === "curves" && news.rows.length) settings.draw();
   }
 
+  const isServed = (await get("runs.json")).live;
   drawHead();
   replace(body, await draw());
-  const isServed = (await get("runs.json")).live;
   const stop = isServed
     ? listen(id, detail.position, receive, (isOn) => {
         live.hidden = !isOn || detail.state !== "running";
       })
     : () => {};
+  const looking =
+    tab === "workers" && isServed
+      ? setInterval(() => {
+          if (detail.state === "running") body.querySelector(".workers")?.dispatchEvent(new Event("look"));
+        }, LOOK_EVERY_MS)
+      : 0;
   return {
     title: id,
     trail: [[id, address]],
@@ -108,6 +116,7 @@ export async function runPage(id, tab = "curves", more) {
     shown: settings.draw,
     leave: () => {
       stop();
+      clearInterval(looking);
       settings.leave();
     },
     keys: {
@@ -243,6 +252,76 @@ async function logs(id, detail, name = detail.logs.includes("main.log") ? "main.
         )
       : h("p", { class: "quiet" }, t("The log is empty.")),
   ];
+}
+
+/** Nodes with their devices, by what each of them does; and, where the run is on the server's machine, its stacks. */
+async function workers(id, detail, isServed, address) {
+  const list = h("div", { class: "workers" });
+  const stacks = h("div", {});
+  const isRunning = detail.state === "running";
+
+  function box(one) {
+    const since = one.since && duration(Math.max(0, Date.now() / 1000 - one.since));
+    const number_ = one.log
+      ? link(`${address}/logs/${encodeURIComponent(one.log)}`, String(one.device))
+      : String(one.device);
+    const state = isRunning ? one.state : "ended";
+    return h(
+      "div",
+      { class: `device ${isRunning ? one.state : ""}` },
+      h("div", {}, h("b", {}, number_), " ", shown((one.roles ?? []).join(", ")), " ", h("span", { class: "chip" }, t(state))),
+      h("div", { class: "quiet small" }, shown([one.call, since, `pid ${one.pid}`].filter(Boolean).join(" · "))),
+      one.last_line ? h("div", { class: "quiet small cut", title: plain(one.last_line) }, shown(one.last_line, 200)) : null,
+    );
+  }
+
+  async function look() {
+    const found = await get("run", id, "workers.json");
+    const nodes = new Map();
+    for (const one of found.workers) {
+      const name = `${one.node} (${one.address})`;
+      nodes.set(name, [...(nodes.get(name) ?? []), one]);
+    }
+    const old = Math.max(0, Date.now() / 1000 - found.written);
+    replace(
+      list,
+      found.workers.length
+        ? h("p", { class: "quiet small" }, t("As of {ago} ago").replace("{ago}", duration(old)))
+        : h("p", { class: "quiet" }, t("This run has no workers on a cluster.")),
+      [...nodes].map(([name, own]) =>
+        h("section", { class: "card machine" }, h("h2", {}, shown(name)), h("div", { class: "devices" }, own.map(box))),
+      ),
+    );
+  }
+
+  async function showStacks() {
+    replace(stacks, h("p", { class: "quiet" }, "…"));
+    const { processes } = await get("run", id, "stacks.json");
+    replace(
+      stacks,
+      processes.length
+        ? processes.map((one) =>
+            h(
+              "details",
+              { class: "card" },
+              h("summary", {}, shown(`${one.what}, pid ${one.pid}: ${one.doing}`)),
+              h(
+                "pre",
+                {},
+                one.threads.map(({ name, active, frames }) =>
+                  shown([`${name}${active ? " (active)" : ""}`, ...frames.map((frame) => `    ${frame}`), ""].join("\n")),
+                ),
+              ),
+            ),
+          )
+        : h("p", { class: "quiet" }, t("None of its processes is on the server's machine; `corral stacks` asks all nodes.")),
+    );
+  }
+
+  list.addEventListener("look", look);
+  await look();
+  const button = h("button", { type: "button", onclick: showStacks }, t("Stacks of its processes"));
+  return [list, isServed && isRunning ? h("div", { class: "toolbar" }, button) : null, stacks];
 }
 
 async function ledger(id, detail, prompt, address) {
