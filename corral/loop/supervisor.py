@@ -49,6 +49,10 @@ class Supervisor:
                 await asyncio.wait({task}, timeout=5.0)
                 await (watching if watching.done() else self.failure)
             await task
+            if self.recovering:
+                await asyncio.wait(self.recovering)
+            if self.failure.done():
+                await self.failure
             # The last checkpoint needs all trainers. One that is still sending weights to a new rollout worker is let
             # finish: to cancel it would leave the trainers of one model in different places.
             async with asyncio.timeout(LAST_TRANSFER_S):

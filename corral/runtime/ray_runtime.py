@@ -302,8 +302,8 @@ class RayRuntime(Runtime):
         for number in devices:
             await self._set_up(self.devices[number])
             self.devices[number].is_dead = False
-        for group in self.groups.values():
-            group.names[:] = [str(device) for device in group.devices]
+        for role, group in self.groups.items():
+            group.names[:] = [str(self.devices[number]) for number in self.placement.roles[BUILT_WITH.get(role, role)]]
 
     def close(self) -> None:
         """Ends what was started, in bounded time even if the cluster does not answer. Where its head is gone, Ray ends

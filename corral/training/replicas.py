@@ -71,7 +71,7 @@ class Replicas:
         """The largest over all copies."""
         largest = torch.tensor([number], device=self.device)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._run(lambda: self.group.allreduce([largest], options))
         return int(largest)
 

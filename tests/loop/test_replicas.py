@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_runs import ClusterRun
 from commands import start_corral
+from hosts import Lab
 from runs import rows_of, same_outcome, write_recipe
 
 from corral.observe.ledger import Ledger
@@ -135,3 +137,34 @@ def test_without_a_whole_copy_the_run_begins_again_at_the_last_checkpoint(
     assert "no replica could give its states to the lost trainer" in output
     assert "the workers are started again, and the run goes on from step_000001" in output
     assert rows_of(tmp_path / "runs" / "run") == rows_of(undisturbed(*COPIES))
+
+
+@pytest.mark.parametrize("how", ["kill", "cut"])
+def test_a_spare_host_takes_the_place_of_a_lost_one(how: str, tmp_path: Path, tiny_model: Path) -> None:
+    """Two hosts with a trainer each, and a third one. The second host ends, or its cable is pulled."""
+    with Lab(3) as lab:
+        lab.start_ray(devices=2, health_checks={})
+        settings = (
+            "cluster.nodes=2",
+            "cluster.devices_per_node=2",
+            "cluster.placement={rollout: 0, actor: 1-2}",
+            "cluster.node_timeout_s=5",
+            "train.parallel.replicate=2",
+            f"environment.reward.name={tmp_path}/vowels.py:slowly",
+            f"environment.reward.options.calls={tmp_path}/calls",
+            "environment.reward.options.seconds=0.05",
+        )
+        undisturbed = ClusterRun(lab, tmp_path, tiny_model, "undisturbed", *EVERY, *settings)
+        undisturbed.wait()
+        assert undisturbed.code == 0, undisturbed.output
+        run = ClusterRun(lab, tmp_path, tiny_model, "run", *EVERY, *settings)
+        run.wait_until(lambda: run.num_steps >= 1)
+        (lab.kill if how == "kill" else lab.cut)(1)
+        output = " ".join(run.wait().split())
+    assert run.code == 0, output
+    print(f"{how}: recovered after {recoveries(output)} s")
+    assert f"node 1, h2 ({lab.hosts[1].address}), with device 2, was lost" in output
+    assert len(recoveries(output)) == 1
+    assert "the workers are started again" not in output
+    assert same_outcome(run.path, undisturbed.path, 3)
+    assert (run.audit().trained, run.audit().reissued, run.audit().problems) == (12, 0, ())
