@@ -153,7 +153,6 @@ class RayRuntime(Runtime):
         self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
         await self._start_nodes(self.nodes)
-        self._watch_nodes()
         self.sets = [DeviceSet(roles, devices) for roles, devices in self.placement.groups().items()]
         self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
         names = {number: str(device) for number, device in self.devices.items()}
@@ -268,18 +267,22 @@ class RayRuntime(Runtime):
     async def replace_copies(self, role: str, shape: MeshShape, copies: Sequence[int]) -> None:
         own = self._set_of(self.placement.roles[role][0])
         devices = [self.devices[own.devices[rank]] for copy in copies for rank in shape.ranks_of_copy(copy)]
-        gone = {device.node.id: device.node for device in devices if device.node.lost.done()}
-        for node in gone.values():
-            await self._take_spare(node, tuple(device.number for device in devices if device.node is node))
-        await gather_calls(*(self.replace(device.number) for device in devices if device.node.id not in gone))
+        by_node: dict[str, list[DeviceSlot]] = {}
+        for device in devices:
+            by_node.setdefault(device.node.id, []).append(device)
+        starting = []
+        for own_devices in by_node.values():
+            numbers, node = [device.number for device in own_devices], own_devices[0].node
+            starting += [self._take_spare(node, numbers)] if node.lost.done() else map(self.replace, numbers)
+        await gather_calls(*starting)
         await self._join_worlds(own, shape, copies)
 
     async def abort_replicas(self, devices: Sequence[int]) -> None:
         await self._group("worker", devices).all(Worker.abort_replicas)
 
-    async def _take_spare(self, lost: Node, devices: tuple[int, ...]) -> None:
+    async def _take_spare(self, lost: Node, devices: Sequence[int]) -> None:
         """Starts workers for devices of a lost node on a node that the run does not use."""
-        used = {node.address for node in self.nodes}
+        used = {node.address for node in self.nodes} | self.reported
         num_devices = len(devices) + self.cluster.num_service_devices
         spare = next(
             (
@@ -293,12 +296,11 @@ class RayRuntime(Runtime):
         )
         if spare is None:
             raise RunError(f"no spare node takes the place of {lost}")
-        node = Node(lost.rank, spare["NodeID"], spare["NodeManagerAddress"], spare["NodeManagerHostname"], devices)
+        address, hostname = spare["NodeManagerAddress"], spare["NodeManagerHostname"]
+        node = Node(lost.rank, spare["NodeID"], address, hostname, tuple(devices))
+        self.reported.add(node.address)  # `watch` may be waiting already, for the nodes that it knows
         await self._start_nodes([node])
-        # `watch` may be waiting already, for the nodes that it knows.
-        self.reported.add(node.address)
         node.gone.add_done_callback(lambda _: self.lost_workers.put_nowait(node_lost(node, None)))
-        self.nodes.append(node)
         for number in devices:
             await self._set_up(self.devices[number])
             self.devices[number].is_dead = False
@@ -348,6 +350,9 @@ class RayRuntime(Runtime):
         self.reservations.append(reservation)
         at = partial(PlacementGroupSchedulingStrategy, reservation)
         await self._start_agents(nodes, {node: at(bundle) for node, bundle in of_services.items()})
+        self.nodes += [node for node in nodes if not any(node is one for one in self.nodes)]
+        if self.heartbeats is None:
+            self._watch_nodes()
         check_debugger(self.debugger, nodes)
         strategies = {device: at(bundle) for device, bundle in bundles.items()}
         await asyncio.gather(*(self._start_node(node, strategies) for node in nodes))

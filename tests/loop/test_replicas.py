@@ -45,7 +45,7 @@ PPO = (
     "algorithm.name=ppo",
     "algorithm.kl.coefficient=0.01",
 )
-LIMIT_S = 400.0
+LIMIT_S = 900.0
 
 
 def fault(method: str, call: int, when: str = "before", rank: int = 1, role: str = "actor") -> dict[str, Any]:
