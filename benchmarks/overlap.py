@@ -29,7 +29,7 @@ from corral.observe.console import Console
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster, Recipe
 from corral.runtime.group import Runtime
-from corral.runtime.model_workers import PROBE_TOKENS
+from corral.runtime.weight_publisher import PROBE_TOKENS
 
 PROFILE = Profile(
     prompt_tokens=60,

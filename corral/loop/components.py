@@ -39,11 +39,12 @@ from corral.recipe.shape import ModelShape
 from corral.rollout.chat_rendering import check_template
 from corral.runtime.group import Group, LocalGroup, LocalRuntime, Runtime
 from corral.runtime.local_debugger import Debugging
-from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker, TrainerGroup, WeightPublisher
+from corral.runtime.model_workers import ActorWorker, CriticWorker, PolicyWorker, TrainerGroup
 from corral.runtime.remote_debugger import DebuggerOptions
 from corral.runtime.reward_model_worker import RewardModelGroup
 from corral.runtime.rollout_worker import RolloutScheduler, RolloutWorker
 from corral.runtime.teacher_endpoint import EndpointTeacher
+from corral.runtime.weight_publisher import WeightPublisher
 from corral.runtime.worker import BUILD_ORDER, RewardWorker
 
 OVERSUBSCRIPTION = 3.0

@@ -1,8 +1,9 @@
 """What happens when a worker is lost.
 
 A rollout worker can be done without: its prompts go to the others, and a new one takes its place where its node is
-still there. Any other worker takes the weights or a part of them along: the run ends here with `WorkerLost`, and
-`train.py` begins again at the last checkpoint.
+still there. A trainer of whose model there are copies is replaced as well (`trainer_recovery.py`). Any other worker
+takes the weights or a part of them along: the run ends here with `WorkerLost`, and `train.py` begins again at the last
+checkpoint.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from corral.loop.components import RunComponents
+from corral.loop.trainer_recovery import TrainerRecovery
 from corral.runtime.group import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -22,14 +24,17 @@ LAST_TRANSFER_S = 60.0
 
 
 class Supervisor:
-    """Replaces lost rollout workers. `lost_nodes`: addresses are added as nodes are lost."""
+    """Replaces lost workers. `lost_nodes`: addresses are added as nodes are lost."""
 
     def __init__(self, parts: RunComponents, lost_nodes: set[str]) -> None:
         self.parts, self.lost_nodes = parts, lost_nodes
         self.replacing: dict[int, asyncio.Task[None]] = {}
         """Rollout workers that are being started again, by rank."""
+        self.trainers = TrainerRecovery(parts)
+        self.recovering: set[asyncio.Task[None]] = set()
+        """Recoveries of trainers that were lost while nobody called them."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when no rollout worker is left and none can be started."""
+        """Fails when no rollout worker is left and none can be started, or a trainer cannot be replaced."""
         parts.scheduler.on_lost = self.handle_loss
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -44,30 +49,52 @@ class Supervisor:
                 await asyncio.wait({task}, timeout=5.0)
                 await (watching if watching.done() else self.failure)
             await task
+            if self.recovering:
+                await asyncio.wait(self.recovering)
+            if self.failure.done():
+                await self.failure
             # The last checkpoint needs all trainers. One that is still sending weights to a new rollout worker is let
             # finish: to cancel it would leave the trainers of one model in different places.
             async with asyncio.timeout(LAST_TRANSFER_S):
                 await self.parts.trainer_lock.acquire()
             self.parts.trainer_lock.release()
         finally:
-            for other in (task, watching, *self.replacing.values()):
+            for other in (task, watching, *self.replacing.values(), *self.recovering):
                 other.cancel()
 
     def handle_loss(self, lost: WorkerLost) -> bool:
-        """Removes lost rollout workers. Returns whether the run goes on, without them or with new ones. The same loss
-        may be reported by several that waited for the worker; only the first report has an effect."""
+        """Removes lost rollout workers, and begins to replace lost trainers. Returns whether the run goes on, without
+        them or with new ones. The same loss may be reported by several that waited for the worker; only the first
+        report has an effect."""
         runtime, scheduler = self.parts.runtime, self.parts.scheduler
-        devices = set(runtime.devices_of(lost.node)) if lost.node is not None else {lost.device}
-        if any(devices & set(own) for role, own in runtime.placement.roles.items() if role != "rollout"):
+        devices = self.trainers.devices_of(lost)
+        others = {device for role, own in runtime.placement.roles.items() if role != "rollout" for device in own}
+        needed = devices & others
+        if not all(map(self.trainers.can_recover, needed)):
             return False
         if lost.node is not None:
             self.lost_nodes.add(lost.node)
         rollout = runtime.placement.roles.get("rollout", ())
         for rank in [rank for rank, device in enumerate(rollout) if device in devices]:
-            if scheduler.remove_worker(rank, lost) and lost.node is None:
+            if scheduler.remove_worker(rank, lost) and lost.node is None and not needed:
                 self.replacing[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
+        if needed:
+            task = asyncio.get_running_loop().create_task(self._recover(lost))
+            self.recovering.add(task)
+            task.add_done_callback(self.recovering.discard)
+            return True
         min_nodes = self.parts.recipe.cluster.min_nodes or self.parts.recipe.cluster.nodes
         return bool(scheduler.queues or self.replacing) and runtime.num_nodes >= min_nodes
+
+    async def _recover(self, lost: WorkerLost) -> None:
+        """Waits for whoever calls the trainers: the call fails, and replaces them."""
+        try:
+            async with self.parts.trainer_lock:
+                if not await self.trainers.recover(lost):
+                    raise lost
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
 
     async def _replace(self, rank: int, device: int) -> None:
         """Waits for the new process, then for the trainers to be free. Nothing waits for this, unless no other rollout
@@ -95,7 +122,7 @@ class Supervisor:
         parts = self.parts
         await parts.runtime.replace(device)
         for role in ("rewards", "rollout"):
-            await parts.runtime.build(role, parts.recipe, None, rank=rank)
+            await parts.runtime.build(role, parts.recipe, None, ranks=[rank])
         # The lock is held until the worker takes requests: with weights published in between, it would have old ones.
         async with parts.trainer_lock:
             await parts.publisher.add_receiver(rank, device)
@@ -110,7 +137,7 @@ class Supervisor:
             except WorkerLost as lost:
                 if not self.handle_loss(lost):
                     raise
-                rollout = self.parts.runtime.placement.roles["rollout"]
+                rollout = self.parts.runtime.placement.roles.get("rollout", ())
                 # What is not replaced is a node, or a device that only lends its GPU to an engine (`tensor_parallel`).
-                if lost.device not in [rollout[rank] for rank in self.replacing]:
+                if not self.recovering and lost.device not in [rollout[rank] for rank in self.replacing]:
                     logger.warning("%s; the run goes on without it", lost)

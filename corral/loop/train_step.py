@@ -157,7 +157,7 @@ class StepTraining:
         """Makes the one update of the gradients that were summed piece by piece."""
         parts, result = self.components, self.result
         if self.is_broken:
-            await parts.actor.group.all(ActorWorker.zero_grad)
+            await parts.actor.zero_grad()
         elif self.stats.num_tokens:
             in_loss = batch.take(np.flatnonzero(~batch.is_masked).tolist())
             counts = GlobalCounts(int(in_loss.counted.sum()), len(in_loss))
@@ -220,7 +220,7 @@ async def step_policy(parts: RunComponents, stats: LossStats, result: "TrainResu
     parts.has_updated = True
     limit = parts.algorithm.max_mean_ratio
     if limit is not None and stats.mean_ratio > limit:
-        await parts.actor.group.all(ActorWorker.zero_grad)
+        await parts.actor.zero_grad()
         result.add_too_far(stats.loss * scale, stats, limit)
     else:
         result.add_policy(stats.loss * scale, stats, await parts.actor.step(scale))

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ from corral.observe.run_files import Trackers
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
+from corral.runtime.group import WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -335,9 +336,12 @@ async def begin_saving(run: RunState) -> None:
         "trackers": run.trackers.state(),
         "validation": run.validations.get(run.step, {}),
     }
+
+    def save() -> Awaitable[asyncio.Task[None]]:
+        return begin_save(run.parts, run.ledger, run.folder, step, state, lambda: run.is_ending_after(step))
+
     async with run.parts.trainer_lock:
-        saving = begin_save(run.parts, run.ledger, run.folder, step, state, lambda: run.is_ending_after(step))
-        run.saving = step, await saving
+        run.saving = step, await run.parts.actor.again_when_lost(save)
     run.saved_at = time.monotonic()
 
 
@@ -345,8 +349,15 @@ async def finish_saving(run: RunState) -> None:
     """Waits for the checkpoint that is being written, if there is one."""
     if run.saving is not None:
         (step, task), run.saving = run.saving, None
-        await task
-        run.saved_step = step
+        try:
+            await task
+        except WorkerLost as lost:
+            async with run.parts.trainer_lock:
+                if not await run.parts.actor.on_lost(lost):
+                    raise
+            logger.warning("the checkpoint of step %d is not written: a trainer was lost with its part of it", step)
+        else:
+            run.saved_step = step
 
 
 # --- what is written down of a step

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corral.recipe.errors import RecipeError
 from corral.recipe.schema import Parallel
@@ -42,6 +42,20 @@ class MeshShape:
     def is_whole(self) -> bool:
         """Whether every device holds all parameters."""
         return self.pipeline == self.shard == self.expert == self.context == self.tensor == 1
+
+    @property
+    def copy(self) -> "MeshShape":
+        """Shape of the ranks that hold one copy of the model together."""
+        return replace(self, replicate=1)
+
+    def place_in_copies(self, rank: int) -> tuple[int, int]:
+        """Returns of which copy of the model a rank holds a part, and its rank among those that hold that copy."""
+        stage, in_stage = divmod(rank, self.stage_size)
+        copy, rest = divmod(in_stage, self.copy.stage_size)
+        return copy, stage * self.copy.stage_size + rest
+
+    def ranks_of_copy(self, copy: int) -> list[int]:
+        return [rank for rank in range(self.size) if self.place_in_copies(rank)[0] == copy]
 
     def bubble(self, num_micro_batches: int) -> float:
         """Part of an update's time in which a pipeline stage waits for others, (p - 1) / (m + p - 1): each of m

@@ -97,13 +97,16 @@ def transfer_kind(recipe: Recipe, placement: "Placement") -> TransferKind:
     return "shared" if placement.colocated else "collective"
 
 
+def role_mesh(recipe: Recipe, role: str, num_devices: int) -> MeshShape:
+    """The mesh of a role on its devices. Raises a RecipeError where it does not fit them."""
+    if role == "reward_model":
+        return MeshShape(replicate=num_devices // recipe.reward_model.shard, shard=recipe.reward_model.shard)
+    return mesh_shape(recipe.train.parallel, num_devices, role)
+
+
 def resolve_meshes(recipe: Recipe, placement: "Placement") -> dict[str, MeshShape]:
     """By role. Raises a RecipeError where `train.parallel` does not fit a role's devices."""
-    return {
-        role: mesh_shape(recipe.train.parallel, len(placement.roles[role]), role)
-        for role in MESH_ROLES
-        if role in placement.roles
-    }
+    return {role: role_mesh(recipe, role, len(placement.roles[role])) for role in MESH_ROLES if role in placement.roles}
 
 
 def engine_returns_weights(recipe: Recipe, placement: "Placement") -> bool:

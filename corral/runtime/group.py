@@ -8,10 +8,12 @@ Every call has a deadline, and an error says which worker on which node it was.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple, overload
 
 from corral.recipe.errors import RunError
+from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Recipe
 from corral.runtime.services import Services
@@ -31,10 +33,11 @@ GRACE_S = 5.0
 class WorkerLost(RunError):
     """A worker's process has ended, or its node is gone. The message says which, how, and its last output."""
 
-    def __init__(self, message: str, *, device: int | None = None, node: str | None = None) -> None:
-        """`device`: its number in the recipe. `node`: the address of the node, where that is gone."""
-        super().__init__(message)
-        self.device, self.node = device, node
+    def __init__(self, message: str, *, device: int | None = None, node: str | None = None, output: str = "") -> None:
+        """`device`: its number in the recipe. `node`: the address of the node, where that is gone. `output`: the end of
+        its log."""
+        super().__init__(message + output)
+        self.device, self.node, self.summary = device, node, message
 
 
 class CallTimeout(RunError):
@@ -137,8 +140,11 @@ async def gather_calls(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
         if any(task.done() and task.exception() is not None for task in tasks):
             # Who talks to a worker that died sees a broken connection, perhaps before anyone sees the death. An error
             # is therefore believed only when no loss was reported for a while: the loss explains the rest.
-            if not isinstance(root_cause(tasks), WorkerLost):
-                await asyncio.wait(tasks, timeout=GRACE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    while not isinstance(root_cause(tasks), WorkerLost) and not all(task.done() for task in tasks):
+                        late = [task for task in tasks if not task.done()]
+                        await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
             raise root_cause(tasks)
         return [task.result() for task in tasks]
     finally:
@@ -186,9 +192,9 @@ class Runtime(ABC):
 
     @abstractmethod
     async def build(
-        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, ranks: Ranks = None
     ) -> list[dict[str, Any]]:
-        """Builds a role on its workers, or on one of them. Returns the `facts` of each."""
+        """Builds a role on its workers, or on those of `ranks`. Returns the `facts` of each."""
 
     async def watch(self) -> None:
         """Runs until a node or worker is lost, and raises that. Each node once; a worker unless a call has noticed it
@@ -199,8 +205,23 @@ class Runtime(ABC):
         """Returns the workers that cannot load the checkpoint, by name, each with what is wrong there."""
         return {}
 
+    @property
+    def lost_devices(self) -> set[int]:
+        """Devices whose worker or node is lost, and was not replaced."""
+        return set()
+
     async def replace(self, device: int) -> None:
         """Starts a lost worker's process again on its device, without roles."""
+        raise AssertionError("this process cannot be lost while it calls")
+
+    async def replace_copies(self, role: str, shape: MeshShape, copies: Sequence[int]) -> None:
+        """Starts all workers again that hold these copies of the role's model, without roles: on their devices, or on a
+        spare node where theirs is lost. Then connects the copies of the model. Those that are left are not touched but
+        for this, and have been told not to wait for lost ones any more (`abort_replicas`)."""
+        raise AssertionError("this process cannot be lost while it calls")
+
+    async def abort_replicas(self, devices: Sequence[int]) -> None:
+        """Ends the wait of these workers for other copies of their models."""
         raise AssertionError("this process cannot be lost while it calls")
 
     @abstractmethod
@@ -218,7 +239,7 @@ class LocalRuntime(Runtime):
         self.groups = {}
 
     async def build(
-        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, ranks: Ranks = None
     ) -> list[dict[str, Any]]:
         facts = self.worker.build(self.builder, role, recipe, resume_from)
         self.groups[role] = LocalGroup(role, [self.worker.context.roles[role]], self.timeout_s)

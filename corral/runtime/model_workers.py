@@ -1,5 +1,5 @@
 """The roles that hold a model to compute log-probs or values with, or to train: actor, reference, critic. And how the
-controller gives them batches, and their weights to the rollout workers.
+controller gives them batches.
 
 Each worker of such a role is given its shard of the batch, cut by `MeshShape.num_data`; workers that hold parts of one
 model (tensor, context, pipeline parallel) are given the same shard. All workers of a role are called for the same thing
@@ -7,16 +7,14 @@ at the same time, because their models compute together; a worker without a shar
 """
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from corral.algorithms.declarations import with_options
@@ -31,17 +29,15 @@ from corral.algorithms.losses import (
     policy_token_loss,
     value_loss,
 )
-from corral.data.batch import Batch, FloatArray, Pack, Trajectory
+from corral.data.batch import Batch, FloatArray, Pack
 from corral.host_memory import available_memory
 from corral.kernels.host_to_device import on_device
 from corral.model.lora import bit_sums
 from corral.model.model_loading import load_model, load_to_shard
-from corral.recipe.errors import RunError
 from corral.recipe.mesh import MeshShape, mesh_shape
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Recipe
-from corral.runtime.group import Group, WorkerLost, gather_calls
-from corral.runtime.rollout_worker import RolloutScheduler, RolloutWorker
+from corral.runtime.group import Group, WorkerLost
 from corral.runtime.transfer_channels import Channel, TransferHandle, make_channel
 from corral.runtime.worker import Role, WorkerContext
 from corral.training.checkpoint import size_and_hash
@@ -69,6 +65,15 @@ class UpdateTerms:
     kl_coefficient: float
     with_entropies: bool = False
     """Whether the entropy at each token is returned: for the files of trajectories, since it is computed anyway."""
+
+
+@dataclass(frozen=True)
+class UpdateProgress:
+    """How far a worker is with the updates of its model."""
+
+    num_updates: int = 0
+    """Optimizer steps that the worker was called for since it started, skipped ones included."""
+    last: UpdateResult | None = None
 
 
 @dataclass
@@ -203,7 +208,8 @@ class ModelWorker(Role, ABC):
         self.recipe, self.context = recipe, context
         self.algorithm = resolve_algorithm(recipe)
         shape = mesh_shape(recipe.train.parallel, context.size, role)
-        self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
+        self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s, context.replicas)
+        self.progress = UpdateProgress()
         settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
         if role == "reference":  # with a path of its own it is a model of its own
             settings = settings.model_copy(update={"lora": None, "quantization": None})
@@ -230,7 +236,21 @@ class ModelWorker(Role, ABC):
 
     def step(self, scale: float) -> UpdateResult:
         """Makes one optimizer step with the gradients times `scale`."""
-        return self.trainer.step(scale)
+        result = self.trainer.step(scale)
+        self.progress = UpdateProgress(self.progress.num_updates + 1, result)
+        return result
+
+    def zero_grad(self) -> None:
+        self.trainer.zero_grad()
+
+    def read_progress(self) -> "UpdateProgress":
+        """Returns how far this worker is, once all that it was called for before is done."""
+        return self.progress
+
+    def copy_from(self, copy: int, progress: "UpdateProgress") -> None:
+        """Takes weights and optimizer of another copy of the model, which is so far."""
+        self.trainer.copy_from(copy)
+        self.progress = progress
 
     def save(self, folder: Path, writers: Sequence[int]) -> None:
         """Copies what this worker writes of a checkpoint to host memory, for `finish_save`. What does not fit into half
@@ -335,9 +355,6 @@ class ActorWorker(PolicyWorker):
     def facts(self) -> dict[str, Any]:
         return {"dtype": str(self.trainer.dtype).removeprefix("torch."), "address": self.context.address}
 
-    def zero_grad(self) -> None:
-        self.trainer.zero_grad()
-
     # --- sending weights to engines in other processes
 
     async def open_channel(self, kind: str) -> str:
@@ -407,12 +424,24 @@ Answer = TypeVar("Answer")
 ModelWorkerT = TypeVar("ModelWorkerT", bound=ModelWorker)
 
 
-@dataclass(frozen=True)
+async def is_final(lost: WorkerLost) -> bool:
+    """Returns that the trainers cannot do without what was lost."""
+    return False
+
+
+@dataclass
 class TrainerGroup(Generic[ModelWorkerT]):
     """The workers of actor, reference or critic."""
 
     group: Group[ModelWorkerT]
     mesh: MeshShape
+    on_lost: Callable[[WorkerLost], Awaitable[bool]] = is_final
+    """Called when a call has failed because a worker was lost. Returns whether all trainers are there again, with the
+    states of the last update that was made; then the call is made again."""
+    progress: UpdateProgress = field(default_factory=UpdateProgress)
+    """How far the workers are."""
+    accumulated: list[tuple[Batch, Sequence[int], UpdateTerms]] = field(default_factory=list)
+    """What the gradients since the last update are of: a worker that is lost takes its part of them along."""
 
     async def compute_column(
         self,
@@ -423,7 +452,8 @@ class TrainerGroup(Generic[ModelWorkerT]):
         """Returns one number for each token of the batch, computed in the very shards that will be trained on."""
         splits = [batch.split(self.mesh.num_data, rows) for rows in updates]
         shards = [[shard_of(batch, split[data]) for split in splits] for data in range(self.mesh.num_data)]
-        answers = await self.group.each(method, [(shards[self.mesh.data_rank(r)],) for r in range(self.group.size)])
+        arguments = [(shards[self.mesh.data_rank(rank)],) for rank in range(self.group.size)]
+        answers = await self.again_when_lost(lambda: self.group.each(method, arguments))
         column = np.zeros(len(batch.tokens), np.float32)
         for data, answer in enumerate(self.one_per_shard(answers)):
             for split, numbers in zip(splits, answer, strict=True):
@@ -433,6 +463,11 @@ class TrainerGroup(Generic[ModelWorkerT]):
 
     async def accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> LossStats:
         """Adds the gradient of these trajectories."""
+        total = await self.again_when_lost(lambda: self._accumulate(batch, rows, terms))
+        self.accumulated.append((batch, rows, terms))
+        return total
+
+    async def _accumulate(self, batch: Batch, rows: Sequence[int], terms: UpdateTerms) -> LossStats:
         split = batch.split(self.mesh.num_data, rows)
         shards = [shard_of(batch, own) for own in split]
         arguments = [(shards[self.mesh.data_rank(rank)], terms) for rank in range(self.group.size)]
@@ -446,7 +481,40 @@ class TrainerGroup(Generic[ModelWorkerT]):
 
     async def step(self, scale: float = 1.0) -> UpdateResult:
         """Makes one optimizer step with the gradients times `scale`."""
-        return (await self.group.all(ModelWorker.step, scale))[0]
+        before = self.progress.num_updates
+
+        async def step() -> UpdateResult:
+            if self.progress.num_updates > before and self.progress.last is not None:
+                return self.progress.last  # a copy of the model had made it when another one was lost
+            return (await self.group.all(ModelWorker.step, scale))[0]
+
+        result = await self.again_when_lost(step)
+        self.progress = UpdateProgress(before + 1, result)
+        self.accumulated.clear()
+        return result
+
+    async def zero_grad(self) -> None:
+        """Drops the gradients since the last update."""
+        await self.again_when_lost(lambda: self.group.all(ModelWorker.zero_grad))
+        self.accumulated.clear()
+
+    async def again_when_lost(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Returns what a call returns, which is made again when a trainer was lost meanwhile and replaced."""
+        while True:
+            try:
+                return await call()
+            except WorkerLost as lost:
+                if not await self.on_lost(lost):
+                    raise
+
+    async def go_on_from(self, copy: int, progress: UpdateProgress) -> None:
+        """Gives all workers the states of one copy of the model, and computes the gradients since its last update."""
+        await self.group.all(ModelWorker.copy_from, copy, progress)
+        if progress.num_updates > self.progress.num_updates:
+            self.accumulated.clear()
+        self.progress = progress
+        for contribution in self.accumulated:
+            await self._accumulate(*contribution)
 
     def one_per_shard(self, answers: Sequence[Answer]) -> Sequence[Answer]:
         """Returns one answer for each shard: workers that hold parts of one layer give the same, and of a pipeline the
@@ -456,178 +524,3 @@ class TrainerGroup(Generic[ModelWorkerT]):
 
 def shard_of(batch: Batch, rows: Sequence[int]) -> Batch | None:
     return batch.take(rows) if rows else None
-
-
-# --- the last stage of a step: the engines get the new weights, and a probe shows that they have them
-#
-# In one process with whole tensors nothing travels: the engine decodes with the trainer's own. Otherwise weights go
-# through a channel (`runtime/transfer_channels.py`), in buckets, and every engine computes the log-probs of one prompt
-# afterwards, which must be the trainer's. A tensor that did not arrive, arrived twice or in the wrong place, or belongs
-# to another version, shows there, whichever it is: all of them take part in every log-prob.
-
-
-PROBE_TOKENS = 64
-"""Tokens of the probe: one forward pass of next to no time."""
-
-PROBE_BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 1.0, torch.float16: 0.1}
-"""Largest deviation of a log-prob, by the model's data type: three to five times what mere rounding does. Where engine
-and trainer use the same kernels the deviation is 0. With others (the same 64 tokens of SmolLM2-135M computed one by one
-instead of all at once) it was 4e-5, 0.3 and 0.02: a log-prob is a difference of logits of up to 40, which bfloat16
-rounds to multiples of 0.25. One of the model's 272 tensors missing made it 1.4 and more. Weights that are one update
-old show in float32 (7e-4 for a learning rate of 1e-6), and not in the others with any bound that rounding keeps."""
-
-
-class WeightPublisher:
-    """Sends the actor's weights to all rollout workers that are there.
-
-    `scheduler`: knows which rollout workers there are, and whom to tell when one is lost. `kind`: shared, collective,
-    object or ipc. `in_process`: whether engines are in the process of their rollout worker. `has_adapters`: whether
-    only adapters are trained, and sent to such engines. `prompt`: some tokens to probe with. Whoever calls it holds the
-    lock of the trainers. `senders`: ranks of the trainers that send, each a part, where the channel has several: one of
-    each node, so that every node's link is used.
-    """
-
-    def __init__(
-        self,
-        actor: TrainerGroup[ActorWorker],
-        scheduler: RolloutScheduler,
-        kind: str,
-        dtype: str,
-        prompt: Sequence[int],
-        version: int = 0,
-        *,
-        in_process: bool = True,
-        has_adapters: bool = False,
-        returns_weights: bool = False,
-        senders: Sequence[int] = (0,),
-    ) -> None:
-        self.in_process, self.has_adapters, self.returns_weights = in_process, has_adapters, returns_weights
-        self.senders = list(senders) if kind == "collective" else [0]
-        self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.probe = probe_batch(prompt if len(prompt) > 1 else [*prompt, *prompt])
-        self.version = version
-        """Version of the trainers' weights."""
-        self.channel_ranks: list[int] | None = None
-        """Ranks of the rollout workers that have joined the channel; None: there is no channel that works."""
-
-    async def publish(self, version: int) -> dict[str, float]:
-        """Consumes the trainers' weights; afterwards all engines sample with them. Waits for both sides. What is being
-        generated goes on with the new weights, after a pause that is a metric."""
-        self.version = version
-        return await self._publish()
-
-    async def release(self) -> None:
-        """Gives the memory of the engines' copies of the weights to the trainers beside them, where that is agreed on,
-        until the next `publish`. All prompts are rolled out."""
-        if self.returns_weights:
-            await self.rollout.all(RolloutWorker.release_weights)
-
-    async def add_receiver(self, rank: int, device: int) -> None:
-        """Sends the current weights to a rollout worker that is new, and to all others again: a channel has a fixed set
-        of ends, so there is a new one anyway. The loss of the new one is raised."""
-        self.channel_ranks = None
-        await self._publish((rank, device))
-
-    async def _publish(self, joining: tuple[int, int] | None = None) -> dict[str, float]:
-        """Publishes, and again without those that are lost meanwhile. `joining`: rank and device of a new one."""
-        while ranks := sorted({*self.scheduler.queues, *(() if joining is None else joining[:1])}):
-            try:
-                return await self._publish_to(ranks)
-            except WorkerLost as lost:
-                if joining is not None and lost.device == joining[1]:
-                    raise
-                if not self.scheduler.on_lost(lost):
-                    raise
-        return {}
-
-    async def _publish_to(self, ranks: Sequence[int]) -> dict[str, float]:
-        started = time.perf_counter()
-        # One that died while it was idle is noticed here, before others wait for it in a collective.
-        await self.rollout.all(RolloutWorker.ping, ranks=ranks)
-        if self.kind == "shared":
-            if not any(await self.rollout.all(RolloutWorker.load_local_weights, self.version)):
-                return {}  # the engines' tensors are the trainers'
-            pauses = [0.0]
-        else:
-            try:
-                pauses = await self._send(list(ranks))
-            except BaseException:
-                self.channel_ranks = None  # it failed, or one of its ends is gone: of no use any more
-                raise
-        return {
-            "time/transfer_s": time.perf_counter() - started,
-            "time/pause_s": max(pauses),
-            "transfer/probe_deviation": await self._check(ranks),
-        }
-
-    async def _send(self, ranks: list[int]) -> list[float]:
-        actor, rollout = self.actor.group, self.rollout
-        if ranks != self.channel_ranks:
-            num_senders, size = len(self.senders), len(ranks) + len(self.senders)
-            rendezvous = await actor.one(self.senders[0], ActorWorker.open_channel, self.kind)
-            ends = [(self.kind, rendezvous, end, size, num_senders) for end in range(size)]
-            await gather_calls(
-                actor.each(ActorWorker.join_channel, ends[:num_senders], ranks=self.senders),
-                rollout.each(RolloutWorker.join_channel, ends[num_senders:], ranks=ranks),
-            )
-            self.channel_ranks = ranks
-        pauses: list[float]
-        if self.kind == "collective":  # both sides at the same time
-            _, pauses = await gather_calls(
-                actor.all(ActorWorker.send_weights),
-                rollout.all(RolloutWorker.receive_weights, None, self.version, ranks=ranks),
-            )
-        else:
-            handle = (await actor.all(ActorWorker.send_weights))[0]
-            pauses = await rollout.all(RolloutWorker.receive_weights, handle, self.version, ranks=ranks)
-        await actor.all(ActorWorker.release_weights, ranks=self.senders)
-        return pauses
-
-    async def _check(self, ranks: Sequence[int]) -> float:
-        if self.has_adapters and self.in_process:
-            await self._check_adapters(ranks)
-        trainer = await self.actor.compute_column(ActorWorker.compute_logprobs, self.probe, [[0]])
-        engines = await self.rollout.all(RolloutWorker.compute_logprobs, self.probe.tokens.tolist(), ranks=ranks)
-        return max(
-            compare_logprobs(trainer[1:], engine, self.dtype, version=self.version, name=self.rollout.names[rank])
-            for rank, engine in zip(ranks, engines, strict=True)
-        )
-
-    async def _check_adapters(self, ranks: Sequence[int]) -> None:
-        """Raises where an engine does not have the trainers' adapters, bit for bit. The probe alone would not see it:
-        an update moves adapters by less than what bfloat16 rounds, so an engine could sample with the bare model for
-        long."""
-        sent = (await self.actor.group.all(ActorWorker.adapter_sums))[0]
-        for rank, arrived in zip(ranks, await self.rollout.all(RolloutWorker.adapter_sums, ranks=ranks), strict=True):
-            if wrong := [name for name in sent if arrived.get(name) != sent[name]]:
-                raise RunError(
-                    f"after the transfer of version {self.version} the engine on {self.rollout.names[rank]} has other "
-                    f"adapters than the trainer: {len(wrong)} of {len(sent)} differ, the first is {wrong[0]}"
-                )
-
-
-def probe_batch(prompt: Sequence[int]) -> Batch:
-    """Makes a batch of the beginning of a prompt, every token behind the first marked as generated."""
-    return Batch.of([Trajectory.from_tokens(prompt[:PROBE_TOKENS])])
-
-
-def compare_logprobs(
-    trainer: Sequence[float] | FloatArray,
-    engine: Sequence[float] | FloatArray,
-    dtype: torch.dtype,
-    *,
-    version: int,
-    name: str,
-) -> float:
-    """Returns the largest difference of two log-probs of the same token. `name`: of the engine, for the error if it is
-    too large."""
-    difference = np.abs(np.asarray(trainer, np.float64) - np.asarray(engine, np.float64))
-    deviation, bound = float(difference.max()), PROBE_BOUNDS[dtype]
-    if not deviation <= bound:  # nor when it is not a number
-        raise RunError(
-            f"after the transfer of version {version} the engine on {name} disagrees with the trainer by "
-            f"{deviation:.2g} on the probe prompt (bound {bound:g}): its weights are not those that were sent, or the "
-            "two do not compute the same model"
-        )
-    return deviation

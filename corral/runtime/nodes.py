@@ -192,12 +192,14 @@ class Heartbeats:
             thread.join(HEARTBEAT_S + CONNECT_S)
 
     def _ask_nodes(self) -> None:
-        silent_s = {node.id: 0.0 for node in self.nodes}
-        pings = {node.id: node.agent.ping.remote() for node in self.nodes}
+        silent_s: dict[str, float] = {}
+        pings: dict[str, Any] = {}
         while not self.closed.wait(HEARTBEAT_S):
-            for node in self.nodes:
+            for node in list(self.nodes):  # a spare one may be added at any time
                 if node.lost.done():
                     continue
+                if node.id not in pings:
+                    pings[node.id], silent_s[node.id] = node.agent.ping.remote(), 0.0
                 silent_s[node.id] += HEARTBEAT_S
                 if ray.wait([pings[node.id]], timeout=0)[0]:
                     with contextlib.suppress(ray.exceptions.RayError):  # its agent was ended, and is started again
@@ -219,7 +221,7 @@ class Heartbeats:
                 continue
             silent_s = 0.0
             alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
-            for node in self.nodes:
+            for node in list(self.nodes):
                 if node.id not in alive:
                     mark_lost(node, "Ray found it dead")
 

@@ -150,8 +150,8 @@ class ActorProcess:
     name: str
     """Name under which its exit code is recorded."""
     actor: Any
-    bundle: int
-    """Bundle of the placement group."""
+    bundle: Any
+    """Bundle of a placement group, as a strategy of Ray's scheduler."""
     pid: int
     accelerators: list[str]
     is_silent: bool = False
@@ -202,13 +202,14 @@ class RayGroup(Group[RoleT]):
 
     async def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
         device, call = self.devices[rank], f"{self.role}.{method}"
+        process = device.process
         present = [node for node in self.nodes if not node.lost.done()]
         try:
-            answer = await wait_for_reply(device.process.actor.call.remote(self.role, method, *arguments), device.node)
+            answer = await wait_for_reply(process.actor.call.remote(self.role, method, *arguments), device.node)
         except NodeGone:
             raise node_lost(device.node, device.number, f"while {call}") from None
         except RayActorError:
-            raise await self.describe_death(device, f"while {call}") from None
+            raise await self.describe_death(device, f"while {call}", process) from None
         except RayError as error:
             raise RunError(f"{call} on {device}: {first_line(error)}") from error
         if isinstance(answer, RemoteError):
@@ -274,21 +275,21 @@ class RayGroup(Group[RoleT]):
             return error.expected
         return RunError(f"{call} on {device}: {error.line} (the traceback is in {device.log})")
 
-    async def describe_death(self, device: DeviceSlot, when: str) -> WorkerLost:
+    async def describe_death(self, device: DeviceSlot, when: str, process: ActorProcess) -> WorkerLost:
         """Describes how a process ended. Its node may be dead too, which takes longer to know."""
-        device.is_dead = True
-        node, pid = device.node, device.process.pid
+        device.is_dead |= device.process is process  # else another one has taken its place already
+        node, pid = device.node, process.pid
         code, lines = None, list[str]()
         try:
-            report = node.agent.exit_report.remote(device.process.name, pid, device.log)
+            report = node.agent.exit_report.remote(process.name, pid, device.log)
             code, lines = await wait_for_reply(report, node, EXIT_WAIT_S + HEARTBEAT_S)
         except (NodeGone, TimeoutError, RayError):
             if await self._find_lost([node]) is node:
                 return node_lost(node, device.number, when)
         output = f"; its last lines, of {device.log}:\n  " + "\n  ".join(lines) if lines else ""
-        how = device.process.hang or describe_exit(code)
-        message = f"{device}: its process (pid {pid}) {' '.join([how, when]).strip()}{output}"
-        return WorkerLost(message, device=device.number)
+        how = process.hang or describe_exit(code)
+        message = f"{device}: its process (pid {pid}) {' '.join([how, when]).strip()}"
+        return WorkerLost(message, device=device.number, output=output)
 
     async def _find_lost(self, nodes: Sequence[Node]) -> Node | None:
         """Returns the first node that is lost, once each has answered or is found to be lost."""

@@ -12,18 +12,20 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corral.child_process import describe_exit
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
-from corral.recipe.placement import MESH_ROLES, Placement
+from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import MESH_ROLES, Placement, role_mesh
 from corral.recipe.schema import Recipe
-from corral.runtime.group import CallTimeout, Runtime, WorkerLost
+from corral.runtime.group import CallTimeout, Ranks, Runtime, WorkerLost, gather_calls
 from corral.runtime.worker import BUILDER, Worker
 
 try:
@@ -49,6 +51,7 @@ from corral.runtime.nodes import (
     ShowMessage,
     copied_by_ray,
     find_nodes,
+    node_order,
     remote_class,
     reserve_devices,
     restrict_placement,
@@ -99,7 +102,9 @@ class RayRuntime(Runtime):
 
     sets: list[DeviceSet]
     nodes: list[Node]
-    """Nodes with devices that are used, in the order of their ranks."""
+    """Nodes with devices that are used, in the order of their ranks; behind them spare ones that have taken the place
+    of lost ones."""
+    report: ShowMessage
 
     def __init__(self, recipe: Recipe, logs: Path, builder: str, debugger: DebuggerOptions) -> None:
         self.recipe, self.cluster, self.builder, self.debugger = recipe, recipe.cluster, builder, debugger
@@ -109,7 +114,10 @@ class RayRuntime(Runtime):
         self.devices: dict[int, DeviceSlot] = {}
         self.heartbeats: Heartbeats | None = None
         self.debugger_watch: DebuggerWatch | None = None
-        self.reservation: Any = None
+        self.reservations: list[Any] = []
+        """Placement groups: one of all devices, and one for each node that was replaced."""
+        self.joined: set[DeviceSet] = set()
+        """Sets whose workers have made their worlds."""
         self.actors: list[Any] = []
         self.reported: set[str] = set()
         """Addresses of lost nodes that `watch` has raised."""
@@ -133,25 +141,22 @@ class RayRuntime(Runtime):
     ) -> "RayRuntime":
         """`without_nodes`: addresses of those that were lost. Their devices are missing from the placement then."""
         runtime = cls(recipe, logs, builder, debugger)
+        runtime.report = report
         try:
-            await runtime._start(placement, report, without_nodes)
+            await runtime._start(placement, without_nodes)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    async def _start(self, placement: Placement, report: ShowMessage, without: frozenset[str]) -> None:
+    async def _start(self, placement: Placement, without: frozenset[str]) -> None:
         self.owns_connection = not ray.is_initialized()
         connect(self.cluster)
         self.gcs_address = ray.get_runtime_context().gcs_address
-        self.resource, nodes = await find_nodes(self.cluster, without, report)
+        self.resource, nodes = await find_nodes(self.cluster, without, self.report)
         self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
-        self.reservation, bundles, of_services = await reserve_devices(self.cluster, self.resource, self.nodes, report)
-        await self._start_agents(of_services, report)
-        check_debugger(self.debugger, self.nodes)
-        await asyncio.gather(*(self._start_node(node, bundles) for node in self.nodes))
-        await asyncio.gather(*(self._wait_for_services(node) for node in self.nodes))
+        await self._start_nodes(self.nodes)
         together = {*MESH_ROLES, *(["reward_model"] if self.recipe.reward_model.shard > 1 else [])}
         self.sets = [
             DeviceSet(roles, devices, len(devices) > 1 and not together.isdisjoint(roles))
@@ -162,15 +167,18 @@ class RayRuntime(Runtime):
         self.debugger_watch = DebuggerWatch(self.token, names, self.debugger.warn)
         self.writing_workers = asyncio.get_running_loop().create_task(self._write_workers())
         await asyncio.gather(*(self._set_up(device) for device in self.devices.values()))
-        await asyncio.gather(*(self._join_world(one) for one in self.sets if one.is_world))
 
     # --- while it runs
 
     async def build(
-        self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None
+        self, role: str, recipe: Recipe, resume_from: Path | None, *, ranks: Ranks = None
     ) -> list[dict[str, Any]]:
         devices = self.placement.roles[BUILT_WITH.get(role, role)]
-        ranks = None if rank is None else [rank]
+        own = self._set_of(devices[0])
+        if own.is_world and role in (*MESH_ROLES, "reward_model") and own not in self.joined:
+            self.joined.add(own)
+            shape = role_mesh(recipe, role, len(own.devices))
+            await self._join_worlds(own, shape, range(shape.replicate))
         workers: RayGroup[Worker] = self._group("worker", devices)
         facts = await workers.all(Worker.build, self.builder, role, recipe, resume_from, ranks=ranks)
         self.groups.setdefault(role, self._group(role, devices))
@@ -258,7 +266,7 @@ class RayRuntime(Runtime):
         process, device.is_dead = device.process, True
 
         async def describe() -> None:
-            lost = await self._group("worker", [device.number]).describe_death(device, when)
+            lost = await self._group("worker", [device.number]).describe_death(device, when, process)
             if device.process is process:
                 self.lost_workers.put_nowait(lost)
 
@@ -273,18 +281,64 @@ class RayRuntime(Runtime):
     def devices_of(self, address: str) -> tuple[int, ...]:
         return next(node.devices for node in self.nodes if node.address == address)
 
+    @property
+    def lost_devices(self) -> set[int]:
+        return {number for number, device in self.devices.items() if device.is_dead or device.node.lost.done()}
+
     async def replace(self, device: int) -> None:
-        """Not for a worker that has made a world with others: a world of torch.distributed cannot get a new member, so
-        those must all begin again."""
+        """Not for a worker that has made a world with others, which `replace_copies` starts together."""
         own = self.devices[device]
-        assert not self._set_of(device).is_world, "the other workers of its world would wait for it for ever"
         if own.node.lost.done():
             raise node_lost(own.node, device)
+        own.is_dead = True  # what ends it now is no loss
         with suppress(RayError):
             ray.kill(own.process.actor)
         own.process = await self._start_process(own.node, own.process.bundle, device)
         await self._set_up(own)
         own.is_dead = False
+
+    async def replace_copies(self, role: str, shape: MeshShape, copies: Sequence[int]) -> None:
+        own = self._set_of(self.placement.roles[role][0])
+        devices = [self.devices[own.devices[rank]] for copy in copies for rank in shape.ranks_of_copy(copy)]
+        by_node: dict[str, list[DeviceSlot]] = {}
+        for device in devices:
+            by_node.setdefault(device.node.id, []).append(device)
+        starting = []
+        for own_devices in by_node.values():
+            numbers, node = [device.number for device in own_devices], own_devices[0].node
+            starting += [self._take_spare(node, numbers)] if node.lost.done() else map(self.replace, numbers)
+        await gather_calls(*starting)
+        await self._join_worlds(own, shape, copies)
+
+    async def abort_replicas(self, devices: Sequence[int]) -> None:
+        await self._group("worker", devices).all(Worker.abort_replicas)
+
+    async def _take_spare(self, lost: Node, devices: Sequence[int]) -> None:
+        """Starts workers for devices of a lost node on a node that the run does not use."""
+        used = {node.address for node in self.nodes} | self.reported
+        num_devices = len(devices) + self.cluster.num_service_devices
+        spare = next(
+            (
+                entry
+                for entry in sorted(ray.nodes(), key=node_order)
+                if entry["Alive"]
+                and entry["NodeManagerAddress"] not in used
+                and entry["Resources"].get(self.resource, 0) >= num_devices
+            ),
+            None,
+        )
+        if spare is None:
+            raise RunError(f"no spare node takes the place of {lost}")
+        address, hostname = spare["NodeManagerAddress"], spare["NodeManagerHostname"]
+        node = Node(lost.rank, spare["NodeID"], address, hostname, tuple(devices))
+        self.reported.add(node.address)  # `watch` may be waiting already, for the nodes that it knows
+        await self._start_nodes([node])
+        node.gone.add_done_callback(lambda _: self.lost_workers.put_nowait(node_lost(node, None)))
+        for number in devices:
+            await self._set_up(self.devices[number])
+            self.devices[number].is_dead = False
+        for role, group in self.groups.items():
+            group.names[:] = [str(self.devices[number]) for number in self.placement.roles[BUILT_WITH.get(role, role)]]
 
     def close(self) -> None:
         """Ends what was started, in bounded time even if the cluster does not answer. Where its head is gone, Ray ends
@@ -318,14 +372,28 @@ class RayRuntime(Runtime):
             return
         for actor in self.actors:
             ray.kill(actor)
-        if self.reservation is not None:
-            remove_placement_group(self.reservation)
+        for reservation in self.reservations:
+            remove_placement_group(reservation)
         if self.owns_connection:
             disconnect()
 
     # --- starting
 
-    async def _start_agents(self, bundles: dict[str, int], report: ShowMessage) -> None:
+    async def _start_nodes(self, nodes: Sequence[Node]) -> None:
+        """Reserves the devices of nodes, and starts their agents, processes and services."""
+        reservation, bundles, of_services = await reserve_devices(self.cluster, self.resource, nodes, self.report)
+        self.reservations.append(reservation)
+        at = partial(PlacementGroupSchedulingStrategy, reservation)
+        await self._start_agents(nodes, {node: at(bundle) for node, bundle in of_services.items()})
+        self.nodes += [node for node in nodes if not any(node is one for one in self.nodes)]
+        if self.heartbeats is None:
+            self._watch_nodes()
+        check_debugger(self.debugger, nodes)
+        strategies = {device: at(bundle) for device, bundle in bundles.items()}
+        await asyncio.gather(*(self._start_node(node, strategies) for node in nodes))
+        await asyncio.gather(*(self._wait_for_services(node) for node in nodes))
+
+    async def _start_agents(self, nodes: Sequence[Node], bundles: dict[str, Any]) -> None:
         """`bundles`: of devices for services, by the id of their node. An agent has them as its own, and with them Ray
         tells it which GPUs they are."""
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -333,11 +401,11 @@ class RayRuntime(Runtime):
         marker.touch()
         entries = [entry for entry in ray.nodes() if entry["Alive"]]
         head = next((entry for entry in entries if HEAD_RESOURCE in entry["Resources"]), entries[0])
-        for node in self.nodes:
+        for node in nodes:
             where: Any = NodeAffinitySchedulingStrategy(node.id, soft=False)
             devices: dict[str, Any] = {}
             if node.id in bundles:
-                where = PlacementGroupSchedulingStrategy(self.reservation, bundles[node.id])
+                where = bundles[node.id]
                 devices = self._devices(self.cluster.num_service_devices)
             agent = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS, **devices)
             node.agent = agent.remote(
@@ -349,19 +417,23 @@ class RayRuntime(Runtime):
                 beside = NodeAffinitySchedulingStrategy(node.id, soft=False)
                 node.relay = remote_class(NodeRelay, beside, max_restarts=-1, max_concurrency=CONCURRENT_CALLS).remote()
                 self.actors.append(node.relay)
-        facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in self.nodes)
+        facts = (self._in_time(node.agent.facts.remote(), node, "its agent") for node in nodes)
         try:
-            for node, known in zip(self.nodes, await asyncio.gather(*facts), strict=True):
+            for node, known in zip(nodes, await asyncio.gather(*facts), strict=True):
                 node.facts = known
         finally:
             marker.unlink(missing_ok=True)
+
+    def _watch_nodes(self) -> None:
         loop = asyncio.get_running_loop()
 
         def on_answer(node: Node, workers: list[WorkerState]) -> None:
             loop.call_soon_threadsafe(self._check_workers, node, workers)
 
         limit_s = self.cluster.node_timeout_s
-        self.heartbeats = Heartbeats(self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head, report)
+        self.heartbeats = Heartbeats(
+            self.nodes, limit_s, self.gcs_address, on_answer, self._end_without_head, self.report
+        )
 
     async def _wait_for_services(self, node: Node) -> None:
         if self.cluster.services:
@@ -371,21 +443,25 @@ class RayRuntime(Runtime):
             if problems:
                 raise RunError(f"{node}: {problems[0]}")
 
-    async def _start_node(self, node: Node, bundles: dict[int, int]) -> None:
+    async def _start_node(self, node: Node, bundles: dict[int, Any]) -> None:
         """Starts the processes of a node. Which accelerator each got is known afterwards: devices are numbered by
         these."""
         started = await asyncio.gather(*(self._start_process(node, bundles[number]) for number in node.devices))
         folder = self.logs if node.facts.sees_logs else node.facts.folder
         for number, process in zip(node.devices, sorted(started, key=accelerator_order), strict=True):
-            self.devices[number] = DeviceSlot(number, node, process, folder / f"worker-{number}.log")
+            log = folder / f"worker-{number}.log"
+            if (slot := self.devices.get(number)) is None:
+                self.devices[number] = DeviceSlot(number, node, process, log)
+            else:  # of a node that was lost
+                slot.node, slot.process, slot.log = node, process, log
 
-    async def _start_process(self, node: Node, bundle: int, device: int | None = None) -> ActorProcess:
+    async def _start_process(self, node: Node, bundle: Any, device: int | None = None) -> ActorProcess:
         """`device`: its number, where that is known before."""
         facts, name = node.facts, uuid.uuid4().hex[:12]
         shim = [facts.python, "-I", "-S", facts.shim, str(facts.folder), name, facts.python]
         actor = remote_class(
             DeviceProcess,
-            PlacementGroupSchedulingStrategy(self.reservation, bundle),
+            bundle,
             py_executable=shlex.join(shim),
             max_concurrency=CONCURRENT_CALLS,
             **self._devices(1),
@@ -467,19 +543,35 @@ class RayRuntime(Runtime):
             code, _ = await wait_for_reply(report, node, EXIT_WAIT_S + HEARTBEAT_S)
         return WorkerLost(f"{what} on {node}: its process {describe_exit(code)} while it started", device=device)
 
-    async def _join_world(self, one: DeviceSet) -> None:
-        """Makes the world of torch.distributed of a set."""
+    async def _join_worlds(self, one: DeviceSet, shape: MeshShape, copies: Iterable[int]) -> None:
+        """Makes the worlds of torch.distributed of these copies of a set's models, each of which is one, and connects
+        all copies. A world cannot get a new member: the workers of a copy are new together."""
         group: RayGroup[Worker] = self._group("worker", one.devices)
+        if shape.copy.size > 1:
+            of_copies = [shape.ranks_of_copy(copy) for copy in copies]
+            await gather_calls(*(self._meet(one, group, Worker.join_world, shape, ranks) for ranks in of_copies))
+        if shape.replicate > 1:
+            await self._meet(one, group, Worker.join_replicas, shape, range(group.size))
+
+    async def _meet(
+        self,
+        one: DeviceSet,
+        group: RayGroup[Worker],
+        join: Callable[[Worker, str, MeshShape], None],
+        shape: MeshShape,
+        ranks: Sequence[int],
+    ) -> None:
+        """Lets workers of a set connect to each other, at the first of them."""
         limit_s = self.cluster.start_timeout_s
-        rendezvous = await group.one(0, Worker.open_rendezvous, timeout_s=limit_s)
-        calls = [asyncio.ensure_future(group.one(rank, Worker.join_world, rendezvous)) for rank in range(group.size)]
+        rendezvous = await group.one(ranks[0], Worker.open_rendezvous, timeout_s=limit_s)
+        calls = [asyncio.ensure_future(group.one(rank, join, rendezvous, shape)) for rank in ranks]
         done, late = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         for call in late:
             call.cancel()
         for call in done:
             call.result()
         if late:
-            names = ", ".join(name for name, call in zip(group.names, calls, strict=True) if call in late)
+            names = ", ".join(group.names[rank] for rank, call in zip(ranks, calls, strict=True) if call in late)
             raise CallTimeout(
                 f"the workers of {', '.join(one.roles)} did not all connect to {rendezvous} and to each other within "
                 f"{limit_s:g} s (`cluster.start_timeout_s`): {names}. A firewall between the nodes, or the wrong "

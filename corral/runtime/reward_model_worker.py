@@ -20,7 +20,7 @@ from corral.data.rows import Conversation
 from corral.envs.base import uses_rewards
 from corral.model.sequence_classifier import SequenceClassifier, load_classifier
 from corral.recipe.errors import UserError
-from corral.recipe.mesh import MeshShape
+from corral.recipe.placement import role_mesh
 from corral.recipe.schema import Recipe
 from corral.rewards.reward_function import Score
 from corral.runtime.group import Group
@@ -48,8 +48,8 @@ class RewardModelWorker(Role):
             offload=offload or shard > 1,
         )
         if shard > 1:
-            shape = MeshShape(replicate=context.size // shard, shard=shard)
-            mesh = ProcessMesh.build(shape, context.device, context.timeout_s)
+            shape = role_mesh(recipe, "reward_model", context.size)
+            mesh = ProcessMesh.build(shape, context.device, context.timeout_s, context.replicas)
             self.classifier = ShardedClassifier.of(self.classifier, mesh, offload)
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.rollout.engine import WeightLayout
 from corral.runtime.network import open_store
+from corral.training.replicas import make_group
 
 # --- the buckets of bytes in which weights travel, whatever the channel: tensors laid one behind the other
 
@@ -254,21 +255,12 @@ class CollectiveChannel(Channel):
                     )
                 for sender in senders:
                     store = dist.PrefixStore(f"group {sender}", self.store)  # type: ignore[attr-defined]
-                    self.groups.append(self._make_group(store, own, size - num_senders + 1))
+                    group_size = size - num_senders + 1
+                    group = make_group(store, own, group_size, self.device, self.address, self.timeout)
+                    self.groups.append(group)
         except BaseException:
             self.close()
             raise
-
-    def _make_group(self, store: Any, rank: int, size: int) -> Any:
-        if self.device.type == "cuda":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = self.timeout
-            return dist.ProcessGroupNCCL(store, rank, size, nccl)
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = self.timeout
-        # Left to itself it takes the address that the host's name stands for, which other nodes may not reach.
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
-        return dist.ProcessGroupGloo(store, rank, size, gloo)
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         self._begin()

@@ -7,6 +7,7 @@ none.
 
 import asyncio
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -22,11 +23,13 @@ from torch._C._distributed_c10d import TCPStore
 from corral.data.rows import Row
 from corral.envs.base import EnvSet, try_once, uses_rewards
 from corral.model.model_loading import default_device
+from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.network import open_store
 from corral.runtime.worker_heartbeat import WorkerHeartbeat
 from corral.training.checkpoint import problem_with
+from corral.training.replicas import NCCL_VARIABLES, Replicas
 
 BUILDER = "corral.runtime.worker:build_role"
 """Function that makes a role on a worker. A debugger and benchmarks have another one with the same signature."""
@@ -52,6 +55,8 @@ class WorkerContext:
     """Names of the GPUs of an engine that begins on this device (`rollout.engine.tensor_parallel`), as Ray has them."""
     can_be_replaced: bool = False
     """Whether another process takes this one's place when it ends."""
+    replicas: Replicas | None = None
+    """The connection to workers with other copies of the same models, where there are several."""
     roles: dict[str, Any] = field(default_factory=dict)
     """Roles that were built here before, by name."""
 
@@ -86,24 +91,50 @@ class Worker:
             torch.set_num_threads(threads)
         self.context = WorkerContext(rank, size, address, default_device(), timeout_s, accelerators, can_be_replaced)
         self.heartbeat = heartbeat
-        self.store: TCPStore | None = None
+        self.stores: dict[str, TCPStore] = {}
+        """Stores of this process at which workers meet, by address. They stay open: torch may ask them later."""
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="corral-worker")
 
     def open_rendezvous(self) -> str:
-        """Opens the store at which the workers of this set meet, on the first of them; returns its address."""
-        context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
-        self.store = open_store(context.address, timeout)
-        return f"{context.address}:{self.store.port}"
+        """Opens a store at which workers of this set meet, and returns its address."""
+        store = open_store(self.context.address, timedelta(seconds=self.context.timeout_s))
+        address = f"{self.context.address}:{store.port}"
+        self.stores[address] = store
+        return address
 
-    def join_world(self, rendezvous: str) -> None:
-        """Makes this set's world of torch.distributed; returns when all workers of the set are there."""
+    def join_world(self, rendezvous: str, shape: MeshShape) -> None:
+        """Makes the world of torch.distributed of those workers of this set that hold one copy of its models; returns
+        when all of them are there."""
         context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
-        host, port = rendezvous.rsplit(":", 1)
-        store = self.store or TCPStore(host, int(port), is_master=False, timeout=timeout)
-        if context.device.type == "cuda":
-            torch.cuda.set_device(context.device)
+        store, (_, rank) = self._store(rendezvous, shape), shape.place_in_copies(context.rank)
         backend = "nccl" if context.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=shape.copy.size, timeout=timeout)
+
+    def join_replicas(self, rendezvous: str, shape: MeshShape) -> None:
+        """Connects the copies of the models, once more where workers of one were lost; returns when all are there."""
+        context = self.context
+        if context.replicas is None:
+            context.replicas = Replicas.of_rank(shape, context.rank, context.device, context.address, context.timeout_s)
+        if context.replicas is not None:
+            _, position = shape.place_in_copies(context.rank)
+            store = self._store(rendezvous, shape)
+            context.replicas.connect(dist.PrefixStore(str(position), store))  # type: ignore[attr-defined]
+
+    async def abort_replicas(self) -> None:
+        """Ends the wait for workers that were lost."""
+        if self.context.replicas is not None:
+            await asyncio.to_thread(self.context.replicas.abort)
+
+    def _store(self, rendezvous: str, shape: MeshShape) -> TCPStore:
+        if self.context.device.type == "cuda":
+            torch.cuda.set_device(self.context.device)
+        if shape.replicate > 1:
+            for name, value in NCCL_VARIABLES.items():
+                os.environ.setdefault(name, value)
+        host, port = rendezvous.rsplit(":", 1)
+        timeout = timedelta(seconds=self.context.timeout_s)
+        own = self.stores.get(rendezvous)
+        return own or TCPStore(host, int(port), is_master=False, timeout=timeout)
 
     def problem_with(self, checkpoint: Path) -> str | None:
         """Returns what is wrong with a checkpoint as this worker sees it, if anything is."""

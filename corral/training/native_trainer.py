@@ -281,6 +281,11 @@ class _NativeTrainer:
         self.has_bad_loss = False
         self.optimizer.zero_grad()
 
+    def copy_from(self, copy: int) -> None:
+        assert self.optimizer is not None, "a frozen model is what it was loaded as"
+        self.has_bad_loss = False
+        self.optimizer.copy_from(copy, self.mesh)
+
     def weights(self, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         if merged:
             yield from self._merged_weights()

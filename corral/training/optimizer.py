@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.recipe.schema import Optimizer as OptimizerRecipe
+from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout, local_tensor
 
 
@@ -175,7 +176,27 @@ class MasterOptimizer:
         min_ratio = recipe.min_learning_rate_ratio
         return recipe.learning_rate * (min_ratio + (1.0 - min_ratio) * decay)
 
-    # --- checkpoints
+    # --- checkpoints and replicas
+
+    @torch.no_grad()
+    def copy_from(self, copy: int, mesh: ProcessMesh) -> None:
+        """Weights, moments and counters become those of another copy of the model. All copies call this."""
+        numbers = torch.tensor(list(self.counters().values()), dtype=torch.float64)
+        # No moments before the first update, nor of an expert that never had a token.
+        has_moments = torch.tensor([bool(self.adamw.state.get(master.weight)) for master in self.masters]).float()
+        mesh.copy_from_([numbers], copy)
+        mesh.copy_from_([has_moments], copy)
+        self.load_counters(dict(zip(self.counters(), numbers.tolist(), strict=True)))
+        for master, is_there in zip(self.masters, has_moments.tolist(), strict=True):
+            if not is_there:
+                self.adamw.state.pop(master.weight, None)
+        moments = [self._moments(m) for m, is_there in zip(self.masters, has_moments.tolist(), strict=True) if is_there]
+        states = [tensor for state in moments for tensor in state.values()]
+        mesh.copy_from_([*(master.current for master in self.masters), *states], copy)
+        for master in self.masters:
+            master.copy_to_parameter()
+        self._offload(self.masters)
+        self.zero_grad()
 
     def counters(self) -> dict[str, Any]:
         return {"updates": self.updates, "loss_scale": self.scaler.scale, "good": self.scaler.num_good}
@@ -303,7 +324,8 @@ def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:
     """Sums what the backward pass has not: over replicas, within tensor groups, and of an embedding that is also the
     head over the two ends of a pipeline."""
     mesh = layout.mesh
-    sum_over_replicas(masters, layout)
+    if mesh.replicas is not None:
+        mesh.agree(lambda: sum_over_replicas(masters, mesh))
     if not mesh.is_sharded:
         return
     tied = [master for master in masters if len(layout[master.name].stages) > 1]
@@ -319,18 +341,15 @@ def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:
     mesh.copy_first_(same, "tensor")
 
 
-def sum_over_replicas(masters: list[MasterWeight], layout: ShardingLayout) -> None:
-    mesh = layout.mesh
-    if mesh.shape.replicate == 1:
-        return
+def sum_over_replicas(masters: list[MasterWeight], mesh: ProcessMesh) -> None:
     # An expert that no token of this rank went to has no gradient here; all ranks must reduce the same list of tensors.
     has_gradient = torch.tensor([master.gradient is not None for master in masters], dtype=torch.float32)
-    mesh.sum_([has_gradient], "replicate")
+    mesh.sum_over_copies_([has_gradient])
     wanted = [master for master, num_ranks in zip(masters, has_gradient.tolist(), strict=True) if num_ranks]
     for master in wanted:
         if master.gradient is None:
             master.start_gradient()
-    mesh.sum_([master.gradient for master in wanted if master.gradient is not None], "replicate")
+    mesh.sum_over_copies_([master.gradient for master in wanted if master.gradient is not None])
 
 
 def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Tensor:

@@ -7,29 +7,31 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from corral.recipe.mesh import MeshShape
+from corral.training.replicas import ReplicaLost, Replicas
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+Result = TypeVar("Result")
 BUCKET = 2**25
 """Number of elements that are reduced in one collective call: few large ones are faster than many small ones."""
 
 
 class ProcessMesh:
-    """This process' position in the mesh. `torch.distributed` is initialized by the caller, with `shape.size`
-    processes."""
+    """This process' position in the mesh. `torch.distributed` is initialized by the caller, with the processes of one
+    copy of the model (or of all, which has no use but to build meshes of several shapes in one world)."""
 
-    def __init__(self, shape: MeshShape, device: torch.device, rank: int) -> None:
-        self.shape, self.device, self.rank = shape, device, rank
+    def __init__(self, shape: MeshShape, device: torch.device, rank: int, replicas: Replicas | None = None) -> None:
+        self.shape, self.device, self.rank, self.replicas = shape, device, rank, replicas
         self.groups: dict[str, dist.ProcessGroup] = {}
-        """Groups by dimension, of those with more than one rank. Besides, where the model is sharded, `sharded`: ranks
-        that hold the parts of one copy; and with experts `expert_sharded`: those that hold the parts of the same
-        experts."""
+        """Groups by dimension, of those with more than one rank. Besides, where the model is sharded, `copy`: all ranks
+        that hold one copy; `sharded`: those of them that hold the parts of one parameter; and with experts
+        `expert_sharded`: those that hold the parts of the same experts."""
         self.dense: Any = None
         """DeviceMesh over which a parameter is sharded. Replicas are not in it: FSDP would sum gradients over them in
         every micro-batch, and `sum_gradients` does it once for an update."""
@@ -37,20 +39,34 @@ class ProcessMesh:
         """The same for the parameters of experts, which are distributed over the expert group already."""
 
     @classmethod
-    def build(cls, shape: MeshShape, device: torch.device, timeout_s: float | None = None) -> "ProcessMesh":
-        """`timeout_s`: limit of its collectives; None: torch's own."""
-        mesh = cls(shape, device, dist.get_rank() if shape.size > 1 else 0)
-        if shape.size > 1:
-            assert dist.get_world_size() == shape.size, "one process for each position in the mesh"
+    def build(
+        cls,
+        shape: MeshShape,
+        device: torch.device,
+        timeout_s: float | None = None,
+        replicas: Replicas | None = None,
+    ) -> "ProcessMesh":
+        """`timeout_s`: limit of its collectives; None: torch's own. `replicas`: the connection to the other copies."""
+        assert shape.replicate == (1 if replicas is None else replicas.num_copies), "the copies are connected"
+        own_copy = 0 if replicas is None else replicas.copy
+        position = 0
+        if shape.copy.size > 1:
+            assert dist.get_world_size() in (shape.size, shape.copy.size), "one process for each position in the mesh"
+            position = dist.get_rank()
+            if dist.get_world_size() == shape.size:
+                own_copy, position = shape.place_in_copies(position)
+        mesh = cls(shape, device, shape.ranks_of_copy(own_copy)[position], replicas)
+        if shape.copy.size > 1:
             mesh._connect(None if timeout_s is None else timedelta(seconds=timeout_s))
         return mesh
 
     def _connect(self, timeout: timedelta | None) -> None:
         """Creates the groups, in the same order on all ranks, as `torch.distributed` demands."""
         for name in DIMENSIONS:
-            if getattr(self.shape, name) > 1:
+            if name != "replicate" and getattr(self.shape, name) > 1:
                 self.groups[name] = self._group([name], timeout)
         if self.is_sharded:
+            self.groups["copy"] = self._group([name for name in DIMENSIONS if name != "replicate"], timeout)
             self.groups["sharded"] = self._group(["shard", "expert", "context"], timeout)
             self.dense = self._device_mesh("sharded")
         if "expert" in self.groups:
@@ -58,8 +74,9 @@ class ProcessMesh:
             self.by_expert = self._device_mesh("expert_sharded")
 
     def _ranks(self, dimensions: Sequence[str]) -> Tensor:
-        """[all else, these dimensions]"""
-        ranks = torch.arange(self.shape.size).reshape([getattr(self.shape, name) for name in DIMENSIONS])
+        """[all else, these dimensions], ranks of the world"""
+        world = self.shape if dist.get_world_size() == self.shape.size else self.shape.copy
+        ranks = torch.arange(world.size).reshape([getattr(world, name) for name in DIMENSIONS])
         moved = ranks.movedim([DIMENSIONS.index(name) for name in dimensions], list(range(-len(dimensions), 0)))
         return moved.reshape(-1, math.prod(getattr(self.shape, name) for name in dimensions))
 
@@ -88,16 +105,30 @@ class ProcessMesh:
     def rank_in(self, dimension: str) -> int:
         return self.groups[dimension].rank() if dimension in self.groups else 0
 
-    def max(self, number: int, dimension: str | None = None) -> int:
-        """The largest over all ranks, or over those that differ in one dimension only."""
-        if self.shape.size == 1 or (dimension is not None and dimension not in self.groups):
+    def max(self, number: int, dimension: str = "copy") -> int:
+        """The largest over the ranks that differ in one dimension only, or over all that hold one copy."""
+        if dimension not in self.groups:
             return number
         largest = torch.tensor(number, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=None if dimension is None else self.groups[dimension])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.groups[dimension])
         return int(largest)
 
     def any(self, happened: bool) -> bool:
-        return bool(self.max(int(happened)))
+        """Whether it happened on any rank of any copy."""
+        in_copy, replicas = self.max(int(happened)), self.replicas
+        return bool(in_copy if replicas is None else self.agree(lambda: replicas.max(in_copy)))
+
+    def agree(self, exchange: Callable[[], Result]) -> Result:
+        """Returns what an exchange with the other copies returns, or raises `ReplicaLost` on all ranks of this copy:
+        one that went on alone would wait for the others in the next collective, or update weights that they do not."""
+        error: ReplicaLost | None = None
+        try:
+            result = exchange()
+        except ReplicaLost as lost:
+            error = lost
+        if self.max(int(error is not None)):
+            raise error or ReplicaLost("another rank of this copy of the model has lost its replica")
+        return result
 
     @property
     def is_last_stage(self) -> bool:
@@ -114,6 +145,16 @@ class ProcessMesh:
     def sum_(self, tensors: Iterable[Tensor], dimension: str) -> None:
         """Each tensor becomes its sum over the ranks of a dimension."""
         self._in_buckets(tensors, dimension, lambda flat, group: dist.all_reduce(flat, group=group))
+
+    def sum_over_copies_(self, tensors: Iterable[Tensor]) -> None:
+        """Each tensor becomes its sum over all copies of the model."""
+        if (replicas := self.replicas) is not None:
+            self._reduce(tensors, replicas.sum_)
+
+    def copy_from_(self, tensors: Iterable[Tensor], copy: int) -> None:
+        """Each tensor becomes that of another copy of the model."""
+        if (replicas := self.replicas) is not None:
+            self._reduce(tensors, lambda flat: replicas.copy_from(flat, copy))
 
     def sum_ends_(self, tensors: Iterable[Tensor], dimension: str) -> None:
         """Each tensor becomes the sum of those of the dimension's first and last rank, which are the ones to call it:
@@ -142,14 +183,18 @@ class ProcessMesh:
     def _in_buckets(
         self, tensors: Iterable[Tensor], dimension: str, collective: Callable[[Tensor, dist.ProcessGroup], Any]
     ) -> None:
+        if dimension in self.groups:
+            self._reduce(tensors, lambda flat: collective(flat, self.groups[dimension]))
+
+    def _reduce(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], Any]) -> None:
         """Runs a collective on many small tensors, joined into few large ones on the mesh's device, in place."""
-        remaining = deque(tensors if dimension in self.groups else ())
+        remaining = deque(tensors)
         while remaining:
             bucket = [remaining.popleft()]
             while remaining and sum(tensor.numel() for tensor in bucket) < BUCKET:
                 bucket.append(remaining.popleft())
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
-            collective(flat, self.groups[dimension])
+            flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in bucket])
+            collective(flat)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 

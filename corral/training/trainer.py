@@ -31,6 +31,15 @@ class Trainer(Protocol):
         is not finite never reaches the weights: the update is skipped, and the result says so."""
         ...
 
+    def zero_grad(self) -> None:
+        """Drops the gradients that were accumulated since the last update."""
+        ...
+
+    def copy_from(self, copy: int) -> None:
+        """Weights and optimizer become those of another copy of the model, to the last bit, and accumulated gradients
+        zero. Called on all copies."""
+        ...
+
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into a checkpoint's folder. `writers`: ranks that can write to it; None: all.
         `deferred` takes copies of tensors, to write them while training goes on. OSError on all ranks if one fails."""
@@ -72,10 +81,6 @@ class PolicyTrainer(Trainer, Protocol):
 
     def router_loss(self) -> Tensor:
         """The load-balancing loss of the pack whose loss is being computed."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Drops the gradients that were accumulated since the last update."""
         ...
 
     def weights(self, merged: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from corral.loop.supervisor import Supervisor
+from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement
 from corral.recipe.schema import Cluster
-from corral.runtime.group import Group, WorkerLost
-from corral.runtime.model_workers import WeightPublisher
+from corral.runtime.group import Group, Ranks, WorkerLost
+from corral.runtime.model_workers import TrainerGroup
 from corral.runtime.rollout_worker import RolloutScheduler, RolloutWorker
+from corral.runtime.weight_publisher import WeightPublisher
 
 
 class FakeWorkers(Group[RolloutWorker]):
@@ -36,7 +38,7 @@ class FakeRuntime:
     def __init__(self, num_workers: int) -> None:
         self.placement = Placement(num_workers + 1, {"actor": (num_workers,), "rollout": tuple(range(num_workers))})
         self.workers, self.replaced, self.num_nodes = FakeWorkers(num_workers), list[int](), num_workers + 1
-        self.cannot_start = False
+        self.cannot_start, self.lost_devices = False, set[int]()
 
     def devices_of(self, address: str) -> tuple[int, ...]:
         return (int(address),)
@@ -50,7 +52,7 @@ class FakeRuntime:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def build(self, role: str, recipe: Any, resume_from: Path | None, *, rank: int | None = None) -> None: ...
+    async def build(self, role: str, recipe: Any, resume_from: Path | None, *, ranks: Ranks = None) -> None: ...
 
 
 class FakePublisher(WeightPublisher):
@@ -58,7 +60,8 @@ class FakePublisher(WeightPublisher):
 
     def __init__(self, scheduler: RolloutScheduler) -> None:
         self.scheduler, self.rollout = scheduler, scheduler.group
-        self.version, self.sent = 7, list[tuple[int, ...]]()
+        self.version, self.sent, self.returning = 7, list[tuple[int, ...]](), set[int]()
+        self.actor: Any = TrainerGroup(scheduler.group, MeshShape())  # type: ignore[arg-type]
 
     async def _publish_to(self, ranks: Sequence[int]) -> dict[str, float]:
         self.sent.append(tuple(ranks))
@@ -79,6 +82,9 @@ class Scene:
             scheduler=self.scheduler,
             publisher=self.publisher,
             trainer_lock=self.trainer_lock,
+            actor=self.publisher.actor,
+            critic=None,
+            reference=None,
             recipe=SimpleNamespace(cluster=Cluster(nodes=num_workers + 1, **cluster)),
         )
         self.lost_nodes: set[str] = set()

@@ -241,7 +241,7 @@ async def deaths(logs: str) -> dict[str, Any]:
         seen["killed_s"] = time.monotonic() - began
         seen["again"] = await lost_of(rollout.one(1, FakeRole.echo, 1))
         await runtime.replace(3)
-        await runtime.build("rollout", runtime.recipe, None, rank=1)
+        await runtime.build("rollout", runtime.recipe, None, ranks=[1])
         after = await rollout.all(FakeRole.facts)
         seen["replaced"] = [new["pid"] == old for new, old in zip(after, pids, strict=True)]
         seen["exited"] = await lost_of(rollout.all(FakeRole.end, "exit", ranks=[0]))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from corral.model.attention import register
 from corral.recipe.errors import RunError
 from corral.rollout.native_engine import model_logprobs
-from corral.runtime.model_workers import PROBE_BOUNDS, PROBE_TOKENS, compare_logprobs, probe_batch
+from corral.runtime.weight_publisher import PROBE_BOUNDS, PROBE_TOKENS, compare_logprobs, probe_batch
 from corral.training.native_trainer import NativePolicyTrainer
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(200)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tiny import tiny_config
 from torch import Tensor
 from trajectories import small_batch
@@ -20,6 +21,7 @@ from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Lora, Optimizer
 from corral.training.native_trainer import NativePolicyTrainer
 from corral.training.process_mesh import ProcessMesh
+from corral.training.replicas import Replicas
 
 CPU = torch.device("cpu")
 PACK = 45
@@ -36,7 +38,13 @@ def shapes(size: int, with_experts: bool) -> list[MeshShape]:
 @cache
 def mesh_of(shape: MeshShape | None) -> ProcessMesh | None:
     """Built once in each process: its groups have threads, which stay."""
-    return None if shape is None else ProcessMesh.build(shape, CPU)
+    if shape is None:
+        return None
+    replicas = Replicas.of_rank(shape, dist.get_rank(), CPU, "127.0.0.1", 60.0) if shape.replicate > 1 else None
+    if replicas is not None:
+        _, position = shape.place_in_copies(dist.get_rank())
+        replicas.connect(dist.PrefixStore(f"{shape}/{position}", dist.distributed_c10d._get_default_store()))
+    return ProcessMesh.build(shape, CPU, replicas=replicas)
 
 
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:

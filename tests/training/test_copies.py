@@ -1,0 +1,91 @@
+"""Copies of a model: one takes the states of another, and one that is gone keeps no other waiting."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from sharded_cases import backward, build_model, deviation, mesh_of, own_packs, policy_of, weights_of
+from team import Team
+from trajectories import small_batch
+
+from corral.recipe.mesh import MeshShape
+from corral.training.replicas import ReplicaLost
+
+COPIES = [MeshShape(replicate=2), MeshShape(replicate=2, shard=2), MeshShape(replicate=2, pipeline=2)]
+
+
+def test_ranks_of_a_copy_differ_in_everything_but_the_copy() -> None:
+    shape = MeshShape(pipeline=2, replicate=3, shard=2)
+    assert [shape.ranks_of_copy(copy) for copy in range(3)] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert [shape.place_in_copies(rank) for rank in (0, 3, 10)] == [(0, 0), (1, 1), (2, 2)]
+
+
+def states_after_loss(shape: MeshShape, dtype: torch.dtype) -> list[float]:
+    """A trainer makes two updates, another one of the last copy none. It takes the first copy's states, and both make
+    one more. Returns how far its weights, masters and moments are from what they would be; and its counter."""
+    mesh = mesh_of(shape)
+    assert mesh is not None
+    assert mesh.replicas is not None
+    packs, trained = own_packs(small_batch(), mesh), policy_of(build_model("llama", dtype), mesh)
+    for _ in range(2):
+        backward(trained, packs)
+        trained.step()
+    late = trained if mesh.replicas.copy == 0 else policy_of(build_model("llama", dtype), mesh)
+    if late is not trained:
+        backward(late, packs)  # what was interrupted
+    mesh.any(False)
+    late.copy_from(0)
+    assert late.optimizer is not None
+    assert trained.optimizer is not None
+    same = [deviation(weights_of(trained), weights_of(late))]
+    for own, other in zip(trained.optimizer.masters, late.optimizer.masters, strict=True):
+        expected, found = trained.optimizer.state_of(own), late.optimizer.state_of(other)
+        assert expected.keys() == found.keys()
+        same += [float((expected[key] - found[key]).abs().max()) for key in expected if expected[key].numel()]
+    backward(late, packs)
+    late.step()
+    return [max(same), late.optimizer.updates]
+
+
+@pytest.mark.parametrize("shape", COPIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_copy_takes_the_states_of_another_to_the_bit(
+    team: Callable[[int], Team], shape: MeshShape, dtype: torch.dtype
+) -> None:
+    assert team(shape.size).run(states_after_loss, shape, dtype) == [[0.0, 3]] * shape.size
+
+
+def wait_for_copy(shape: MeshShape) -> tuple[str, bool]:
+    """The last copy does not take part in an update. Returns what the others wait for ends with, and whether their
+    weights are as before."""
+    mesh = mesh_of(shape)
+    assert mesh is not None
+    replicas = mesh.replicas
+    assert replicas is not None
+    policy = policy_of(build_model("llama"), mesh)
+    before = weights_of(policy)
+    backward(policy, own_packs(small_batch(), mesh))
+    if replicas.copy == 1:
+        time.sleep(2)
+        return "left out", True
+    position = shape.place_in_copies(mesh.rank)[1]
+    threading.Timer(0.5 + 0.5 * position, replicas.abort).start()
+    try:
+        policy.step()
+    except ReplicaLost as lost:
+        return str(lost), deviation(before, weights_of(policy)) == 0
+    return "went on", False
+
+
+@pytest.mark.parametrize("shape", COPIES[:2], ids=str)
+def test_a_copy_makes_no_update_when_another_is_gone(shape: MeshShape) -> None:
+    team = Team(shape.size)  # their connection is of no use afterwards
+    try:
+        answers = team.run(wait_for_copy, shape)
+    finally:
+        team.close()
+    assert [answer for answer in answers if answer[0] != "left out"] == [
+        ("another copy of the model was lost", True)
+    ] * shape.copy.size
