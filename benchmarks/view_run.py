@@ -93,8 +93,6 @@ def record(rng: np.random.Generator, index: int, num_tokens: int) -> dict[str, A
     letters = rng.integers(97, 123, 4 * num_tokens).astype(np.uint8).tobytes().decode()
     names = ("logprobs", "advantages", "entropies")
     floats = {name: rng.normal(size=num_response).astype(np.float32) for name in names}
-        name: rng.normal(size=num_response).astype(np.float32) for name in ("logprobs", "advantages", "entropies")
-    }
     return {
         "prompt_id": index // GROUP,
         "sample": index % GROUP,

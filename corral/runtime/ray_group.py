@@ -241,7 +241,8 @@ class RayGroup(Group[RoleT]):
         """Calls workers of one node through its relay."""
         devices, call = [self.devices[rank] for rank in ranks], f"{self.role}.{method}"
         node, present = devices[0].node, [one for one in self.nodes if not one.lost.done()]
-        calls = [(device.process.actor, own) for device, own in zip(devices, arguments, strict=True)]
+        processes = [device.process for device in devices]
+        calls = [(process.actor, own) for process, own in zip(processes, arguments, strict=True)]
         try:
             answers = await wait_for_reply(node.relay.call.remote(self.role, method, calls), node, self.timeout_s)
         except TimeoutError:
@@ -256,9 +257,9 @@ class RayGroup(Group[RoleT]):
             raise WorkerLost(f"the relay of {node} ended while {call}", device=devices[0].number) from None
         except RayError as error:
             raise RunError(f"{call} on {node}: {first_line(error)}") from error
-        for device, answer in zip(devices, answers, strict=True):
+        for device, process, answer in zip(devices, processes, answers, strict=True):
             if answer is MissingAnswer.DIED:
-                raise await self.describe_death(device, f"while {call}")
+                raise await self.describe_death(device, f"while {call}", process)
         for device, answer in zip(devices, answers, strict=True):
             if isinstance(answer, RemoteError):
                 raise await self._explain(answer, device, call, present)
