@@ -517,8 +517,10 @@ class _ScriptReader:
         elif appends and not is_array:
             before = self.scope.values.get(name, [])
             self.scope.set(name, [self.scope.join([*before[:1], *values], word.line), *before[1:]])
+        elif appends:
+            self.scope.extend(name, values)
         else:
-            self.scope.assign(name, values, appends)
+            self.scope.set(name, values)
 
     def _change_folder(self, texts: Sequence[str], words: Sequence[ShellValue]) -> None:
         [folder] = [word for word in words if not word.text.startswith("-")][-1:] or [ShellValue("~")]

@@ -13,10 +13,12 @@ INTEGER = re.compile(r"\s*[-+]?[0-9]{1,18}\s*")
 REGEX = re.compile(r"(?!.*\[[:.=])(?!.*\)[*+?{])[\w .^$*+?|()\[\]/=@%~,:-]*")
 """Regular expressions that mean the same in Python, and end soon."""
 MAX_REPEATS = 4
+TestItem = str | ShellWord | ShellValue
+"""A part of a condition: an operator, a word as it is written, or one whose value is put in."""
 
 
 class Condition:
-    def __init__(self, scope: ShellScope, items: Sequence[str | ShellWord | ShellValue], double: bool) -> None:
+    def __init__(self, scope: ShellScope, items: Sequence[TestItem], double: bool) -> None:
         self.scope, self.items, self.double, self.at = scope, items, double, 0
         """`double`: it is `[[ ... ]]`, where words are not split, and may be patterns."""
 
@@ -34,7 +36,7 @@ class Condition:
         item = self.items[self.at + ahead]
         return item if isinstance(item, str) else item.keyword if isinstance(item, ShellWord) else item.text
 
-    def _next(self) -> str | ShellWord | ShellValue:
+    def _next(self) -> TestItem:
         self.at += 1
         return self.items[self.at - 1]
 
@@ -69,7 +71,7 @@ class Condition:
             return self._unary(text, self._value(self._next()))
         return self._unary("-n", self._value(self._next()))
 
-    def _value(self, item: str | ShellWord | ShellValue) -> ShellValue:
+    def _value(self, item: TestItem) -> ShellValue:
         if isinstance(item, ShellWord):
             return self.scope.joined(item)
         return ShellValue(item) if isinstance(item, str) else item
@@ -81,9 +83,7 @@ class Condition:
             return None
         return (value.text == "") == (sign == "-z")
 
-    def _compared(
-        self, left: str | ShellWord | ShellValue, sign: str, right: str | ShellWord | ShellValue
-    ) -> bool | None:
+    def _compared(self, left: TestItem, sign: str, right: TestItem) -> bool | None:
         first, second = self._value(left), self._value(right)
         if sign == "=~":
             self.scope.forget("BASH_REMATCH", "=~")
@@ -111,7 +111,7 @@ class Condition:
         value = self.scope.calculate(ShellWord((LiteralPart(text, quoted=True),), 0))
         return int(value.text) if value.unknown is None else None
 
-    def _matches(self, text: str, regex: str | ShellWord | ShellValue) -> bool | None:
+    def _matches(self, text: str, regex: TestItem) -> bool | None:
         if not isinstance(regex, ShellWord):
             return None
         pieces = self.scope.patterns(regex)

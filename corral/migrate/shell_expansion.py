@@ -80,12 +80,6 @@ class ShellScope:
 
     # --- variables
 
-    def assign(self, name: str, values: list[ShellValue], appends: bool = False) -> None:
-        if appends:
-            self._extend(name, values)
-        else:
-            self.set(name, values)
-
     def set(self, name: str, values: list[ShellValue] | None) -> None:
         if name in self.fixed:
             return
@@ -96,7 +90,7 @@ class ShellScope:
         else:
             self.values[name] = values
 
-    def _extend(self, name: str, values: list[ShellValue]) -> None:
+    def extend(self, name: str, values: list[ShellValue]) -> None:
         """Appends in place where no subshell needs the array as it was: a thousand of these must not copy it."""
         if name in self.values and name not in self.fixed and (not self._before or name in self._before[-1]):
             self.values[name] += values
@@ -189,14 +183,11 @@ class ShellScope:
             elif isinstance(part, CommandPart):
                 yield WordPiece(self.substitute(part), splits=not part.quoted)
             elif isinstance(part, ArithmeticPart):
-                yield WordPiece(self._sum(part))
+                yield WordPiece(self.calculate(part.expression))
             elif isinstance(part, ArrayPart):
                 yield WordPiece(ShellValue("(...)", unknown="(...)"))
             else:
                 yield from self._variable(part, line)
-
-    def _sum(self, part: ArithmeticPart) -> ShellValue:
-        return self.calculate(part.expression)
 
     def calculate(self, expression: ShellWord) -> ShellValue:
         """The result of a sum; variables that it sets are set."""

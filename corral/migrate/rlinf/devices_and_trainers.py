@@ -309,7 +309,7 @@ def final_ratio(config: ForeignConfig, role: str) -> float:
         least = config[f"{role}.optim.min_lr"] or 0.0
     if rate <= 0 or not 0 <= least <= rate:
         raise ValueError(f"would let the learning rate {rate:g} end at {least:g}, which should not be above it")
-    return least / rate
+    return float(least / rate)
 
 
 def decay(config: ForeignConfig, given: ForeignValue, role: str, ours: str) -> Outcome:
