@@ -91,7 +91,8 @@ def record(rng: np.random.Generator, index: int, num_tokens: int) -> dict[str, A
     num_prompt = num_tokens // 5
     num_response = num_tokens - num_prompt
     letters = rng.integers(97, 123, 4 * num_tokens).astype(np.uint8).tobytes().decode()
-    floats = {name: rng.normal(size=num_response).astype(np.float32) for name in ("logprobs", "advantages", "entropies")}
+    names = ("logprobs", "advantages", "entropies")
+    floats = {name: rng.normal(size=num_response).astype(np.float32) for name in names}
     return {
         "prompt_id": index // GROUP,
         "sample": index % GROUP,
