@@ -247,7 +247,8 @@ class RunReader:
     def workers(self) -> dict[str, Any]:
         """What the workers of a run on a cluster do, as its controller has last written it, each with the last line of
         its log where that is here. A run in one process has none."""
-        path, empty = self.file("logs", "workers.json"), {"written": None, "workers": []}
+        path = self.file("logs", "workers.json")
+        empty: dict[str, Any] = {"written": None, "workers": []}
         try:
             found = empty if path is None else json.loads(path.read_bytes())
             logs = {one["log"]: self.file("logs", str(one["log"])) for one in found["workers"] if one["log"]}
