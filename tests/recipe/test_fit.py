@@ -102,7 +102,9 @@ def test_candidates_are_tried_from_the_cheapest_to_the_dearest(folder: Path) -> 
     assert order[3:6] == [("native", (), 1, True, 1, size) for size in (1, 8, 32)]
     firsts = list(dict.fromkeys((name, offload) for name, offload, *_ in order))
     everything = ("parameters", "gradients", "optimizer")
-    assert firsts == [(name, offload) for offload in ((), ("optimizer",), everything) for name in ("native", "vllm")]
+    offloads = [(), ("optimizer",), everything, ("optimizer", "activations"), (*everything, "activations")]
+    assert firsts == [(name, offload) for offload in offloads for name in ("native", "vllm")]
+    assert all(checkpoints for _, offload, _, checkpoints, *_ in order if "activations" in offload)
     assert not any(size == 1 for _, offload, *_, size in order if "parameters" in offload)
 
 
