@@ -173,7 +173,7 @@ def test_where_nothing_fits_the_command_fails_and_says_what_would(folder: Path) 
     assert finished.code == 2
     assert finished.stdout == ""
     refused, more, adapters = finished.errors
-    assert "does not fit 1xh100-80: the least that any settings need is 98 GiB" in refused
+    assert "does not fit 1xh100-80: the least that any settings need is 96 GiB" in refused
     assert "the closest that fits: --devices 2xh100-80: 2 shards" in more
     assert "it fits with adapters, `model.lora.rank=32`" in adapters
     recipe, shape = load(folder, "Qwen2.5-14B")
