@@ -3,9 +3,9 @@
 A plain search: candidates in a fixed order, the cheapest first, through the same memory estimate as every plan; the
 first that fits is proposed. Whole copies, shards within a node, shards over all devices; the same with gradient
 checkpointing; with a mixture's experts, then the tokens of a micro-batch, spread over more and more devices; all of
-these with the optimizer offloaded, and with parameters, too. First with the native engine, then with vLLM, whose
-engines have more and more devices. `tensor` is not proposed: `context` saves as much. Nor is `pipeline`: `shard` saves
-as much, and waits for nobody.
+these with the optimizer offloaded, with parameters, too, and last with activations. First with the native engine, then
+with vLLM, whose engines have more and more devices. `tensor` is not proposed: `context` saves as much. Nor is
+`pipeline`: `shard` saves as much, and waits for nobody.
 """
 
 import math
@@ -32,7 +32,13 @@ DEVICES = re.compile(
     r"(?:(?P<nodes>[1-9]\d{0,4})x)?(?P<count>[1-9]\d{0,5})x(?P<kind>[a-z0-9]+)-(?P<memory>[1-9]\d{0,3})"
 )
 MICRO_BATCHES = (4096, 8192, 16384, 32768)
-OFFLOADS = ((), ("optimizer",), ("parameters", "gradients", "optimizer"))
+OFFLOADS = (
+    (),
+    ("optimizer",),
+    ("parameters", "gradients", "optimizer"),
+    ("optimizer", "activations"),
+    ("parameters", "gradients", "optimizer", "activations"),
+)
 SIZES = (2, 4, 8)
 """Devices over which experts, the tokens of a micro-batch, or vLLM's model are spread."""
 MOST_DEVICES = 4096
@@ -157,6 +163,8 @@ def candidates(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> Iterato
             sections["rollout"] = base.rollout.model_copy(update={"engine": engine, "max_sequences": least})
         with_engine = base.model_copy(update=sections)
         for checkpoints, sizes in savings(shape):
+            if "activations" in offload and not checkpoints:
+                continue
             train = {"offload": list(offload), "gradient_checkpointing": checkpoints, "parallel": Parallel(**sizes)}
             changed = with_engine.model_copy(update={"train": base.train.model_copy(update=train)})
             algorithm = resolve_algorithm(changed)

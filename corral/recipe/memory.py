@@ -240,9 +240,9 @@ class _Estimate:
         return num_trained_parameters(self.recipe, self.shape)
 
     def optimizer(self, role: str) -> int:
-        """AdamW's two moments in float32, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
-        copies = 2 if self.weight_bytes >= FLOAT32 else 3
-        return self.held_part(role, self.num_trained * FLOAT32 * copies)
+        """AdamW's two moments, and a float32 master copy where the weights are smaller: 8 P (+ 4 P) / S."""
+        master = 0 if self.weight_bytes >= FLOAT32 else FLOAT32
+        return self.held_part(role, self.num_trained * (moment_bytes(self.recipe, role) + master))
 
     def optimizer_states(self, role: str) -> dict[Phase, int]:
         """Offloaded ones are on a GPU only while their parameter is updated, one after the other: the embedding's are
@@ -356,6 +356,12 @@ class _Estimate:
         """Its own before an update, or without its adapters those of the reference."""
         is_reference = self.algorithm.needs_reference and "reference" not in self.meshes
         return "actor" in roles and (is_reference or self.algorithm.old_logprobs == "recompute")
+
+
+def moment_bytes(recipe: Recipe, role: str) -> int:
+    """Bytes of both moments of one parameter."""
+    optimizer = recipe.critic.optimizer if role == "critic" else recipe.optimizer
+    return 2 * DTYPE_BYTES[optimizer.state_dtype]
 
 
 def layer_activations(shape: ModelShape, weight_bytes: int) -> int:

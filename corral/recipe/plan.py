@@ -17,6 +17,7 @@ from corral.recipe.memory import (
     human_count,
     max_micro_batch,
     memory_table,
+    moment_bytes,
     num_trained_parameters,
     offloaded_inputs,
 )
@@ -514,7 +515,7 @@ def host_memory(plan: Plan) -> int:
     num_all, num_trained = plan.shape.num_parameters, num_trained_parameters(plan.recipe, plan.shape)
     for role, mesh in plan.meshes.items():
         # Masters are a part of the optimizer only where they are not the parameters themselves, as shards are.
-        states = (3 if mesh.is_whole and plan.weight_bytes < FLOAT32 else 2) * FLOAT32
+        states = moment_bytes(plan.recipe, role) + FLOAT32 * (mesh.is_whole and plan.weight_bytes < FLOAT32)
         trained = 0 if role == "reference" else num_trained
         sizes = {
             "parameters": trained * FLOAT32 + max(0, num_all - trained) * plan.weight_bytes,

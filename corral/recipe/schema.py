@@ -521,6 +521,9 @@ class Optimizer(Section):
     """AdamW's term in the denominator."""
     weight_decay: NaturalFloat = 0.0
     """AdamW's weight decay."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's two moments are kept; bfloat16, rounded stochastically, takes half the memory. They are
+    computed in float32, and master weights are float32, either way."""
     max_gradient_norm: PositiveFloat = 1.0
     """A gradient with a larger norm is scaled down to this."""
     warmup_steps: NaturalInt = 0

@@ -89,9 +89,8 @@ class LayerActivations:
         if self.checkpointing == "selective" and not self.is_long:
             contexts = partial(create_selective_checkpoint_contexts, keep_products)
         if self.offload and args:
-            hidden, *args = args
-            self.last_offloaded = OffloadedTensor(hidden, self.last_offloaded)
-            forward = partial(run_with, forward, self.last_offloaded)
+            self.last_offloaded = OffloadedTensor(args[0], self.last_offloaded)
+            forward, args = partial(run_with, forward, self.last_offloaded), args[1:]
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _run_in_chunks(self, forward: LayerForward, hidden: Tensor) -> Tensor:

@@ -313,8 +313,9 @@ class _NativeTrainer:
         assert optimizer is not None
         states = {master.name: optimizer.state_of(master) for master in optimizer.masters}
         keys = self.mesh.merged({name: list(state) for name, state in states.items()}, "pipeline")
+        dtypes = {"exp_avg": optimizer.state_dtype, "exp_avg_sq": optimizer.state_dtype}
         kinds = {
-            (name, key): (torch.float32, torch.Size() if key == "step" else self.layout[name].shape)
+            (name, key): (dtypes.get(key, torch.float32), torch.Size() if key == "step" else self.layout[name].shape)
             for name in self.layout.parameters
             for key in keys.get(name, ())
         }
@@ -325,7 +326,7 @@ class _NativeTrainer:
                 if key == "step":
                     yield f"{name}.{key}", self.layout.from_stage(name, local, shape, dtype)
                 else:
-                    yield f"{name}.{key}", self.layout.gather(name, local)
+                    yield f"{name}.{key}", self.layout.gather(name, local, dtype)
 
         by_name = {f"{name}.{key}": kind for (name, key), kind in kinds.items()}
         write_tensors(folder, "optimizer", by_name, tensors(), self.mesh, writers, deferred)

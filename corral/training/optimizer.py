@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
+from corral.kernels.stochastic_rounding import round_to_bfloat16
 from corral.recipe.schema import Optimizer as OptimizerRecipe
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout, local_tensor
@@ -45,14 +47,7 @@ class MasterOptimizer:
         if recipe.warmup_ratio is not None:
             self.num_warmup = int(recipe.warmup_ratio * total_updates)
         self.masters = [MasterWeight(name, p, layout) for name, p in parameters if p.requires_grad]
-        self.adamw = torch.optim.AdamW(
-            [master.weight for master in self.masters],
-            lr=recipe.learning_rate,
-            betas=recipe.betas,
-            eps=recipe.epsilon,
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
+        self.state_dtype: torch.dtype = getattr(torch, recipe.state_dtype)
         self.updates = 0
         self.scaler = LossScaler(enabled=any(master.dtype == torch.float16 for master in self.masters))
         self._offload(self.masters)
@@ -92,11 +87,14 @@ class MasterOptimizer:
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
         factor = torch.where(norm.isfinite(), factor, math.nan)
         masters = [master for master in self.masters if master.received is not None]
-        # States that are in the host's memory come and go one parameter at a time: all of them at once are three times
-        # the size of a float32 model, which is why they are there.
-        for together in [[master] for master in masters] if self.on_host else [masters]:
+        for together in self._updated_together(masters):
             self._update_on_gpu(together, factor, norm.isfinite().float(), rate)
         return norm.item()
+
+    def _updated_together(self, masters: list["MasterWeight"]) -> list[list["MasterWeight"]]:
+        """States that are in the host's memory come and go one parameter at a time: all of them at once are three times
+        the size of a float32 model, which is why they are there."""
+        return [[master] for master in masters] if self.on_host else [masters]
 
     def _update_on_gpu(self, masters: list["MasterWeight"], factor: Tensor, is_finite: Tensor, rate: float) -> None:
         from corral.kernels.gpu.adamw_kernel import adamw_update
@@ -127,26 +125,56 @@ class MasterOptimizer:
 
     def _moments(self, master: "MasterWeight") -> dict[str, Tensor]:
         """The state of one parameter, in the form of torch's AdamW, so that checkpoints do not depend on the device."""
-        state: dict[str, Tensor] = self.adamw.state[master.weight]
+        state = master.state
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.weight.device)
-            state["exp_avg"] = torch.zeros_like(master.current)
-            state["exp_avg_sq"] = torch.zeros_like(master.current)
+            state["exp_avg"] = torch.zeros_like(master.current, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(master.current, dtype=self.state_dtype)
         return state
 
     @torch.no_grad()
     def _step_adamw(self, rate: float) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        for master in self.masters:
-            master.to_device()
-            if master.weight is not master.parameter:
-                master.weight.grad = master.gradient
-            self._move_moments(master, master.weight.device)
-        self.adamw.step()
-        for master in self.masters:
-            master.copy_to_parameter()
-        self._offload(self.masters)
+        masters = [master for master in self.masters if master.gradient is not None]
+        for together in self._updated_together(masters):
+            for master in together:
+                master.to_device()
+                self._move_moments(master, master.weight.device)
+            if self.state_dtype == torch.float32:
+                self._update_with_torch(together, [self._moments(master) for master in together], rate)
+            else:
+                for master in together:
+                    self._update_rounded(master, rate)
+            for master in together:
+                master.copy_to_parameter()
+            self._offload(together)
+
+    def _update_rounded(self, master: "MasterWeight", rate: float) -> None:
+        """Both moments are float32 while they are updated, those of one parameter at a time."""
+        state = self._moments(master)
+        wide = {key: value.float() for key, value in state.items()}
+        self._update_with_torch([master], [wide], rate)
+        state["step"] = wide["step"]
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = round_to_bfloat16(wide[key], master.current, wide["step"])
+
+    def _update_with_torch(self, masters: list["MasterWeight"], states: list[dict[str, Tensor]], rate: float) -> None:
+        recipe = self.recipe
+        adamw(
+            [master.current for master in masters],
+            [master.gradient for master in masters if master.gradient is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=recipe.betas[0],
+            beta2=recipe.betas[1],
+            lr=rate,
+            weight_decay=recipe.weight_decay,
+            eps=recipe.epsilon,
+            maximize=False,
+        )
 
     def _offload(self, masters: list["MasterWeight"]) -> None:
         """Moves masters and moments to the host's memory, if that is configured."""
@@ -157,9 +185,8 @@ class MasterOptimizer:
                 self._move_moments(master, torch.device("cpu"))
 
     def _move_moments(self, master: "MasterWeight", device: torch.device) -> None:
-        state = self.adamw.state.get(master.weight, {})
-        for key, value in state.items():
-            state[key] = value.to(device)
+        for key, value in master.state.items():
+            master.state[key] = value.to(device)
 
     def zero_grad(self) -> None:
         for master in self.masters:
@@ -207,17 +234,17 @@ class MasterOptimizer:
 
     def state_of(self, master: "MasterWeight") -> dict[str, Tensor]:
         """What has to be saved of a parameter besides itself: this rank's parts, and the number of its updates."""
-        state = dict(self.adamw.state.get(master.weight, {}))
+        state = dict(master.state)
         return state if master.dtype == torch.float32 else {**state, "master": master.current}
 
     def load_state(self, master: "MasterWeight", state: dict[str, Tensor]) -> None:
         """Restores what `state_of` returned."""
         if "master" in state:
             master.current.copy_(state["master"])
-        moments = {key: value for key, value in state.items() if key != "master"}
-        if moments:
-            device = torch.device("cpu") if self.on_host else master.weight.device
-            self.adamw.state[master.weight] = {key: value.to(device, copy=True) for key, value in moments.items()}
+        device = torch.device("cpu") if self.on_host else master.weight.device
+        for key in state.keys() - {"master"}:
+            dtype = torch.float32 if key == "step" else self.state_dtype
+            master.state[key] = state[key].to(device, dtype, copy=True)
 
 
 class LossScaler:
@@ -263,6 +290,8 @@ class MasterWeight:
         self.weight = parameter
         if self.is_copy or (layout is not None and layout.mesh.is_sharded):
             self.weight = nn.Parameter(local_tensor(parameter).float())
+        self.state: dict[str, Tensor] = {}
+        """AdamW's `step`, `exp_avg` and `exp_avg_sq`, from the first update on."""
         self.accumulated: Tensor | None = None
         if self.is_copy:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
@@ -316,8 +345,6 @@ class MasterWeight:
         """Rounds the new weights into the model's parameter."""
         if self.is_copy:
             self.parameter.copy_(self.weight)
-        if self.weight is not self.parameter:
-            self.weight.grad = None
 
 
 def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:

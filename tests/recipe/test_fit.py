@@ -102,7 +102,9 @@ def test_candidates_are_tried_from_the_cheapest_to_the_dearest(folder: Path) -> 
     assert order[3:6] == [("native", (), 1, True, 1, size) for size in (1, 8, 32)]
     firsts = list(dict.fromkeys((name, offload) for name, offload, *_ in order))
     everything = ("parameters", "gradients", "optimizer")
-    assert firsts == [(name, offload) for offload in ((), ("optimizer",), everything) for name in ("native", "vllm")]
+    offloads = [(), ("optimizer",), everything, ("optimizer", "activations"), (*everything, "activations")]
+    assert firsts == [(name, offload) for offload in offloads for name in ("native", "vllm")]
+    assert all(checkpoints for _, offload, _, checkpoints, *_ in order if "activations" in offload)
     assert not any(size == 1 for _, offload, *_, size in order if "parameters" in offload)
 
 
@@ -171,7 +173,7 @@ def test_where_nothing_fits_the_command_fails_and_says_what_would(folder: Path) 
     assert finished.code == 2
     assert finished.stdout == ""
     refused, more, adapters = finished.errors
-    assert "does not fit 1xh100-80: the least that any settings need is 98 GiB" in refused
+    assert "does not fit 1xh100-80: the least that any settings need is 96 GiB" in refused
     assert "the closest that fits: --devices 2xh100-80: 2 shards" in more
     assert "it fits with adapters, `model.lora.rank=32`" in adapters
     recipe, shape = load(folder, "Qwen2.5-14B")

@@ -300,6 +300,13 @@ def test_recomputing_takes_far_less_for_activations(load):
     assert recomputed["activations"]["train"] < kept["activations"]["train"] / 10
 
 
+def test_moments_in_bfloat16_take_half(load):
+    items, _ = memory_of(load("model.dtype=bfloat16", "optimizer.state_dtype=bfloat16"))
+    assert items["actor optimizer"]["train"] == (2 * 2 + 4) * SMOLLM2_135M.num_parameters
+    offloaded = load("model.dtype=bfloat16", "optimizer.state_dtype=bfloat16", "train.offload=[optimizer]")
+    assert host_memory(make_plan(offloaded, SMOLLM2_135M)) == (2 * 2 + 4) * SMOLLM2_135M.num_parameters
+
+
 def test_products_are_more_than_inputs_and_less_than_everything(load):
     sizes = [
         memory_of(load(*overrides))[0]["activations"]["train"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.model.lora import add_adapters
 from corral.recipe.mesh import MeshShape
-from corral.recipe.schema import Lora, Optimizer
+from corral.recipe.schema import GradientCheckpointing, Lora, Optimizer
 from corral.training.native_trainer import NativePolicyTrainer
 from corral.training.process_mesh import ProcessMesh
 from corral.training.replicas import Replicas
@@ -75,9 +75,13 @@ def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def policy_of(
-    model: Any, mesh: ProcessMesh | None = None, gradient_checkpointing: bool = False, offload: Sequence[str] = ()
+    model: Any,
+    mesh: ProcessMesh | None = None,
+    gradient_checkpointing: GradientCheckpointing = False,
+    offload: Sequence[str] = (),
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> NativePolicyTrainer:
-    recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2, max_gradient_norm=1.0)
+    recipe = Optimizer(learning_rate=1e-2, epsilon=1e-2, max_gradient_norm=1.0, state_dtype=state_dtype)
     return NativePolicyTrainer(
         model,
         temperature=0.9,
@@ -148,13 +152,14 @@ def outcome(policy: NativePolicyTrainer, mesh: ProcessMesh | None = None) -> Out
         if has_logprobs:
             result.logprobs[pack.flat] = logprobs.float()
 
-    def keep_gradients(*_: Any) -> None:
+    def keep_gradients_and_step(rate: float) -> None:
         own = {master.name: master.gradient for master in optimizer.masters}
         for name in policy.layout.trained:
             if own.get(name, True) is not None:
                 result.gradients.setdefault(name, policy.layout.gather(name, own.get(name)).clone())
+        step_adamw(rate)
 
-    optimizer.adamw.register_step_pre_hook(keep_gradients)
+    step_adamw, optimizer._step_adamw = optimizer._step_adamw, keep_gradients_and_step  # type: ignore[method-assign]
     for scale in (1.0, 0.5, 1.0):
         share = backward(policy, packs)
         result.share = result.share or share

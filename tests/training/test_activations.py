@@ -67,6 +67,19 @@ def test_gradients_and_updates_are_those_of_plain_training(
     assert deviation({"": found.logprobs}, {"": expected.logprobs}) <= tolerance
 
 
+@CASES
+def test_fused_layers_too(
+    checkpointing: GradientCheckpointing, offload: tuple[str, ...], max_tokens: int | None
+) -> None:
+    model = build_model("llama")
+    assert fuse(model)
+    policy = policy_of(model, None, checkpointing, offload)
+    set_max_tokens(policy, max_tokens)
+    found, expected = outcome(policy), alone("llama")
+    assert deviation(found.gradients, expected.gradients) < 5e-6
+    assert deviation(found.weights, expected.weights) < 5e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape"),
