@@ -127,7 +127,7 @@ class Outcome:
 
 
 def outcome(policy: NativePolicyTrainer, mesh: ProcessMesh | None = None) -> Outcome:
-    """Scores a pack, and makes three updates."""
+    """Scores a pack, and makes two updates: the second one starts from the weights and moments of the first."""
     optimizer = policy.optimizer
     assert optimizer is not None
     batch, result = small_batch(), Outcome()
@@ -147,7 +147,7 @@ def outcome(policy: NativePolicyTrainer, mesh: ProcessMesh | None = None) -> Out
                 result.gradients.setdefault(name, policy.layout.gather(name, own.get(name)).clone())
 
     optimizer.adamw.register_step_pre_hook(keep_gradients)
-    for scale in (1.0, 0.5, 1.0):
+    for scale in (1.0, 0.5):
         share = backward(policy, packs)
         result.share = result.share or share
         result.norms.append(policy.step(scale).gradient_norm)
