@@ -125,7 +125,7 @@ SMALL = """
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
     ("strategy", "spread"),
     [

@@ -11,7 +11,7 @@ from cluster_runs import APART, NODES, ONE_ROLLOUT_WORKER, ClusterRun
 from hosts import Lab
 from runs import steps_here, steps_of
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
 SLOWLY = (
     "environment.reward.name={folder}/vowels.py:slowly",

@@ -193,7 +193,7 @@ def test_the_plan_has_its_devices_and_memory(tmp_path: Path, tiny_model: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("placement", ['{"actor,rollout": 0, reward_model: 1}', '{"actor,rollout,reward_model": all}'])
 def test_two_processes_compute_what_one_does(tmp_path: Path, tiny_model: Path, vowels: Path, placement: str) -> None:
     recipe = scored_by(vowels, "schedule.steps=3", *VALIDATION)
