@@ -35,19 +35,28 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
 
 
+CLUSTERS = (
+    {"ray", "node_loss", "up", "debugger"},
+    {"cluster", "doctor", "slurm", "ssh", "foreign", "trouble", "jobs", "podman", "stacks", "four_nodes"},
+)
+"""The xdist groups of all tests that start a cluster, in two halves that take about as long. One process runs all of a
+half, so no more than two clusters are up at a time."""
+
+
 class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
     """The tests of a file are run by one process, so that what they share is made once, and files with the most tests
-    come first. An xdist group does the same over several files. The groups of tests that start clusters come before
-    anything else: they take longest, and are the reason why no more than two clusters are up at a time."""
+    come first. An xdist group does the same over several files, and before all of them come those with clusters, which
+    take longest."""
 
     def _split_scope(self, nodeid: str) -> str:
         group: str = super()._split_scope(nodeid)  # the test itself, if it is in no group
-        return group.partition("::")[0]
+        halves = [f"clusters {number}" for number, groups in enumerate(CLUSTERS) if group in groups]
+        return halves[0] if halves else group.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        for group in ("clusters-2", "clusters-1"):
-            if group in self.workqueue:
-                self.workqueue.move_to_end(group, last=False)
+        for number in range(len(CLUSTERS)):
+            if f"clusters {number}" in self.workqueue:
+                self.workqueue.move_to_end(f"clusters {number}", last=False)
         super()._assign_work_unit(node)
 
 

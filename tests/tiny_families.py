@@ -345,7 +345,7 @@ async def compare_engine(
     known = {} if known is None else known
 
     async def conversation(prompt: list[int], seed: int) -> float:
-        sampling = Sampling(max_tokens=3 + seed % 3, temperature=1.0)
+        sampling = Sampling(max_tokens=6 + seed % 3, temperature=1.0)
         first = await engine.generate(prompt, sampling, seed, keep_prefix=True)
         longer = [*prompt, *first.tokens, 7, 8, 9]
         second = await engine.generate(longer, sampling, seed + 100, prefix=first.prefix)
@@ -361,7 +361,7 @@ async def compare_engine(
         )
 
     prompts = [SEQUENCES[0][:10], SEQUENCES[1][:12], SEQUENCES[2][:7], SEQUENCES[3], SEQUENCES[0][:10]]
-    worst = await asyncio.gather(*(conversation(prompts[i % 5], i) for i in range(6)))
+    worst = await asyncio.gather(*(conversation(prompts[i % 5], i) for i in range(8)))
     engine.close()
     return max(worst)
 

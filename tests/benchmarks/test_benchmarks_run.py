@@ -44,7 +44,7 @@ def test_the_page_is_measured_on_a_large_run(tmp_path: Path) -> None:
     assert "view" in run("view_run.py", tmp_path)
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_overlap_is_measured_on_ray(tmp_path: Path) -> None:
     found = run("overlap.py", tmp_path, "--schedules", "staleness 1, pipelined")
@@ -57,7 +57,7 @@ def test_supervised_fine_tuning_is_measured_beside_trl(tmp_path: Path) -> None:
     assert "shared_beginning" in run("sft.py", tmp_path)
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_scaling_is_measured(tmp_path: Path) -> None:
     found = run("scaling.py", tmp_path, "--layouts", "no Ray, 1 process", "Ray, 1 worker")

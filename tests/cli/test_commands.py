@@ -147,13 +147,29 @@ def test_version(tmp_path: Path) -> None:
     assert packages == ["corral", "torch", "transformers"]
 
 
-def test_the_version_is_an_option_that_loads_neither_torch_nor_the_schema() -> None:
-    seen = "import sys; sys.argv = ['corral', '--version']; from corral.cli.main import main\n"
-    seen += "try: main()\nexcept SystemExit as end: assert end.code == 0\n"
+def run_and_list_modules(*words: str) -> tuple[str, str]:
+    """What a command prints, and which of the large libraries and the schema it has imported."""
+    seen = f"import sys; sys.argv = {['corral', *words]}; from corral.cli.main import main\n"
+    seen += "try: main()\nexcept SystemExit: pass\n"
     seen += "print([name for name in ('torch', 'transformers', 'ray', 'corral.recipe.schema') if name in sys.modules])"
-    version, loaded = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True).stdout.splitlines()
+    output = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True).stdout
+    printed, _, loaded = output.rstrip().rpartition("\n")
+    return printed, loaded
+
+
+def test_the_version_is_an_option_that_loads_neither_torch_nor_the_schema() -> None:
+    version, loaded = run_and_list_modules("--version")
     assert re.fullmatch(r"corral (\d+\.\d+\.\d+\S*|is not installed as a package)", version)
     assert loaded == "[]"
+
+
+def test_neither_a_migration_nor_a_mistake_in_a_recipe_waits_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("nonsense: 1")
+    golden = Path(__file__).parents[1] / "migrate" / "golden" / "roll_guide_one_device" / "input.yaml"
+    assert run_and_list_modules("train", str(tmp_path / "wrong.yaml")) == ("", "['corral.recipe.schema']")
+    recipe, loaded = run_and_list_modules("migrate", str(golden))
+    assert "prompts_per_step" in recipe
+    assert loaded == "['corral.recipe.schema']"
 
 
 def help_pages(command: Any, words: tuple[str, ...] = ("corral",)) -> list[tuple[str, ...]]:

@@ -216,7 +216,7 @@ def test_a_node_without_a_debugger_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("debugger")
 def test_an_editor_connects_to_workers(tmp_path: Path, tiny_model: Path) -> None:
     """To a breakpoint first, then to the failure that ends the run."""
     prepare(tmp_path, tiny_model, "environment.name=environments.py:BreaksWorker", "cluster.devices_per_node=1")

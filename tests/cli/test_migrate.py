@@ -124,7 +124,7 @@ SMALL = """
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
     ("strategy", "spread"),
     [

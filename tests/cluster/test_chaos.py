@@ -181,7 +181,7 @@ def test_every_kind_is_described() -> None:
     assert [name for name in KINDS if f"`{name}`" not in page] == []
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: Path) -> None:
     from commands import start_corral
@@ -196,7 +196,7 @@ def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: 
     assert (tmp_path / "runs" / "tiny-chaos" / "chaos.json").exists()
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.lab
 @pytest.mark.slow
 def test_workers_of_other_nodes_are_hit_too(tmp_path: Path, tiny_model: Path) -> None:

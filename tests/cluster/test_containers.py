@@ -205,7 +205,7 @@ def test_dockerfiles_copy_all_that_is_installed(file):
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("podman")
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_podman_reads_the_dockerfiles_and_builds_what_needs_no_network(podman, file):
     words = ["build", "--isolation=chroot", "--target=sources", f"--file={file}", f"--tag=sources-{file.name.lower()}"]
@@ -238,7 +238,7 @@ def launch(podman: Podman, engine: str, *words: str) -> list[str]:
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("podman")
 def test_the_lines_start_a_cluster_of_two_containers_that_trains(podman, folder):
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
@@ -259,7 +259,7 @@ def test_the_lines_start_a_cluster_of_two_containers_that_trains(podman, folder)
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("podman")
 def test_dockers_client_starts_a_node_and_trains_on_it(podman, folder):
     """docker's own client takes the lines, and podman answers it as docker's daemon would. The token comes from the
     environment, by name."""
@@ -276,7 +276,7 @@ def test_dockers_client_starts_a_node_and_trains_on_it(podman, folder):
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("podman")
 def test_a_container_that_fails_says_why_and_nothing_is_left(podman, folder):
     """Its token file is empty."""
     token = folder / "token"

@@ -13,7 +13,7 @@ from clusters import bring_up, corral
 from hosts import Driver, Lab
 from runs import write_recipe
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("doctor")]
 
 FIREWALL = """
 table inet doctor {{

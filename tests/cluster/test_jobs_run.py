@@ -19,7 +19,7 @@ from clusters import CORRAL, begin_up
 from hosts import Lab
 from runs import RECIPE, steps_of
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("jobs")]
 
 HEAD, OTHER = 0, 1
 PRIVATE = f"/tmp/corral-{os.getuid()}"

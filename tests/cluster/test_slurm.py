@@ -16,7 +16,7 @@ from slurm import Outcome, Slurm, job_in
 import corral
 from corral.observe.ledger import Ledger
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=1", "--accelerator=none", "--check-timeout=90")
 LIMIT_S = 120

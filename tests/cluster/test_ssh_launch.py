@@ -188,7 +188,7 @@ def tokens(lab: Lab) -> list[Path]:
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("ssh")
 def test_a_cluster_comes_up_over_ssh_trains_and_is_taken_down(lab, ssh, tmp_path, tiny_model):
     write_recipe(tmp_path, tiny_model)
     code, stdout, stderr = end(begin(ssh, tmp_path))
@@ -200,7 +200,7 @@ def test_a_cluster_comes_up_over_ssh_trains_and_is_taken_down(lab, ssh, tmp_path
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("ssh")
 def test_a_host_that_cannot_be_reached_is_named_before_anything_is_started(lab, ssh, tmp_path, tiny_model):
     write_recipe(tmp_path, tiny_model)
     first, second = (host.address for host in lab.hosts)
@@ -229,7 +229,7 @@ def calls(log: Path) -> list[str]:
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("ssh")
 def test_a_host_that_refuses_is_named_and_only_what_came_up_is_taken_down(lab, ssh, tmp_path, tiny_model):
     write_recipe(tmp_path, tiny_model)
     program, log = stand_in(tmp_path, '"h2 up") echo noise >&2; echo "error: another Ray runs here" >&2; exit 2 ;;')
@@ -241,7 +241,7 @@ def test_a_host_that_refuses_is_named_and_only_what_came_up_is_taken_down(lab, s
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("ssh")
 def test_a_training_that_fails_ends_the_cluster_and_is_said(lab, ssh, tmp_path, tiny_model):
     write_recipe(tmp_path, tiny_model)
     program, log = stand_in(tmp_path, '"h1 train") exit 3 ;;')
@@ -253,7 +253,7 @@ def test_a_training_that_fails_ends_the_cluster_and_is_said(lab, ssh, tmp_path, 
 
 
 @pytest.mark.lab
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("ssh")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_launch_that_is_stopped_takes_the_cluster_down(lab, ssh, tmp_path, tiny_model, number):
     write_recipe(tmp_path, tiny_model)

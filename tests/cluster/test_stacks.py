@@ -227,7 +227,7 @@ def typed(folder: Path, one: Block) -> list[str]:
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("stacks")
 def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Run) -> None:
     said = lab.run(1, typed(folder, block("stacks"))).stdout
     controller, workers, rewards = said.strip().split("\n\n")
@@ -241,7 +241,7 @@ def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Ru
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-2")
+@pytest.mark.xdist_group("stacks")
 def test_ray_debug_enters_a_worker_that_failed(lab: Lab, folder: Path, run: Run) -> None:
     if not has_legacy_debugger():  # a second of imports, which the collection of tests can do without
         pytest.skip("this Ray has no `ray debug`")

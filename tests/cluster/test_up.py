@@ -9,7 +9,7 @@ import pytest
 from clusters import CORRAL, SMALL, begin_up, bring_up, corral
 from hosts import RAY, Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("clusters-1")]
+pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("up")]
 
 
 @pytest.fixture(scope="module")

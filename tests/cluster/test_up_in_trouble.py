@@ -16,7 +16,7 @@ import pytest
 from clusters import begin_up, bring_up, corral
 from hosts import DECOY, Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("trouble")]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from guides import Block, block
 from hosts import Lab
 from runs import write_recipe
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("four_nodes")]
 
 SMALLER = {"check 32": "check 4", "devices_per_node=8": "devices_per_node=1"}
 LIMIT_S = 240

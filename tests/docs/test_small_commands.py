@@ -95,7 +95,7 @@ def test_checkpoints_are_evaluated_exported_and_audited(folder: Path, tiny_model
     assert story.startswith("prompt 0")
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_a_recipe_for_several_devices_is_planned_and_trained(folder: Path) -> None:
     with (folder / "recipe.yaml").open("a") as recipe:

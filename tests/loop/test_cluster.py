@@ -11,7 +11,7 @@ from cluster_runs import APART, NODES, ONE_ROLLOUT_WORKER, ClusterRun
 from hosts import Lab
 from runs import steps_here, steps_of
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-2")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
 SLOWLY = (
     "environment.reward.name={folder}/vowels.py:slowly",
@@ -164,35 +164,6 @@ def test_the_run_goes_on_without_a_node_of_rollout_workers(
     assert_all_trained(run)
 
 
-def test_a_run_does_not_begin_again_at_a_checkpoint_that_its_workers_do_not_see(
-    lab: Lab, tmp_path: Path, tiny_model: Path
-) -> None:
-    """The second host has a disk of its own for runs, with a copy of the first checkpoint; then without any."""
-    slowly = [override.format(folder=tmp_path) for override in SLOWLY]
-    (tmp_path / "runs").mkdir()
-    lab.run(1, ["mount", "-t", "tmpfs", "none", str(tmp_path / "runs")])
-    small = ("cluster.nodes=2", "cluster.devices_per_node=1", "checkpoint.every=2", "checkpoint.keep=9")
-    run = ClusterRun(lab, tmp_path, tiny_model, "unseen", *small, *SHORT, *slowly)
-    first = run.path / "checkpoints" / "step_000002"
-    run.wait_until(first.exists)
-    shutil.copytree(first, tmp_path / "copy")
-    lab.run(1, ["mkdir", "-p", str(first.parent)])
-    lab.run(1, ["cp", "-r", str(tmp_path / "copy"), str(first)])
-    run.wait_until(lambda: run.num_steps >= 5)
-    run.kill_workers(host=1)
-    run.wait_until(lambda: run.num_steps < 5)
-    lab.run(1, ["rm", "-r", str(first)])
-    run.wait_until(lambda: run.num_steps >= 3)
-    run.kill_workers(host=1)
-    output = " ".join(run.wait().split())
-    assert run.code == 1
-    assert f"step_000004 cannot be gone on from: device 1 on h2 ({lab.hosts[1].address}) cannot load it" in output
-    assert "(there is no such folder)" in output
-    assert "the run goes on from step_000002" in output
-    assert run.output.strip().splitlines()[-1].startswith("error: "), output
-    assert "step_000002 cannot be gone on from" in run.output.strip().splitlines()[-1]
-
-
 def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(
     lab: Lab, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -208,6 +179,37 @@ def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(
     assert run.code == 1
     last = run.output.strip().splitlines()[-1]
     assert last.startswith(f"error: node 1, h2 ({lab.hosts[1].address}), with device 1, was lost"), run.output
+
+
+def test_a_run_does_not_begin_again_at_a_checkpoint_that_its_workers_do_not_see(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """The second host has a disk of its own for runs, with a copy of the first checkpoint; then without any."""
+    slowly = [override.format(folder=tmp_path) for override in SLOWLY]
+    (tmp_path / "runs").mkdir()
+    with Lab(2) as lab:
+        lab.start_ray(devices=1)
+        lab.run(1, ["mount", "-t", "tmpfs", "none", str(tmp_path / "runs")])
+        small = ("cluster.nodes=2", "cluster.devices_per_node=1", "checkpoint.every=2", "checkpoint.keep=9")
+        run = ClusterRun(lab, tmp_path, tiny_model, "unseen", *small, *SHORT, *slowly)
+        first = run.path / "checkpoints" / "step_000002"
+        run.wait_until(first.exists)
+        shutil.copytree(first, tmp_path / "copy")
+        lab.run(1, ["mkdir", "-p", str(first.parent)])
+        lab.run(1, ["cp", "-r", str(tmp_path / "copy"), str(first)])
+        run.wait_until(lambda: run.num_steps >= 5)
+        run.kill_workers(host=1)
+        run.wait_until(lambda: run.num_steps < 5)
+        lab.run(1, ["rm", "-r", str(first)])
+        run.wait_until(lambda: run.num_steps >= 3)
+        run.kill_workers(host=1)
+        output = " ".join(run.wait().split())
+    assert run.code == 1
+    assert f"step_000004 cannot be gone on from: device 1 on h2 ({lab.hosts[1].address}) cannot load it" in output
+    assert "(there is no such folder)" in output
+    assert "the run goes on from step_000002" in output
+    assert run.output.strip().splitlines()[-1].startswith("error: "), output
+    assert "step_000002 cannot be gone on from" in run.output.strip().splitlines()[-1]
 
 
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from runs import steps_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("clusters-1")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 TWO_DEVICES = ("cluster.devices_per_node=2", "cluster.start_timeout_s=120", "schedule.steps=1")
 
 

@@ -53,7 +53,7 @@ def engine_processes(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
     ("placement", "expected"),
     [((), "it is started again"), (("cluster.devices_per_node=3", APART), "are rolled out elsewhere")],
@@ -102,7 +102,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.skipif(VLLM_PYTHON is None, reason="CORRAL_TEST_VLLM_PYTHON names no interpreter that has vLLM")
 @pytest.mark.parametrize(
     ("engine", "placement"),

@@ -88,7 +88,7 @@ def test_a_critic_has_adapters_too(tmp_path: Path, tiny_model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 def test_two_processes_send_adapters_and_nothing_else(tmp_path: Path, tiny_model: Path) -> None:
     here = steps_here(folder(tmp_path, "here"), tiny_model, *LORA)
     there = steps_here(folder(tmp_path, "there"), tiny_model, *LORA, *ON_RAY)

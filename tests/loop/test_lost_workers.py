@@ -20,25 +20,16 @@ from corral.child_process import read_stat
 from corral.runtime.presence import Presence, present
 from corral.training.checkpoint import problem_with, step_folder
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("clusters-1")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 APART = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
-TOGETHER = ("cluster.runtime=ray", "cluster.devices_per_node=1")
-"""One worker with all roles, where it does not matter which of them it is."""
 LIMIT_S = 240.0
 
 
 class LocalRun:
-    """A run whose workers, by default one for rollouts and one that trains, are processes of this machine."""
+    """A run with one rollout worker and one trainer, each a process of this machine."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model: Path,
-        *changes: str,
-        placed: tuple[str, ...] = APART,
-        before: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, model: Path, *changes: str, before: Callable[[], None] | None = None) -> None:
         write_recipe(folder, model)
         self.folder, self.name, self.path = folder, folder.name, folder / "runs" / folder.name
         self.signaled: set[int] = set()
@@ -47,7 +38,7 @@ class LocalRun:
             f"environment.reward.options.calls={folder}/calls",
             "environment.reward.options.seconds=0.05",
         )
-        every = (f"name={self.name}", "schedule.steps=6", "checkpoint.every=2", *placed, *slowly, *changes)
+        every = (f"name={self.name}", "schedule.steps=6", "checkpoint.every=2", *APART, *slowly, *changes)
         self.command: Command = start_corral(folder, "train", "recipe.yaml", *every, before=before)
 
     def worker(self, role: str) -> Presence | None:
@@ -210,7 +201,7 @@ def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_m
     # A shell between them: it gets SIGTERM when the agent dies, and the program itself does not.
     command = f"[sh, -c, '{sys.executable} {tmp_path}/service.py {port}; true']"
     services = f"cluster.services={{echo: {{command: {command}, port: {port}}}}}"
-    run = LocalRun(tmp_path, tiny_model, services, "schedule.steps=600", placed=TOGETHER)
+    run = LocalRun(tmp_path, tiny_model, services, "schedule.steps=600")
 
     def service() -> int | None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
@@ -251,7 +242,7 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
 
 
 def test_the_end_of_rays_process_on_the_controllers_node_is_printed_at_once(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "schedule.steps=600", placed=TOGETHER)
+    run = LocalRun(tmp_path, tiny_model, "schedule.steps=600")
     run.command.wait_until(lambda: run.num_steps >= 1)
     own = descendants(run.command.process.pid)
     raylet = next(pid for pid in own if "raylet/raylet" in title_of(pid))

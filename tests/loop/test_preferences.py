@@ -247,7 +247,7 @@ def test_a_shrunk_recipe_trains(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 def test_two_processes_compute_the_loss_of_one(recipe: Path) -> None:
     """Parameters sharded, pairs split, also where there are fewer pairs than processes: FSDP over gloo, started by Ray
     on this machine."""

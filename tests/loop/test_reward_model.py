@@ -227,7 +227,7 @@ def test_a_classifier_that_does_not_fit_is_refused_with_what_would(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("placement", ['{"actor,rollout": 0, reward_model: 1}', '{"actor,rollout,reward_model": all}'])
 def test_two_processes_compute_what_one_does(tmp_path: Path, tiny_model: Path, vowels: Path, placement: str) -> None:
     check_processes(tmp_path, tiny_model, vowels, "cluster.devices_per_node=2", f"cluster.placement={placement}")

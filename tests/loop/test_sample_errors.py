@@ -308,10 +308,10 @@ def test_an_evaluation_in_which_everything_fails_ends_with_code_1(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 def test_it_is_the_same_on_ray_workers(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
-    cluster = ("cluster.runtime=ray", "cluster.devices_per_node=1")
+    cluster = ("cluster.runtime=ray", "cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
     overrides = broken(tmp_path, rewarded_by("name_error"))
     finished = start_corral(tmp_path, "train", "recipe.yaml", *cluster, *overrides).wait(240)
     assert finished.code == 1

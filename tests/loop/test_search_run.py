@@ -92,7 +92,7 @@ def steps_of(folder: Path) -> int:
     return max((row["step"] for row in read_metrics(file)), default=0) if file.exists() else 0
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["runtime: local", "devices_per_node: 1"])
 def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(

@@ -147,7 +147,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(recipe: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 def test_two_processes_compute_the_loss_of_one(recipe: Path) -> None:
     """Parameters sharded, rows split: FSDP over gloo, started by Ray on this machine."""
     validation = (f"data.validation.path={recipe.parent}/rows.jsonl", "validation.max_prompts=5", "schedule.steps=4")

@@ -105,7 +105,7 @@ def test_an_estimator_that_whitens_without_declaring_it_is_refused(
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 def test_pipelined_on_ray_workers_it_is_the_run_of_one_process(folder: Path, tiny_model: Path) -> None:
     options = ("algorithm.loss.cap=1.5", "algorithm.advantage.scale=2")
     alone = steps_here(folder, tiny_model, *own(folder), *options)

@@ -40,7 +40,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 
 @as_root
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 def test_another_user_takes_no_socket_of_a_runs_own_ray_and_nothing_of_it_stays() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     run = subprocess.Popen(

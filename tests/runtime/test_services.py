@@ -196,7 +196,7 @@ def test_each_service_sees_the_devices_that_it_claims_and_no_others(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("gpus", [3, 0], ids=["gpus", "worker slots"])
 def test_devices_of_a_service_are_reserved_beside_those_of_the_workers(tmp_path: Path, port: int, gpus: int) -> None:
     """Ray believes in as many GPUs as it is started with, and gives out their numbers."""

@@ -375,7 +375,7 @@ def transfer_s(
     return max(float(process.communicate(timeout=120)[0]) for process in processes)
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.lab
 @pytest.mark.slow
 def test_every_node_of_trainers_sends_and_gathering_costs_nothing_beside_it(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_every_node_of_trainers_sends_and_gathering_costs_nothing_beside_it(tmp_
 # --- through Ray
 
 
-@pytest.mark.xdist_group("clusters-1")
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_weights_go_through_the_object_store() -> None:
     ray = pytest.importorskip("ray")

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,9 +68,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-CASES: Any = pytest.mark.parametrize(
-    ("family", "dtype", "shape"),
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         ("llama", torch.float32, MeshShape(replicate=2, shard=2)),
         ("qwen2", torch.bfloat16, MeshShape(shard=2, tensor=2)),
         ("qwen3_moe", torch.float32, MeshShape(expert=2, tensor=2)),
@@ -80,17 +79,21 @@ CASES: Any = pytest.mark.parametrize(
     ],
     ids=["llama", "qwen2-bfloat16", "qwen3_moe", "llama-pipeline", "qwen3_moe-pipeline"],
 )
+def four(
+    request: pytest.FixtureRequest, team: Teams, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, torch.dtype, Weights]:
+    """What four processes have saved, its type, and the weights one update later."""
+    family, dtype, shape = request.param
+    folder = tmp_path_factory.mktemp("four")
+    return folder, dtype, team(4).run(train_and_save, shape, family, dtype, folder)[0]
 
 
-@CASES
-def test_what_four_processes_saved_goes_on_anywhere(
-    team: Teams, tmp_path: Path, family: str, dtype: torch.dtype, shape: MeshShape
-) -> None:
-    expected = team(4).run(train_and_save, shape, family, dtype, tmp_path)[0]
+def test_what_four_processes_saved_goes_on_anywhere(team: Teams, four: tuple[Path, torch.dtype, Weights]) -> None:
+    folder, dtype, expected = four
     tolerance = 5e-6 if dtype == torch.float32 else 0.02
-    assert deviation(resume(None, dtype, tmp_path), expected) < tolerance
+    assert deviation(resume(None, dtype, folder), expected) < tolerance
     for other in (MeshShape(context=2), MeshShape(replicate=2), MeshShape(shard=3), MeshShape(pipeline=2)):
-        assert deviation(team(other.size).run(resume, other, dtype, tmp_path)[1], expected) < tolerance
+        assert deviation(team(other.size).run(resume, other, dtype, folder)[1], expected) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,16 +105,15 @@ def test_the_same_mesh_goes_on_to_the_last_bit(
     assert deviation(team(2).run(resume, shape, dtype, tmp_path)[1], expected) == 0
 
 
-@CASES
 def test_files_are_the_same_whoever_writes_them(
-    team: Teams, tmp_path: Path, family: str, dtype: torch.dtype, shape: MeshShape
+    team: Teams, tmp_path: Path, four: tuple[Path, torch.dtype, Weights]
 ) -> None:
-    four, one, three = tmp_path / "four", tmp_path / "one", tmp_path / "three"
-    team(4).run(train_and_save, shape, family, dtype, four)
-    load_and_save(None, dtype, four, one)
-    team(3).run(load_and_save, MeshShape(shard=3), dtype, four, three)
-    team(3).run(load_and_save, MeshShape(pipeline=3), dtype, four, tmp_path / "stages")
-    files = contents(four)
+    folder, dtype, _ = four
+    one, three = tmp_path / "one", tmp_path / "three"
+    load_and_save(None, dtype, folder, one)
+    team(3).run(load_and_save, MeshShape(shard=3), dtype, folder, three)
+    team(3).run(load_and_save, MeshShape(pipeline=3), dtype, folder, tmp_path / "stages")
+    files = contents(folder)
     assert set(files) == {
         "config.json",
         "generation_config.json",
