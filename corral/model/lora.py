@@ -92,15 +92,11 @@ class LoraExperts(nn.Module):
         """A and B, by the name of their tensor."""
         return {name: (getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")) for name in self.lora_matrices}
 
-    def _project(
-        self, adapters: dict[str, tuple[nn.Parameter, nn.Parameter]], name: str, rows: Tensor, ends: Tensor
-    ) -> Tensor:
+    def _project(self, adapters: dict[str, Any], name: str, rows: Tensor, ends: Tensor) -> Tensor:
         weight = getattr(self, name)
         outputs = grouped_linear(rows, weight.transpose(1, 2) if self.is_transposed else weight, ends)
         if name not in adapters:
             return outputs
-        a: Tensor
-        b: Tensor
         a, b = adapters[name]
         short = -a.shape[1] % (ROW_ALIGNMENT // a.element_size())
         if short:
@@ -109,7 +105,7 @@ class LoraExperts(nn.Module):
 
 
 @cache
-def lora_experts_class(plain: type[nn.Module]) -> type[nn.Module]:
+def lora_experts_class(plain: Any) -> type[nn.Module]:
     return type(f"Lora{plain.__name__}", (LoraExperts, plain), {})
 
 
@@ -172,8 +168,8 @@ def add_adapters(model: Any, lora: Lora) -> None:
         experts = model.get_submodule(module_name)
         check_experts(lora, module_name, experts)
         if not isinstance(experts, LoraExperts):
-            plain: type[nn.Module] = type(experts)
-            set_class(experts, lora_experts_class(plain))
+            family: Any = type(experts)
+            set_class(experts, lora_experts_class(family))
             experts.lora_matrices, experts.lora_scale = (), scale_of(lora)
         experts.lora_matrices += (matrix,)
         weight = getattr(experts, matrix)
