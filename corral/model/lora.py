@@ -88,11 +88,11 @@ class LoraExperts(nn.Module):
         project = partial(self._project, self.adapters())
         return compute_experts(self, project, tokens, experts_of_token, weights)
 
-    def adapters(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def adapters(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         """A and B, by the name of their tensor."""
         return {name: (getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")) for name in self.lora_matrices}
 
-    def _project(self, adapters: dict[str, tuple[Tensor, Tensor]], name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    def _project(self, adapters: dict[str, Any], name: str, rows: Tensor, ends: Tensor) -> Tensor:
         weight = getattr(self, name)
         outputs = grouped_linear(rows, weight.transpose(1, 2) if self.is_transposed else weight, ends)
         if name not in adapters:
@@ -105,7 +105,7 @@ class LoraExperts(nn.Module):
 
 
 @cache
-def lora_experts_class(plain: type[nn.Module]) -> type[nn.Module]:
+def lora_experts_class(plain: Any) -> type[nn.Module]:
     return type(f"Lora{plain.__name__}", (LoraExperts, plain), {})
 
 
@@ -168,7 +168,8 @@ def add_adapters(model: Any, lora: Lora) -> None:
         experts = model.get_submodule(module_name)
         check_experts(lora, module_name, experts)
         if not isinstance(experts, LoraExperts):
-            set_class(experts, lora_experts_class(type(experts)))
+            family: Any = type(experts)
+            set_class(experts, lora_experts_class(family))
             experts.lora_matrices, experts.lora_scale = (), scale_of(lora)
         experts.lora_matrices += (matrix,)
         weight = getattr(experts, matrix)
@@ -236,8 +237,13 @@ class AdapterTargets:
                     }
                     there = ", ".join(sorted(ends))
                     raise UserError(f"model.lora.targets: no linear layer is called {end}; there are {there}")
-        ends = shortest_ends(linears, all_linears, 1), shortest_ends(matrices, all_matrices, 2)
-        return cls(linears, matrices, *ends, in_mixture=bool(all_matrices))
+        return cls(
+            linears,
+            matrices,
+            shortest_ends(linears, all_linears, 1),
+            shortest_ends(matrices, all_matrices, 2),
+            in_mixture=bool(all_matrices),
+        )
 
 
 def is_called(name: str, ends: Collection[str]) -> bool:

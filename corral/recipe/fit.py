@@ -323,7 +323,7 @@ def what_would_fit(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> Ite
         yield f"no number of such devices up to {MOST_DEVICES} would fit it"
     lora, in_four_bits = recipe.model.lora or Lora(rank=32), Quantization(bits=4)
     written = "" if recipe.model.lora is not None else "`model.lora.rank=32`"
-    smaller = {
+    smaller: dict[str, dict[str, Any]] = {
         f"with adapters, {written}": {"lora": lora},
         " ".join(filter(None, ["with", written, "`model.quantization.bits=4`"])): {
             "lora": lora,
