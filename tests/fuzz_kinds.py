@@ -465,7 +465,7 @@ def ask_agents_endpoint(folder: Path) -> Iterator[Attempt]:
 
     async def converse(given: tuple[list[tuple[bool, bytes]], str]) -> bool:
         bodies, reply = given
-        async with trajectory(AgentEnv(None, runner, timeout_s=5.0), row, reply) as env:  # type: ignore[arg-type]
+        async with trajectory(AgentEnv(None, runner, timeout_s=5.0, in_process=True), row, reply) as env:  # type: ignore[arg-type]
             reader, writer = await asyncio.open_connection("127.0.0.1", runner.endpoint.port)
             answered = False
             for is_raw, body in bodies:
