@@ -10,7 +10,6 @@ application, through a socket. Each input follows from its kind, the seed and it
 """
 
 import argparse
-import faulthandler
 import json
 import logging
 import multiprocessing
@@ -41,8 +40,8 @@ REFUSALS = (UserError, RunError, OSError)
 """What `corral` itself prints as one line."""
 COMPUTING_S, WAITING_S = 5.0, 30.0
 """Longest time of an input: of a processor, and on a clock, which also runs while other programs compute."""
-MEMORY_BYTES = 4 * 2**30
-"""How much a process may need beyond what it has when it begins."""
+MEMORY_BYTES = 16 * 2**30
+"""How much address space a process may need beyond what it has when it begins; each thread takes some of it."""
 INPUTS_PER_PROCESS = 20_000
 SHOWN_CHARACTERS = 20_000
 
@@ -102,8 +101,8 @@ def outcome_of(attempt: Callable[[Any], bool], given: Any, logged: "LoggedErrors
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """Raises Hang when an input has computed or waited for too long, and ends the process where no Python runs that
-    could raise."""
+    """Raises Hang when an input has computed or waited for too long. Where no Python runs that could raise, the process
+    is killed (`last_report`)."""
 
     def interrupt(*_: object) -> None:
         raise Hang
@@ -112,13 +111,11 @@ def deadline() -> Iterator[None]:
     for timer, (number, seconds) in timers.items():
         signal.signal(number, interrupt)
         signal.setitimer(timer, seconds)
-    faulthandler.dump_traceback_later(2 * WAITING_S, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
         for timer in timers:
             signal.setitimer(timer, 0)
-        faulthandler.cancel_dump_traceback_later()
 
 
 class LoggedErrors(logging.Handler):
@@ -163,11 +160,11 @@ def fuzz_in_processes(kind: Kind, number: int, seed: int, tell: Callable[[Report
         process.start()
         sending.close()
         try:
-            found = receiving.recv()
+            found = last_report(process, receiving, at)
             rest = [numbers[sum(found.counts.values()) :]]
         except EOFError:  # it died: of the one that it was at, and those before that have to be counted again
             process.join()
-            found = Report(Counter({"hang" if process.exitcode == 1 else "traceback": 1}))
+            found = Report(Counter({"hang" if process.exitcode == -signal.SIGKILL else "traceback": 1}))
             given = kind.make(random.Random(f"{kind.name} {seed} {at.value}"))
             fault = f"{kind.name} --seed {seed} --only {at.value}: the process ended with {process.exitcode}"
             found.faults.append(f"{fault}\n{given!r}")
@@ -179,6 +176,17 @@ def fuzz_in_processes(kind: Kind, number: int, seed: int, tell: Callable[[Report
         total.seconds += found.seconds
         tell(total)
     return total
+
+
+def last_report(process: Any, receiving: Any, at: "Synchronized[int]") -> Report:
+    """What a process reports at its end. EOFError if it died, or had to be killed since it got no further."""
+    number, since = -1, time.monotonic()
+    while not receiving.poll(1.0):
+        if at.value != number:
+            number, since = at.value, time.monotonic()
+        elif time.monotonic() - since > 2 * WAITING_S:
+            process.kill()
+    return receiving.recv()  # type: ignore[no-any-return]
 
 
 def work(kind: Kind, numbers: range, seed: int, at: "Synchronized[int]", sending: Any) -> None:

@@ -178,6 +178,8 @@ def broken_placement(rng: random.Random) -> str:
         if rng.random() < 0.3 and isinstance(own["placement"][role], str):
             own["placement"][role] = broken_text(own["placement"][role], rng)
     own["nodes"] = rng.choice((1, 2, 2, 4, 1000, any_value(rng)))
+    if rng.random() < 0.3:  # one that is right, until it is broken
+        own = {"nodes": 2, "devices_per_node": 4, "placement": {"actor, reference, critic": "0-3", "rollout": "4-7"}}
     if rng.random() < 0.5:
         own = broken_tree(own, rng, key_names(), [*DEVICES, "actor", "rollout"])
     tree["cluster"] = own
@@ -465,7 +467,7 @@ def ask_agents_endpoint(folder: Path) -> Iterator[Attempt]:
 
     async def converse(given: tuple[list[tuple[bool, bytes]], str]) -> bool:
         bodies, reply = given
-        async with trajectory(AgentEnv(None, runner, timeout_s=5.0), row, reply) as env:  # type: ignore[arg-type]
+        async with trajectory(AgentEnv(None, runner, timeout_s=5.0, in_process=True), row, reply) as env:  # type: ignore[arg-type]
             reader, writer = await asyncio.open_connection("127.0.0.1", runner.endpoint.port)
             answered = False
             for is_raw, body in bodies:

@@ -1,4 +1,5 @@
-"""Tools run in processes that are locked in, have limits, and are killed when a call is late.
+"""Tools run in processes that are locked in, have limits, and are killed when a call is late; agents that are functions
+run in processes of the same kind, neither locked in nor limited.
 
 A model writes the arguments of tools, so a call may compute for ever, read what it should not, or crash. One process,
 the template, imports the tools once, within a sandbox (`rewards/sandbox_init.py`), and forks the processes that run
@@ -47,6 +48,7 @@ from corral.rewards.code import (
     raise_if_not_contained,
     start_sandbox,
 )
+from corral.rewards.reward_function import is_number
 from corral.rewards.worker_pool import (
     START_TIMEOUT_S,
     Served,
@@ -65,6 +67,8 @@ WAITING_PROCESSES = 256
 """Processes of `async` functions, each with one call at a time, so that one that computes holds up no other and can be
 killed alone. They cost 2 MB each."""
 HOME = "/sandbox"
+END_S = 10.0
+"""Time for all processes to end, before their template is ended anyway."""
 
 Answer = TypeVar("Answer")
 
@@ -77,7 +81,8 @@ class ToolLimits:
     network: bool
     readable: tuple[str, ...]
     """Folders that they see, besides those of the program and the tools."""
-    memory_mb: int
+    memory_mb: int | None
+    """None: processes have no limits, as those of agents, whose code is the user's and whose work is their own."""
     disk_mb: int
     env: tuple[str, ...]
     """Names of environment variables that they get."""
@@ -89,6 +94,8 @@ class ToolLimits:
 
     def resources(self) -> dict[str, int]:
         """Limits of each process, of which the kernel knows. Not of time, of which each call has its own."""
+        if self.memory_mb is None:
+            return {}
         limits = SandboxLimits(math.inf, 0, self.memory_mb, MAX_PROCESSES, self.disk_mb, open_files=256)
         without = ("RLIMIT_CPU",) if self.sandbox else ("RLIMIT_CPU", "RLIMIT_NPROC")  # counts all of the user's there
         return {name: value for name, value in limits.settings()["limits"].items() if name not in without}
@@ -134,13 +141,20 @@ class ToolProcess(WorkerConnection):
         self._connection.close()
         return describe_exit(self._end(self._pid))
 
+    def kill(self) -> None:
+        """Kills it from another thread than the one that waits for its reply, which then ends it."""
+        self._end(self._pid)
+
 
 class ToolProcesses:
     """Makes processes that run the tools, and calls functions in them."""
 
-    def __init__(self, specs: Sequence[str], limits: ToolLimits, num_processes: int) -> None:
-        self._limits, self._specs = limits, specs
-        self._load = pickle.dumps((limits.resources(), [portable(spec) for spec in specs]))
+    def __init__(
+        self, specs: Sequence[str], limits: ToolLimits, num_processes: int = 1, setting: str = SETTING
+    ) -> None:
+        """`setting`: the key of the recipe that names them."""
+        self._limits, self._specs, self._setting = limits, specs, setting
+        self._load = pickle.dumps((limits.resources(), [portable(spec) for spec in specs], setting))
         self._idle: list[ToolProcess] = []
         self._free = threading.Semaphore(num_processes)
         self._free_to_wait = threading.Semaphore(max(num_processes, WAITING_PROCESSES))
@@ -175,6 +189,9 @@ class ToolProcesses:
 
         def end() -> None:
             if self._template is not None:
+                # One by one, with all that each has started: without a sandbox that would outlive the template.
+                with suppress(TimeoutError, EOFError, OSError, ValueError):
+                    self._template.ask(json.dumps(["end all", 0]).encode(), END_S)
                 self._template.end()
 
         self._thread.submit(end).result()
@@ -188,11 +205,11 @@ class ToolProcesses:
         try:
             reply = template.ask(self._load, START_TIMEOUT_S)
         except TimeoutError as error:
-            raise UserError(f"{SETTING}: importing them took longer than {START_TIMEOUT_S:g} s") from error
+            raise UserError(f"{self._setting}: importing took longer than {START_TIMEOUT_S:g} s") from error
         except (EOFError, OSError, ValueError) as error:
             ended = template.end()
             template.check_contained()
-            raise UserError(f"{SETTING}: the process that imports them died: it {ended}") from error
+            raise UserError(f"{self._setting}: the process that imports it died: it {ended}") from error
         if "unusable" in reply:
             where = " (in the sandbox, which `environment.options.readable` lets see more)" * self._limits.sandbox
             raise UserError(f"{reply['unusable']}{where}")
@@ -363,15 +380,17 @@ class Forks:
     def __init__(self, message: bytes, control: int, handing: int) -> None:
         os.set_inheritable(handing, False)
         self._control, self._handing = control, socket.socket(fileno=handing)
-        limits, specs = pickle.loads(message)
+        limits, specs, setting = pickle.loads(message)
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, name), (value, value))
-        self._tools = [load_object(adopt(*spec), SETTING) for spec in specs]
+        self._tools = [load_object(adopt(*spec), setting) for spec in specs]
         self._folders: dict[int, str] = {}
         gc.freeze()  # what is here stays shared with all forks
 
     def answer(self, request: bytes) -> dict[str, Any]:
         kind, pid = json.loads(request)
+        if kind == "end all":
+            return {"codes": [self._end(one) for one in list(self._folders)]}
         return self._fork() if kind == "fork" else self._end(pid)
 
     def _fork(self) -> dict[str, Any]:
@@ -398,6 +417,8 @@ class Forks:
             os._exit(0)
 
     def _end(self, pid: int) -> dict[str, Any]:
+        if pid not in self._folders:
+            return {"code": -int(signal.SIGKILL)}  # it was ended before
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -421,7 +442,7 @@ class ToolServer:
         try:
             return {"result": getattr(self, method)(*values)}
         except SystemExit as error:
-            raise RuntimeError(repr(error)) from error
+            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
     def open(self, place: int, arguments: dict[str, Row]) -> None:
         self._objects[place] = self._run(self._tools[place], arguments)
@@ -430,6 +451,12 @@ class ToolServer:
         """`name`: of a method. None: a function."""
         function = self._tools[place] if name is None else getattr(self._objects[place], name)
         return as_text(self._run(function, arguments))
+
+    def run(self, place: int, arguments: dict[str, Any]) -> Any:
+        """Runs an agent. Returns its result where that is a reward."""
+        result = self._run(self._tools[place], arguments)
+        is_reward = is_number(result) or (isinstance(result, Mapping) and "score" in result)
+        return json.loads(json.dumps(result, default=float)) if is_reward else None
 
     def close(self, place: int) -> None:
         found = self._objects.pop(place, None)  # None: its constructor has failed

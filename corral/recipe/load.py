@@ -119,7 +119,7 @@ def problems_of_parts(values: dict[str, Any]) -> list[Problem]:
 
 def problems_of(error: ValidationError, values: dict[str, Any]) -> Iterator[Problem]:
     """pydantic's errors, as problems with keys. A key with alternatives gives one for each: the first is reported."""
-    reported = set()
+    reported: set[KeyPath] = set()
     for detail in error.errors(include_url=False):
         location = tuple(map(str, detail["loc"]))
         problems: list[Problem]

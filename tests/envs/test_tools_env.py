@@ -413,7 +413,7 @@ def test_a_call_that_cannot_be_made_is_told_to_the_model_and_costs_the_penalty(
     ("reply", "expected"),
     [
         (call("fail"), "Error: `fail` failed: ValueError: no such thing (some_tools.py:"),
-        (call("leave"), "Error: `leave` failed: RuntimeError: SystemExit(3)"),
+        (call("leave"), "Error: `leave` failed: RuntimeError: it called sys.exit(3)"),
         (call("sleep", seconds=30), "Error: `sleep` did not answer within 0.2 s"),
         (call("doze"), "Error: `doze` did not answer within 0.2 s"),
     ],

@@ -5,10 +5,9 @@ answers it, and what the next request adds is the next observation. So the token
 generated and rendered; a request is never tokenized as a whole, and an agent that changes earlier messages has no
 trajectory. When the agent ends, so does the trajectory.
 
-The agent of a row is a function or a program. An `async` function runs in an event loop that all of them share and
-nothing else uses, a plain one in a thread of its own, so one that blocks keeps neither the driver nor the endpoint from
-their work. A program is killed with all that it started when its trajectory is over; a thread cannot be killed: its
-requests are refused from then on.
+The agent of a row is a function or a program. Either has a process for each trajectory, which is killed with all that
+it started when the trajectory is over; that of a function is forked from one that has imported it
+(`envs/tool_processes.py`).
 """
 
 import asyncio
@@ -52,11 +51,14 @@ from corral.envs.chat_endpoint import (
     new_messages,
 )
 from corral.envs.tool_calls import Style
-from corral.envs.tool_processes import call_in_thread
+from corral.envs.tool_processes import ToolFailed, ToolLimits, ToolProcess, ToolProcesses, call_in_thread
 from corral.recipe.errors import UserError
 from corral.rewards.reward_function import is_number, read_result
 from corral.rewards.scorer_pool import RewardScorer
 
+SETTING = "environment.options.agent"
+LONGEST_S = 7 * 24 * 3600.0
+"""Deadline of a function, whose requests have their own (`environment.timeout_s`)."""
 AGENT_PARAMETERS = ("row", "base_url", "api_key", "model")
 TRACEBACK_LINES = 100
 FRAME = re.compile(r' *File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -73,13 +75,15 @@ class AgentEnv(Env):
         timeout_s: float,
         style: Style = "hermes",
         tool_prompt: ToolPrompt = "template",
+        in_process: bool = False,
     ) -> None:
-        """`style`: how the model calls tools. `tool_prompt`: where they are described, as in `tools`."""
+        """`style`: how the model calls tools. `tool_prompt`: where they are described, as in `tools`. `in_process`: an
+        agent that is a function runs in this process, for a debugger."""
         check_choice("style", style, get_args(Style))
         check_choice("tool_prompt", tool_prompt, get_args(ToolPrompt))
         self.tools: list[dict[str, Any]] = []
         self._pool, self._agents, self._timeout_s = pool, shared, timeout_s
-        self._style, self._tool_prompt = style, tool_prompt
+        self._style, self._tool_prompt, self._in_process = style, tool_prompt, in_process
         self._events: asyncio.Queue[PendingRequest | Future[Any]] = asyncio.Queue()
         self._row: Row | None = None
         self._session: ChatSession | None = None
@@ -113,7 +117,7 @@ class AgentEnv(Env):
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         self._session = ChatSession(self._agents.endpoint, deliver)
-        self._run = self._agents.start(row, self._session)
+        self._run = self._agents.start(row, self._session, self._in_process)
         self._run.add_done_callback(deliver)
         event = await self._next()
         if not isinstance(event, PendingRequest):
@@ -183,6 +187,8 @@ class AgentEnv(Env):
 def result_of(run: "Future[Any]") -> Any:
     try:
         return run.result(timeout=0)
+    except ToolFailed as error:  # whose text is that of the error in its process
+        raise RuntimeError(f"the agent failed: {error}") from error
     except Exception as error:
         raise RuntimeError(f"the agent failed: {error_line(error)}") from error
 
@@ -191,7 +197,7 @@ def result_of(run: "Future[Any]") -> Any:
 
 
 class AgentRunner:
-    """Shared by the trajectories of a worker: the endpoint, and the threads in which agents run."""
+    """Shared by the trajectories of a worker: the endpoint, and the processes in which agents run."""
 
     def __init__(
         self,
@@ -201,17 +207,19 @@ class AgentRunner:
         ignored: Collection[str] = (),
         variables: Sequence[str] = (),
     ) -> None:
-        """`variables`: names of environment variables that a program gets besides those that are no secret."""
+        """`variables`: names of environment variables that an agent gets besides those that are no secret."""
         self.function = load_agent(agent) if agent is not None else None
         self._command = checked_command(command) if command is not None else []
         self._model = model
         bypass_proxies(HOST)
         self._variables = allowed_environment(variables)
+        limits = ToolLimits(False, True, (), None, 0, tuple(variables))
+        self._processes = None if agent is None else ToolProcesses([agent], limits, setting=SETTING)
         self.endpoint = ChatEndpoint(model, ignored)
         self._loop = LoopThread("agents")
 
-    def start(self, row: Row, session: ChatSession) -> "Future[Any]":
-        """The agent's result, to come. Cancelling it ends a program or an `async` function."""
+    def start(self, row: Row, session: ChatSession, in_process: bool) -> "Future[Any]":
+        """The agent's result, to come. Cancelling it ends the agent's process."""
         values: dict[str, Any] = {
             "row": row,
             "base_url": self.endpoint.base_url,
@@ -225,25 +233,49 @@ class AgentRunner:
         parameters = inspect.signature(self.function).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         arguments = {name: value for name, value in values.items() if takes_all or name in parameters}
+        if not in_process:
+            return self._loop.submit(self._run_function(arguments))
         if inspect.iscoroutinefunction(self.function):
             return self._loop.submit(without_exit(self.function(**arguments)))
         return call_in_thread(functools.partial(self.function, **arguments), "agent")
 
+    async def _run_function(self, arguments: Mapping[str, Any]) -> Any:
+        """Runs the function in a process of its own, which ends with it."""
+        assert self._processes is not None
+        forking = call_in_thread(self._processes.fork, "agent process")
+        try:
+            process = await asyncio.wrap_future(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(end_forked)
+            raise
+        running = call_in_thread(functools.partial(process.request, LONGEST_S, "run", 0, dict(arguments)), "agent")
+        try:
+            return await asyncio.wrap_future(running)
+        finally:
+            call_in_thread(process.end if running.done() else process.kill, "agent process")
+
     def close(self) -> None:
         self.endpoint.close()
         self._loop.close()
+        if self._processes is not None:
+            self._processes.close()
+
+
+def end_forked(forking: "Future[ToolProcess]") -> None:
+    """Ends a process that nobody wants any more."""
+    if not forking.cancelled() and forking.exception() is None:
+        forking.result().end()
 
 
 def load_agent(spec: str) -> Callable[..., Any]:
-    function = load_object(spec, "environment.options.agent")
+    function = load_object(spec, SETTING)
     if not callable(function):
-        raise UserError(f"environment.options.agent: `{spec}` is not a function")
+        raise UserError(f"{SETTING}: `{spec}` is not a function")
     for parameter in inspect.signature(function).parameters.values():
         variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not variable and parameter.name not in AGENT_PARAMETERS:
             raise UserError(
-                f"environment.options.agent: `{spec}` needs `{parameter.name}`; an agent is given "
-                f"{', '.join(AGENT_PARAMETERS)}"
+                f"{SETTING}: `{spec}` needs `{parameter.name}`; an agent is given {', '.join(AGENT_PARAMETERS)}"
             )
     return function  # type: ignore[no-any-return]
 
