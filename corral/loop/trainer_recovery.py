@@ -38,6 +38,8 @@ class TrainerRecovery:
         self.parts = parts
         self.lock = asyncio.Lock()
         """Actor and critic on devices of their own are called at the same time, and may both lose a worker."""
+        self.has_failed = False
+        """Whether a recovery has failed: the run is about to begin again, and others report the same loss."""
         self.trainers: dict[str, TrainerGroup[Any]] = {"actor": parts.actor}
         if parts.critic is not None:
             self.trainers["critic"] = parts.critic
@@ -71,7 +73,7 @@ class TrainerRecovery:
             devices = runtime.lost_devices & trained
             if not devices:  # a rollout worker is lost; or others have noticed the loss before, and it is repaired
                 return bool(self.devices_of(lost) & trained)
-            if not all(map(self.can_recover, devices)):
+            if self.has_failed or not all(map(self.can_recover, devices)):
                 return False
             started = time.monotonic()
             worlds = {runtime.placement.roles[role]: role for role in self.trainers}
@@ -87,8 +89,8 @@ class TrainerRecovery:
                             time.monotonic() - started,
                         )
             except Exception as error:
-                if error is not lost:
-                    logger.warning("no replica could give its states to the lost trainer: %s", error)
+                self.has_failed = True
+                logger.warning("no replica could give its states to the lost trainer: %s", error)
                 raise lost from error
             return True
 
