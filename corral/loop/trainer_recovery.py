@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from corral.loop.components import RunComponents
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, first_line
 from corral.recipe.placement import MESH_ROLES
 from corral.runtime.group import WorkerLost, gather_calls
 from corral.runtime.model_workers import ModelWorker, TrainerGroup, UpdateProgress
@@ -90,7 +90,7 @@ class TrainerRecovery:
                         )
             except Exception as error:
                 self.has_failed = True
-                logger.warning("no replica could give its states to the lost trainer: %s", error)
+                logger.warning("no replica could give its states to the lost trainer: %s", first_line(error))
                 raise lost from error
             return True
 
