@@ -3,7 +3,7 @@
 The states of the lost one are in the memory of its replicas, so no checkpoint is read and nothing is trained twice but
 the update that was interrupted:
 
-1. Trainers of whole copies are told not to wait for lost ones any more, and finish what they compute.
+1. Trainers of whole copies stop waiting for lost ones, and finish what they compute.
 2. All workers of a copy that has lost one are started again: a world of torch.distributed cannot get a new member, and
    what the others of the copy hold is in the other copies, too.
 3. The copies are connected again. Each trainer gets weights, moments and counters of a copy that has made the most
