@@ -129,7 +129,7 @@ CASES = {
     "shards": (SHARDED, fault("accumulate", 6, rank=3), fault("step", 7, "within", rank=0)),
     "tensor_parallel": (TENSOR, fault("step", 5, "within", rank=1), fault("accumulate", 7, rank=2)),
     # Its prompts go to the other one, and it takes some again with the next weights; then the other one, in a rollout.
-    "colocated": (COLOCATED, fault("accumulate", 6), fault("load_local_weights", 3, "later", rank=0, role="rollout")),
+    "colocated": (COLOCATED, fault("accumulate", 6), fault("load_local_weights", 2, "later", rank=0, role="rollout")),
     "critic_and_reference": (PPO, fault("step", 6, "within", role="critic"), fault("step", 7, "after", rank=0)),
 }
 
