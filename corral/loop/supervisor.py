@@ -61,6 +61,9 @@ class Supervisor:
         finally:
             for other in (task, watching, *self.replacing.values(), *self.recovering):
                 other.cancel()
+            for noticed in (watching, self.failure):
+                if noticed.done() and not noticed.cancelled():
+                    noticed.exception()  # the same loss that `task` has raised; asyncio would print it otherwise
 
     def handle_loss(self, lost: WorkerLost) -> bool:
         """Removes lost rollout workers, and begins to replace lost trainers. Returns whether the run goes on, without

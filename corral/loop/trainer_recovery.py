@@ -3,7 +3,7 @@
 The states of the lost one are in the memory of its replicas, so no checkpoint is read and nothing is trained twice but
 the update that was interrupted:
 
-1. Trainers of whole copies are told not to wait for lost ones any more, and finish what they compute.
+1. Trainers of whole copies stop waiting for lost ones, and finish what they compute.
 2. All workers of a copy that has lost one are started again: a world of torch.distributed cannot get a new member, and
    what the others of the copy hold is in the other copies, too.
 3. The copies are connected again. Each trainer gets weights, moments and counters of a copy that has made the most
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from corral.loop.components import RunComponents
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, first_line
 from corral.recipe.placement import MESH_ROLES
 from corral.runtime.group import WorkerLost, gather_calls
 from corral.runtime.model_workers import ModelWorker, TrainerGroup, UpdateProgress
@@ -38,6 +38,8 @@ class TrainerRecovery:
         self.parts = parts
         self.lock = asyncio.Lock()
         """Actor and critic on devices of their own are called at the same time, and may both lose a worker."""
+        self.has_failed = False
+        """Whether a recovery has failed: the run is about to begin again, and others report the same loss."""
         self.trainers: dict[str, TrainerGroup[Any]] = {"actor": parts.actor}
         if parts.critic is not None:
             self.trainers["critic"] = parts.critic
@@ -71,7 +73,7 @@ class TrainerRecovery:
             devices = runtime.lost_devices & trained
             if not devices:  # a rollout worker is lost; or others have noticed the loss before, and it is repaired
                 return bool(self.devices_of(lost) & trained)
-            if not all(map(self.can_recover, devices)):
+            if self.has_failed or not all(map(self.can_recover, devices)):
                 return False
             started = time.monotonic()
             worlds = {runtime.placement.roles[role]: role for role in self.trainers}
@@ -87,8 +89,8 @@ class TrainerRecovery:
                             time.monotonic() - started,
                         )
             except Exception as error:
-                if error is not lost:
-                    logger.warning("no replica could give its states to the lost trainer: %s", error)
+                self.has_failed = True
+                logger.warning("no replica could give its states to the lost trainer: %s", first_line(error))
                 raise lost from error
             return True
 

@@ -217,7 +217,7 @@ class Runtime(ABC):
     async def replace_copies(self, role: str, shape: MeshShape, copies: Sequence[int]) -> None:
         """Starts all workers again that hold these copies of the role's model, without roles: on their devices, or on a
         spare node where theirs is lost. Then connects the copies of the model. Those that are left are not touched but
-        for this, and have been told not to wait for lost ones any more (`abort_replicas`)."""
+        for this; they do not wait for lost ones any more (`abort_replicas`)."""
         raise AssertionError("this process cannot be lost while it calls")
 
     async def abort_replicas(self, devices: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -303,7 +303,7 @@ class RayRuntime(Runtime):
         by_node: dict[str, list[DeviceSlot]] = {}
         for device in devices:
             by_node.setdefault(device.node.id, []).append(device)
-        starting = []
+        starting: list[Coroutine[Any, Any, None]] = []
         for own_devices in by_node.values():
             numbers, node = [device.number for device in own_devices], own_devices[0].node
             starting += [self._take_spare(node, numbers)] if node.lost.done() else map(self.replace, numbers)

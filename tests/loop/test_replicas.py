@@ -2,6 +2,8 @@
 
 No checkpoint is read. Everything is to the bit what it is in a run in which nothing happens."""
 
+import asyncio
+import io
 import json
 import re
 import sys
@@ -14,13 +16,19 @@ from commands import start_corral
 from hosts import Lab
 from runs import rows_of, same_outcome, write_recipe
 
+from corral.loop.train import supervise
+from corral.loop.training_loop import Interrupt
+from corral.observe.console import Console, run_log
 from corral.observe.ledger import Ledger
+from corral.observe.run_folder import RunFolder
+from corral.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import replica_faults
+from forked_runtime import open_forks
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow]
 
 EVERY = (
     "schedule.steps=3",
@@ -46,13 +54,14 @@ PPO = (
     "algorithm.kl.coefficient=0.01",
 )
 LIMIT_S = 900.0
+"""Seconds for a run: most of them pass while processes start, where others use the cores, too."""
 
 
 def fault(method: str, call: int, when: str = "before", rank: int = 1, role: str = "actor") -> dict[str, Any]:
     return {"role": role, "rank": rank, "method": method, "call": call, "when": when}
 
 
-def run_with(folder: Path, model: Path, faults: list[dict[str, Any]], *changes: str) -> str:
+def run_on_ray(folder: Path, model: Path, faults: list[dict[str, Any]], *changes: str) -> str:
     """Trains to the end; returns the output, on one line."""
     write_recipe(folder, model)
     (folder / "fault.json").write_text(json.dumps(faults))
@@ -60,9 +69,30 @@ def run_with(folder: Path, model: Path, faults: list[dict[str, Any]], *changes: 
     finished = start_corral(folder, *arguments, before=replica_faults.use_faults).wait(LIMIT_S)
     output = " ".join((finished.stdout + finished.stderr).split())
     assert finished.code == 0, output
+    assert_happened(folder, faults, output)
+    return output
+
+
+def run_forked(folder: Path, model: Path, faults: list[dict[str, Any]], *changes: str) -> str:
+    """The same without Ray, whose processes take long to start."""
+    (folder / "fault.json").write_text(json.dumps(faults))
+    recipe = load_recipe(write_recipe(folder, model), ("name=run", *EVERY, *changes))
+    printed = io.StringIO()
+    console = Console(printed)
+    with (
+        RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as run_folder,
+        Interrupt(console.warn) as interrupt,
+        run_log(run_folder.logs / "main.log", console),
+    ):
+        asyncio.run(supervise(recipe, run_folder, console, interrupt, None, folder / "recipe.yaml", open_forks))
+    output = " ".join(printed.getvalue().split())
+    assert_happened(folder, faults, output)
+    return output
+
+
+def assert_happened(folder: Path, faults: list[dict[str, Any]], output: str) -> None:
     for number, one in enumerate(faults):
         assert (folder / f"ended-{number}").exists(), f"{one} did not happen: {output}"
-    return output
 
 
 def recoveries(output: str) -> list[float]:
@@ -81,7 +111,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> A
     def find(*changes: str) -> Path:
         if changes not in runs:
             folder = tmp_path_factory.mktemp("undisturbed")
-            assert "was killed" not in run_with(folder, tiny_model, [], *changes)
+            assert "has ended" not in run_forked(folder, tiny_model, [], *changes)
             runs[changes] = folder / "runs" / "run"
         return runs[changes]
 
@@ -98,6 +128,8 @@ CASES = {
     "last_update": (COPIES, fault("step", 8, "after", rank=0), fault("compute_logprobs", 2, "later")),
     "shards": (SHARDED, fault("accumulate", 6, rank=3), fault("step", 7, "within", rank=0)),
     "tensor_parallel": (TENSOR, fault("step", 5, "within", rank=1), fault("accumulate", 7, rank=2)),
+    # Its prompts go to the other one, and it takes some again with the next weights; then the other one, in a rollout.
+    "colocated": (COLOCATED, fault("accumulate", 6), fault("load_local_weights", 2, "later", rank=0, role="rollout")),
     "critic_and_reference": (PPO, fault("step", 6, "within", role="critic"), fault("step", 7, "after", rank=0)),
 }
 
@@ -107,41 +139,48 @@ def test_a_lost_trainer_has_the_states_of_its_replica(
     case: str, tmp_path: Path, tiny_model: Path, undisturbed: Any
 ) -> None:
     settings, *faults = CASES[case]
-    output = run_with(tmp_path, tiny_model, list(faults), *settings)
+    output = run_forked(tmp_path, tiny_model, list(faults), *settings)
     print(f"{case}: recovered after {recoveries(output)} s")
-    assert len(recoveries(output)) == len(faults), output
+    assert_same(tmp_path / "runs" / "run", undisturbed(*settings), output, len(faults))
+
+
+@pytest.mark.lab
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("case", ["first_update", "last_update"])
+def test_on_ray_its_process_is_started_again(case: str, tmp_path: Path, tiny_model: Path, undisturbed: Any) -> None:
+    settings, *faults = CASES[case]
+    output = run_on_ray(tmp_path, tiny_model, list(faults), *settings)
+    print(f"{case} on Ray: recovered after {recoveries(output)} s")
+    assert_same(tmp_path / "runs" / "run", undisturbed(*settings), output, len(faults))
+
+
+def assert_same(run: Path, expected: Path, output: str, num_recoveries: int) -> None:
+    assert len(recoveries(output)) == num_recoveries, output
     assert "the workers are started again" not in output
-    run = tmp_path / "runs" / "run"
-    assert same_outcome(run, undisturbed(*settings), 3)
-    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
+    assert same_outcome(run, expected, 3)
     audit = Ledger(run / "ledger.jsonl").audit()
-    assert (audit.trained, audit.reissued, audit.problems) == (12, 0, ())
-
-
-def test_a_lost_trainer_that_also_rolls_out_takes_requests_again(
-    tmp_path: Path, tiny_model: Path, undisturbed: Any
-) -> None:
-    """Its prompts go to the other one, and it gets weights with the next version."""
-    faults = [fault("accumulate", 6), fault("load_local_weights", 3, "later", rank=0, role="rollout")]
-    output = run_with(tmp_path, tiny_model, faults, *COLOCATED)
-    assert len(recoveries(output)) == 2, output
-    assert same_outcome(tmp_path / "runs" / "run", undisturbed(*COLOCATED), 3)
+    assert (audit.trained, audit.problems) == (12, ())
 
 
 def test_without_a_whole_copy_the_run_begins_again_at_the_last_checkpoint(
     tmp_path: Path, tiny_model: Path, undisturbed: Any
 ) -> None:
     faults = [fault("accumulate", 6, rank=0), fault("accumulate", 6, rank=1)]
-    output = run_with(tmp_path, tiny_model, faults, *COPIES, "checkpoint.every=1")
+    output = run_forked(tmp_path, tiny_model, faults, *COPIES, "checkpoint.every=1")
     assert not recoveries(output)
     assert "no replica could give its states to the lost trainer" in output
     assert "the workers are started again, and the run goes on from step_000001" in output
     assert rows_of(tmp_path / "runs" / "run") == rows_of(undisturbed(*COPIES))
 
 
+@pytest.mark.lab
+@pytest.mark.xdist_group("cluster")
 @pytest.mark.parametrize("how", ["kill", "cut"])
-def test_a_spare_host_takes_the_place_of_a_lost_one(how: str, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_spare_host_takes_the_place_of_a_lost_one(
+    how: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two hosts with a trainer each, and a third one. The second host ends, or its cable is pulled."""
+    monkeypatch.setattr("cluster_runs.LIMIT_S", LIMIT_S)
     with Lab(3) as lab:
         lab.start_ray(devices=2, health_checks={})
         settings = (
