@@ -210,13 +210,13 @@ class MasterOptimizer:
         """Weights, moments and counters become those of another copy of the model. All copies call this."""
         numbers = torch.tensor(list(self.counters().values()), dtype=torch.float64)
         # No moments before the first update, nor of an expert that never had a token.
-        has_moments = torch.tensor([bool(self.adamw.state.get(master.weight)) for master in self.masters]).float()
+        has_moments = torch.tensor([bool(master.state) for master in self.masters]).float()
         mesh.copy_from_([numbers], copy)
         mesh.copy_from_([has_moments], copy)
         self.load_counters(dict(zip(self.counters(), numbers.tolist(), strict=True)))
         for master, is_there in zip(self.masters, has_moments.tolist(), strict=True):
             if not is_there:
-                self.adamw.state.pop(master.weight, None)
+                master.state.clear()
         moments = [self._moments(m) for m, is_there in zip(self.masters, has_moments.tolist(), strict=True) if is_there]
         states = [tensor for state in moments for tensor in state.values()]
         mesh.copy_from_([*(master.current for master in self.masters), *states], copy)
