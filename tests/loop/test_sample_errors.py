@@ -103,7 +103,7 @@ class HangingStep(BlockingStep):
         time.sleep(600)
 
 def agent(row, base_url, api_key):
-    return 0.5 if next(calls) == 0 and ask(row, base_url, api_key) else {}["no such row"]  # line 82
+    return 0.5 if is_first() and ask(row, base_url, api_key) else {}["no such row"]  # line 82
 
 def tool_with_a_typo(text: str) -> str:
     return text if text == "0" else txt.upper()  # line 85
@@ -121,6 +121,12 @@ class CallsAlways(ToolsEnv):
 
 def same_for_all(response):
     return 0.25
+
+def is_first():  # of all processes: every trajectory has one of its own for its agent
+    try:
+        return open(__file__ + ".asked", "x")
+    except FileExistsError:
+        return None
 
 def ask(row, base_url, api_key):
     import httpx  # here: a process of the other functions need not wait for it

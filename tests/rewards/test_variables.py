@@ -86,7 +86,7 @@ def test_an_agents_program_gets_no_token_but_its_own(file: Path, env: list[str],
     runner = AgentRunner(None, ["python", "-c", program], "m", variables=env)
     try:
         session = ChatSession(runner.endpoint, lambda event: None)
-        result = runner.start(ROW, session).result(60)
+        result = runner.start(ROW, session, in_process=False).result(60)
     finally:
         runner.close()
     assert result["names"].split() == expected

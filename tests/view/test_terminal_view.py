@@ -18,6 +18,7 @@ from view_runs import HOSTILE, lines_of, metrics_of, write_run
 
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import LOCK, RunFolder
+from corral.view.runs import RunReader
 from corral.view.terminal_view import open_runs, run_status, sparkline, stages, workers
 
 CORRAL = [sys.executable, "-m", "corral.cli.main"]
@@ -186,7 +187,9 @@ def test_runs_of_the_same_name_in_different_folders_are_not_mixed(tmp_path: Path
             assert process.stdout is not None
             process.stdout.readline()
             (folder / LOCK).write_text(f"process {process.pid} on {socket.gethostname()}\n")
-        assert [[one["pid"] for one in workers(folder)] for folder in folders] == [[one.pid] for one in processes]
+        assert [[one["pid"] for one in workers(RunReader("same", folder))] for folder in folders] == [
+            [one.pid] for one in processes
+        ]
     finally:
         for process in processes:
             process.kill()
