@@ -56,6 +56,14 @@ def allowed_environment(names: Iterable[str] = ()) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in named or ALLOWED.fullmatch(name)}
 
 
+def with_kept_variable(error: str) -> str:
+    """Explains a KeyError of such a process, where it is about a variable that it was not given."""
+    found = re.search(r"KeyError: '(\w+)'", error)
+    if found is None or found[1] not in os.environ or ALLOWED.fullmatch(found[1]):
+        return error
+    return f"{error}; the variable {found[1]} is not passed on, unless the recipe says `environment.env: [{found[1]}]`"
+
+
 def start_child(
     command: Sequence[str],
     *,

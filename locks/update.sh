@@ -10,8 +10,9 @@ compile() { uv pip compile --quiet --generate-hashes --no-header --no-annotate "
 lock() { # NAME --extra EXTRA ...
   name=$1
   shift
-  compile --universal --python-version 3.11 -c constraints.txt "$@" pyproject.toml locks/build.in |
-    awk '/^[^ ]/ { skip = /^(torch|triton|nvidia-|cuda-)/ } !skip' >"locks/$name.txt"
+  compile --universal --python-version 3.11 -c constraints.txt "$@" pyproject.toml locks/build.in >locks/all.new
+  awk '/^[^ ]/ { skip = /^(torch|triton|nvidia-|cuda-)/ } !skip' locks/all.new >"locks/$name.txt"
+  rm locks/all.new
 }
 
 lock dev --extra dev

@@ -205,9 +205,9 @@ CONFIGS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def broken_config(rng: random.Random) -> tuple[str, str]:
+def broken_config(system: str, rng: random.Random) -> tuple[str, str]:
     """(the file's name, its content), or words of verl's command line without a file."""
-    name, inputs = rng.choice([*CONFIGS.values()])
+    name, inputs = CONFIGS[system]
     text = (GOLDEN / rng.choice(inputs)).read_text()
     if name.endswith(".sh") and rng.random() < 0.25:
         name, text = "", " ".join(re.findall(r"[a-z_]+\.[\w.]+=[^\s\\]+", text))
@@ -216,7 +216,6 @@ def broken_config(rng: random.Random) -> tuple[str, str]:
     return name, rng.choice((broken_text, broken_value))(text, rng)
 
 
-@kind("migrate", 10, broken_config)
 def migrate_config(folder: Path) -> Iterator[Attempt]:
     def attempt(given: tuple[str, str]) -> bool:
         name, text = given
@@ -234,6 +233,10 @@ def migrate_config(folder: Path) -> Iterator[Attempt]:
         return True
 
     yield attempt
+
+
+for system in CONFIGS:
+    kind(f"migrate-{system}", 3, functools.partial(broken_config, system))(migrate_config)
 
 
 # --- rows of data, as `corral plan --check` and a run read them

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from corral.child_process import allowed_environment, describe_exit, start_child
+from corral.child_process import allowed_environment, describe_exit, start_child, with_kept_variable
 from corral.data.plugins import adopt, error_line, load_object, portable
 from corral.data.rows import Row
 from corral.envs.tool_calls import is_json
@@ -130,7 +130,7 @@ class ToolProcess(WorkerConnection):
         except (EOFError, OSError, ValueError):
             raise ToolFailed(f"its process died: it {self.end()}") from None
         if "error" in reply:
-            raise ToolFailed(str(reply["error"]))
+            raise ToolFailed(with_kept_variable(str(reply["error"])))
         return reply.get("result")
 
     def end(self) -> str:
@@ -212,7 +212,7 @@ class ToolProcesses:
             raise UserError(f"{self._setting}: the process that imports it died: it {ended}") from error
         if "unusable" in reply:
             where = " (in the sandbox, which `environment.options.readable` lets see more)" * self._limits.sandbox
-            raise UserError(f"{reply['unusable']}{where}")
+            raise UserError(f"{with_kept_variable(reply['unusable'])}{where}")
         return template
 
     def _fork(self) -> ToolProcess:

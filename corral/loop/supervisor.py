@@ -73,15 +73,18 @@ class Supervisor:
         devices = self.trainers.devices_of(lost)
         others = {device for role, own in runtime.placement.roles.items() if role != "rollout" for device in own}
         needed = devices & others
-        if not all(map(self.trainers.can_recover, needed)):
+        # Without a device a relay was lost, with what it passed on: nobody knows who has computed it.
+        if not devices or not all(map(self.trainers.can_recover, needed)):
             return False
-        if lost.node is not None:
+        if lost.node is not None and not needed:  # else a spare one takes its place, or the loss is raised
             self.lost_nodes.add(lost.node)
         rollout = runtime.placement.roles.get("rollout", ())
         for rank in [rank for rank, device in enumerate(rollout) if device in devices]:
             if scheduler.remove_worker(rank, lost) and lost.node is None and not needed:
                 self.replacing[rank] = asyncio.get_running_loop().create_task(self._replace(rank, rollout[rank]))
         if needed:
+            if not (scheduler.queues or self.replacing or needed & {*rollout}):
+                return False  # a spare node takes the place of trainers, and nobody would roll out
             task = asyncio.get_running_loop().create_task(self._recover(lost))
             self.recovering.add(task)
             task.add_done_callback(self.recovering.discard)
@@ -95,6 +98,11 @@ class Supervisor:
             async with self.parts.trainer_lock:
                 if not await self.trainers.recover(lost):
                     raise lost
+                publisher, scheduler = self.parts.publisher, self.parts.scheduler
+                if publisher.returning and scheduler.waiting and not scheduler.queues:
+                    # Prompts wait for workers that wait for weights. Those of the trainers are a version's: whoever
+                    # updates them holds the lock until they are published.
+                    await publisher.publish(publisher.version)
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

@@ -248,6 +248,7 @@ async def running(
     state = {} if checkpoint is None else read_state(checkpoint)
     lost = set() if lost_nodes is None else lost_nodes
     own = checkpoint is not None and is_own(checkpoint, folder)
+    (folder.logs / "workers.json").unlink(missing_ok=True)  # of a cluster that trained it before
     # Before anything is loaded: a tracker without its key, or whose server does not answer, ends a new run.
     trackers = make_trackers(
         recipe.logging,

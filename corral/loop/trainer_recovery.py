@@ -116,6 +116,8 @@ class TrainerRecovery:
         )
         for name in roles:
             await parts.runtime.build(name, parts.recipe, None, ranks=replaced)
+        if "rollout" in roles and parts.publisher.is_released:
+            await parts.publisher.release(replaced)
         for trainers, of_ranks in zip(trained, progress, strict=False):
             source, reached = most_advanced(trainers, whole, of_ranks)
             await trainers.go_on_from(source, reached)

@@ -122,7 +122,7 @@ async def run_steps(run: RunState) -> None:
                         continue
                     batch = Batch.of(rollout.trajectories)
                     async with trainer_lock:
-                        await parts.publisher.release()
+                        await parts.actor.again_when_lost(parts.publisher.release)
                         with run.timed("logprobs"):
                             await compute_logprobs_and_values(parts, batch, training.updates_of(batch))
                         with run.timed("train"):

@@ -15,7 +15,7 @@ from corral.recipe.keys import KeyPath, did_you_mean
 BRACES = re.compile(r"\{([^{}]*)\}")
 FEATURES = {
     r"(^|[._])qat([._]|$)": "Corral has no quantization-aware training",
-    r"fp8|float8|fp4|quantiz": "Corral computes with 16 bits or more",
+    r"fp8|float8|fp4|quantiz": "Corral computes with 16 bits or more; beside adapters see `model.quantization`",
     r"rout(er|ing)_replay": "experts are chosen again in training",
     r"(^|[._])pipeline_(model_)?parallel(_size)?$|(^|[._])pp_size$": "see `train.parallel`",
     r"^(rollout|actor_(infer|rollout_ref.rollout))\..*(tensor_(model_)?parallel_size|tp_size)$": "see `rollout.engine`",

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -360,6 +360,8 @@ class AdapterFolder:
     lora: Lora
     quantization: Quantization | None = None
     """How the weights were rounded beside which Corral trained it."""
+    encoded_from: torch.dtype | None = None
+    """The dtype of those weights before."""
 
     @classmethod
     def find(cls, path: str) -> "AdapterFolder | None":
@@ -369,10 +371,12 @@ class AdapterFolder:
             return None
         try:
             config = json.loads((folder / ADAPTER_CONFIG).read_text())
-            quantization = None
-            if (folder / QUANTIZATION).is_file():
-                quantization = Quantization.model_validate_json((folder / QUANTIZATION).read_text())
-            return cls(folder, str(config["base_model_name_or_path"]), lora_of(config, folder), quantization)
+            adapter = cls(folder, str(config["base_model_name_or_path"]), lora_of(config, folder))
+            if not (folder / QUANTIZATION).is_file():
+                return adapter
+            rounding = json.loads((folder / QUANTIZATION).read_text())
+            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[rounding["dtype"]]
+            return replace(adapter, quantization=Quantization(bits=rounding["bits"]), encoded_from=dtype)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / ADAPTER_CONFIG} is not a configuration of PEFT: {error!r}") from error
 
@@ -472,4 +476,5 @@ def write_adapter_config(model: Any, folder: Path) -> None:
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if (quantization := model.lora_quantization) is not None:
-        (folder / QUANTIZATION).write_text(quantization.model_dump_json() + "\n")
+        rounding = {"bits": quantization.bits, "dtype": str(model.encoded_from).removeprefix("torch.")}
+        (folder / QUANTIZATION).write_text(json.dumps(rounding) + "\n")

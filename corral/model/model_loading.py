@@ -108,7 +108,8 @@ def load_model(model: Model, device: torch.device) -> Any:
     loaded = read_model(model, dtype)
     if model.quantization is not None:
         load_adapter(loaded, model)
-        quantize(loaded, model.quantization, device)
+        folder = AdapterFolder.find(model.path)
+        quantize(loaded, model.quantization, device, dtype if folder is None else folder.encoded_from or dtype)
         loaded = loaded.to(device)
     else:
         loaded = loaded.to(device)
@@ -186,9 +187,9 @@ def load_adapter(loaded: Any, model: Model) -> None:
         return
     if folder is not None and (theirs := adapter_shape(folder.lora)) != (ours := adapter_shape(lora)):
         raise UserError(f"model.lora: the adapter in {folder.path} has (rank, scale) {theirs}, the recipe {ours}")
-    if folder is not None and folder.quantization is not None:
+    if folder is not None and folder.quantization is not None and folder.encoded_from is not None:
         if model.lora is None:
-            round_weights(loaded, folder.quantization)
+            round_weights(loaded, folder.quantization, folder.encoded_from)
         elif model.quantization != folder.quantization:
             raise UserError(
                 f"model.quantization: the adapter in {folder.path} was trained beside weights in "

@@ -67,13 +67,14 @@ class _QuantizedProduct(Function):
 
 
 @torch.no_grad()
-def quantize(model: Any, quantization: Quantization, device: torch.device) -> None:
+def quantize(model: Any, quantization: Quantization, device: torch.device, encoded_from: torch.dtype) -> None:
     """Replaces the weights of the language model's linear layers, but for its head, by codes on the device. Layer by
-    layer: the device never holds the model in its dtype."""
-    model.lora_quantization = quantization
+    layer: the device never holds the model in its dtype. `encoded_from`: the dtype of the weights that adapters which
+    are there were trained beside; codes of others would be others."""
+    model.lora_quantization, model.encoded_from = quantization, encoded_from
     for linear in quantizable(model):
         dtype = linear.weight.dtype
-        codes, scales = encode(linear.weight.to(device), quantization.bits)
+        codes, scales = encode(linear.weight.to(device, encoded_from), quantization.bits)
         del linear.weight
         linear.register_parameter("weight", None)
         linear.register_buffer("codes", codes, persistent=False)
@@ -83,13 +84,13 @@ def quantize(model: Any, quantization: Quantization, device: torch.device) -> No
 
 
 @torch.no_grad()
-def round_weights(model: Any, quantization: Quantization) -> None:
+def round_weights(model: Any, quantization: Quantization, encoded_from: torch.dtype) -> None:
     """Rounds the same weights to what their codes can say, and leaves them in the model's dtype."""
     for linear in quantizable(model):
         plain = QuantizedLinear(linear.in_features, linear.out_features, bias=False, device="meta")
-        plain.bits, plain.compute_dtype = quantization.bits, linear.weight.dtype
-        plain.codes, plain.scales = encode(linear.weight, quantization.bits)
-        linear.weight.data = plain.dequantized()
+        plain.bits, plain.compute_dtype = quantization.bits, encoded_from
+        plain.codes, plain.scales = encode(linear.weight.to(encoded_from), quantization.bits)
+        linear.weight.data = plain.dequantized().to(linear.weight.dtype)
 
 
 def quantizable(model: Any) -> list[Any]:

@@ -153,7 +153,8 @@ class _Estimate:
             yield MemoryItem(REWARD_MODEL_WEIGHTS, self.held("parameters", self.reward_model_weights(), ["logprobs"]))
         engine = self.recipe.rollout.engine
         if "rollout" in roles and not ("actor" in roles and self.meshes["actor"].is_whole and engine.in_process):
-            held = self.shape.num_parameters * self.weight_bytes // engine.tensor_parallel
+            held = self.whole_weights() if engine.in_process else self.shape.num_parameters * self.weight_bytes
+            held //= engine.tensor_parallel
             yield MemoryItem("rollout weights", dict.fromkeys(self.phases_of_engine(roles), held))
         for role in ("actor", "critic"):
             if role in roles:
@@ -205,9 +206,13 @@ class _Estimate:
         if role == "reference":
             size = self.reference_shape.num_parameters * self.weight_bytes
             return self.held_part(role, size, self.reference_shape)
+        return self.held_part(role, self.whole_weights())
+
+    def whole_weights(self) -> int:
+        """Those of the policy with its adapters, the others perhaps in few bits."""
         adapters = self.num_trained if self.recipe.model.lora is not None else 0
         saved = quantization_saves(self.recipe, self.shape, self.weight_bytes)
-        return self.held_part(role, (self.shape.num_parameters + adapters) * self.weight_bytes - saved)
+        return (self.shape.num_parameters + adapters) * self.weight_bytes - saved
 
     @property
     def reference_shape(self) -> ModelShape:
@@ -224,6 +229,12 @@ class _Estimate:
     @property
     def reward_model_bytes(self) -> int:
         return DTYPE_BYTES.get(self.recipe.reward_model.dtype, self.auto_bytes)
+
+    @property
+    def longest_conversation(self) -> int:
+        """Tokens of a conversation that the reward model computes as a whole."""
+        longest, limit = max_trajectory_tokens(self.recipe), self.recipe.reward_model.max_length
+        return longest if limit is None else min(longest, limit)
 
     def reward_model_weights(self) -> int:
         """Every device of the role has all of them, or a part and what is gathered: the embedding and two layers."""
@@ -300,7 +311,7 @@ class _Estimate:
             "rollout": prefill * layer * ("rollout" in roles),
             "logprobs": max(
                 int(micro_batch * layer + longest * (layer - in_chunks)) * self.computes_logprobs(roles),
-                self.recipe.batch.max_tokens_per_micro_batch * of_classifier,
+                max(self.recipe.batch.max_tokens_per_micro_batch, self.longest_conversation) * of_classifier,
             ),
             "train": int(max(micro_batch * train, train_long)) * ("actor" in roles or "critic" in roles),
         }

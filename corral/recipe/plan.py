@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from corral.recipe.default_mesh import with_default_mesh
+from corral.recipe.errors import RecipeError
 from corral.recipe.link_traffic import describe_links, link_traffic, micro_batches_per_update
 from corral.recipe.memory import (
     DTYPE_BYTES,
@@ -25,6 +26,7 @@ from corral.recipe.mesh import MeshShape, moves_by_all_to_all, other_ranks_of_to
 from corral.recipe.placement import (
     Placement,
     TransferKind,
+    engine_returns_weights,
     format_devices,
     resolve_meshes,
     resolve_placement,
@@ -38,7 +40,7 @@ from corral.recipe.schema import Recipe, Source
 from corral.recipe.shape import ModelShape
 
 TRANSFERS: dict[TransferKind, str] = {
-    "shared": "shared: gathered from the shards within each process, for engines that have no memory while training",
+    "shared": "shared: gathered from the shards within each process",
     "collective": "collective: broadcast to the engines",
     "object": "object: through Ray's object store",
     "ipc": "ipc: through memory of the node that trainers and engines map",
@@ -178,6 +180,8 @@ def make_plan(
     auto_bytes = dtype_bytes or (2 if on_gpu else 4)
     memory: list[DeviceMemory] = []
     if model_shape is not None:
+        if recipe.model.quantization is not None and model_shape.num_experts:
+            raise RecipeError(["`model.quantization`: experts of a mixture are not quantized; leave it out"])
         memory = estimate_memory(recipe, algorithm, placement, model_shape, auto_bytes, on_gpu)
         check_memory(recipe, memory)
     return Plan(
@@ -368,6 +372,8 @@ def describe_cluster(plan: Plan) -> list[str]:
     weights = "they stay with the trainers: there is no engine"
     if plan.recipe.needs_engine:
         weights = describe_transfer(kind, plan.meshes["actor"], engine.in_process)
+        if engine_returns_weights(plan.recipe, plan.placement):
+            weights += ", for engines that have no memory while training"
     runtime, address = "this process", plan.recipe.cluster.address
     if runs_on_ray(plan.recipe):
         known = "the cluster that runs on this machine, else one that is started for the run"

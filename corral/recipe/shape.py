@@ -250,4 +250,4 @@ def last_name(target: str, names: Collection[str]) -> str:
     """What an entry of `model.lora.targets` is called in each layer: `experts.down_proj` of experts, if only they are
     called so, else `down_proj`."""
     last = target.rpartition(".")[2]
-    return f"experts.{last}" if "experts." in target or last not in names else last
+    return f"experts.{last}" if "experts" in target.split(".") or last not in names else last

@@ -254,7 +254,7 @@ class RayGroup(Group[RoleT]):
         except NodeGone:
             raise node_lost(node, devices[0].number, f"while {call}") from None
         except RayActorError:  # Ray starts another; what the workers made of the call nobody knows
-            raise WorkerLost(f"the relay of {node} ended while {call}", device=devices[0].number) from None
+            raise WorkerLost(f"the relay of {node} ended while {call}") from None
         except RayError as error:
             raise RunError(f"{call} on {node}: {first_line(error)}") from error
         for device, process, answer in zip(devices, processes, answers, strict=True):

@@ -62,6 +62,8 @@ class WeightPublisher:
         """Version of the trainers' weights."""
         self.channel_ranks: list[int] | None = None
         """Ranks of the rollout workers that have joined the channel; None: there is no channel that works."""
+        self.is_released = False
+        """Whether engines have given their weights back, and wait for new ones."""
         self.returning: set[int] = set()
         """Ranks of rollout workers that were started again with the trainer in their process. They take requests when
         they have been sent weights: in the middle of a step the trainers' are no version's."""
@@ -72,11 +74,12 @@ class WeightPublisher:
         self.version = version
         return await self._publish()
 
-    async def release(self) -> None:
+    async def release(self, ranks: Sequence[int] | None = None) -> None:
         """Gives the memory of the engines' copies of the weights to the trainers beside them, where that is agreed on,
-        until the next `publish`. All prompts are rolled out."""
+        until the next `publish`. All prompts are rolled out. `ranks`: of the rollout workers; None: all."""
         if self.returns_weights:
-            await self.rollout.all(RolloutWorker.release_weights)
+            self.is_released = True
+            await self.rollout.all(RolloutWorker.release_weights, ranks=ranks)
 
     async def add_receiver(self, rank: int, device: int) -> None:
         """Sends the current weights to a rollout worker that is new, and to all others again: a channel has a fixed set
@@ -96,6 +99,7 @@ class WeightPublisher:
                 if not self.scheduler.on_lost(lost) and not trainers_are_back:  # a node may have had workers of both
                     raise
             else:
+                self.is_released = False
                 while self.returning:
                     self.scheduler.add_worker(self.returning.pop())
                 return metrics

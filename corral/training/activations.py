@@ -56,13 +56,14 @@ class LayerActivations:
         budget of this rank; None: there is none."""
         self.checkpointing, self.offload, self.max_tokens = checkpointing, offload, max_tokens
         self.is_long = False
+        """Whether the pass has more tokens than the budget. Ranks that compute experts together decide it together:
+        what is computed again exchanges tokens again."""
         self.layers: list[Any] = layers_of(causal)
         self.last_offloaded: OffloadedTensor | None = None
 
-    def begin(self, is_long: bool) -> None:
-        """Called before each forward pass. `is_long`: whether it has more tokens than the budget. Ranks that compute
-        experts together decide it together: what is computed again exchanges tokens again."""
-        self.is_long, self.last_offloaded = is_long, None
+    def begin(self) -> None:
+        """Called before each forward pass."""
+        self.last_offloaded = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -117,9 +118,13 @@ def feed_forward_of(layer: Any) -> Any | None:
     module = getattr(layer, "mlp", None)
     if module is None:
         return None
-    with_parameters = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
-    is_dense = all(isinstance(part, nn.Linear) for part in with_parameters)
-    return module if with_parameters and is_dense and not any(True for _ in module.buffers()) else None
+    with_tensors = [
+        part
+        for part in module.modules()
+        if any(True for _ in part.parameters(recurse=False)) or any(True for _ in part.buffers(recurse=False))
+    ]
+    is_dense = all(isinstance(part, nn.Linear) for part in with_tensors)  # also of 4 or 8 bits, which are buffers
+    return module if with_tensors and is_dense else None
 
 
 @contextmanager

@@ -185,7 +185,7 @@ class _NativeTrainer:
         """The outputs for a pack, or on a pipeline stage before the last one its hidden states; all ranks that hold a
         part of one copy of the model compute at the same time."""
         self._announce(prediction)
-        self.activations.begin(prediction.is_long)
+        self.activations.begin()
         outputs = self._outputs if self.mesh.is_last_stage else self._hidden_states
         recording: AbstractContextManager[None] = nullcontext()
         if self.balance is not None and torch.is_grad_enabled():
@@ -198,8 +198,9 @@ class _NativeTrainer:
         return [] if self.balance is None else self.balance.take_counts(self.mesh.device, groups)
 
     def _announce(self, prediction: "PackPrediction") -> None:
-        """Tells layers with experts how many tokens other ranks have, before each pass: with gradient checkpointing the
-        backward pass computes them again, and a pipeline has other packs in between."""
+        """Tells layers of which pack a pass is, and those with experts how many tokens other ranks have: with gradient
+        checkpointing the backward pass computes them again, and a pipeline has other packs in between."""
+        self.activations.is_long = prediction.is_long
         if self.sharded.exchange is not None:
             self.sharded.exchange.max_tokens = prediction.max_nodes
 

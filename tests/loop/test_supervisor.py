@@ -61,6 +61,7 @@ class FakePublisher(WeightPublisher):
     def __init__(self, scheduler: RolloutScheduler) -> None:
         self.scheduler, self.rollout = scheduler, scheduler.group
         self.version, self.sent, self.returning = 7, list[tuple[int, ...]](), set[int]()
+        self.returns_weights = self.is_released = False
         self.actor: Any = TrainerGroup(scheduler.group, MeshShape())  # type: ignore[arg-type]
 
     async def _publish_to(self, ranks: Sequence[int]) -> dict[str, float]:
@@ -171,6 +172,15 @@ def test_a_run_without_any_rollout_worker_that_can_be_started_ends() -> None:
 def test_a_trainer_is_not_done_without() -> None:
     async def scene() -> None:
         assert not Scene(2).supervisor.handle_loss(WorkerLost("the trainer died", device=2))
+
+    run(scene())
+
+
+def test_a_relay_is_not_done_without() -> None:
+    """Who of its workers has made a call, and who has not, nobody knows: to call again might add a gradient twice."""
+
+    async def scene() -> None:
+        assert not Scene(2).supervisor.handle_loss(WorkerLost("the relay of a node ended"))
 
     run(scene())
 

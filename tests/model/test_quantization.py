@@ -135,6 +135,23 @@ def test_merged_and_served_models_have_the_weights_of_training(tiny_model: Path,
         load_model(Model(path=str(tmp_path / "checkpoint"), lora=LORA, dtype="float32"), CPU)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_those_of_the_dtype_of_training_whatever_a_model_is_loaded_in(
+    tiny_model: Path, tmp_path: Path, bits: Any
+) -> None:
+    """The base is stored in float32: codes of its own numbers would differ from those of what training has rounded."""
+    few = Quantization(bits=bits)
+    trained = load_model(Model(path=str(tiny_model), lora=LORA, quantization=few, dtype="bfloat16"), CPU)
+    save(trained, tmp_path / "checkpoint")
+    path = str(tmp_path / "checkpoint")
+    merged = load_model(Model(path=path, dtype="float32"), CPU)
+    again = load_model(Model(path=path, lora=LORA, quantization=few, dtype="float32"), CPU)
+    for name, module in trained.named_modules():
+        if isinstance(module, QuantizedLinear):
+            torch.testing.assert_close(merged.get_submodule(name).weight, module.dequantized().float(), rtol=0, atol=0)
+            assert torch.equal(again.get_submodule(name).codes, module.codes)
+
+
 def test_no_layer_keeps_its_matrix_for_the_backward_pass(tiny_model: Path) -> None:
     model = quantized(tiny_model, 4)
     layer = next(module for module in model.modules() if isinstance(module, QuantizedLoraLinear))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corral.child_process import allowed_environment
+from corral.child_process import allowed_environment, with_kept_variable
 from corral.data.rows import Message, Row
 from corral.envs.base import EnvSet
 from corral.envs.built_in.agent import AgentRunner
@@ -101,3 +101,12 @@ def test_what_processes_need_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None
     allowed = allowed_environment()
     assert {"PATH", "LC_ALL", "HF_HOME", "CORRAL_UP"} <= set(allowed)
     assert "PATHETIC_TOKEN" not in allowed
+
+
+def test_an_error_about_a_variable_that_was_kept_says_how_to_pass_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert with_kept_variable("failed: KeyError: 'MY_KEY'").endswith(
+        "unless the recipe says `environment.env: [MY_KEY]`"
+    )
+    for error in ("failed: KeyError: 'PATH'", "failed: KeyError: 'no such row'", "failed: ValueError: MY_KEY"):
+        assert with_kept_variable(error) == error

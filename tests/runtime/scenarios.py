@@ -210,7 +210,7 @@ async def relayed(logs: str) -> dict[str, Any]:
         rollout.timeout_s = 30.0
         seen["killed"] = await lost_of(rollout.each(FakeRole.end_or_echo, [("SIGKILL",), ("",)]))
         await runtime.replace(2)
-        await runtime.build("rollout", runtime.recipe, None, rank=0)
+        await runtime.build("rollout", runtime.recipe, None, ranks=[0])
         seen["after"] = await rollout.all(FakeRole.echo, 2)
         began = time.monotonic()
         hanging = asyncio.ensure_future(rollout.all(FakeRole.hang))
