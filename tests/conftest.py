@@ -35,12 +35,26 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
 
 
-CLUSTERS = (
-    {"ray", "node_loss", "up", "debugger"},
-    {"cluster", "doctor", "slurm", "ssh", "foreign", "trouble", "jobs", "podman", "stacks", "four_nodes"},
-)
-"""The xdist groups of all tests that start a cluster, in two halves that take about as long. One process runs all of a
-half, so no more than two clusters are up at a time."""
+CLUSTERS = {
+    *(
+        "ray",
+        "node_loss",
+        "up",
+        "debugger",
+        "cluster",
+        "doctor",
+        "slurm",
+        "ssh",
+        "foreign",
+        "trouble",
+        "jobs",
+        "podman",
+    ),
+    *("stacks", "four_nodes"),
+}
+"""The xdist groups of all tests that start a cluster. One process runs them all, one after the other: with a second Ray on
+two cores beside it, Ray misses its own deadlines."""
+ALL_CLUSTERS = "clusters"
 
 
 class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
@@ -50,13 +64,11 @@ class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         group: str = super()._split_scope(nodeid)  # the test itself, if it is in no group
-        halves = [f"clusters {number}" for number, groups in enumerate(CLUSTERS) if group in groups]
-        return halves[0] if halves else group.partition("::")[0]
+        return ALL_CLUSTERS if group in CLUSTERS else group.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        for number in range(len(CLUSTERS)):
-            if f"clusters {number}" in self.workqueue:
-                self.workqueue.move_to_end(f"clusters {number}", last=False)
+        if ALL_CLUSTERS in self.workqueue:
+            self.workqueue.move_to_end(ALL_CLUSTERS, last=False)
         super()._assign_work_unit(node)
 
 
