@@ -33,9 +33,8 @@ test: .venv/.installed-dev  ## install, then run the tests that need no root and
 	$(PYTEST) -n 3 -m "not slow and not lab" $(ARGS)
 
 test-slow: .venv/.installed-dev  ## the rest: long runs, and clusters of namespaces, Slurm, containers (needs root)
-	@# Three processes, of which at most two have a cluster (CLUSTERS in tests/conftest.py): a third Ray on two cores would
-	@# be too slow for Ray's own deadlines.
-	$(PYTEST) -n 3 -m "slow or lab" $(ARGS)
+	@# Two processes, one of which runs all tests that start a cluster (tests/conftest.py).
+	$(PYTEST) -n 2 -m "slow or lab" $(ARGS)
 
 test-all: test test-slow  ## both
 

@@ -52,8 +52,8 @@ CLUSTERS = {
     ),
     *("stacks", "four_nodes"),
 }
-"""The xdist groups of all tests that start a cluster. One process runs them all, one after the other: with a second Ray on
-two cores beside it, Ray misses its own deadlines."""
+"""The xdist groups of all tests that start a cluster. One process runs them all, one after the other: with a second Ray
+beside it on two cores, Ray misses its own deadlines."""
 ALL_CLUSTERS = "clusters"
 
 
