@@ -91,7 +91,7 @@ STAGES = {
     "log-probs: shards out, numbers in": ["model_workers.py:compute_column"],
     "advantages": ["train_step.py:add_advantages"],
     "train: shards out, sums in": ["train_step.py:train"],
-    "publish": ["model_workers.py:publish"],
+    "publish": ["weight_publisher.py:publish"],
     "ledger": ["ledger.py:_record"],
     "metrics of the step": ["rollout_step.py:step_metrics", "run_files.py:log"],
 }

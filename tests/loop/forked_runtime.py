@@ -118,7 +118,10 @@ class ForkedGroup(Group[RoleT]):
 class ForkedRuntime(RayRuntime):
     async def _start(self, placement: Placement, without: frozenset[str]) -> None:
         self.placement = placement
-        self.sets = [DeviceSet(roles, devices) for roles, devices in placement.groups().items()]
+        groups = placement.groups().items()
+        self.sets = [
+            DeviceSet(roles, devices, is_world="actor" in roles or "critic" in roles) for roles, devices in groups
+        ]
         numbers = sorted(device for one in self.sets for device in one.devices)
         node = Node(0, "node", "127.0.0.1", "here", tuple(numbers))
         node.gone = asyncio.wrap_future(node.lost)

@@ -1,11 +1,11 @@
 """A reward model that several ranks have together scores as transformers does with the whole one."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from sharded_cases import mesh_of
 from team import Team
 from tiny import save_tiny_classifier
 from transformers import AutoModelForSequenceClassification
@@ -14,7 +14,6 @@ from corral.model.sequence_classifier import load_classifier
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import RewardModel
 from corral.runtime.reward_model_worker import ShardedClassifier
-from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import local_tensor
 
 pytestmark = pytest.mark.slow
@@ -22,15 +21,11 @@ CPU = torch.device("cpu")
 SEQUENCES = [[5, 9, 33, 7], [60, 12, 44, 8, 9, 10, 11], [7], [8, 9] * 20, [44] * 5, [13, 14, 15]]
 
 
-@cache
-def mesh_of(shape: MeshShape) -> ProcessMesh:
-    return ProcessMesh.build(shape, CPU)
-
-
 def score_on_mesh(folder: Path, shape: MeshShape, offload: bool) -> tuple[list[float], float]:
     """(scores of this rank's sequences, fraction of all numbers that it holds). The last rank has no sequences."""
     settings = RewardModel(path=str(folder), dtype="float32")
     mesh, whole = mesh_of(shape), load_classifier(settings, CPU, max_tokens=16, offload=True)
+    assert mesh is not None
     num_all = sum(parameter.numel() for parameter in whole.model.parameters())
     classifier = ShardedClassifier.of(whole, mesh, offload)
     own = [SEQUENCES[i] for i in range(len(SEQUENCES)) if i % (shape.size - 1) == mesh.rank]
