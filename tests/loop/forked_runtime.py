@@ -118,9 +118,9 @@ class ForkedGroup(Group[RoleT]):
 class ForkedRuntime(RayRuntime):
     async def _start(self, placement: Placement, without: frozenset[str]) -> None:
         self.placement = placement
-        groups = placement.groups().items()
         self.sets = [
-            DeviceSet(roles, devices, is_world="actor" in roles or "critic" in roles) for roles, devices in groups
+            DeviceSet(roles, devices, is_world="actor" in roles or "critic" in roles)
+            for roles, devices in placement.groups().items()
         ]
         numbers = sorted(device for one in self.sets for device in one.devices)
         node = Node(0, "node", "127.0.0.1", "here", tuple(numbers))
