@@ -42,7 +42,8 @@ EVERY = (
 """Four updates in each step, and one checkpoint, at the end."""
 COPIES = ("cluster.devices_per_node=3", "cluster.placement={rollout: 0, actor: 1-2}", "train.parallel.replicate=2")
 """Two trainers with a whole model each."""
-COLOCATED = ("cluster.devices_per_node=2", "train.parallel.replicate=2")
+# Exact: an engine's log-probs do not depend on what else is in its batch, and prompts of a lost one are in others.
+COLOCATED = ("cluster.devices_per_node=2", "train.parallel.replicate=2", "model.exact=true")
 FIVE = ("cluster.devices_per_node=5", "cluster.placement={rollout: 0, actor: 1-4}")
 SHARDED = (*FIVE, "train.parallel={replicate: 2, shard: 2}")
 TENSOR = (*FIVE, "train.parallel={replicate: 2, tensor: 2}")
