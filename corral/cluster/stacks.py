@@ -42,6 +42,7 @@ BACKGROUND = {
     "TrackerThread._run",
     "PrometheusServer._serve",
     "Console._report_silence",
+    "DeferredWrites._copy",
 }
 """Functions of threads that look after a run: their position says least about it."""
 IDLE = {"WorkerPool._serve", "EnvSlot.next_call", *BACKGROUND}

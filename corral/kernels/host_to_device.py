@@ -1,5 +1,6 @@
-"""Copies from the host to the device that nobody waits for."""
+"""Copies between the host and the device that nobody waits for."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,3 +17,18 @@ def on_device(values: Tensor | NDArray[Any] | Sequence[int], device: torch.devic
     """
     host = torch.as_tensor(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def pinned_buffer(num_bytes: int, pin: bool = True) -> Tensor:
+    """Memory of the host that a GPU copies from and to by itself.
+
+    torch's own pinned memory comes in powers of two, which for the optimizer's states of a large model would be nearly
+    twice as much as they need. Where the system does not allow so much to be pinned, copies are slower, and no less
+    right.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if pin and num_bytes:
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:
+            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    return memory

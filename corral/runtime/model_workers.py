@@ -253,13 +253,13 @@ class ModelWorker(Role, ABC):
         self.progress = progress
 
     def save(self, folder: Path, writers: Sequence[int]) -> None:
-        """Copies what this worker writes of a checkpoint to host memory, for `finish_save`. What does not fit into half
-        of the memory that is left, in equal parts for the workers of a node, is written at once."""
+        """Begins to copy what this worker writes of a checkpoint to host memory, for `finish_save`. What does not fit
+        into half of the memory that is left, in equal parts for the workers of a node, is written at once."""
         self.deferred = DeferredWrites(available_memory() // 2 // self.recipe.cluster.devices_per_node)
         self.trainer.save(folder, writers, self.deferred)
 
     async def finish_save(self) -> None:
-        """Writes what `save` copied, while the worker computes other things."""
+        """Writes what `save` began to copy, while the worker computes other things."""
         await asyncio.to_thread(self.deferred.write)
 
     async def hash_files(self, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:

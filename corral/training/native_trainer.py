@@ -8,7 +8,7 @@ sharded over processes.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,6 +127,8 @@ class _NativeTrainer:
         self.activations = LayerActivations(causal, gradient_checkpointing, offload=offloads, max_tokens=own_tokens)
         self.has_bad_loss = False
         """Whether a loss since the last update was not finite."""
+        self.saving = DeferredWrites(0)
+        """What of the last checkpoint may still be copied."""
 
     def _check(self) -> None:
         """Compares the sharded model with its own plain forward pass; all ranks compute the same."""
@@ -272,6 +274,7 @@ class _NativeTrainer:
 
     def step(self, scale: float = 1.0) -> UpdateResult:
         assert self.optimizer is not None, "a frozen model is not trained"
+        self.saving.wait_for_copies()
         if self.mesh.any(self.has_bad_loss):
             self.zero_grad()
             return UpdateResult(math.nan, self.optimizer.learning_rate(self.optimizer.updates), skipped=True)
@@ -284,6 +287,7 @@ class _NativeTrainer:
 
     def copy_from(self, copy: int) -> None:
         assert self.optimizer is not None, "a frozen model is what it was loaded as"
+        self.saving.wait_for_copies()
         self.has_bad_loss = False
         self.optimizer.copy_from(copy, self.mesh)
 
@@ -306,6 +310,20 @@ class _NativeTrainer:
                 a, b = (self.layout.gather_weight(one, parameters.get(one)) for one in adapted[name].adapters)
                 weight = merged_weight(weight, a, b, adapted[name].scale, adapted[name].is_transposed)
             yield name, weight
+
+    @contextmanager
+    def _deferring(self, deferred: DeferredWrites | None) -> Iterator[None]:
+        """What is taken by `deferred` within it is copied from its end on, until the next update waits for that."""
+        if deferred is None:
+            yield
+            return
+        assert self.optimizer is not None
+        states = (tensor for master in self.optimizer.masters for tensor in self.optimizer.state_of(master).values())
+        kept = [*map(local_tensor, self.model.parameters()), *states]
+        deferred.unchanged = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        yield
+        self.saving = deferred
+        deferred.start_copies()
 
     def _save_optimizer(
         self, folder: Path, writers: Sequence[int] | None, deferred: DeferredWrites | None = None
@@ -417,10 +435,12 @@ class NativePolicyTrainer(_NativeTrainer):
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes the model in Hugging Face layout, or its adapters in PEFT's, and the optimizer into `actor/`."""
         write = write_adapters if has_adapters(self.model) else write_pretrained
-        write(self.model, self.layout, folder, writers, deferred)
-        self._save_optimizer(folder / "actor", writers, deferred)
+        with self._deferring(deferred):
+            write(self.model, self.layout, folder, writers, deferred)
+            self._save_optimizer(folder / "actor", writers, deferred)
 
     def load(self, folder: Path) -> None:
+        self.saving.wait_for_copies()
         self._load_optimizer(folder / "actor")
 
 
@@ -468,11 +488,13 @@ class NativeValueTrainer(_NativeTrainer):
         parameters = dict(self.model.named_parameters())
         kinds = {name: self.layout.kinds[name] for name in self.layout.trained}
         tensors = ((name, self.layout.gather_weight(name, parameters.get(name))) for name in kinds)
-        write_tensors(folder / "critic", "model", kinds, tensors, self.mesh, writers, deferred)
-        self._save_optimizer(folder / "critic", writers, deferred)
+        with self._deferring(deferred):
+            write_tensors(folder / "critic", "model", kinds, tensors, self.mesh, writers, deferred)
+            self._save_optimizer(folder / "critic", writers, deferred)
 
     def load(self, folder: Path) -> None:
         files = TensorFiles(folder / "critic", "model")
+        self.saving.wait_for_copies()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 local_tensor(parameter).copy_(self.layout.shard(name, files[name]))

@@ -4,7 +4,8 @@ An update whose gradient is not finite never reaches the weights: it is skipped 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from corral.kernels.host_to_device import pinned_buffer
 from corral.kernels.stochastic_rounding import round_to_bfloat16
 from corral.recipe.schema import Optimizer as OptimizerRecipe
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout, local_tensor
+
+SLOT_SIZE, NUM_SLOTS = 2**26, 3
+"""Numbers of one state that a slot on the device holds, and how many slots there are: one that computes, the next one
+on its way there and the last one on its way back."""
+ALIGNMENT = 256
+"""Bytes, as torch's own allocations have."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,7 @@ class MasterOptimizer:
         layout: ShardingLayout | None = None,
         on_host: bool = False,
     ) -> None:
-        """`on_host`: moments and masters are in the host's memory, and on the device only while their parameter is
-        updated."""
+        """`on_host`: moments and masters are in the host's memory, and on the device only while they are updated."""
         self.recipe, self.total_updates, self.layout, self.on_host = recipe, total_updates, layout, on_host
         self.num_warmup = recipe.warmup_steps
         if recipe.warmup_ratio is not None:
@@ -50,7 +57,8 @@ class MasterOptimizer:
         self.state_dtype: torch.dtype = getattr(torch, recipe.state_dtype)
         self.updates = 0
         self.scaler = LossScaler(enabled=any(master.dtype == torch.float16 for master in self.masters))
-        self._offload(self.masters)
+        if on_host:
+            self._move_to_host()
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.scaler.scale).backward()
@@ -82,38 +90,24 @@ class MasterOptimizer:
     def _step_on_gpu(self, norm: Tensor, scale: float, rate: float) -> float:
         """The same in one fused pass over weights, moments and gradients, launched without waiting for the norm: where
         that is not finite, the factor is NaN and the kernel changes nothing."""
+        from corral.kernels.gpu.adamw_kernel import adamw_update
 
         norm = norm * (scale / self.scaler.scale)
         factor = (self.recipe.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0) * (scale / self.scaler.scale)
         factor = torch.where(norm.isfinite(), factor, math.nan)
         masters = [master for master in self.masters if master.received is not None]
-        for together in self._updated_together(masters):
-            self._update_on_gpu(together, factor, norm.isfinite().float(), rate)
-        return norm.item()
-
-    def _updated_together(self, masters: list["MasterWeight"]) -> list[list["MasterWeight"]]:
-        """States that are in the host's memory come and go one parameter at a time: all of them at once are three times
-        the size of a float32 model, which is why they are there."""
-        return [[master] for master in masters] if self.on_host else [masters]
-
-    def _update_on_gpu(self, masters: list["MasterWeight"], factor: Tensor, is_finite: Tensor, rate: float) -> None:
-        from corral.kernels.gpu.adamw_kernel import adamw_update
-
-        for master in masters:
-            master.to_device()
-            self._move_moments(master, master.weight.device)
-        states = [self._moments(master) for master in masters]
-        torch._foreach_add_([state["step"] for state in states], is_finite)
+        torch._foreach_add_([self._moments(master)["step"] for master in masters], norm.isfinite().float())
+        parts = self._parts_in_slots(masters, factor.device) if self.on_host else map(self._whole, masters)
         log_betas = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.recipe.betas)
-        for master, state in zip(masters, states, strict=True):
+        for master, part, weight, exp_avg, exp_avg_sq in parts:
             assert master.received is not None
             adamw_update(
-                master.current,
-                master.received.contiguous(),
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                master.parameter if master.is_copy else None,
-                state["step"],
+                weight,
+                master.received.contiguous().view(-1)[part],
+                exp_avg,
+                exp_avg_sq,
+                master.parameter.detach().view(-1)[part] if master.is_copy else None,
+                master.state["step"],
                 factor,
                 learning_rate=rate,
                 weight_decay=self.recipe.weight_decay,
@@ -121,36 +115,64 @@ class MasterOptimizer:
                 log_betas=(log_betas[0], log_betas[1]),
                 eps=self.recipe.epsilon,
             )
-        self._offload(masters)
+        return norm.item()
+
+    def _whole(self, master: "MasterWeight") -> "UpdatedPart":
+        return master, slice(None), master.current, master.state["exp_avg"], master.state["exp_avg_sq"]
+
+    def _parts_in_slots(self, masters: list["MasterWeight"], device: torch.device) -> Iterator["UpdatedPart"]:
+        """Brings states to the device a part of a parameter at a time: all of them are three times the size of a
+        float32 model, which is why they are on the host. Copies run beside the updates of other parts."""
+        slots = StateSlots(self.state_dtype, max(master.current.numel() for master in masters), device)
+        for master in masters:
+            on_host = {key: master.state[key].view(-1) for key in ("exp_avg", "exp_avg_sq")}
+            if master.is_copy:
+                on_host["weight"] = master.current.view(-1)
+            for start in range(0, master.current.numel(), SLOT_SIZE):
+                part = slice(start, start + SLOT_SIZE)
+                with slots.lent({key: state[part] for key, state in on_host.items()}) as states:
+                    weight = states.get("weight", master.current.view(-1)[part])
+                    yield master, part, weight, states["exp_avg"], states["exp_avg_sq"]
+        slots.finish()
 
     def _moments(self, master: "MasterWeight") -> dict[str, Tensor]:
         """The state of one parameter, in the form of torch's AdamW, so that checkpoints do not depend on the device."""
-        state = master.state
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.weight.device)
-            state["exp_avg"] = torch.zeros_like(master.current, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(master.current, dtype=self.state_dtype)
-        return state
+        if not master.state:
+            zero = torch.zeros((), device=local_tensor(master.parameter).device)
+            moments = torch.zeros_like(master.current, dtype=self.state_dtype) if not self.on_host else zero
+            self._set_state(master, {"step": zero, "exp_avg": moments, "exp_avg_sq": moments.clone()})
+        return master.state
+
+    def _set_state(self, master: "MasterWeight", state: dict[str, Tensor]) -> None:
+        """Keeps moments where they belong: on the device, or at their places in the host's memory."""
+        device = local_tensor(master.parameter).device
+        for key, value in state.items():
+            if key in master.on_host:
+                master.state[key] = master.on_host[key].copy_(value)
+            else:
+                master.state[key] = value.to(device, torch.float32 if key == "step" else self.state_dtype)
 
     @torch.no_grad()
     def _step_adamw(self, rate: float) -> None:
         masters = [master for master in self.masters if master.gradient is not None]
-        for together in self._updated_together(masters):
+        # States on the host come to a device one parameter at a time.
+        for together in [[master] for master in masters] if self.on_host else [masters]:
             for master in together:
+                self._moments(master)
                 master.to_device()
-                self._move_moments(master, master.weight.device)
             if self.state_dtype == torch.float32:
-                self._update_with_torch(together, [self._moments(master) for master in together], rate)
+                self._update_with_torch(together, [master.state for master in together], rate)
             else:
                 for master in together:
                     self._update_rounded(master, rate)
             for master in together:
                 master.copy_to_parameter()
-            self._offload(together)
+                if self.on_host:
+                    self._return_to_host(master)
 
     def _update_rounded(self, master: "MasterWeight", rate: float) -> None:
         """Both moments are float32 while they are updated, those of one parameter at a time."""
-        state = self._moments(master)
+        state = master.state
         wide = {key: value.float() for key, value in state.items()}
         self._update_with_torch([master], [wide], rate)
         state["step"] = wide["step"]
@@ -176,17 +198,26 @@ class MasterOptimizer:
             maximize=False,
         )
 
-    def _offload(self, masters: list["MasterWeight"]) -> None:
-        """Moves masters and moments to the host's memory, if that is configured."""
-        if self.on_host:
-            for master in masters:
-                if master.is_copy:
-                    master.weight.data = master.weight.data.cpu()
-                self._move_moments(master, torch.device("cpu"))
+    def _move_to_host(self) -> None:
+        """Gives all masters and moments places in one piece of the host's memory, which a GPU can copy by itself."""
+        kinds = {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
+        places = [
+            (master, key, dtype)
+            for master in self.masters
+            for key, dtype in (kinds | ({"weight": torch.float32} if master.is_copy else {})).items()
+        ]
+        sizes = [-(-master.current.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for master, _, dtype in places]
+        on_device = self.masters and local_tensor(self.masters[0].parameter).is_cuda
+        memory = pinned_buffer(sum(sizes), pin=bool(on_device))
+        for (master, key, dtype), place in zip(places, memory.split(sizes), strict=True):
+            master.on_host[key] = place.view(dtype)[: master.current.numel()].view(master.current.shape)
+        for master in self.masters:
+            self._return_to_host(master)
 
-    def _move_moments(self, master: "MasterWeight", device: torch.device) -> None:
-        for key, value in master.state.items():
-            master.state[key] = value.to(device)
+    def _return_to_host(self, master: "MasterWeight") -> None:
+        if master.is_copy:
+            master.weight.data = master.on_host["weight"].copy_(master.weight.detach())
+        self._set_state(master, dict(master.state))
 
     def zero_grad(self) -> None:
         for master in self.masters:
@@ -222,7 +253,6 @@ class MasterOptimizer:
         mesh.copy_from_([*(master.current for master in self.masters), *states], copy)
         for master in self.masters:
             master.copy_to_parameter()
-        self._offload(self.masters)
         self.zero_grad()
 
     def counters(self) -> dict[str, Any]:
@@ -241,10 +271,7 @@ class MasterOptimizer:
         """Restores what `state_of` returned."""
         if "master" in state:
             master.current.copy_(state["master"])
-        device = torch.device("cpu") if self.on_host else master.weight.device
-        for key in state.keys() - {"master"}:
-            dtype = torch.float32 if key == "step" else self.state_dtype
-            master.state[key] = state[key].to(device, dtype, copy=True)
+        self._set_state(master, {key: state[key].clone() for key in state.keys() - {"master"}})
 
 
 class LossScaler:
@@ -292,6 +319,8 @@ class MasterWeight:
             self.weight = nn.Parameter(local_tensor(parameter).float())
         self.state: dict[str, Tensor] = {}
         """AdamW's `step`, `exp_avg` and `exp_avg_sq`, from the first update on."""
+        self.on_host: dict[str, Tensor] = {}
+        """Places in the host's memory of the moments and the master (`weight`), if they are offloaded."""
         self.accumulated: Tensor | None = None
         if self.is_copy:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
@@ -337,14 +366,72 @@ class MasterWeight:
         return self.weight.detach() if self.is_copy else local_tensor(self.parameter)
 
     def to_device(self) -> None:
-        """Brings the master to where the optimizer computes."""
+        """Brings master and moments to where the optimizer computes."""
+        device = local_tensor(self.parameter).device
         if self.weight is not self.parameter:
-            self.weight.data = self.current.to(local_tensor(self.parameter).device)
+            self.weight.data = self.current.to(device)
+        for key, value in self.state.items():
+            self.state[key] = value.to(device)
 
     def copy_to_parameter(self) -> None:
         """Rounds the new weights into the model's parameter."""
         if self.is_copy:
             self.parameter.copy_(self.weight)
+
+
+UpdatedPart = tuple[MasterWeight, slice, Tensor, Tensor, Tensor]
+"""A part of a flat parameter, and of its master and moments what is on the device."""
+
+
+class StateSlots:
+    """Memory of the device through which states pass while they are updated. Everything is queued: the host does not
+    wait. On a CPU the copies are made one after the other."""
+
+    def __init__(self, state_dtype: torch.dtype, largest: int, device: torch.device) -> None:
+        """`largest`: numbers of the largest parameter."""
+        kinds = {"weight": torch.float32, "exp_avg": state_dtype, "exp_avg_sq": state_dtype}
+        size = min(SLOT_SIZE, largest)
+        self.slots = [
+            {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in kinds.items()}
+            for _ in range(NUM_SLOTS)
+        ]
+        self.emptied: list[torch.cuda.Event | None] = [None] * NUM_SLOTS
+        self.next = 0
+        self.computing = self.incoming = self.outgoing = None
+        if device.type == "cuda":
+            self.computing = torch.cuda.current_stream(device)
+            self.incoming, self.outgoing = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.incoming.wait_stream(self.computing)  # others may still compute with what the slots' memory was
+
+    @contextmanager
+    def lent(self, on_host: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The states on the device. What they are at the end of the block goes back to the host."""
+        number, self.next = self.next, (self.next + 1) % NUM_SLOTS
+        states = {key: self.slots[number][key][: len(value)] for key, value in on_host.items()}
+        with torch.cuda.stream(self.incoming):
+            wait_for(self.incoming, self.emptied[number])
+            for key, value in on_host.items():
+                states[key].copy_(value, non_blocking=True)
+        wait_for(self.computing, event_of(self.incoming))
+        yield states
+        with torch.cuda.stream(self.outgoing):
+            wait_for(self.outgoing, event_of(self.computing))
+            for key, value in on_host.items():
+                value.copy_(states[key], non_blocking=True)
+        self.emptied[number] = event_of(self.outgoing)
+
+    def finish(self) -> None:
+        """Whoever waits for the stream that computes, waits for all copies, too."""
+        wait_for(self.computing, event_of(self.outgoing))
+
+
+def event_of(stream: "torch.cuda.Stream | None") -> "torch.cuda.Event | None":
+    return None if stream is None else stream.record_event()
+
+
+def wait_for(stream: "torch.cuda.Stream | None", event: "torch.cuda.Event | None") -> None:
+    if stream is not None and event is not None:
+        stream.wait_event(event)
 
 
 def sum_gradients(masters: list[MasterWeight], layout: ShardingLayout) -> None:

@@ -7,12 +7,14 @@ library writes, however many processes write them. All files are flushed to disk
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,8 @@ from corral.training.sharding import ShardingLayout
 
 MAX_FILE = 5 * 10**9
 """Bytes of one file; more go into another one, as transformers does it."""
+COPY_BUFFER = 2**28
+"""Bytes of a buffer through which tensors travel from a GPU."""
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -67,7 +71,7 @@ def write_tensors(
 ) -> None:
     """Writes `stem`.safetensors, or several files and their index. Called by all ranks, which all iterate over the same
     whole tensors; `kinds` says beforehand which there will be. `writers`: ranks that see the folder; None: all.
-    `deferred` takes copies of tensors, to write them later. OSError on all ranks if one of them fails."""
+    `deferred` takes tensors, to write them later. OSError on all ranks if one of them fails."""
     ranks = list(range(mesh.shape.size)) if writers is None else list(writers)
     own = ranks.index(mesh.rank) if mesh.rank in ranks else None
     locations, headers = lay_out(stem, kinds, len(ranks))
@@ -92,23 +96,60 @@ def write_tensors(
 
 
 class DeferredWrites:
-    """Tensors of a checkpoint that one rank has copied to host memory, to be written while training goes on."""
+    """Tensors of a checkpoint that one rank copies to host memory, and writes, while training goes on.
+
+    Parameters and optimizer states stay as they are until the next update, so a thread copies them meanwhile, and only
+    that update has to wait for it. What was gathered or converted for the checkpoint alone is copied at once: the
+    device has no room to keep it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.bytes_left = max_bytes
+        self.unchanged: set[int] = set()
+        """Addresses of the memory that stays as it is until somebody waits for the copies."""
+        self.to_copy: list[tuple[Path, int, Tensor]] = []
         self.copies: dict[Path, list[tuple[int, Tensor]]] = {}
         """Offsets and tensors, by file."""
+        self.copying: threading.Thread | None = None
+        self.error: Exception | None = None
 
     def add(self, file: Path, offset: int, tensor: Tensor) -> bool:
-        """Copies a tensor. Returns False where the memory that may be used does not hold it."""
+        """Takes a tensor. Returns False where the memory that may be used does not hold it."""
         if tensor.nbytes > self.bytes_left:
             return False
         self.bytes_left -= tensor.nbytes
-        self.copies.setdefault(file, []).append((offset, tensor.detach().to("cpu", copy=True)))
+        if tensor.untyped_storage().data_ptr() not in self.unchanged:
+            tensor = tensor.detach().to("cpu", copy=True)
+            self.copies.setdefault(file, []).append((offset, tensor))
+        else:
+            self.to_copy.append((file, offset, tensor.detach()))
         return True
+
+    def start_copies(self) -> None:
+        """Called once all tensors are there."""
+        self.copying = threading.Thread(
+            target=self._copy, args=(HostCopier([tensor for _, _, tensor in self.to_copy]),), daemon=True
+        )
+        self.copying.start()
+
+    def _copy(self, copier: "HostCopier") -> None:
+        try:
+            for file, offset, tensor in self.to_copy:
+                self.copies.setdefault(file, []).append((offset, copier.copy(tensor)))
+        except Exception as error:  # such as too little memory
+            self.error = error
+        self.to_copy.clear()
+
+    def wait_for_copies(self) -> None:
+        """Returns when the tensors may change. That they could not be copied is an error of `write`."""
+        if self.copying is not None:
+            self.copying.join()
 
     def write(self) -> None:
         """Writes and frees the copies, and flushes the files to disk."""
+        self.wait_for_copies()
+        if self.error is not None:
+            raise OSError(f"its copy in memory: {self.error}") from self.error
         while self.copies:
             file, parts = self.copies.popitem()
             descriptor = os.open(file, os.O_WRONLY)
@@ -119,6 +160,42 @@ class DeferredWrites:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+class HostCopier:
+    """Copies tensors to the host's memory. From a GPU they come through two pinned buffers: while one is filled, the
+    other one is emptied, and nothing waits for what else the device computes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Queued work of the device is done before anything is copied."""
+        self.buffers: list[Tensor] = []
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is not None:
+            size = min(COPY_BUFFER, max(tensor.nbytes for tensor in tensors if tensor.is_cuda))
+            self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self.stream = torch.cuda.Stream(device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor.to("cpu", copy=True)
+        # numpy's large arrays are in huge pages: most of the time would be spent on the first touch of small ones.
+        copied = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
+        source = tensor.contiguous().reshape(-1).view(torch.uint8)
+        size = len(self.buffers[0])
+        pairs = list(zip(source.split(size), copied.split(size), strict=True))
+        events = [self._fill(0, pairs[0][0])] if pairs else []
+        for number, (_, target) in enumerate(pairs):
+            if number + 1 < len(pairs):
+                events.append(self._fill((number + 1) % 2, pairs[number + 1][0]))
+            events[number].synchronize()
+            target.copy_(self.buffers[number % 2][: len(target)])
+        return copied.view(tensor.dtype).view(tensor.shape)
+
+    def _fill(self, buffer: int, part: Tensor) -> torch.cuda.Event:
+        with torch.cuda.stream(self.stream):
+            self.buffers[buffer][: len(part)].copy_(part, non_blocking=True)
+            return self.stream.record_event()
 
 
 def run_on_all_ranks(mesh: ProcessMesh, work: Callable[[], None], remaining: Iterable[object] = ()) -> None:

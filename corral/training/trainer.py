@@ -42,7 +42,8 @@ class Trainer(Protocol):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into a checkpoint's folder. `writers`: ranks that can write to it; None: all.
-        `deferred` takes copies of tensors, to write them while training goes on. OSError on all ranks if one fails."""
+        `deferred` takes tensors, which are copied and written while training goes on: `step`, `copy_from` and `load`
+        wait until they are copied. OSError on all ranks if one fails."""
         ...
 
     def take_expert_counts(self) -> list[list[int]]:

@@ -156,6 +156,7 @@ def test_what_was_not_written_when_a_run_ended_is_not_there(
     write = DeferredWrites.write
 
     def full(self: DeferredWrites) -> None:
+        self.wait_for_copies()
         if any("step_000002" in str(file) for file in self.copies):
             raise OSError(28, "No space left on device")
         write(self)

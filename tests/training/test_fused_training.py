@@ -12,7 +12,7 @@ from tiny import DEVICE
 from corral.model.fused_layers import fuse, fused_layers
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.training.optimizer import MasterOptimizer, MasterWeight, total_norm
+from corral.training.optimizer import MasterOptimizer, total_norm
 
 
 def fused_outcome(shape: MeshShape | None, gradient_checkpointing: bool = False) -> Outcome:
@@ -72,39 +72,29 @@ def test_a_step_that_does_not_wait_for_the_norm_is_the_same_step(dtype: torch.dt
     torch.testing.assert_close(*weights, **({} if state_dtype == "float32" else {"rtol": 0.01, "atol": 2e-3}))
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offloaded_states_come_to_the_device_one_parameter_at_a_time(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_offloaded_states_pass_through_a_few_slots_of_the_device(
+    dtype: torch.dtype, state_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The updates are those of states that stay on the device. What is there at a time is recorded by their moves."""
-    moves: list[str] = []
-    to_device, offload = MasterWeight.to_device, MasterOptimizer._offload
-
-    def noted_to_device(self: MasterWeight) -> None:
-        moves.append(f"+{self.name}")
-        to_device(self)
-
-    def noted_offload(self: MasterOptimizer, masters: list[MasterWeight]) -> None:
-        moves.extend(f"-{master.name}" for master in masters)
-        offload(self, masters)
-
+    """The updates are those of states that stay on the device, to the last bit, also where a parameter is larger than
+    a slot and where slots are used again."""
+    monkeypatch.setattr("corral.training.optimizer.SLOT_SIZE", 4)
     outcomes = []
     for on_host in (False, True):
-        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, size).to(DEVICE, dtype)) for size in (5, 3)]
-        named = zip(("first", "second"), parameters, strict=True)
-        optimizer = MasterOptimizer(named, Optimizer(learning_rate=0.1), 10, on_host=on_host)
-        with monkeypatch.context() as patch:
-            patch.setattr(MasterWeight, "to_device", noted_to_device)
-            patch.setattr(MasterOptimizer, "_offload", noted_offload)
-            for _ in range(2):
-                optimizer.backward(sum((one.float() ** 2).sum() for one in parameters))  # type: ignore[arg-type]
-                moves.clear()
-                optimizer._step_on_gpu(total_norm(optimizer.masters, None), 1.0, 0.1)
-                optimizer.zero_grad()
-        assert moves == (
-            ["+first", "-first", "+second", "-second"] if on_host else ["+first", "+second", "-first", "-second"]
-        )
-        outcomes.append([one.detach().clone() for one in parameters])
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, size).to(DEVICE, dtype)) for size in (23, 3, 4)]
+        named = zip(("first", "second", "third"), parameters, strict=True)
+        recipe = Optimizer(learning_rate=0.1, state_dtype=state_dtype)
+        optimizer = MasterOptimizer(named, recipe, 10, on_host=on_host)
+        for _ in range(3):
+            optimizer.backward(sum((one.float() ** 2).sum() for one in parameters))  # type: ignore[arg-type]
+            optimizer._step_on_gpu(total_norm(optimizer.masters, None), 1.0, 0.1)
+            optimizer.zero_grad()
+        states = [optimizer.state_of(master) for master in optimizer.masters]
+        if on_host:
+            assert {t.device.type for state in states for key, t in state.items() if key.startswith("exp")} == {"cpu"}
+            assert all(master.current.device.type == "cpu" for master in optimizer.masters if master.is_copy)
+        outcomes.append([one.detach().cpu() for one in parameters] + [t.cpu() for s in states for t in s.values()])
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
 
 
