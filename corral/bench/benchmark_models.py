@@ -36,6 +36,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "rope_theta": 1e6,
     },
+    "qwen2.5-3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+    },
     "qwen2.5-7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,

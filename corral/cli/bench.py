@@ -23,8 +23,8 @@ app = typer.Typer(
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Random weights of a shape (qwen2-1.5b, qwen2.5-7b, tiny), smollm2-135m-instruct, or a folder with a "
-        "model. Default: qwen2-1.5b on a GPU, tiny without.",
+        help="Random weights of a shape (qwen2-1.5b, qwen2.5-3b, qwen2.5-7b, tiny), smollm2-135m-instruct, or a folder "
+        "with a model. Default: qwen2-1.5b on a GPU, tiny without.",
         show_default=False,
     ),
 ]

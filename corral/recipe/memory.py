@@ -18,7 +18,14 @@ from corral.recipe.placement import Placement, engine_returns_weights, format_de
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.recipe_warnings import needs_logprobs
 from corral.recipe.rules import max_trajectory_tokens
-from corral.recipe.schema import LOGITS_CHUNK, MAX_PREFILL_TOKENS, MAX_SEQUENCES, Recipe
+from corral.recipe.schema import (
+    LOGITS_CHUNK,
+    MAX_PREFILL_TOKENS,
+    MAX_SEQUENCES,
+    OPTIMIZER_SLOT_SIZE,
+    OPTIMIZER_SLOTS,
+    Recipe,
+)
 from corral.recipe.shape import ModelShape
 
 Phase = Literal["rollout", "logprobs", "train"]
@@ -256,12 +263,15 @@ class _Estimate:
         return self.held_part(role, self.num_trained * (moment_bytes(self.recipe, role) + master))
 
     def optimizer_states(self, role: str) -> dict[Phase, int]:
-        """Offloaded ones are on a GPU only while their parameter is updated, one after the other: the embedding's are
-        the largest."""
+        """Offloaded ones are on a GPU only while they are updated: parts that fit a few slots, or of shards a parameter
+        at a time, of which the embedding is the largest."""
+        total = self.optimizer(role)
         if "optimizer" not in self.recipe.train.offload:
-            return self.always(self.optimizer(role))
-        largest = self.shape.vocab_size * self.shape.hidden_size / self.shape.num_parameters if self.on_gpu else 1.0
-        return {"train": int(self.optimizer(role) * min(1.0, largest))}
+            return self.always(total)
+        largest = self.shape.vocab_size * self.shape.hidden_size
+        if self.meshes[role].is_whole:
+            largest = OPTIMIZER_SLOTS * min(OPTIMIZER_SLOT_SIZE, largest)
+        return {"train": int(total * min(1.0, largest / self.num_trained)) if self.on_gpu else total}
 
     def gradients(self, role: str) -> int:
         """4 P / S: summed over micro-batches in float32, whatever the weights are."""

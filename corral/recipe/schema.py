@@ -625,6 +625,9 @@ class Parallel(Section):
 
 LOGITS_CHUNK = {"cpu": 256, "cuda": 8192}
 """Where `train.logits_chunk` says nothing."""
+OPTIMIZER_SLOT_SIZE, OPTIMIZER_SLOTS = 2**26, 3
+"""Numbers of one state that a slot on the device holds while offloaded states are updated, and how many slots there
+are: one that computes, the next one on its way there and the last one on its way back."""
 
 
 GradientCheckpointing = bool | Literal["selective"]

@@ -15,13 +15,11 @@ from torch.optim.adamw import adamw
 
 from corral.kernels.host_to_device import pinned_buffer
 from corral.kernels.stochastic_rounding import round_to_bfloat16
+from corral.recipe.schema import OPTIMIZER_SLOT_SIZE, OPTIMIZER_SLOTS
 from corral.recipe.schema import Optimizer as OptimizerRecipe
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import ShardingLayout, local_tensor
 
-SLOT_SIZE, NUM_SLOTS = 2**26, 3
-"""Numbers of one state that a slot on the device holds, and how many slots there are: one that computes, the next one
-on its way there and the last one on its way back."""
 ALIGNMENT = 256
 """Bytes, as torch's own allocations have."""
 
@@ -128,8 +126,8 @@ class MasterOptimizer:
             on_host = {key: master.state[key].view(-1) for key in ("exp_avg", "exp_avg_sq")}
             if master.is_copy:
                 on_host["weight"] = master.current.view(-1)
-            for start in range(0, master.current.numel(), SLOT_SIZE):
-                part = slice(start, start + SLOT_SIZE)
+            for start in range(0, master.current.numel(), OPTIMIZER_SLOT_SIZE):
+                part = slice(start, start + OPTIMIZER_SLOT_SIZE)
                 with slots.lent({key: state[part] for key, state in on_host.items()}) as states:
                     weight = states.get("weight", master.current.view(-1)[part])
                     yield master, part, weight, states["exp_avg"], states["exp_avg_sq"]
@@ -390,12 +388,12 @@ class StateSlots:
     def __init__(self, state_dtype: torch.dtype, largest: int, device: torch.device) -> None:
         """`largest`: numbers of the largest parameter."""
         kinds = {"weight": torch.float32, "exp_avg": state_dtype, "exp_avg_sq": state_dtype}
-        size = min(SLOT_SIZE, largest)
+        size = min(OPTIMIZER_SLOT_SIZE, largest)
         self.slots = [
             {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in kinds.items()}
-            for _ in range(NUM_SLOTS)
+            for _ in range(OPTIMIZER_SLOTS)
         ]
-        self.emptied: list[torch.cuda.Event | None] = [None] * NUM_SLOTS
+        self.emptied: list[torch.cuda.Event | None] = [None] * OPTIMIZER_SLOTS
         self.next = 0
         self.computing = self.incoming = self.outgoing = None
         if device.type == "cuda":
@@ -406,7 +404,7 @@ class StateSlots:
     @contextmanager
     def lent(self, on_host: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The states on the device. What they are at the end of the block goes back to the host."""
-        number, self.next = self.next, (self.next + 1) % NUM_SLOTS
+        number, self.next = self.next, (self.next + 1) % OPTIMIZER_SLOTS
         states = {key: self.slots[number][key][: len(value)] for key, value in on_host.items()}
         with torch.cuda.stream(self.incoming):
             wait_for(self.incoming, self.emptied[number])

@@ -195,7 +195,8 @@ class HostCopier:
     def _fill(self, buffer: int, part: Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(self.stream):
             self.buffers[buffer][: len(part)].copy_(part, non_blocking=True)
-            return self.stream.record_event()
+            event: torch.cuda.Event = self.stream.record_event()
+        return event
 
 
 def run_on_all_ranks(mesh: ProcessMesh, work: Callable[[], None], remaining: Iterable[object] = ()) -> None:

@@ -79,7 +79,7 @@ def test_offloaded_states_pass_through_a_few_slots_of_the_device(
 ) -> None:
     """The updates are those of states that stay on the device, to the last bit, also where a parameter is larger than
     a slot and where slots are used again."""
-    monkeypatch.setattr("corral.training.optimizer.SLOT_SIZE", 4)
+    monkeypatch.setattr("corral.training.optimizer.OPTIMIZER_SLOT_SIZE", 4)
     outcomes = []
     for on_host in (False, True):
         parameters = [torch.nn.Parameter(torch.linspace(-1, 1, size).to(DEVICE, dtype)) for size in (23, 3, 4)]

@@ -1,0 +1,285 @@
+"""What the options of training cost and save on this device: peak memory beside the plan's estimate, seconds, and what
+is learned with them.
+
+    python benchmarks/training_options.py memory [--model qwen2.5-7b] [--options plain,offload-optimizer]
+    python benchmarks/training_options.py checkpoint [--model qwen2.5-7b] [--write]
+    python benchmarks/training_options.py learn [--steps 20] [KEY=VALUE ...]
+
+`memory` makes updates of two micro-batches with random weights of a shape, each set of options in a process of its own.
+`checkpoint` copies the states of a model beside the work of the next step, and with `--write` writes and hashes the
+files, too. `learn` trains the quickstart with each option.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import HERE, RESULTS, temporary_folder
+
+from corral.bench.benchmark_models import SHAPES, model_folder, save_random_model
+from corral.bench.comparison import BenchmarkReport, format_table
+from corral.bench.train_sides import random_pack
+from corral.bench.workloads import TrainWork
+from corral.model.model_loading import load_model
+from corral.observe.run_files import read_metrics
+from corral.recipe.memory import estimate_memory
+from corral.recipe.placement import resolve_placement
+from corral.recipe.presets import resolve_algorithm
+from corral.recipe.schema import Recipe
+from corral.recipe.shape import ModelShape
+from corral.training.checkpoint import list_files, size_and_hash, writing_checkpoint
+from corral.training.native_trainer import NativePolicyTrainer
+from corral.training.tensor_files import DeferredWrites
+
+GIB = 2**30
+CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
+CHECKPOINTED = {"train": {"gradient_checkpointing": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "selective": {"train": {"gradient_checkpointing": "selective"}},
+    "checkpointing": CHECKPOINTED,
+    "bfloat16-states": {**CHECKPOINTED, "optimizer": {"state_dtype": "bfloat16"}},
+    "offload-activations": {"train": {"gradient_checkpointing": True, "offload": ["activations"]}},
+    "offload-optimizer": {"train": {"gradient_checkpointing": True, "offload": ["optimizer"]}},
+    "offload-both": {"train": {"gradient_checkpointing": True, "offload": ["optimizer", "activations"]}},
+    "lora": {"model": {"lora": {"rank": 32}}, **CHECKPOINTED},
+    "lora-8-bit": {"model": {"lora": {"rank": 32}, "quantization": {"bits": 8}}, **CHECKPOINTED},
+    "lora-4-bit": {"model": {"lora": {"rank": 32}, "quantization": {"bits": 4}}, **CHECKPOINTED},
+}
+"""Changes of a recipe."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["memory", "checkpoint", "learn"])
+    parser.add_argument("--model", default="qwen2.5-7b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--options", default=",".join(OPTIONS))
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--at-once", type=int, default=1, help="runs of `learn` at the same time")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--state-dtype", default="float32")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*")
+    asked = parser.parse_args()
+    if asked.only:
+        print(json.dumps(measure_memory(asked, asked.only)))
+    elif asked.verb == "memory":
+        compare_memory(asked)
+    elif asked.verb == "checkpoint":
+        measure_checkpoint(asked)
+    else:
+        compare_learning(asked)
+
+
+# --- memory
+
+
+def compare_memory(asked: argparse.Namespace) -> None:
+    prepare(asked.model)
+    report = BenchmarkReport(f"training_memory_{asked.model}", "Memory and time of training", asked.results, [])
+    columns = ["options", "peak, GiB", "estimate", "estimate / peak", "a micro-batch, s", "an update, s", "tokens/s"]
+    rows, measured = list[list[str]](), dict[str, Any]()
+    for name in asked.options.split(","):
+        command = [sys.executable, *sys.argv, "--only", name]
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if result.returncode:
+            rows.append([name, "failed", "", "", "", "", ""])
+            continue
+        one = measured[name] = json.loads(result.stdout.splitlines()[-1])
+        ratio = one["estimate_gib"] / one["peak_gib"] if one["peak_gib"] else 0.0
+        memory = [f"{one['peak_gib']:.1f}", f"{one['estimate_gib']:.1f}", f"{ratio:.2f}"]
+        speed = [f"{one['micro_batch_s']:.3f}", f"{one['update_s']:.3f}", f"{one['tokens_per_s']:,.0f}"]
+        rows.append([name, *memory, *speed])
+        print(format_table([columns, *rows]), flush=True)
+    report.add("memory", f"{asked.model}, updates of 2 x {asked.tokens} tokens", columns, rows, measured)
+
+
+def measure_memory(asked: argparse.Namespace, options: str) -> dict[str, float]:
+    recipe = recipe_of(asked, OPTIONS[options])
+    policy, pack = policy_of(recipe), pack_of(asked)
+    micro_batches, updates = list[float](), list[float]()
+    for number in range(asked.updates):
+        started = clock()
+        for _ in range(2):
+            policy.forward_backward([(pack, lambda logprobs, _: -logprobs.sum() / asked.tokens)])
+        computed = clock()
+        assert not policy.step().skipped
+        if number:  # the first one compiles
+            micro_batches.append((computed - started) / 2)
+            updates.append(clock() - computed)
+    micro_batch_s, update_s = min(micro_batches), min(updates)
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if torch.cuda.is_available() else 0.0,
+        "estimate_gib": estimate(recipe) / GIB,
+        "micro_batch_s": micro_batch_s,
+        "update_s": update_s,
+        "tokens_per_s": 2 * asked.tokens / (2 * micro_batch_s + update_s),
+    }
+
+
+def estimate(recipe: Recipe) -> int:
+    shape = ModelShape.from_folder(Path(recipe.model.path))
+    algorithm = resolve_algorithm(recipe)
+    placement, _ = resolve_placement(recipe, algorithm)
+    [group] = estimate_memory(recipe, algorithm, placement, shape, auto_bytes=2, on_gpu=True)
+    return group.totals["train"]
+
+
+# --- checkpoints
+
+
+def measure_checkpoint(asked: argparse.Namespace) -> None:
+    """Updates with and without a checkpoint before them: what waits, and for how long."""
+    prepare(asked.model)
+    recipe = recipe_of(asked, {**CHECKPOINTED, "optimizer": {"state_dtype": asked.state_dtype}})
+    policy, pack = policy_of(recipe), pack_of(asked)
+
+    def compute() -> float:
+        started = clock()
+        policy.forward_backward([(pack, lambda logprobs, _: -logprobs.sum() / asked.tokens)])
+        return clock() - started
+
+    def update() -> float:
+        started = clock()
+        assert not policy.step().skipped
+        return clock() - started
+
+    for _ in range(2):  # the first one compiles
+        alone = {"micro_batch_s": compute(), "update_s": update()}
+    deferred, result, hashes = DeferredWrites(10**15), dict[str, float](), dict[str, dict[str, Any]]()
+    started = clock()
+    with temporary_folder() as parent, writing_checkpoint(Path(parent) / "step_000001", {}, hashes) as work:
+        policy.save(work, None, deferred)
+        result["save_s"] = clock() - started
+        result["micro_batch_beside_s"] = compute()
+        deferred.wait_for_copies()
+        result["copied_after_s"] = clock() - started
+        result["update_s"] = update()
+        copied = sum(tensor.nbytes for parts in deferred.copies.values() for _, tensor in parts)
+        if asked.write:
+            deferred.write()
+            result["written_after_s"] = clock() - started
+            with ThreadPoolExecutor() as threads:
+                names = list_files(work)
+                hashes |= dict(zip(names, threads.map(lambda name: size_and_hash(work / name), names), strict=True))
+            result["hashed_after_s"] = clock() - started
+        else:  # the files have their lengths and nothing in them
+            for file in work.rglob("*.safetensors"):
+                os.truncate(file, 0)
+    report = BenchmarkReport(f"checkpoint_{asked.model}", "A checkpoint beside training", asked.results, [])
+    rows = [["bytes", f"{copied / 1e9:.1f} GB"]]
+    rows += [[f"{name} without a checkpoint", f"{value:.3f}"] for name, value in alone.items()]
+    rows += [[name, f"{value:.3f}"] for name, value in result.items()]
+    print(format_table([["", ""], *rows]))
+    numbers = {"bytes": copied, **alone, **{f"with_{name}": value for name, value in result.items()}}
+    report.add("checkpoint", f"{asked.model}, moments in {asked.state_dtype}", ["", ""], rows, numbers)
+
+
+# --- what is learned
+
+
+def compare_learning(asked: argparse.Namespace) -> None:
+    names = asked.options.split(",")
+    report = BenchmarkReport("training_options", "The quickstart with options of training", asked.results, [])
+    columns = ["options", "held out", "first reward", "last rewards", "train, s"]
+    with temporary_folder() as folder, ThreadPoolExecutor(asked.at_once) as threads:
+        measured = dict(zip(names, threads.map(lambda name: train(Path(folder), name, asked), names), strict=True))
+    rows = []
+    for name, metrics in measured.items():
+        if not metrics:
+            rows.append([name, "failed", "", "", ""])
+            continue
+        scores = [100 * row["validation/mean@1"] for row in metrics if "validation/mean@1" in row]
+        steps = [row for row in metrics if "reward/mean" in row]
+        last = sum(row["reward/mean"] for row in steps[-5:]) / len(steps[-5:])
+        train_s = sorted(row["time/train_s"] for row in steps)[len(steps) // 2]
+        first = steps[0]["reward/mean"]
+        rows.append([name, f"{scores[0]:.1f} -> {scores[-1]:.1f} %", f"{first:.3f}", f"{last:.3f}", f"{train_s:.3f}"])
+    print(format_table([columns, *rows]))
+    report.add("quickstart", f"{asked.steps} steps {' '.join(asked.overrides)}".strip(), columns, rows, measured)
+
+
+def train(folder: Path, name: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    recipe = str(HERE.parent / "recipes" / "quickstart.yaml")
+    changes = [
+        f"{section}.{key}={json.dumps(value)}" for section, keys in OPTIONS[name].items() for key, value in keys.items()
+    ]
+    if "lora" in name:
+        changes.append("optimizer.learning_rate=1e-4")
+    command = [*CORRAL, "train", recipe, f"name={name}", f"logging.runs={folder}", f"schedule.steps={asked.steps}"]
+    result = subprocess.run([*command, *changes, *asked.overrides], stdout=sys.stderr)
+    return [] if result.returncode else read_metrics(folder / name / "metrics.jsonl")
+
+
+# --- both
+
+
+def prepare(model: str) -> None:
+    folder = model_folder(model, dtype())
+    if model in SHAPES and not folder.is_dir():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        save_random_model(model, folder, device, dtype())
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def dtype() -> str:
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def recipe_of(asked: argparse.Namespace, changes: dict[str, Any]) -> Recipe:
+    written: dict[str, Any] = {
+        "name": "options",
+        "model": {"path": str(model_folder(asked.model, dtype())), "dtype": dtype()},
+        "data": {"train": {"path": "arithmetic:addition"}, "max_prompt_tokens": 128},
+        "environment": {"reward": {"name": "exact"}},
+        "rollout": {"max_response_tokens": 896},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_tokens_per_micro_batch": asked.tokens},
+        "schedule": {"steps": 10},
+    }
+    for section, values in changes.items():
+        written[section] = {**written.get(section, {}), **values}
+    return Recipe.model_validate(written)
+
+
+def policy_of(recipe: Recipe) -> NativePolicyTrainer:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return NativePolicyTrainer(
+        load_model(recipe.model, device),
+        temperature=1.0,
+        logits_chunk=recipe.train.logits_chunk,  # None: as the device has it
+        optimizer=recipe.optimizer,
+        total_updates=10**6,
+        gradient_checkpointing=recipe.train.gradient_checkpointing,
+        offload=recipe.train.offload,
+        max_tokens=recipe.batch.max_tokens_per_micro_batch,
+    )
+
+
+def pack_of(asked: argparse.Namespace) -> Any:
+    """One micro-batch of sequences of 1,024 tokens, or one shorter sequence."""
+    length = min(1024, asked.tokens)
+    work = TrainWork(asked.tokens // length, length, 0, 0)
+    return random_pack(SimpleNamespace(folder=str(model_folder(asked.model, dtype())), train=work))  # type: ignore[arg-type]
+
+
+def clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()
