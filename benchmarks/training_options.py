@@ -5,7 +5,7 @@ is learned with them.
     python benchmarks/training_options.py checkpoint [--model qwen2.5-7b] [--write]
     python benchmarks/training_options.py learn [--steps 20] [KEY=VALUE ...]
 
-`memory` makes updates of two micro-batches with random weights of a shape, each set of options in a process of its own.
+`memory` makes updates of three micro-batches with random weights of a shape, each set of options in its own process.
 `checkpoint` copies the states of a model beside the work of the next step, and with `--write` writes and hashes the
 files, too. `learn` trains the quickstart with each option.
 """
@@ -42,6 +42,9 @@ from corral.training.tensor_files import DeferredWrites
 GIB = 2**30
 CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 CHECKPOINTED = {"train": {"gradient_checkpointing": True}}
+MICRO_BATCHES = 3
+"""Of an update: gradients of the first one are kept in the weights' dtype, and summed in float32 from the second on, so
+there is most in memory during the third."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "selective": {"train": {"gradient_checkpointing": "selective"}},
@@ -71,7 +74,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     if asked.only:
         print(json.dumps(measure_memory(asked, asked.only)))
     elif asked.verb == "memory":
@@ -87,7 +90,9 @@ def main() -> None:
 
 def compare_memory(asked: argparse.Namespace) -> None:
     prepare(asked.model)
-    report = BenchmarkReport(f"training_memory_{asked.model}", "Memory and time of training", asked.results, [])
+    report = BenchmarkReport(
+        f"training_memory_{file_name(asked.model)}", "Memory and time of training", asked.results, []
+    )
     columns = ["options", "peak, GiB", "estimate", "estimate / peak", "a micro-batch, s", "an update, s", "tokens/s"]
     rows, measured = list[list[str]](), dict[str, Any]()
     for name in asked.options.split(","):
@@ -102,7 +107,7 @@ def compare_memory(asked: argparse.Namespace) -> None:
         speed = [f"{one['micro_batch_s']:.3f}", f"{one['update_s']:.3f}", f"{one['tokens_per_s']:,.0f}"]
         rows.append([name, *memory, *speed])
         print(format_table([columns, *rows]), flush=True)
-    report.add("memory", f"{asked.model}, updates of 2 x {asked.tokens} tokens", columns, rows, measured)
+    report.add("memory", f"{asked.model}, updates of {MICRO_BATCHES} x {asked.tokens} tokens", columns, rows, measured)
 
 
 def measure_memory(asked: argparse.Namespace, options: str) -> dict[str, float]:
@@ -111,12 +116,12 @@ def measure_memory(asked: argparse.Namespace, options: str) -> dict[str, float]:
     micro_batches, updates = list[float](), list[float]()
     for number in range(asked.updates):
         started = clock()
-        for _ in range(2):
+        for _ in range(MICRO_BATCHES):
             policy.forward_backward([(pack, lambda logprobs, _: -logprobs.sum() / asked.tokens)])
         computed = clock()
         assert not policy.step().skipped
         if number:  # the first one compiles
-            micro_batches.append((computed - started) / 2)
+            micro_batches.append((computed - started) / MICRO_BATCHES)
             updates.append(clock() - computed)
     micro_batch_s, update_s = min(micro_batches), min(updates)
     return {
@@ -125,7 +130,7 @@ def measure_memory(asked: argparse.Namespace, options: str) -> dict[str, float]:
         "estimate_gib": estimate(recipe) / GIB,
         "micro_batch_s": micro_batch_s,
         "update_s": update_s,
-        "tokens_per_s": 2 * asked.tokens / (2 * micro_batch_s + update_s),
+        "tokens_per_s": MICRO_BATCHES * asked.tokens / (MICRO_BATCHES * micro_batch_s + update_s),
     }
 
 
@@ -178,7 +183,7 @@ def measure_checkpoint(asked: argparse.Namespace) -> None:
         else:  # the files have their lengths and nothing in them
             for file in work.rglob("*.safetensors"):
                 os.truncate(file, 0)
-    report = BenchmarkReport(f"checkpoint_{asked.model}", "A checkpoint beside training", asked.results, [])
+    report = BenchmarkReport(f"checkpoint_{file_name(asked.model)}", "A checkpoint beside training", asked.results, [])
     rows = [["bytes", f"{copied / 1e9:.1f} GB"]]
     rows += [[f"{name} without a checkpoint", f"{value:.3f}"] for name, value in alone.items()]
     rows += [[name, f"{value:.3f}"] for name, value in result.items()]
@@ -233,6 +238,10 @@ def prepare(model: str) -> None:
         save_random_model(model, folder, device, dtype())
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def file_name(model: str) -> str:
+    return model.replace(".", "_")
 
 
 def dtype() -> str:

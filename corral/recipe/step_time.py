@@ -1,7 +1,7 @@
 """How long a step takes, about: measured rates of one H200, scaled to other devices by their data sheets.
 
 What was measured is in docs/results.md, on one device: training as a part of the matrix peak, rollouts as a part of the
-time that memory and matrix products need at least. Traffic between devices and to the host was not measured, and is
+time that memory and matrix products need at least. Traffic between devices was not measured, and is
 taken at a stated part of the links' rates; training hides it behind computation, up to the larger of the two.
 """
 
@@ -55,8 +55,8 @@ VLLM = 0.75
 """What vLLM reaches of the native engine's rate with 7 B."""
 LINK = 0.7
 """Part of a link's rate. Not measured."""
-HOST_BYTES = 25e9
-"""Bytes per second between a device and its host. Not measured."""
+HOST_BYTES = 40e9
+"""Bytes per second between a device and its host, in each direction: what an H200 reached with the states of 7 B."""
 
 
 def estimate_step_s(plan: Plan, kind: DeviceKind) -> dict[str, float]:
@@ -133,11 +133,11 @@ def link_s(plan: Plan, kind: DeviceKind, traffic: Traffic) -> float:
 
 
 def offload_s(plan: Plan) -> float:
-    """For each update optimizer states to the device and back; for each micro-batch parameters to it, forward and
-    backward, and gradients from it."""
+    """For each update optimizer states to the device and back, at the same time where nothing is sharded; for each
+    micro-batch parameters to it, forward and backward, and gradients from it."""
     assert plan.shape is not None
     mesh, batch, offload = plan.meshes["actor"], plan.recipe.batch, plan.recipe.train.offload
-    times = 2 * 3 * ("optimizer" in offload)
+    times = (3 if mesh.is_whole else 6) * ("optimizer" in offload)
     times += 3 * micro_batches_per_update(plan.recipe, mesh) * ("parameters" in offload)
     shard = num_trained_parameters(plan.recipe, plan.shape) * FLOAT32 / (mesh.size // mesh.replicate)
     return times * shard * batch.updates_per_step * batch.ppo_epochs / HOST_BYTES

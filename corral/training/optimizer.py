@@ -206,8 +206,8 @@ class MasterOptimizer:
         ]
         sizes = [-(-master.current.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for master, _, dtype in places]
         on_device = self.masters and local_tensor(self.masters[0].parameter).is_cuda
-        memory = pinned_buffer(sum(sizes), pin=bool(on_device))
-        for (master, key, dtype), place in zip(places, memory.split(sizes), strict=True):
+        self.host_memory = pinned_buffer(sum(sizes), pin=bool(on_device))  # pinned as long as it is referenced
+        for (master, key, dtype), place in zip(places, self.host_memory.split(sizes), strict=True):
             master.on_host[key] = place.view(dtype)[: master.current.numel()].view(master.current.shape)
         for master in self.masters:
             self._return_to_host(master)

@@ -86,7 +86,7 @@ def test_fused_layers_are_views_of_the_parameters(family: str) -> None:
     assert first.scaling == attention.scaling
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     assert adjacent([projection.weight for projection in projections]) is not None
-    tokens = torch.randn(3, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randn(3, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
     def separately() -> Tensor:
         return torch.cat([projection(tokens) for projection in projections], dim=-1)

@@ -15,7 +15,7 @@ from corral.rollout.engine import Completion, FinishReason, Sampling
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.slot_core import SlotCore
 
-TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 1e-4
+TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 3e-4
 """In log-probs, float32: a GPU sums in another order."""
 PROMPTS = [[5, 6, 7, 8], [5, 6, 9], [40, 41, 42, 43, 44, 45], [5, 6, 7, 8, 9, 10]]
 

@@ -5,6 +5,7 @@ interpreter of an environment that has them.
 """
 
 import asyncio
+import copy
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from corral.recipe.errors import RunError, UserError
 from corral.rollout.engine import FinishReason, Sampling
 from corral.rollout.engine_process import EngineSettings
 from corral.rollout.process_engine import EngineLost, ProcessEngine
+from corral.runtime.weight_publisher import PROBE_BOUNDS, compare_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -158,6 +160,30 @@ def test_a_bucket_that_arrives_changed_is_refused(engine: ProcessEngine, monkeyp
     name, shape, dtype = engine.weight_layout[0]
     with pytest.raises(RunError, match="checksum"):
         engine.load([(name, torch.ones(shape, dtype=dtype))], 5)
+
+
+def test_a_tensor_that_did_not_arrive_is_noticed_by_the_probe(engine: ProcessEngine, model: tuple[Path, Any]) -> None:
+    """Whichever it is of the first layer: it is sent as it was before all of them changed."""
+    dtype, tokens = getattr(torch, engine.settings.dtype), [5 + 7 * i % 60 for i in range(64)]
+    changed = copy.deepcopy(model[1]).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator).to(DEVICE, dtype))
+        expected = changed(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].float().log_softmax(-1)
+    expected = expected.gather(1, torch.tensor(tokens[1:], device=DEVICE)[:, None])[:, 0].tolist()
+
+    def deviation(weights: dict[str, torch.Tensor]) -> float:
+        engine.load(weights.items(), 1)
+        found = asyncio.run(engine.compute_logprobs(tokens, 1.0))
+        return compare_logprobs(expected, found, dtype, version=1, name="device 0")
+
+    before, after = dict(model[1].named_parameters()), dict(changed.named_parameters())
+    assert deviation(after) <= PROBE_BOUNDS[dtype]
+    for name in [name for name in after if ".layers.0." in name]:
+        with pytest.raises(RunError, match="its weights are not those that were sent"):
+            deviation({**after, name: before[name]})
+    engine.load(before.items(), 0)
 
 
 def test_a_process_that_is_killed_fails_what_waits_for_it_and_says_how(model: tuple[Path, Any]) -> None:

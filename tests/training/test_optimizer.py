@@ -132,7 +132,8 @@ def test_bfloat16_moments_fall_as_fast_as_float32_ones() -> None:
 
 
 def test_losses_with_bfloat16_moments_are_close_to_those_with_float32() -> None:
-    """100 updates of a least-squares problem whose loss falls to a fortieth: within 2 % all the way."""
+    """100 updates of a least-squares problem whose loss falls to a fortieth: within 2 %, or a ten-thousandth of the
+    first loss."""
     losses: dict[str, list[float]] = {}
     for dtype in ("float32", "bfloat16"):
         optimizer, parameter = moments_in(dtype, learning_rate=0.03, betas=[0.9, 0.999])
@@ -145,7 +146,7 @@ def test_losses_with_bfloat16_moments_are_close_to_those_with_float32() -> None:
             optimizer.step()
             losses.setdefault(dtype, []).append(loss.item())
     assert losses["float32"][-1] < losses["float32"][0] / 40
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02, abs=1e-4 * losses["float32"][0])
     assert losses["bfloat16"] != losses["float32"]
 
 
