@@ -163,13 +163,12 @@ def test_a_bucket_that_arrives_changed_is_refused(engine: ProcessEngine, monkeyp
 
 
 def test_a_tensor_that_did_not_arrive_is_noticed_by_the_probe(engine: ProcessEngine, model: tuple[Path, Any]) -> None:
-    """Whichever it is of the first layer: it is sent as it was before all of them changed."""
+    """Whichever matrix it is of the first layer: it is sent as it was before all of them changed."""
     dtype, tokens = getattr(torch, engine.settings.dtype), [5 + 7 * i % 60 for i in range(64)]
     changed = copy.deepcopy(model[1]).to(dtype)
-    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in changed.parameters():
-            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator).to(DEVICE, dtype))
+            parameter.copy_(parameter.flip(0))  # of the same size, so that rounding is what it was
         expected = changed(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].float().log_softmax(-1)
     expected = expected.gather(1, torch.tensor(tokens[1:], device=DEVICE)[:, None])[:, 0].tolist()
 
@@ -180,7 +179,7 @@ def test_a_tensor_that_did_not_arrive_is_noticed_by_the_probe(engine: ProcessEng
 
     before, after = dict(model[1].named_parameters()), dict(changed.named_parameters())
     assert deviation(after) <= PROBE_BOUNDS[dtype]
-    for name in [name for name in after if ".layers.0." in name]:
+    for name in [name for name in after if ".layers.0." in name and "norm" not in name]:
         with pytest.raises(RunError, match="its weights are not those that were sent"):
             deviation({**after, name: before[name]})
     engine.load(before.items(), 0)
