@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,9 @@ def read_image(value: Any, folder: Path = Path()) -> str | bytes:
             return base64.b64decode(data, validate=True)
         if value.startswith(("http:", "https:")):
             raise ValueError(f"images are not downloaded; store {value:.80} in a file and give its path")
-        for path in (folder / Path(value).expanduser(), Path(value).expanduser()):
+        with suppress(RuntimeError):  # the home of a user who does not exist
+            value = str(Path(value).expanduser())
+        for path in (folder / value, Path(value)):
             if path.is_file():
                 return str(path.resolve())
         raise ValueError(f"no image {value:.200}")

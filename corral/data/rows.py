@@ -113,7 +113,18 @@ def row_from_mapping(
     if answer is None and completion:
         answer = completion[0]["content"]
     tools = _tools(mapping, data.tools_key, where)
+    _check_text([prompt, completion, rejected, answer, tools, extra], where)
     return Row(prompt, answer, source, extra, completion, where, tools, origin, rejected)
+
+
+def _check_text(value: Any, where: str) -> None:
+    """Raises where some text is no Unicode: JSON can have half of a surrogate pair, which no tokenizer takes."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise UserError(f"{where}: {ascii(value)[:60]} is not text: it has half of a surrogate pair")
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _check_text(item, where)
 
 
 def _answer(mapping: Mapping[str, Any], data: "Data", where: str) -> Any:
@@ -396,7 +407,7 @@ def _message(item: Any, where: str, any_keys: bool = False) -> Message:
 
 def _from_sharegpt(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     speaker, text = item["from"], item.get("value")
-    if speaker not in SHAREGPT_ROLES:
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise UserError(f"{where}: `from: {speaker!r:.40}` is not known as a role; what is known is {known}")
     return {"role": SHAREGPT_ROLES[speaker], "content": text}

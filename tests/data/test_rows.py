@@ -148,6 +148,11 @@ def test_the_template_goes_around_the_last_user_message_and_leaves_other_braces_
         ({"prompt": [{"role": "system", "content": "x"}]}, {"system": "y"}, "has a system message of its own"),
         ({"prompt": [{"role": "system", "content": "x"}]}, {"template": "{prompt}"}, "no user message"),
         ({"prompt": "x", "data_source": 3}, {}, "`data_source` must be text"),
+        ({"prompt": "half \ud800"}, {}, r"'half .ud800' is not text: it has half of a surrogate pair"),
+        ({"prompt": "x", "reward_model": {"ground_truth": "\udfff"}}, {}, "is not text"),
+        ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, {"prompt_key": "messages"}, "is not text"),
+        ({"prompt": [{"from": ["human"], "value": "x"}]}, {}, "message 0.*is not known as a role"),
+        ({"prompt": "<image>", "images": ["~nobody~"]}, {}, "no image ~nobody~"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_an_error_with_its_place(
