@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_lists import Ragged, Rows, assert_rows, flat, logprobs, mean, numbers, quick, ragged
 
+from corral.algorithms import pair_losses as pair_losses  # for its declarations
 from corral.algorithms.declarations import with_options
 from corral.algorithms.losses import (
     AGGREGATIONS,
