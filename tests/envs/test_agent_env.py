@@ -41,7 +41,6 @@ import subprocess
 import time
 
 import httpx
-import openai
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
 
@@ -65,6 +64,8 @@ def say(base_url, api_key, messages, **more):
 
 def two_turns(row, base_url, api_key, model):
     """With the client of the API, and one more question."""
+    import openai
+
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": row.prompt[0]["content"]}]
     first = client.chat.completions.create(model=model, messages=messages, temperature=0.3)
@@ -77,11 +78,15 @@ def two_turns(row, base_url, api_key, model):
 
 async def one_turn(row, base_url, api_key):
     """Async; leaves the reward to the reward function."""
+    import openai
+
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     await client.chat.completions.create(model="any", messages=row.prompt)
 
 
 async def streamed(base_url, api_key):
+    import openai
+
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     options = {"include_usage": True}
     stream = await client.chat.completions.create(
@@ -102,6 +107,8 @@ async def streamed(base_url, api_key):
 
 
 def with_tools(base_url, api_key):
+    import openai
+
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": "2 + 3?"}]
     for _ in range(9):
@@ -194,6 +201,8 @@ def asks_for_more(base_url, api_key, row):
 
 
 async def two_at_once(base_url, api_key):
+    import openai
+
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     ask = [client.chat.completions.create(model="any", messages=[{"role": "user", "content": "?"}]) for _ in range(2)]
     answers = await asyncio.gather(*ask, return_exceptions=True)
@@ -269,6 +278,14 @@ ROW = Row([Message(role="user", content="2 + 3?")], "5", "", {})
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("agents") / "some_agents.py"
     file.write_text(AGENTS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def agents_of_clients(agents: Path) -> Path:
+    """The same, with the API's client imported before agents are forked: it takes a second of a core."""
+    file = agents.with_name("agents_of_clients.py")
+    file.write_text(f"import openai\n{AGENTS}")
     return file
 
 
@@ -704,9 +721,11 @@ def drive(engine: NativeEngine, agents: Path, name: str, samples: int) -> list[T
         envs.close()
 
 
-def test_the_tokens_are_the_opening_the_replies_and_what_came_between(engine: NativeEngine, agents: Path) -> None:
+def test_the_tokens_are_the_opening_the_replies_and_what_came_between(
+    engine: NativeEngine, agents_of_clients: Path
+) -> None:
     tokenizer = tiny_tokenizer()
-    for trajectory in drive(engine, agents, "two_turns", samples=8):
+    for trajectory in drive(engine, agents_of_clients, "two_turns", samples=8):
         assert trajectory.error is None
         edges = np.flatnonzero(np.diff(trajectory.generated)) + 1
         opening, first, between, second = np.split(trajectory.tokens, edges)
