@@ -20,7 +20,6 @@ from typing import Any
 
 from corral.child_process import describe_exit, die_with_parent, last_lines, start_child, terminate_group
 from corral.loop.trajectory_records import BackgroundWriter, StepTrajectories, writes_here
-from corral.model.model_loading import load_tokenizer
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError
 from corral.recipe.placement import runs_on_ray
@@ -41,7 +40,7 @@ def open_writer(recipe: Recipe, folder: RunFolder, tokenizer: Any) -> Iterator[B
         with BackgroundWriter(writes_here(folder.trajectories, tokenizer)) as writer:
             yield writer
         return
-    process = WriterProcess(folder.trajectories, recipe.model, folder.logs / "trajectories.log")
+    process = WriterProcess(folder.trajectories, recipe.model, tokenizer, folder.logs / "trajectories.log")
     try:
         with BackgroundWriter(process.write) as writer:
             yield writer
@@ -53,9 +52,9 @@ class WriterProcess:
     """The controller's side. The process starts with the first step, from the thread that sends it, and is killed by
     the kernel when that thread ends, however it ends."""
 
-    def __init__(self, folder: Path, model: Model, log: Path) -> None:
-        """`model`: whose tokenizer decodes. `log`: of the process."""
-        self.settings, self.log = (folder.resolve(), model), log
+    def __init__(self, folder: Path, model: Model, tokenizer: Any, log: Path) -> None:
+        """`tokenizer`: of the model. `log`: of the process."""
+        self.settings, self.log = (folder.resolve(), model, pickled(tokenizer)), log
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Any = None
 
@@ -96,12 +95,31 @@ class WriterProcess:
         return describe_exit(terminate_group(process))
 
 
+def pickled(tokenizer: Any) -> bytes:
+    """The tokenizer, or nothing where it has code of its own that pickle does not find."""
+    try:
+        return pickle.dumps(tokenizer, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return b""
+
+
+def unpickled(tokenizer: bytes, model: Model) -> Any:
+    """Loading a tokenizer imports torch and parts of models, for six seconds of a core, which unpickling most of them
+    does not."""
+    try:
+        return pickle.loads(tokenizer)
+    except Exception:
+        from corral.model.model_loading import load_tokenizer
+
+        return load_tokenizer(model)
+
+
 def main(descriptor: int) -> None:
     """Runs in the process: writes step after step, until the socket is closed."""
     die_with_parent()
     os.nice(NICENESS)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb", buffering=BUFFER_BYTES) as wire:
-        folder, model = pickle.load(wire)
+        folder, model, tokenizer = pickle.load(wire)
         write = None
         while True:
             try:
@@ -110,7 +128,7 @@ def main(descriptor: int) -> None:
                 return
             error: Exception | None = None
             try:
-                write = write or writes_here(folder, load_tokenizer(model))
+                write = write or writes_here(folder, unpickled(tokenizer, model))
                 write(own)
             except OSError as raised:
                 error = raised  # a full disk is reported as such

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from corral.data.batch import Batch, FloatArray, IntArray, Trajectory, in_prefix_order
 from corral.data.images import decode_tokens
-from corral.loop.rollout_step import RolloutResult
 from corral.observe.run_files import StepSamples
 from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.presets import ResolvedAlgorithm
+
+if TYPE_CHECKING:
+    from corral.loop.rollout_step import RolloutResult  # which imports torch: the process of the files does without
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class StepTrajectories:
     def of(
         cls,
         step: int,
-        rollout: RolloutResult,
+        rollout: "RolloutResult",
         batch: Batch,
         algorithm: ResolvedAlgorithm,
         why_not_trained: str | None,

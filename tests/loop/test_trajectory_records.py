@@ -251,8 +251,10 @@ def test_a_process_writes_the_same_files(tmp_path: Path, tiny_model: Path) -> No
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
-    write = writes_here(here, load_tokenizer(Model(path=str(tiny_model))))
-    process = WriterProcess(there, Model(path=str(tiny_model)), tmp_path / "logs" / "trajectories.log")
+    model = Model(path=str(tiny_model))
+    tokenizer = load_tokenizer(model)
+    write = writes_here(here, tokenizer)
+    process = WriterProcess(there, model, tokenizer, tmp_path / "logs" / "trajectories.log")
     for own in (some_trajectories(1), some_trajectories(2), StepTrajectories(2, [], "validation")):
         write(own)
         process.write(own)
@@ -265,7 +267,8 @@ def test_a_process_writes_the_same_files(tmp_path: Path, tiny_model: Path) -> No
 
 
 def test_a_step_is_written_by_a_new_process_where_the_first_was_killed(tmp_path: Path, tiny_model: Path) -> None:
-    process = WriterProcess(tmp_path, Model(path=str(tiny_model)), tmp_path / "trajectories.log")
+    model = Model(path=str(tiny_model))
+    process = WriterProcess(tmp_path, model, load_tokenizer(model), tmp_path / "trajectories.log")
     process.write(some_trajectories(1))
     first = process._process
     assert first is not None
@@ -276,13 +279,21 @@ def test_a_step_is_written_by_a_new_process_where_the_first_was_killed(tmp_path:
     process.close()
 
 
+class CannotBePickled:
+    """As a tokenizer with code of its own: the process loads it itself."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("no")
+
+
 def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path: Path, tiny_model: Path) -> None:
     log = tmp_path / "trajectories.log"
-    gone = WriterProcess(tmp_path / "gone", Model(path=str(tiny_model)), log)
+    model = Model(path=str(tiny_model))
+    gone = WriterProcess(tmp_path / "gone", model, load_tokenizer(model), log)
     with pytest.raises(FileNotFoundError, match="gone"):
         gone.write(some_trajectories(1))
     gone.close()
-    without = WriterProcess(tmp_path, Model(path=str(tmp_path / "no-model")), log)
+    without = WriterProcess(tmp_path, Model(path=str(tmp_path / "no-model")), CannotBePickled(), log)
     with pytest.raises(RunError, match="no-model is not a folder"):
         without.write(some_trajectories(1))
     without.close()
