@@ -49,8 +49,15 @@ def states_after_loss(shape: MeshShape, dtype: torch.dtype) -> list[float]:
     return [max(same), late.optimizer.updates]
 
 
-@pytest.mark.parametrize("shape", COPIES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((torch.float32, shape) for shape in COPIES),
+        (torch.bfloat16, COPIES[0]),
+        *(pytest.param(torch.bfloat16, shape, marks=pytest.mark.slow) for shape in COPIES[1:]),
+    ],
+    ids=str,
+)
 def test_a_copy_takes_the_states_of_another_to_the_bit(
     team: Callable[[int], Team], shape: MeshShape, dtype: torch.dtype
 ) -> None:
