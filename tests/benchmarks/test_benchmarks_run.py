@@ -73,4 +73,7 @@ def test_the_soak_says_which_process_grows(monkeypatch: pytest.MonkeyPatch) -> N
     for at in (3, 4):
         samples[at]["short 3"] = [500.0, 9]
     rows = soak.rows_of_processes(samples, hours=1.0)
-    assert rows == [["grows 2", "102.5", "106.5", "8.0", "4.0", "5.0"], ["steady 1", "50.0", "50.0", "0.0", "3.0", "3.0"]]
+    assert rows == [
+        ["grows 2", "102.5", "106.5", "8.0", "4.0", "5.0"],
+        ["steady 1", "50.0", "50.0", "0.0", "3.0", "3.0"],
+    ]

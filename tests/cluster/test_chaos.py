@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -194,6 +195,17 @@ def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: 
     assert finished.code == 0, finished.stdout + log
     assert finished.stdout.endswith("passed\n")
     assert (tmp_path / "runs" / "tiny-chaos" / "chaos.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one process", "stale"])
+def test_a_run_in_forks_survives_them_too(tmp_path: Path, mode: str) -> None:
+    script = Path(__file__).parents[1] / "chaos_in_forks.py"
+    command = [sys.executable, str(script), "--mode", mode, "--faults", "5", "--report", str(tmp_path / "report.json")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    faults = json.loads((tmp_path / "report.json").read_text())["faults"]
+    assert len({fault["kind"] for fault in faults}) == (5 if mode == "stale" else 4)
 
 
 @pytest.mark.xdist_group("ray")
