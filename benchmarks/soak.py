@@ -132,9 +132,9 @@ def look(controller: int, temporary: Path) -> dict[str, Any]:
 
 def name_of(process: NodeProcess) -> str:
     """Ray's name of a process, or what Python was started with: a module, or the first line of a program."""
-    if process.is_rays:
-        return process.name
     role = next((role for role, mark in MARKS.items() if mark in process.command), None)
+    if role is None and process.is_rays:
+        return process.name.partition(".")[0]  # behind it is what it does
     return role or " ".join(process.command.split()[1:4])
 
 
