@@ -6,7 +6,8 @@
 A tiny model is trained with Ray, rollout and trainer apart, with environments, trajectories, checkpoints and
 validation; its reward waits, so that it needs little of the machine. Every half minute all processes of the run are
 looked at: memory that is their own, open files, threads, and what lies in shared memory and in the run's temporary
-folder. Growth is that of the mean of the last quarter over the mean of the second: the first is warming up.
+folder. Growth is that of the mean of the last quarter over the mean of the second: the first is warming up. A second
+table has the growth of each process.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from tiny import save_tiny_model
 
 from corral.bench.comparison import BenchmarkReport
 from corral.cluster.faults import own_processes
+from corral.cluster.node_processes import NodeProcess
+from corral.cluster.stacks import MARKS
 from corral.observe.run_files import read_metrics
 
 INTERVAL_S = 30.0
@@ -52,15 +55,19 @@ def main() -> None:
     report = BenchmarkReport("soak", "A run that goes on for hours", options.results, ["ray"])
     with temporary_folder() as name:
         samples, steps = soak(Path(name), options.hours * 3600)
+    each = [sample.pop("each") for sample in samples]
     growth = {key: growth_of([sample[key] for sample in samples]) for key in UNITS}
     rows = [
         [key, *(f"{value:,.0f} {unit}".strip() for value in growth[key][:2]), f"{growth[key][2]:+.1%}"]
         for key, unit in UNITS.items()
     ]
     heading = f"{options.hours:g} h, {steps} steps"
-    report.add(
-        "soak", heading, ["", "second quarter", "last quarter", "growth"], rows, {"samples": samples, "steps": steps}
-    )
+    quarters = ["second quarter", "last quarter"]
+    report.add("soak", heading, ["", *quarters, "growth"], rows, {"samples": samples, "steps": steps})
+    columns = ["", *(f"MB, {quarter}" for quarter in quarters), "MB an hour"]
+    columns += [f"threads, {quarter}" for quarter in quarters]
+    rows = rows_of_processes(each, options.hours)
+    report.add("each process", "memory and threads", columns, rows, {"columns": columns, "rows": rows})
     print(f"wrote {report.path}.json and .md")
     grown = [key for key in ("memory", "shared memory") if growth[key][2] > MAX_GROWTH]
     grown += [key for key in list(UNITS)[2:] if growth[key][1] - growth[key][0] >= 1]
@@ -78,7 +85,7 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def soak(folder: Path, seconds: float) -> tuple[list[dict[str, float]], int]:
+def soak(folder: Path, seconds: float) -> tuple[list[dict[str, Any]], int]:
     """Trains for so long. Returns what was seen every half minute since the first step, and the number of steps."""
     save_tiny_model(folder / "model")
     temporary = folder / "temporary"
@@ -88,7 +95,7 @@ def soak(folder: Path, seconds: float) -> tuple[list[dict[str, float]], int]:
     reward = f'environment.reward={{name: "{folder}/vowels.py:slowly", workers: 2, options: {options}}}'
     command = [sys.executable, "-m", "corral.cli.main", "train", str(recipe), reward, *OVERRIDES]
     environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-    metrics, samples = folder / "runs" / "tiny" / "metrics.jsonl", list[dict[str, float]]()
+    metrics, samples = folder / "runs" / "tiny" / "metrics.jsonl", list[dict[str, Any]]()
     with (folder / "console.log").open("wb") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
@@ -107,18 +114,39 @@ def soak(folder: Path, seconds: float) -> tuple[list[dict[str, float]], int]:
     return samples, max(int(row["step"]) for row in read_metrics(metrics))
 
 
-def look(controller: int, temporary: Path) -> dict[str, float]:
-    pids = list(own_processes("tiny", controller, in_cluster=False))
-    memory = sum(private_bytes(pid) for pid in pids)
+def look(controller: int, temporary: Path) -> dict[str, Any]:
+    pids = own_processes("tiny", controller, in_cluster=False)
+    memory = {pid: private_bytes(pid) / 1e6 for pid in pids}
+    threads = {pid: count(Path(f"/proc/{pid}/task")) for pid in pids}
     shared = sum(file.stat().st_size for file in files_of(Path("/dev/shm")) if file.name.startswith("corral"))
     return {
-        "memory": memory / 1e6,
+        "memory": sum(memory.values()),
         "shared memory": shared / 1e6,
         "temporary files": float(sum(1 for _ in files_of(temporary))),
         "open files": float(sum(count(Path(f"/proc/{pid}/fd")) for pid in pids)),
-        "threads": float(sum(count(Path(f"/proc/{pid}/task")) for pid in pids)),
+        "threads": float(sum(threads.values())),
         "processes": float(len(pids)),
+        "each": {f"{name_of(process)} {pid}": [memory[pid], threads[pid]] for pid, process in pids.items()},
     }
+
+
+def name_of(process: NodeProcess) -> str:
+    """Ray's name of a process, or what Python was started with: a module, or the first line of a program."""
+    role = next((role for role, mark in MARKS.items() if mark in process.command), None)
+    if role is None and process.is_rays:
+        return process.name.partition(".")[0]  # behind it is what it does
+    return role or " ".join(process.command.split()[1:4])
+
+
+def rows_of_processes(samples: list[dict[str, Any]], hours: float) -> list[list[str]]:
+    """Memory and threads of the processes that were there from the second quarter on, those that grow most first."""
+    last, rows = samples[-1], []
+    for name in (name for name in last if all(name in sample for sample in samples[len(samples) // 4 :])):
+        memory, threads = (growth_of([sample.get(name, last[name])[at] for sample in samples])[:2] for at in (0, 1))
+        rows.append((name, *memory, (memory[1] - memory[0]) / (hours / 2), *threads))
+    return [
+        [name, *(f"{value:,.1f}" for value in values)] for name, *values in sorted(rows, key=lambda row: -float(row[3]))
+    ]
 
 
 def private_bytes(pid: int) -> int:

@@ -279,7 +279,9 @@ def chaos(
     overrides: Overrides = None,
     faults: Annotated[int, typer.Option(min=1, help="Number of faults.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of their kinds, moments and victims.")] = 0,
-    kinds: Annotated[str | None, typer.Option(help="Kinds, such as kill-worker,full-disk; default: all.")] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help="Such as kill-worker,full-disk; default: all but cut-off-node.")
+    ] = None,
     interval: Annotated[float, typer.Option(min=0, help="Mean seconds from a recovery to the next fault.")] = 5.0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds in which the run has to recover.")] = 600.0,
     max_silence: Annotated[float, typer.Option(min=1, help="Seconds for which the console may be silent.")] = 60.0,
@@ -291,9 +293,9 @@ def chaos(
     that nothing was left behind. Exits with 1 if anything was."""
     from corral.cluster.chaos import chaos as run_chaos
     from corral.cluster.chaos_report import ChaosOptions
-    from corral.cluster.faults import KINDS
+    from corral.cluster.faults import BY_DEFAULT, KINDS
 
-    chosen = tuple(KINDS) if kinds is None else tuple(kinds.split(","))
+    chosen = BY_DEFAULT if kinds is None else tuple(kinds.split(","))
     if unknown := [kind for kind in chosen if kind not in KINDS]:
         listed = "".join(f"\n  {name}: {kind.description}" for name, kind in KINDS.items())
         raise UserError(f"--kinds: there is no {', '.join(unknown)}, but{listed}")

@@ -24,6 +24,7 @@ from pathlib import Path
 from corral.child_process import describe_exit, read_stat, start_child, terminate_group
 from corral.cluster.chaos_report import ChaosOptions, ChaosReport, EndRecord, FaultRecord, audit_folder, explain_end
 from corral.cluster.faults import (
+    CUT_OFF_S,
     KINDS,
     PlannedFault,
     Reach,
@@ -199,8 +200,8 @@ class ChaosRun:
             return
         names = {(one.name, one.pid) for one in self.reach.find(self.folder.name, self.child.pid)}
         for fault in list(self.pending):
-            if fault.kind == "full-disk":
-                is_back = not self.full_since
+            if KINDS[fault.kind].signal is None:  # a node does not come back, but the shell that cuts it off ends
+                is_back = not self.full_since if fault.kind == "full-disk" else self.now() - fault.at_s > CUT_OFF_S + 1
             else:
                 is_back = any(name == fault.target and pid != fault.pid for name, pid in names)
             if is_back and not fault.is_back:
@@ -259,7 +260,9 @@ class ChaosRun:
         self.pending.append(fault)
         self.last_fault_at, self.idle_ends = fault.at_s, 0
         deadly = KINDS[kind].signal
-        if deadly is None:
+        if kind == "cut-off-node":
+            self.reach.cut_off(target)
+        elif deadly is None:
             self.full_since = self.now()
             limit_files(self._processes(), 0)
         else:

@@ -3,7 +3,10 @@
 import os
 import random
 import resource
+import shutil
 import signal
+import socket
+import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +24,7 @@ DURING_RECOVERY = 0.15
 class FaultKind:
     target: str
     signal: signal.Signals | None
-    """None: no file of the process can grow for a while, as on a full disk."""
+    """None: no file of the process can grow for a while, as on a full disk; a node is cut off."""
     description: str
 
 
@@ -37,7 +40,11 @@ KINDS = {
     "kill-controller": FaultKind("controller", signal.SIGKILL, "`corral train` is killed, and started again"),
     "stop-controller": FaultKind("controller", signal.SIGTERM, "`corral train` gets SIGTERM, and is started again"),
     "full-disk": FaultKind("controller", None, "no file of the controller and of workers on its node can grow"),
+    "cut-off-node": FaultKind("node", None, "a node reaches no other for 30 s; needs root, and to be named"),
 }
+BY_DEFAULT = tuple(kind for kind in KINDS if kind != "cut-off-node")
+"""Ray gives a node up that was cut off, and it has left the cluster until somebody brings it up again."""
+CUT_OFF_S = 30.0
 ENVIRONMENT_MARKS = (MARKS["environment"], "from corral.envs.tool_processes import main")
 ENGINE_MARK = "corral.rollout.engine_process"
 
@@ -99,7 +106,16 @@ class NodeFaults:
     """An actor on every node of a cluster."""
 
     def find(self, run: str) -> list[Target]:
-        return find_targets(run, None, in_cluster=True)
+        node = [Target("node", os.getpid(), socket.gethostname())] if os.geteuid() == 0 and shutil.which("ip") else []
+        return find_targets(run, None, in_cluster=True) + node
+
+    def cut_off(self, addresses: Sequence[str]) -> None:
+        """Lets this node reach none of these addresses for a while: routes to them lead nowhere. Other routes, and
+        connections to other machines, stay. The shell that takes them away again is nobody's child: Ray ends this actor
+        meanwhile."""
+        add, remove = ("".join(f"ip route {verb} blackhole {one}; " for one in addresses) for verb in ("add", "del"))
+        script = f"(sleep 0.5; {add} sleep {CUT_OFF_S:g}; {remove}) &"
+        subprocess.run(["setsid", "sh", "-c", script], check=True, stdin=subprocess.DEVNULL)
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         send_signal(pid, number)
@@ -115,18 +131,25 @@ class Reach:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            from corral.runtime.nodes import remote_class
+            from corral.runtime.nodes import HEAD_RESOURCE, remote_class
 
-            here = ray.get_runtime_context().get_node_id()
-            others = [entry["NodeID"] for entry in ray.nodes() if entry["Alive"] and entry["NodeID"] != here]
-            where = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in others}
+            here, alive = ray.get_runtime_context().get_node_id(), [one for one in ray.nodes() if one["Alive"]]
+            self.addresses = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in alive}
+            self.uncut = {one["NodeID"] for one in alive if HEAD_RESOURCE not in one["Resources"]}
+            where = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in self.addresses if node != here}
             self.actors = {node: remote_class(NodeFaults, one).remote() for node, one in where.items()}
 
     def find(self, run: str, controller: int) -> list[Target]:
         found = find_targets(run, controller, self.in_cluster)
         for node, actor in self.actors.items():
-            found += [replace(target, node=node) for target in self._ask(actor.find.remote(run)) or ()]
+            own = [replace(target, node=node) for target in self._ask(actor.find.remote(run)) or ()]
+            found += [target for target in own if target.kind != "node" or node in self.uncut]
         return found
+
+    def cut_off(self, target: Target) -> None:
+        self.uncut.remove(target.node)
+        others = [address for node, address in self.addresses.items() if node != target.node]
+        self._ask(self.actors[target.node].cut_off.remote(others))
 
     def signal(self, target: Target, number: signal.Signals) -> None:
         if target.node:

@@ -76,6 +76,8 @@ class RunState:
     """Whether the run ends with an error."""
     skipped_in_a_row: int = 0
     """Number of updates that were skipped, at the end of the training so far."""
+    save_is_late: bool = False
+    """Whether a checkpoint waits for an update that is made: where one is not finite the weights may not be either."""
     idle_steps: int = 0
     """Number of steps without anything to train on, at the end of the training so far."""
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -308,7 +310,9 @@ async def save_if_due(run: RunState) -> None:
     by_time = settings.minutes and time.monotonic() - run.saved_at >= 60 * settings.minutes
     if run.saving is not None and run.saving[1].done():
         await finish_saving(run)
-    if (by_step or by_time or is_best(run)) and not run.is_complete:
+    due = by_step or by_time or run.save_is_late
+    run.save_is_late = bool(due) and run.skipped_in_a_row > 0
+    if ((due and not run.save_is_late) or is_best(run)) and not run.is_complete:
         with run.timed("save"):  # of the next step's metrics
             await begin_saving(run)
 

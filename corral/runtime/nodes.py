@@ -397,7 +397,8 @@ def devices_table(resource: str) -> str:
 
 def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
     """Makes a class whose objects are actors, with the controller's import path: functions that a recipe names live
-    there, perhaps Corral too."""
+    there, perhaps Corral too. Ray's head would keep 3 kB of each of the last 100,000 calls of an actor, for its
+    dashboard: of heartbeats alone that is all of it within a day."""
     variables = {
         "PYTHONPATH": os.pathsep.join(own_import_path()),
         # Torch warns of host names that cannot be resolved, and such.
@@ -406,7 +407,8 @@ def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **
     environment: dict[str, Any] = {"env_vars": variables}
     if py_executable is not None:
         environment["py_executable"] = py_executable
-    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=where, runtime_env=environment, **options)
+    always = {"num_cpus": 0, "enable_task_events": False}
+    return ray.remote(kind).options(scheduling_strategy=where, runtime_env=environment, **always, **options)
 
 
 def own_import_path() -> list[str]:

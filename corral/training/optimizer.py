@@ -247,7 +247,8 @@ class MasterOptimizer:
             if not is_there:
                 master.state.clear()
         moments = [self._moments(m) for m, is_there in zip(self.masters, has_moments.tolist(), strict=True) if is_there]
-        states = [tensor for state in moments for tensor in state.values()]
+        # By name: a state that was loaded from a checkpoint has another order than one that is new.
+        states = [state[key] for state in moments for key in sorted(state)]
         mesh.copy_from_([*(master.current for master in self.masters), *states], copy)
         for master in self.masters:
             master.copy_to_parameter()

@@ -62,3 +62,18 @@ def test_supervised_fine_tuning_is_measured_beside_trl(tmp_path: Path) -> None:
 def test_scaling_is_measured(tmp_path: Path) -> None:
     found = run("scaling.py", tmp_path, "--layouts", "no Ray, 1 process", "Ray, 1 worker")
     assert "scaling" in found
+
+
+def test_the_soak_says_which_process_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak  # type: ignore[import-not-found]
+
+    samples = [{"steady 1": [50.0, 3], "grows 2": [100.0 + at, 4 + at // 6]} for at in range(8)]
+    samples[0].pop("grows 2")  # it starts late
+    for at in (3, 4):
+        samples[at]["short 3"] = [500.0, 9]
+    rows = soak.rows_of_processes(samples, hours=1.0)
+    assert rows == [
+        ["grows 2", "102.5", "106.5", "8.0", "4.0", "5.0"],
+        ["steady 1", "50.0", "50.0", "0.0", "3.0", "3.0"],
+    ]

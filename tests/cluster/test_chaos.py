@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -194,6 +195,41 @@ def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: 
     assert finished.code == 0, finished.stdout + log
     assert finished.stdout.endswith("passed\n")
     assert (tmp_path / "runs" / "tiny-chaos" / "chaos.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one process", "stale"])
+def test_a_run_in_forks_survives_them_too(tmp_path: Path, mode: str) -> None:
+    script = Path(__file__).parents[1] / "chaos_in_forks.py"
+    command = [sys.executable, str(script), "--mode", mode, "--faults", "5", "--report", str(tmp_path / "report.json")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    faults = json.loads((tmp_path / "report.json").read_text())["faults"]
+    assert len({fault["kind"] for fault in faults}) == (5 if mode == "stale" else 4)
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.lab
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_is_noticed_and_can_be_reached_again(tmp_path: Path, tiny_model: Path) -> None:
+    from hosts import Lab
+    from runs import write_recipe
+
+    recipe = write_recipe(tmp_path, tiny_model)
+    apart = ("cluster.nodes=3", "cluster.devices_per_node=1", "cluster.placement={actor: 0, rollout: 1-2}")
+    own = (*apart, "cluster.min_nodes=2", "optimizer.learning_rate=1e-4", "--kinds=cut-off-node")
+    command = [sys.executable, "-c", "from corral.cli.main import main; main()", "chaos", str(recipe), *own]
+    with Lab(3) as lab:
+        lab.start_ray(devices=1)
+        output = lab.run(0, [*command, "--faults=1", "--interval=1"], timeout_s=500, OMP_NUM_THREADS="1").stdout
+        routes = [lab.run(host, ["ip", "route"]).stdout for host in (1, 2)]
+    report = json.loads((tmp_path / "runs" / "tiny-chaos" / "chaos.json").read_text())
+    [fault] = report["faults"]
+    assert report["passed"], output + (tmp_path / "runs" / "tiny-chaos" / "logs" / "chaos.log").read_text()
+    assert fault["target"] in ("h2", "h3")
+    assert 0 < fault["noticed_s"] < 30
+    assert 30 < fault["recovered_s"] < 120
+    assert [route for route in routes if "blackhole" in route] == []
 
 
 @pytest.mark.xdist_group("ray")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from corral.child_process import die_with_parent
 from corral.observe.console import Console
 from corral.recipe.errors import RunError
 from corral.recipe.placement import Placement
@@ -30,7 +31,9 @@ BUILDER = "replica_faults:build_role"
 
 def serve(calls: Connection, rank: int, size: int) -> None:
     """Answers calls, many at a time, as `DeviceProcess` does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     worker = Worker(rank, size, "127.0.0.1", timeout_s=120.0, threads=1, can_be_replaced=True)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

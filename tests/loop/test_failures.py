@@ -156,8 +156,10 @@ def test_adaptive_kl_of_a_bad_model_does_not_hide_the_reason(tmp_path: Path, poi
 
 def test_a_learning_rate_that_breaks_the_model_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
-    finished = corral(tmp_path, "train", "recipe.yaml", "optimizer.learning_rate=1e30", "schedule.steps=9")
+    overrides = ("optimizer.learning_rate=1e30", "schedule.steps=9", "checkpoint.every=2")
+    finished = corral(tmp_path, "train", "recipe.yaml", *overrides)
     assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=4)
+    assert not list((tmp_path / "runs" / "tiny" / "checkpoints").iterdir())
 
 
 def test_rewards_that_overflow_end_the_run(tmp_path: Path, tiny_model: Path) -> None:
@@ -169,7 +171,8 @@ def test_rewards_that_overflow_end_the_run(tmp_path: Path, tiny_model: Path) -> 
 
 def test_one_bad_step_is_skipped_and_its_batch_kept(tmp_path: Path, tiny_model: Path) -> None:
     overrides = (*reward(tmp_path, "is_huge_in_step_2"), "schedule.steps=4", "algorithm.name=dr_grpo")
-    run = train_here(tmp_path, tiny_model, *overrides)
+    run = train_here(tmp_path, tiny_model, *overrides, "checkpoint.every=2")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
     assert [row["updates/made"] for row in steps_of(run)] == [1, 0, 1, 1]
     assert [row["updates/skipped"] for row in steps_of(run)] == [0, 1, 0, 0]
     assert [path.name for path in (run / "failures").iterdir()] == ["step_000002.npz"]

@@ -58,6 +58,14 @@ def test_silent_connections_do_not_lock_a_server_up() -> None:
         assert [ask(port) for _ in range(5)] == ["hello"] * 5
 
 
+def test_the_peer_with_the_most_silent_connections_pays_for_them() -> None:
+    with served(max_connections=20) as port, contextlib.ExitStack() as stack:
+        alone = stack.enter_context(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
+        crowd = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
+        assert is_closed_within(crowd[0], 10)
+        assert not is_closed_within(alone, 1)
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /hello HTTP/1.1\r\nHost: x\r\n"])
 def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_S", 0.5)

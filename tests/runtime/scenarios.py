@@ -149,6 +149,18 @@ async def workers_while(work: Any, logs: Path, call: str) -> list[dict[str, Any]
         task.cancel()
 
 
+def calls_kept_by_ray() -> list[str]:
+    """Names of the calls that Ray's head keeps, once it has one that was made after all others."""
+    ray.get(ray.remote(num_cpus=0)(lambda: None).options(name="the last call").remote())
+    kept: list[str] = []
+    for _ in range(100):
+        time.sleep(0.1)
+        kept = [event.task_info.name for event in ray._private.state.state._get_all_task_events()]
+        if "the last call" in kept:
+            break
+    return kept
+
+
 # --- on a cluster that stays whole
 
 
@@ -180,6 +192,7 @@ async def colocated(logs: str) -> dict[str, Any]:
             "late_run_error": await message_of(actor.one(1, FakeRole.fail, "run")),
             "late_other_error": await message_of(actor.one(1, FakeRole.fail, "other")),
             "still_works": await actor.all(FakeRole.echo, 1),
+            "kept_by_ray": await asyncio.to_thread(calls_kept_by_ray),
         }
         began = time.monotonic()
     signal.signal(signal.SIGTERM, handler)

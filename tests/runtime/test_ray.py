@@ -88,6 +88,12 @@ def test_a_file_says_what_each_worker_does(colocated: Any, lab: Lab) -> None:
     assert workers[0]["roles"] == ["actor", "rollout"]
 
 
+def test_rays_head_keeps_nothing_of_the_calls(colocated: Any) -> None:
+    """It would keep the last 100,000, and grow by 3 kB with each of them."""
+    assert "the last call" in colocated["kept_by_ray"]
+    assert [name for name in colocated["kept_by_ray"] if "." in name] == []
+
+
 def test_errors_for_the_user_arrive_as_they_are(colocated: Any) -> None:
     assert colocated["late_user_error"] == "UserError: the reason"
     assert colocated["late_run_error"] == "RunError: the reason"
