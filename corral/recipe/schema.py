@@ -777,7 +777,8 @@ class Cluster(Section):
     devices_per_node: PositiveInt = 1
     """GPUs of each node; on nodes without, worker slots."""
     device_memory: PositiveFloat | None = None
-    """Memory of a device in GiB. With it a plan that does not fit is an error, on whatever machine it is made."""
+    """Memory of a device in GiB. With it a plan that does not fit is an error, on whatever machine it is made; without
+    it, one that no GPU holds."""
     placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic,reward_model": "all"}
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
     transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"
