@@ -446,6 +446,9 @@ def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
         lines["lone samples"] = "a sample without others of its prompt has its reward for an advantage"
     if algorithm.mask_truncated:
         lines["cut off"] = "samples cut off by length are in no loss; their rewards count in their groups"
+    if algorithm.mask_mean_reward is not None:
+        low, high = algorithm.mask_mean_reward
+        lines["too hard or easy"] = f"prompts whose mean reward is not between {low:g} and {high:g} are in no loss"
     if algorithm.entropy_coefficient:
         lines["entropy"] = f"bonus with coefficient {algorithm.entropy_coefficient:g}"
     if algorithm.llds_coefficient:

@@ -493,6 +493,9 @@ class Algorithm(Section):
     mask_truncated: bool = False
     """Leave samples that `rollout.max_response_tokens` cut off out of the loss, and out of the counts that it is
     divided by (DAPO's overlong filtering). Their rewards stay in the statistics of their groups and of the batch."""
+    mask_mean_reward: tuple[float, float] | None = None
+    """Leave all samples of a prompt out of the loss in the same way, unless the mean of their rewards is above the
+    first number and below the second: prompts that are too hard or too easy (`difficulty_mask` in ROLL)."""
     entropy_coefficient: NaturalFloat = 0.0
     """Weight of an entropy bonus."""
     llds_coefficient: NaturalFloat = 0.0
