@@ -138,6 +138,8 @@ class Plan:
             },
             "mesh": {role: asdict(mesh) for role, mesh in self.meshes.items()},
             "cluster": {
+                "nodes": self.recipe.cluster.nodes,
+                "devices_per_node": self.recipe.cluster.devices_per_node,
                 "runtime": "ray" if runs_on_ray(self.recipe) else "local",
                 "address": self.recipe.cluster.address if runs_on_ray(self.recipe) else None,
                 "transfer": transfer_kind(self.recipe, self.placement),
