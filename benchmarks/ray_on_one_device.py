@@ -82,7 +82,7 @@ def difference(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> floa
         abs(value - other[name])
         for row, other in zip(rows, others, strict=True)
         for name, value in row.items()
-        if value is not None and not name.startswith(("time/", "speed/"))
+        if value is not None and not name.startswith(("time/", "speed/", "memory/"))
     )
 
 

@@ -1,6 +1,7 @@
 """How much memory the processes of a node may use: the machine's, or what the limit of a container or job leaves."""
 
 import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def cgroup_memory(own: str, root: Path) -> list[tuple[int, int]]:
                 found.append((int(limit), int(used) - int(cached[1] if cached else 0)))
             break
     return [(limit, used) for limit, used in found if limit < UNLIMITED]
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process has; 0 where the system does not say (macOS)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:
+        return 0
 
 
 def available_memory() -> int:

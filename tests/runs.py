@@ -133,4 +133,4 @@ def _trajectories(folder: Path) -> dict[str, pyarrow.Table]:
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))}
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "speed/", "memory/"))}

@@ -150,10 +150,11 @@ def name_and_value(written: str) -> tuple[str, str]:
 def print_migration(migration: "Migration", strict: bool, every_key: bool, as_json: bool) -> None:
     from corral.migrate.migration import as_dict, recipe_text, report_text
     from corral.recipe.plan import make_plan
+    from corral.recipe.shape import ModelShape
 
     problem = None
     try:
-        make_plan(migration.recipe)
+        make_plan(migration.recipe, ModelShape.find(migration.recipe.model.path))
     except UserError as error:
         problem = error
     if as_json:

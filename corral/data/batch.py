@@ -84,14 +84,18 @@ class Trajectory:
     """Whether a turn has no reward: the trajectory is counted and recorded, and is in no batch."""
     conversation: Conversation | None = None
     """What the reward model has yet to score; None: nothing."""
-    is_masked: bool = False
-    """Whether the trajectory is in no loss, though its reward is in the statistics of its group and batch."""
+    mask_reason: str | None = None
+    """Why the trajectory is in no loss, though its reward is in the statistics of its group and batch."""
     is_chosen: bool | None = None
     """Whether it is the chosen answer of its pair; None: it is in none."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
         assert len(self.generated) == len(self.logprobs) == len(self.versions) == length
+
+    @property
+    def is_masked(self) -> bool:
+        return self.mask_reason is not None
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[int], prompt_length: int = 1) -> "Trajectory":

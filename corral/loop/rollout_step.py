@@ -2,8 +2,11 @@
 training. Or, where the answers of rows are trained on, its rows are sampled, and that is all."""
 
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from corral.data.supervised import trajectories_of
 from corral.loop.components import RolloutComponents, RunComponents
 from corral.loop.sample_errors import ErrorCounts
 from corral.observe.ledger import Ledger
+from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.schema import Rollout
 from corral.rewards.reward_function import reward_on_error
 from corral.rewards.scorer_pool import weighted_sum
@@ -117,9 +121,7 @@ class PendingRollout:
             async for groups in self._finished(size):
                 await add_model_scores(self.components, finished_trajectories(groups))
                 piece = collect(groups, rounds)
-                if self.algorithm.mask_truncated:
-                    for trajectory in piece.trajectories:
-                        trajectory.is_masked = trajectory.stop is StopReason.LENGTH
+                mask_samples(piece.trajectories, self.algorithm)
                 if self.algorithm.dynamic_sampling:
                     drop_zero_variance_groups(piece, self.algorithm.reward_clip)
                 kept += len(piece.prompt_ids)
@@ -275,6 +277,19 @@ def sampling_of(rollout: Rollout, *, greedy: bool = False) -> Sampling:
         min_p=rollout.min_p,
         stop=tuple(rollout.stop),
     )
+
+
+def mask_samples(trajectories: Sequence[Trajectory], algorithm: ResolvedAlgorithm) -> None:
+    """Marks samples that are in no loss. Those of a prompt are beside each other."""
+    low, high = algorithm.mask_mean_reward or (-math.inf, math.inf)
+    for _, samples in groupby(trajectories, key=lambda one: one.prompt_id):
+        group = list(samples)
+        is_between = len(group) == 1 or low < fmean(one.reward for one in group) < high
+        for one in group:
+            if not is_between:
+                one.mask_reason = "of a prompt that is too hard or too easy"
+            elif algorithm.mask_truncated and one.stop is StopReason.LENGTH:
+                one.mask_reason = "cut off by length"
 
 
 def drop_zero_variance_groups(result: RolloutResult, reward_clip: float | None) -> None:

@@ -76,8 +76,9 @@ def train(
             report_finished(checkpoint, folder, recipe, recipe_file, console)
             return folder.path
         check_trackers(recipe.logging)
-        check_disk(make_plan(recipe, ModelShape.find(recipe.model.path)), folder.path, console.warn)
-        folder.write_plan(plan_text)
+        plan = make_plan(recipe, ModelShape.find(recipe.model.path))
+        check_disk(plan, folder.path, console.warn)
+        folder.write_plan(plan_text, plan.as_dict())
         step = None if checkpoint is None else read_state(checkpoint)["step"]
         announce("controller", folder.name, folder=folder.path.resolve())
         console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)

@@ -188,7 +188,7 @@ def record_step(
             run.parts.history.record(row, rewards)
         metrics["samples/skipped"] = float(run.ledger.num_dropped(run.step, SKIP_REASONS))
         metrics["samples/retired_rows"] = float(run.parts.history.num_retired)
-    if run.parts.algorithm.mask_truncated:
+    if run.parts.algorithm.mask_truncated or run.parts.algorithm.mask_mean_reward:
         metrics["samples/masked"] = float(batch.is_masked.mean())
     metrics |= result.metrics() | run.times
     step_s, cluster = run.times["time/step_s"], run.recipe.cluster
@@ -212,7 +212,9 @@ def record_prompts(run: RunState, rollout: RolloutResult, result: TrainResult) -
         run.ledger.dropped(run.step, in_loss, reason)
     else:
         run.ledger.trained(run.step, in_loss)
-    run.ledger.dropped(run.step, set(rollout.prompt_ids) - set(in_loss), "all samples cut off by length")
+    masked = {one.prompt_id: one.mask_reason for one in rollout.trajectories if one.prompt_id not in in_loss}
+    for reason in dict.fromkeys(masked.values()):
+        run.ledger.dropped(run.step, {one for one in masked if masked[one] == reason}, f"all samples {reason}")
     run.ledger.dropped(run.step, rollout.failed, "environment failed")
     run.ledger.dropped(run.step, rollout.without_reward, "no sample with a reward")
     run.ledger.dropped(run.step, rollout.zero_variance, "zero-variance group")

@@ -57,7 +57,7 @@ class StepTrajectories:
     ) -> Self:
         """What was trained on, and then what was left out. `why_not_trained`: why no update was made with any of the
         batch."""
-        reasons = ["cut off by length" if one.is_masked else why_not_trained for one in rollout.trajectories]
+        reasons = [one.mask_reason or why_not_trained for one in rollout.trajectories]
         others = {
             "no reward": rollout.dropped,
             "zero-variance group": rollout.filtered,

@@ -10,11 +10,11 @@ from pkgutil import iter_modules
 
 from corral.migrate import engines
 from corral.migrate.config import RawConfig, add_file, add_override, leaves
-from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at, with_overrides
-from corral.migrate.outcome import ABSENT, ForeignValue
+from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at, with_overrides, with_setting
+from corral.migrate.outcome import ABSENT, ForeignValue, mapped
 from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
-from corral.migrate.table import KeyTable
+from corral.migrate.table import KeyTable, RecipeValue
 from corral.migrate.table_file import load_table
 from corral.migrate.value_kinds import format_value
 from corral.recipe.document import read_text
@@ -59,6 +59,12 @@ OTHER_COMMANDS = ("echo", "printf", "grep", "pkill", "kill", "ps", "cat", "ls", 
 """Commands that may name a program and do not start it."""
 OPTION = re.compile(r"--?(config[-_]path|config[-_]name|config[-_]dir|cp|cn|cd)(?:=(.*))?", re.DOTALL)
 OPTIONS = {"cp": "path", "cn": "name", "cd": "path", "path": "path", "name": "name", "dir": "path"}
+GPU_NAME = re.compile(
+    r"^#SBATCH\b.*?\s(?:--gres[= ]\S*?gpu:|--gpus(?:-per-\w+)?[= ]|-G ?)([A-Za-z][\w.-]*)", re.MULTILINE
+)
+"""The name of GPUs in the options of Slurm: `--gres=gpu:h100:8`, `--gpus-per-node=a100_80gb:8`."""
+GPU_MEMORY = {"h100": 80, "h800": 80, "h20": 96, "h200": 141, "b200": 180, "b300": 268, "l40s": 48, "rtx4090": 24}
+"""GiB of GPUs by name, where nearly all of a name have the same."""
 OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
 """Names of verl's own configurations: all that they say is in its table."""
 
@@ -117,8 +123,8 @@ def read_file(
         add_file(config, path)
         add_changes(config, changes)
         return finish(config, system, [])
-    first, *others = read_sources(read_text(path), path, defined)
-    migration = migrate_source(first, system, defined, changes)
+    first, *others = read_sources(text := read_text(path), path, defined)
+    migration = with_named_gpus(migrate_source(first, system, defined, changes), text, path)
     problems, remarks = list[str](), list[str]()
     for other in others:
         try:
@@ -138,6 +144,19 @@ def read_file(
         what = [f"{one}, and nothing is run here; give the variables with --define" for one in problems]
         raise RefusedConfig(what, migration.title, migration.entries, pitfalls)
     return replace(migration, pitfalls=pitfalls)
+
+
+def with_named_gpus(migration: Migration, text: str, path: Path) -> Migration:
+    """The migration with what the GPUs hold that a job script asks Slurm for by name."""
+    match, key = GPU_NAME.search(text), ("cluster", "device_memory")
+    if match is None or all(one[0] != key[0] for one in migration.settings):
+        return migration
+    written = re.search(r"(\d+)gb", name := match[1].lower())
+    memory = int(written[1]) if written else GPU_MEMORY.get(re.split("[-_.]", re.sub("^nvidia[-_]", "", name))[0])
+    if memory is None:
+        return migration
+    given = ForeignValue("#SBATCH", match[1], f"{path}:{text[: match.start()].count(chr(10)) + 1}")
+    return with_setting(migration, key, RecipeValue(memory, given, mapped(key, memory, f"GiB of a {match[1]}")))
 
 
 def add_changes(config: RawConfig, changes: Sequence[str]) -> None:

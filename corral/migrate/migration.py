@@ -104,6 +104,14 @@ def with_overrides(migration: Migration, overrides: Sequence[str]) -> Migration:
     return replace(migration, recipe=recipe, settings={path: settings[path] for path in in_order(settings)})
 
 
+def with_setting(migration: Migration, path: KeyPath, setting: RecipeValue) -> Migration:
+    """The migration with one more setting, which is not from the training's own keys."""
+    settings = {**migration.settings, path: setting}
+    entries = (*migration.entries, KeyReport(setting.given, setting.outcome))
+    ordered = {path: settings[path] for path in in_order(settings)}
+    return replace(migration, recipe=validated(ordered), settings=ordered, entries=entries)
+
+
 def value_at(values: Any, path: KeyPath) -> Any:
     for name in path:
         values = values.get(name, ABSENT) if isinstance(values, dict) else ABSENT

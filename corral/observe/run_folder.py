@@ -3,7 +3,7 @@
     runs/<name>/
         recipe.yaml         as it was run; recipe.2.yaml, ... when it was resumed with another one
         inputs.json         hashes of the files that the last of them names
-        plan.txt
+        plan.txt, plan.json
         metrics.jsonl
         ledger.jsonl        what happened to every prompt
         curve.png
@@ -20,13 +20,14 @@ one, is up to the loop.
 import errno
 import fcntl
 import itertools
+import json
 import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
@@ -104,9 +105,10 @@ class RunFolder:
         write_atomically(path, text)
         return path
 
-    def write_plan(self, text: str) -> Path:
+    def write_plan(self, text: str, plan: Mapping[str, Any]) -> None:
+        """Writes it as it was printed, and for programs."""
         write_atomically(self.plan, text)
-        return self.plan
+        write_atomically(self.plan.with_suffix(".json"), json.dumps(plan))
 
     def archive_attempt(self) -> Path:
         """Moves what an attempt without a checkpoint left behind to `attempts/<number>`."""

@@ -33,8 +33,14 @@ PHASES: tuple[Phase, ...] = ("rollout", "logprobs", "train")
 FLOAT32 = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_CACHE = "KV cache"
+UP_TO_A_BUDGET = ("KV of turns before, at most", "activations", "logits of a decode step", "logits chunk")
+"""Items that grow with the tokens or sequences computed together, which a recipe only bounds: a step may have fewer."""
 REWARD_MODEL_WEIGHTS = "reward model weights"
 GIB = 2**30
+LARGEST_GPU = 288e9 / GIB
+"""Most memory of a GPU that Corral runs on, in GiB: NVIDIA's B300, by its data sheet of 2025."""
+USUAL_GPU = 80
+"""Memory in GiB of the GPUs that most people train on."""
 
 
 def phases_of(recipe: Recipe, algorithm: ResolvedAlgorithm) -> tuple[Phase, ...]:
@@ -65,23 +71,37 @@ class DeviceMemory:
         return {phase: sum(item.bytes_by_phase.get(phase, 0) for item in self.items) for phase in self.phases}
 
 
-def check_memory(recipe: Recipe, groups: Sequence[DeviceMemory]) -> None:
-    """Raises a RecipeError where a device has less than it needs. The KV cache is left out: an engine takes what there
-    is for it."""
-    available = recipe.cluster.device_memory
-    problems = []
+def check_memory(recipe: Recipe, groups: Sequence[DeviceMemory]) -> list[str]:
+    """Raises a RecipeError where a device has less than it needs. Where what it has is not known: less than the largest
+    GPU has, and only what is held for certain is counted; then it returns warnings where an usual GPU has less. The KV
+    cache is left out: an engine takes what there is for it."""
+    known = recipe.cluster.device_memory
+    available = LARGEST_GPU if known is None else known
+    left_out = (KV_CACHE,) if known is not None else (KV_CACHE, *UP_TO_A_BUDGET)
+    problems, warnings = [], []
     for group in groups:
-        cache = next((item.bytes_by_phase for item in group.items if item.name == KV_CACHE), {})
-        needed = {phase: (total - cache.get(phase, 0)) / GIB for phase, total in group.totals.items()}
-        phase = max(needed, key=lambda one: needed[one])
-        if available is not None and needed[phase] > available:
-            problems.append(
-                f"device {format_devices(group.devices)} ({'+'.join(group.roles)}) needs {needed[phase]:.0f} GiB for "
-                f"{phase}, without a KV cache, and has {available:g} (`cluster.device_memory`)"
-                + what_would_fit(recipe, group, needed, available)
+        needed = dict.fromkeys(group.phases, 0.0)
+        for phase, size in (
+            each for one in group.items if one.name not in left_out for each in one.bytes_by_phase.items()
+        ):
+            needed[phase] += size / GIB
+        fullest = max(needed, key=lambda one: needed[one])
+        what = (
+            f"device {format_devices(group.devices)} ({'+'.join(group.roles)}) needs {needed[fullest]:.0f} GiB for "
+            f"{fullest}, without {'' if known is not None else 'activations and '}a KV cache"
+        )
+        if needed[fullest] > available:
+            of_any = f"no GPU has more than {available:.0f}; for CPUs write what they have: `cluster.device_memory`"
+            has = of_any if known is None else f"has {available:g} (`cluster.device_memory`)"
+            problems.append(f"{what}, and {has}{what_would_fit(recipe, group, needed, available)}")
+        elif known is None and needed[fullest] > USUAL_GPU:
+            warnings.append(
+                f"{what}, more than the {USUAL_GPU} of an A100 or H100; with `cluster.device_memory` a plan that does "
+                "not fit is an error"
             )
     if problems:
         raise RecipeError(problems)
+    return warnings
 
 
 def what_would_fit(recipe: Recipe, group: DeviceMemory, needed: dict[Phase, float], available: float) -> str:

@@ -138,6 +138,8 @@ class Plan:
             },
             "mesh": {role: asdict(mesh) for role, mesh in self.meshes.items()},
             "cluster": {
+                "nodes": self.recipe.cluster.nodes,
+                "devices_per_node": self.recipe.cluster.devices_per_node,
                 "runtime": "ray" if runs_on_ray(self.recipe) else "local",
                 "address": self.recipe.cluster.address if runs_on_ray(self.recipe) else None,
                 "transfer": transfer_kind(self.recipe, self.placement),
@@ -162,28 +164,33 @@ def make_plan(
     model_shape: ModelShape | None = None,
     *,
     num_rows: int | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     dtype_bytes: int | None = None,
     model_path: str | None = None,
 ) -> Plan:
     """Raises a RecipeError with everything that is wrong with the recipe.
 
     `num_rows`: of the training data, if they have been counted. What `model.dtype: auto` means depends on the device:
-    float32 on a CPU and bfloat16 elsewhere, unless `dtype_bytes` says what it is here.
+    float32 on a CPU and bfloat16 elsewhere, unless `dtype_bytes` says what it is here. Where the device is not known,
+    the estimate is of a CPU, and what no GPU holds is an error.
     """
     warnings = check(recipe)
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
     recipe, mesh_reason = with_default_mesh(recipe, placement, model_shape)
     rows = known_rows(recipe, num_rows)
-    on_gpu = device != "cpu" or recipe.cluster.device_memory is not None
+    on_gpu = device not in (None, "cpu") or recipe.cluster.device_memory is not None
     auto_bytes = dtype_bytes or (2 if on_gpu else 4)
     memory: list[DeviceMemory] = []
     if model_shape is not None:
         if recipe.model.quantization is not None and model_shape.num_experts:
             raise RecipeError(["`model.quantization`: experts of a mixture are not quantized; leave it out"])
         memory = estimate_memory(recipe, algorithm, placement, model_shape, auto_bytes, on_gpu)
-        check_memory(recipe, memory)
+        if on_gpu:
+            warnings += check_memory(recipe, memory)
+        elif device is None:
+            of_gpu = estimate_memory(recipe, algorithm, placement, model_shape, dtype_bytes or 2, on_gpu=True)
+            warnings += check_memory(recipe, of_gpu)
     return Plan(
         recipe=recipe,
         algorithm=algorithm,
@@ -441,6 +448,9 @@ def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
         lines["lone samples"] = "a sample without others of its prompt has its reward for an advantage"
     if algorithm.mask_truncated:
         lines["cut off"] = "samples cut off by length are in no loss; their rewards count in their groups"
+    if algorithm.mask_mean_reward is not None:
+        low, high = algorithm.mask_mean_reward
+        lines["too hard or easy"] = f"prompts whose mean reward is not between {low:g} and {high:g} are in no loss"
     if algorithm.entropy_coefficient:
         lines["entropy"] = f"bonus with coefficient {algorithm.entropy_coefficient:g}"
     if algorithm.llds_coefficient:

@@ -60,6 +60,7 @@ class ResolvedAlgorithm:
     advantage_clip: float | None
     lone_sample: Literal["zero", "raw"]
     mask_truncated: bool
+    mask_mean_reward: tuple[float, float] | None
     entropy_coefficient: float
     llds_coefficient: float
     engine_difference: str | None = dataclasses.field(compare=False)
@@ -139,6 +140,7 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         advantage_clip=written.advantage_clip,
         lone_sample=written.lone_sample,
         mask_truncated=written.mask_truncated,
+        mask_mean_reward=written.mask_mean_reward,
         entropy_coefficient=written.entropy_coefficient,
         llds_coefficient=written.llds_coefficient,
         engine_difference=difference,

@@ -249,6 +249,12 @@ def batch_sizes(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     number, noun = recipe.num_units, "pairs" if recipe.trains_on_pairs else "trajectories"
     if batch.updates_per_step > number:
         yield f"`batch.updates_per_step: {batch.updates_per_step}` is more than a step's {number} {noun}"
+    if (bounds := algorithm.mask_mean_reward) is not None:
+        if batch.samples_per_prompt == 1:
+            yield "`algorithm.mask_mean_reward` has no effect: a prompt has one sample (`batch.samples_per_prompt`)"
+        if bounds[0] >= bounds[1]:
+            written = f"[{bounds[0]:g}, {bounds[1]:g}]"
+            yield f"`algorithm.mask_mean_reward: {written}` has no mean in it: the lower bound comes first"
     if batch.samples_per_prompt == 1 and algorithm.dynamic_sampling:
         yield (
             "`batch.samples_per_prompt: 1` with dynamic sampling, which drops groups whose rewards are all equal: "
@@ -272,6 +278,7 @@ FOR_ROLLOUTS = {
     "algorithm": (
         *("advantage", "correction", "shaping", "kl", "dynamic_sampling", "old_logprobs", "max_mean_ratio"),
         *("reward_clip", "whiten", "advantage_clip", "llds_coefficient", "lone_sample", "mask_truncated"),
+        "mask_mean_reward",
     ),
     "batch": ("samples_per_prompt",),
     "schedule": ("max_staleness", "pipelined"),

@@ -493,6 +493,9 @@ class Algorithm(Section):
     mask_truncated: bool = False
     """Leave samples that `rollout.max_response_tokens` cut off out of the loss, and out of the counts that it is
     divided by (DAPO's overlong filtering). Their rewards stay in the statistics of their groups and of the batch."""
+    mask_mean_reward: tuple[float, float] | None = None
+    """Leave all samples of a prompt out of the loss in the same way, unless the mean of their rewards is above the
+    first number and below the second: prompts that are too hard or too easy (`difficulty_mask` in ROLL)."""
     entropy_coefficient: NaturalFloat = 0.0
     """Weight of an entropy bonus."""
     llds_coefficient: NaturalFloat = 0.0
@@ -780,7 +783,8 @@ class Cluster(Section):
     devices_per_node: PositiveInt = 1
     """GPUs of each node; on nodes without, worker slots."""
     device_memory: PositiveFloat | None = None
-    """Memory of a device in GiB. With it a plan that does not fit is an error, on whatever machine it is made."""
+    """Memory of a device in GiB. With it a plan that does not fit is an error, on whatever machine it is made; without
+    it, one that no GPU holds."""
     placement: dict[str, str | int | list[int]] = {"actor,rollout,reference,critic,reward_model": "all"}
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
     transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"

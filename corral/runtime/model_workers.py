@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from corral.algorithms.declarations import with_options
@@ -30,7 +31,7 @@ from corral.algorithms.losses import (
     value_loss,
 )
 from corral.data.batch import Batch, FloatArray, Pack
-from corral.host_memory import available_memory
+from corral.host_memory import available_memory, resident_memory
 from corral.kernels.host_to_device import on_device
 from corral.model.lora import bit_sums
 from corral.model.model_loading import load_model, load_to_shard
@@ -141,6 +142,15 @@ class LossStats:
             self.maxima[key] = max(self.maxima.get(key, 0.0), value)
 
 
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """GiB that this process has, and all processes of its GPU."""
+    found = {"memory/process_gib": resident_memory() / 2**30}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found["memory/device_gib"] = (total - free) / 2**30
+    return found
+
+
 def policy_loss_of(
     algorithm: ResolvedAlgorithm,
     pack: Pack,
@@ -228,7 +238,9 @@ class ModelWorker(Role, ABC):
         stats.num_turns = len(packs)
         stats.num_idle_turns = self.mesh.shape.pipeline - 1 if packs else 0
         stats.expert_counts = self.trainer.take_expert_counts()
-        return stats.read()
+        stats.read()
+        stats.maxima |= memory_in_use(self.context.device)
+        return stats
 
     @abstractmethod
     def loss_function(self, pack: Pack, terms: UpdateTerms, stats: LossStats) -> Callable[..., Tensor]:

@@ -30,6 +30,7 @@ from corral.observe.trackers import flat
 from corral.observe.trajectory_store import TrajectoryStore
 from corral.recipe.document import read_document
 from corral.recipe.errors import UserError, first_line
+from corral.recipe.placement import MOST_DEVICES
 
 if TYPE_CHECKING:
     from corral.cluster.stacks import ProcessStacks
@@ -157,6 +158,7 @@ class RunReader:
             "metrics": {"steps": steps, "columns": columns},
             "recipe": self.recipe()[0],
             "texts": {name: "\n".join(tail_lines(path)) for name, path in texts.items()},
+            "placement": read_placement(self.file("plan.json")),
             "logs": sorted(path.name for path in self.path.glob("logs/*.log") if self.file("logs", path.name)),
             "parts": self.parts(),
             "ledger": self.audit(),
@@ -270,6 +272,26 @@ class RunReader:
         if name not in {path.name for path in self.path.glob("logs/*.log")} or not (path := self.file("logs", name)):
             raise NotFound(f"there is no log {name}")
         return {"name": name, "size": path.stat().st_size, "lines": tail_lines(path)}
+
+
+def read_placement(path: Path | None) -> dict[str, Any] | None:
+    """The nodes of a run's plan, and which roles and services each device has, with the bytes that it needs at most.
+    None: there is no plan that can be read, as in runs of earlier releases."""
+    try:
+        plan = {} if path is None else json.loads(path.read_bytes())
+        cluster, memory = plan["cluster"], plan["memory"]
+        roles = {role: devices for role, devices in plan["placement"].items() if role != "idle"}
+        nodes, per_node = int(cluster["nodes"]), int(cluster["devices_per_node"])
+        if not 0 < nodes * per_node <= MOST_DEVICES:
+            return None
+        return {
+            "nodes": nodes,
+            "devices_per_node": per_node,
+            "roles": {role: list(map(int, own)) for role, own in {**roles, **cluster["devices_of_services"]}.items()},
+            "memory": [[list(map(int, one["devices"])), max(one["total"].values())] for one in memory],
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 class MetricsReader:

@@ -34,7 +34,9 @@ def recipe(folder: Path, model: Path, **more: Any) -> dict[str, Any]:
 
 def without_times(run: corral.Run) -> list[dict[str, Any]]:
     rows = run.metrics.to_pylist()
-    return [{key: value for key, value in row.items() if not key.startswith(("time/", "speed/"))} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "speed/", "memory/"))} for row in rows
+    ]
 
 
 def test_a_run_has_metrics_a_checkpoint_and_trajectories(tmp_path: Path, tiny_model: Path) -> None:

@@ -347,6 +347,38 @@ def test_keys_of_either_side_can_be_changed_behind_the_file(tmp_path: Path, chan
     assert yaml.safe_load(made.stdout)["batch"]["samples_per_prompt"] == 5
 
 
+QWEN_72B = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("slurm", "devices", "needs"),
+    [
+        ("", 4, "372 GiB for rollout, without activations and a KV cache, and no GPU has more than 268"),
+        ("#SBATCH --nodes=1 --gres=gpu:h100:8", 8, "25[4-9] GiB for rollout, without a KV cache, and has 80"),
+        ("#SBATCH --gpus-per-node=a100_40gb:8", 8, "25[4-9] GiB for rollout, without a KV cache, and has 40"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(tmp_path: Path, slurm: str, devices: int, needs: str) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN_72B))
+    sizes = f"trainer.nnodes=1 trainer.n_gpus_per_node={devices} actor_rollout_ref.model.path=large"
+    (tmp_path / "run.sh").write_text(
+        f"#!/bin/bash\n{slurm}\npython3 -m verl.trainer.main_ppo data.train_files=a.parquet {sizes} "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1 algorithm.adv_estimator=grpo\n"
+    )
+    made = corral(tmp_path, "migrate", "run.sh")
+    assert made.code == 2
+    [error] = [line for line in made.stderr.splitlines() if line.startswith("error: ")]
+    assert re.search(f"needs {needs}", error)  # 254 are weights and states, the rest is an estimate of activations
+    memory = yaml.safe_load(made.stdout)["cluster"].get("device_memory")
+    assert memory == (int(needs.rpartition(" ")[2]) if slurm else None)
+    assert corral(tmp_path, "migrate", "run.sh", "--plan").code == 2
+
+
 # --- commands of other systems, run as they are
 
 

@@ -31,7 +31,17 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, tiny_model: Path)
     run = tmp_path / "runs" / "tiny"
     visible = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     folders = {"checkpoints", "trajectories", "logs", "failures"}
-    assert visible == folders | {"recipe.yaml", "plan.txt", "inputs.json", "metrics.jsonl", "ledger.jsonl", "curve.png"}
+    assert visible == folders | {
+        "recipe.yaml",
+        "plan.txt",
+        "plan.json",
+        "inputs.json",
+        "metrics.jsonl",
+        "ledger.jsonl",
+        "curve.png",
+    }
+    measured = [row for row in read_metrics(run / "metrics.jsonl") if "reward/mean" in row]
+    assert all(0.05 < row["memory/process_gib"] < 100 for row in measured)
     assert "2 steps = 8 prompts, 32 trajectories" in (run / "plan.txt").read_text()
     assert [row["step"] for row in rows_of(run)] == [0, 1, 2, 2]
     assert {file.name for file in (run / "trajectories").iterdir()} == {

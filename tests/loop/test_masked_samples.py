@@ -10,6 +10,7 @@ from corral.observe.trajectory_store import read_trajectories
 
 MASKED = ("algorithm.mask_truncated=true", "rollout.stop=[a, e, t, s]", "schedule.steps=1")
 FOUR_SAMPLES = ("batch.prompts_per_step=2", "batch.samples_per_prompt=2")
+FOUR_PROMPTS = ("batch.prompts_per_step=4", "batch.samples_per_prompt=4")
 ALL_CUT_OFF = ("algorithm.mask_truncated=true", "rollout.max_response_tokens=1", "schedule.steps=1", *FOUR_SAMPLES)
 """None of the four samples of one token happens to be an end-of-turn token."""
 
@@ -29,6 +30,30 @@ def test_a_masked_sample_is_in_its_group_and_in_no_loss(tmp_path: Path, tiny_mod
     assert step["policy/loss"] == pytest.approx(-sum(in_loss) / len(in_loss), abs=1e-5)
     whole = [number for one in records for number in one["advantages"]]
     assert abs(sum(whole) / len(whole) - sum(in_loss) / len(in_loss)) > 1e-3
+
+
+def test_prompts_that_are_too_hard_or_too_easy_are_in_no_loss(tmp_path: Path, tiny_model: Path) -> None:
+    bounds = ("algorithm.mask_mean_reward=[0.03125, 0.25]", "schedule.steps=1", "logging.trajectories=true")
+    run = train_here(tmp_path, tiny_model, *bounds, *FOUR_PROMPTS)
+    records = list(read_trajectories(run / "trajectories" / "step_000001.parquet"))
+    [step] = steps_of(run)
+    in_loss, masked = list[float](), set[int]()
+    for prompt_id in {one["prompt_id"] for one in records}:
+        group = [one for one in records if one["prompt_id"] == prompt_id]
+        is_between = 0.03125 < sum(one["reward"] for one in group) / len(group) < 0.25  # a bound is outside, as in ROLL
+        assert {one["left_out"] for one in group} == (
+            {None} if is_between else {"of a prompt that is too hard or too easy"}
+        )
+        if is_between:
+            in_loss += [number for one in group for number in one["advantages"]]
+        else:
+            masked.add(prompt_id)
+    assert 0 < len(masked) < 4
+    assert step["samples/masked"] == len(masked) / 4
+    assert step["policy/loss"] == pytest.approx(-sum(in_loss) / len(in_loss), abs=1e-5)
+    audit = Ledger(run / "ledger.jsonl").audit()
+    assert audit.clean
+    assert audit.dropped == {"all samples of a prompt that is too hard or too easy": len(masked)}
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "recompute"])

@@ -303,6 +303,13 @@ def test_pipeline_stages_are_those_of_the_trainers(system: str, words: list[str]
     assert not migration.unsupported
 
 
+def test_the_reference_has_the_stages_of_the_actor() -> None:
+    words = ["data.train_files=x", "actor_rollout_ref.model.path=m", "trainer.n_gpus_per_node=4"]
+    words += [f"actor_rollout_ref.{role}.megatron.pipeline_model_parallel_size=2" for role in ("actor", "ref")]
+    words += ["critic.megatron.pipeline_model_parallel_size=4"]
+    assert [one.given.key.partition(".")[0] for one in migrate_words(words, "verl").unsupported] == ["critic"]
+
+
 PPO = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=m"
 
 

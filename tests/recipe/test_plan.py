@@ -528,6 +528,31 @@ def test_trainers_that_do_not_fit_are_not_helped_by_an_engine(load):
     assert "would fit" not in caught.value.problems[0]
 
 
+def test_what_no_gpu_holds_is_an_error_where_memory_is_not_written(load):
+    sizes = ("cluster.devices_per_node=4", "model.dtype=bfloat16")
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load(*sizes), QWEN_72B)
+    [problem] = caught.value.problems
+    # weights in 2 bytes, moments and a master copy in 12, and a whole copy for the engine: 72.7e9 x (14 / 4 + 2)
+    assert problem.startswith(
+        "device 0-3 (actor+rollout) needs 372 GiB for rollout, without activations and a KV cache"
+    )
+    assert "no GPU has more than 268; for CPUs write what they have: `cluster.device_memory`" in problem
+    assert make_plan(load(*sizes), QWEN_72B, device="cpu").memory
+    assert make_plan(load(*sizes, "cluster.device_memory=1000"), QWEN_72B).memory
+
+
+def test_what_few_gpus_hold_is_a_warning_where_memory_is_not_written(load):
+    sizes = ("cluster.devices_per_node=8", "model.dtype=bfloat16")
+    for engine, needed in (("native", 254), ("{name: vllm, tensor_parallel: 2}", 186)):
+        [warning] = [
+            one for one in make_plan(load(*sizes, f"rollout.engine={engine}"), QWEN_72B).warnings if "GiB" in one
+        ]
+        assert warning.startswith(f"device 0-7 (actor+rollout) needs {needed} GiB for rollout, without activations")
+    # a budget that is larger than what a step can fill is no need
+    assert not make_plan(load(*sizes, "batch.max_tokens_per_micro_batch=10000000"), QWEN_7B).warnings
+
+
 def test_the_plan_of_preferences_counts_pairs_and_has_a_reference(load):
     changes = ("algorithm.name=dpo", "data.train.path=arithmetic:addition", "data.train.size=1000")
     changes += ("~schedule.steps", "schedule.epochs=3", "batch.prompts_per_step=32", "batch.updates_per_step=2")

@@ -642,3 +642,14 @@ def test_with_a_reward_rows_are_validated_by_generation(load):
     assert check(recipe) == []
     assert recipe.needs_engine
     assert not load(SFT, VALIDATED).needs_engine
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["algorithm.mask_mean_reward=[0.9, 0.1]"], "has no mean in it: the lower bound comes first"),
+        (["algorithm.mask_mean_reward=[0.1, 0.9]", "batch.samples_per_prompt=1"], "a prompt has one sample"),
+    ],
+)
+def test_a_mask_by_mean_rewards_has_means_that_it_leaves(load, overrides, reason):
+    assert any("`algorithm.mask_mean_reward" in one and reason in one for one in problems_of(load(*overrides)))

@@ -100,6 +100,21 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     page.wait("document.querySelectorAll('.first-difference').length === 2")
 
 
+def test_the_placement_is_drawn(page: Browser, address: str, tmp_path: Path) -> None:
+    """Two nodes with three devices, each with a stripe for every role that it has."""
+    go(page, f"{address}/#/run/done/plan", "one device")
+    page.wait("document.querySelectorAll('.place').length === 6")
+    stripes = "[...document.querySelectorAll('.place')].map(one => one.querySelectorAll('[class^=fill]').length).join()"
+    assert page.run(stripes) == "2,2,1,2,2,1"
+    titles = page.run("[...document.querySelectorAll('.place title')].map(one => one.textContent)")
+    assert titles[0] == "device 0: actor, reference\n3 GiB"
+    assert titles[5] == "device 5: judge"
+    assert page.run("[...document.querySelectorAll('.node')].map(one => one.textContent).join()") == "node 0,node 1"
+    (tmp_path / "done" / "plan.json").unlink()
+    go(page, f"{address}/?old#/run/done/plan", "one device")
+    assert page.run("document.querySelector('.placement')") is None
+
+
 def test_every_other_page(page: Browser, address: str) -> None:
     for tab, wanted in {
         "recipe": "algorithm:", "plan": "one device", "logs": "WARNING corral.x", "logs/main.log": "WARNING corral.x",
@@ -190,7 +205,15 @@ def test_keys_theme_language_and_a_phone(page: Browser, address: str, tmp_path: 
     page.wait("document.body.innerText.includes('Reward')")
     page.resize(375, 800)
     write_workers(tmp_path / "done")
-    for where in ("", "run/done", "run/done/workers", "run/done/step/1", "run/done/step/1/0", "compare/done,hostile"):
+    for where in (
+        "",
+        "run/done",
+        "run/done/workers",
+        "run/done/plan",
+        "run/done/step/1",
+        "run/done/step/1/0",
+        "compare/done,hostile",
+    ):
         page.run(f"location.hash = '#/{where}'")
         page.wait("document.querySelector('main').innerText.length > 40")
         time.sleep(0.3)

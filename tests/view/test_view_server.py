@@ -14,8 +14,9 @@ import pytest
 from commands import corral, start_corral
 from fastapi.testclient import TestClient
 from guides import block
+from runs import train_here
 from served import running
-from view_runs import HOSTILE, lines_of, record, write_run, write_workers
+from view_runs import HOSTILE, PLAN, lines_of, record, write_run, write_workers
 
 from corral.observe.console import Console, run_log
 from corral.observe.run_files import MetricsFile
@@ -23,7 +24,7 @@ from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.view import view_server
-from corral.view.runs import MetricsReader, Runs, split_tokens
+from corral.view.runs import MetricsReader, Runs, read_placement, split_tokens
 
 PAGE = Path(view_server.PAGE)
 
@@ -274,10 +275,38 @@ def test_no_request_names_a_path(tmp_path: Path, path: str) -> None:
     assert "secret-content" not in answer.text
 
 
+HUGE = {**PLAN, "cluster": {"nodes": 10**9, "devices_per_node": 10**9, "devices_of_services": {}}}
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", "{}", '{"placement": 1, "cluster": {}, "memory": []}', json.dumps(HUGE)]
+)
+def test_the_placement_is_that_of_the_plan_or_nothing(tmp_path: Path, text: str | None) -> None:
+    run = write_run(tmp_path, "one")
+    if text is not None:
+        (run / "plan.json").write_text(text)
+    found = client(tmp_path).get("/api/run/one/run.json").json()["placement"]
+    if text is not None:
+        assert found is None
+        return
+    assert (found["nodes"], found["devices_per_node"]) == (2, 3)
+    assert found["roles"] == {"actor": [0, 1, 3, 4], "reference": [0, 1, 3, 4], "rollout": [2], "judge": [5]}
+    assert found["memory"] == [[[0, 1, 3, 4], 3 * 2**30]]
+
+
+def test_a_run_writes_the_plan_that_is_drawn(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, "schedule.steps=1")
+    found = read_placement(run / "plan.json")
+    assert found is not None
+    assert (found["nodes"], found["devices_per_node"]) == (1, 1)
+    assert found["roles"] == {"actor": [0], "rollout": [0]}
+    assert found["memory"][0][1] > 2**20
+
+
 def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "one")
     (tmp_path / "secret").write_text('{"step": 1, "secret": 1}\n')
-    for name in ("plan.txt", "recipe.yaml", "metrics.jsonl", "ledger.jsonl", "logs/main.log"):
+    for name in ("plan.txt", "plan.json", "recipe.yaml", "metrics.jsonl", "ledger.jsonl", "logs/main.log"):
         (run / name).unlink()
         os.symlink(tmp_path / "secret", run / name)
     (tmp_path / "runs" / "link").symlink_to(write_run(tmp_path / "elsewhere", "two"))

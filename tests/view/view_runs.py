@@ -13,6 +13,12 @@ HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u202etxt\x1b[31m\x00 "
     '"><svg onload=window.hacked=1>'
 )
+PLAN = {
+    "placement": {"actor": [0, 1, 3, 4], "reference": [0, 1, 3, 4], "rollout": [2], "idle": []},
+    "cluster": {"nodes": 2, "devices_per_node": 3, "devices_of_services": {"judge": [5]}},
+    "memory": [{"devices": [0, 1, 3, 4], "total": {"rollout": 2**30, "train": 3 * 2**30}}],
+}
+"""Of two nodes; what the picture of the placement needs of a plan."""
 RECIPE = "name: {name}\nmodel: {{path: {model}}}\nalgorithm: {{name: grpo}}\nschedule: {{steps: {steps}}}\n"
 
 
@@ -40,7 +46,7 @@ def write_run(folder: Path, name: str, steps: int = 3, of: int = 3, text: str = 
     """A run that is not being written any more."""
     with RunFolder(folder / name) as run:
         run.write_recipe(RECIPE.format(name=name, model=model, steps=of))
-        run.write_plan("one device")
+        run.write_plan("one device", PLAN)
         metrics, ledger, writer = MetricsFile(run.metrics), Ledger(run.ledger), TrajectoryWriter(run.trajectories)
         metrics.log(0, {"validation/mean@1": 0.25, "validation/ci95": 0.1})
         for step in range(1, steps + 1):

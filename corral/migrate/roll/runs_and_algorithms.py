@@ -91,6 +91,11 @@ def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- batch
 
 
+def difficulty(config: ForeignConfig) -> list[float]:
+    """Between which mean scores a prompt is neither too hard nor too easy."""
+    return [config.value("difficulty_low_threshold"), config.value("difficulty_high_threshold")]
+
+
 def num_trajectories(config: ForeignConfig) -> int:
     return num_prompts(config) * group_size(config)
 

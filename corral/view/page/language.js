@@ -69,6 +69,10 @@ const CHINESE = {
   "Stacks of its processes": "其进程的调用栈",
   "None of its processes is on the server's machine; `corral stacks` asks all nodes.":
     "它的进程都不在本服务器所在的机器上；`corral stacks` 会询问所有节点。",
+  Placement: "放置",
+  node: "节点",
+  "more nodes": "个节点未画出",
+  device: "设备",
   busy: "忙碌",
   idle: "空闲",
   silent: "无应答",

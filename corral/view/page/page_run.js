@@ -7,6 +7,7 @@ import { duration, h, link, number, plain, replace, shown, table } from "./dom.j
 import { t } from "./language.js";
 import { scores, stateChip } from "./page_runs.js";
 import { metricsOf, namesOf, PANELS, seriesOf, timesOf } from "./panels.js";
+import { placementPicture } from "./placement.js";
 
 const TABS = ["curves", "steps", "recipe", "plan", "workers", "logs", "ledger"];
 const LOOK_EVERY_MS = 3000;
@@ -62,7 +63,7 @@ export async function runPage(id, tab = "curves", more) {
     curves: () => curves(() => metrics, settings, openStep),
     steps: () => steps(detail, metrics, address),
     recipe: () => text(detail.texts.recipe),
-    plan: () => text(detail.texts.plan),
+    plan: () => [placementPicture(detail.placement), text(detail.texts.plan)],
     workers: () => workers(id, detail, isServed, address),
     logs: () => logs(id, detail, more, address),
     ledger: () => ledger(id, detail, more, address),
