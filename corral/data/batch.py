@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +93,27 @@ class Trajectory:
     def __post_init__(self) -> None:
         length = len(self.tokens)
         assert len(self.generated) == len(self.logprobs) == len(self.versions) == length
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels between processes, in 8 bytes for a token instead of 21: then eight samples of a thousand tokens
+        are within what Ray sends along with an answer, and do not go through its object store."""
+        is_short = not len(self.tokens) or (self.tokens.min() >= -(2**31) and self.tokens.max() < 2**31)
+        return self.__dict__ | {
+            "tokens": self.tokens.astype(np.int32 if is_short else np.int64).tobytes(),
+            "generated": runs_of(self.generated),
+            "logprobs": self.logprobs.tobytes(),
+            "versions": runs_of(self.versions),
+            "kinds": (np.int32 if is_short else np.int64, self.logprobs.dtype),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        integer, real = state.pop("kinds")
+        state["tokens"] = np.frombuffer(state["tokens"], integer).astype(np.int64)
+        state["logprobs"] = np.frombuffer(state["logprobs"], real).copy()
+        for name, dtype in (("generated", np.bool_), ("versions", np.int64)):
+            values, lengths = state[name]
+            state[name] = np.repeat(np.array(values, dtype), lengths)
+        self.__dict__.update(state)
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[int], prompt_length: int = 1) -> "Trajectory":
@@ -395,6 +417,14 @@ class TokenTree:
                 trees.append([])
             trees[-1].append(chunk)
         return tuple(tuple(tree) for tree in trees)
+
+
+def runs_of(array: BoolArray | IntArray) -> tuple[list[int], list[int]]:
+    """(values, lengths) of the runs of equal elements."""
+    if not len(array):
+        return [], []
+    starts = np.append(0, np.flatnonzero(array[1:] != array[:-1]) + 1)
+    return array[starts].tolist(), np.diff(starts, append=len(array)).tolist()
 
 
 def distinct_tokens(sequences: Sequence[IntArray]) -> int:
