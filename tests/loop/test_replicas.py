@@ -177,7 +177,7 @@ def test_without_a_whole_copy_the_run_begins_again_at_the_last_checkpoint(
 ONE_SET = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1-2}")
 TWO_SETS = (
     "cluster.devices_per_node=3",
-    "cluster.placement={rollout: 0, actor: '1,3', critic: '2,4'}",
+    "cluster.placement={rollout: 0, 'actor,reference': '1,3', critic: '2,4'}",
     "algorithm.name=ppo",
 )
 
