@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +97,28 @@ class Trajectory:
     @property
     def is_masked(self) -> bool:
         return self.mask_reason is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels between processes, in 8 bytes for a token instead of 21: then eight samples of a thousand tokens
+        are within what Ray sends along with an answer, and do not go through its object store."""
+        is_short = not len(self.tokens) or (self.tokens.min() >= -(2**31) and self.tokens.max() < 2**31)
+        integer = "i4" if is_short else "i8"
+        return self.__dict__ | {
+            "tokens": self.tokens.astype(integer).tobytes(),
+            "generated": runs_of(self.generated),
+            "logprobs": self.logprobs.tobytes(),
+            "versions": runs_of(self.versions),
+            "kinds": (integer, self.logprobs.dtype.str),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        integer, real = state.pop("kinds")
+        state["tokens"] = np.frombuffer(state["tokens"], integer).astype(np.int64)
+        state["logprobs"] = np.frombuffer(state["logprobs"], real).copy()
+        for name, dtype in (("generated", np.bool_), ("versions", np.int64)):
+            values, lengths = state[name]
+            state[name] = np.repeat(np.array(values, dtype), lengths)
+        self.__dict__.update(state)
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[int], prompt_length: int = 1) -> "Trajectory":
@@ -399,6 +422,14 @@ class TokenTree:
                 trees.append([])
             trees[-1].append(chunk)
         return tuple(tuple(tree) for tree in trees)
+
+
+def runs_of(array: BoolArray | IntArray) -> tuple[list[int], list[int]]:
+    """(values, lengths) of the runs of equal elements."""
+    if not len(array):
+        return [], []
+    last = [*np.flatnonzero(array[1:] != array[:-1]).tolist(), len(array) - 1]
+    return array[last].tolist(), [end - begin for begin, end in zip([-1, *last], last, strict=False)]
 
 
 def distinct_tokens(sequences: Sequence[IntArray]) -> int:

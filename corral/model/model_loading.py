@@ -3,8 +3,9 @@
 import gc
 import json
 import platform
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from corral.model.builtin_models import builtin_folder
 from corral.model.families import choose_path
 from corral.model.fused_layers import fuse
 from corral.model.general_forward import is_general
+from corral.model.joined_weights import joining_later
 from corral.model.lora import AdapterFolder, add_adapters, merge_adapters, scale_of
 from corral.model.model_check import check_model
 from corral.model.quantization import quantize, round_weights
@@ -126,16 +128,15 @@ STORED_WEIGHTS = "_stored_weights"
 
 def load_to_shard(model: Model, device: torch.device) -> Any:
     """A model whose parameters have no memory (`torch.device("meta")`), for a trainer that shards it and computes on
-    the device. The whole weights are files mapped into memory in the files' own dtype, so a rank reads only what it
-    copies out of them. The trainer checks the model when it has its weights."""
+    the device. The whole weights are files mapped into memory in the files' own dtype, or lists of such, so a rank
+    reads only what it copies out of them. The trainer checks the model when it has its weights."""
     dtype = resolve_dtype(model.dtype, device)
-    loaded = read_model(model, dtype, as_stored=True)
-    kept_in_float32 = loaded._keep_in_fp32_modules or loaded._keep_in_fp32_modules_strict
-    if kept_in_float32 and loaded.dtype != dtype:  # transformers knows what is cast, and does it while it reads
-        loaded = read_model(model, dtype)
-    if model.lora is None and AdapterFolder.find(model.path) is not None:
+    is_merged = model.lora is None and AdapterFolder.find(model.path) is not None
+    with nullcontext() if is_merged else joining_later():
+        loaded = read_model(model, dtype, as_stored=True)
+    if is_merged:
         load_adapter(loaded, model)  # merged into the whole weights, which are in memory then
-    setattr(loaded, STORED_WEIGHTS, detach_weights(loaded, cast=(loaded.dtype, dtype)))
+    setattr(loaded, STORED_WEIGHTS, detach_weights(loaded, dtype))
     if model.lora is not None:
         load_adapter(loaded, model)
     if is_fusible_on(device, loaded, model):
@@ -213,18 +214,22 @@ def is_fusible_on(device: torch.device, loaded: Any, model: Model) -> bool:
     return device.type == "cuda" and is_plain and has_bfloat16(device)
 
 
-def detach_weights(model: nn.Module, cast: tuple[torch.dtype, torch.dtype] | None = None) -> dict[nn.Parameter, Tensor]:
-    """Replaces the parameters of a model by ones without memory, and returns what they held, by new parameter. `cast`:
-    parameters of the first dtype get the second; what they held stays as it is."""
+def detach_weights(model: Any, dtype: torch.dtype | None = None) -> dict[nn.Parameter, Tensor]:
+    """Replaces the parameters of a model by ones without memory, and returns what they held, by new parameter. `dtype`:
+    parameters in the model's dtype get this one, but for those that transformers keeps in float32 then; what they held
+    stays as it is."""
     weights: dict[nn.Parameter, Tensor] = {}
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
-    for module in model.modules():
+    before, kept = None if dtype is None else model.dtype, () if dtype is None else model._get_dtype_plan(dtype)
+    is_kept = re.compile("|".join(name.replace("*", ".*") for name in kept) or "$^").search
+    for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 continue
             if parameter not in replaced:
-                dtype = cast[1] if cast is not None and parameter.dtype == cast[0] else parameter.dtype
-                empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+                new = dtype if parameter.dtype == before and dtype is not None else parameter.dtype
+                new = torch.float32 if is_kept(f"{prefix}.{name}") else new
+                empty = torch.empty(parameter.shape, dtype=new, device="meta")
                 replaced[parameter] = nn.Parameter(empty, parameter.requires_grad)
                 weights[replaced[parameter]] = parameter.data
             setattr(module, name, replaced[parameter])

@@ -116,6 +116,9 @@ class RayRuntime(Runtime):
         self.debugger_watch: DebuggerWatch | None = None
         self.reservations: list[Any] = []
         """Placement groups: one of all devices, and one for each node that was replaced."""
+        self.started_beside: set[int] = set()
+        """Devices of a lost node that a spare one has started with those of another set, which `replace_copies` asks
+        for one after the other."""
         self.joined: set[DeviceSet] = set()
         """Sets whose workers have made their worlds."""
         self.actors: list[Any] = []
@@ -299,36 +302,37 @@ class RayRuntime(Runtime):
 
     async def replace_copies(self, role: str, shape: MeshShape, copies: Sequence[int]) -> None:
         own = self._set_of(self.placement.roles[role][0])
-        devices = [self.devices[own.devices[rank]] for copy in copies for rank in shape.ranks_of_copy(copy)]
+        numbered = [own.devices[rank] for copy in copies for rank in shape.ranks_of_copy(copy)]
         by_node: dict[str, list[DeviceSlot]] = {}
-        for device in devices:
+        for device in [self.devices[number] for number in numbered if number not in self.started_beside]:
             by_node.setdefault(device.node.id, []).append(device)
         starting: list[Coroutine[Any, Any, None]] = []
         for own_devices in by_node.values():
             numbers, node = [device.number for device in own_devices], own_devices[0].node
             starting += [self._take_spare(node, numbers)] if node.lost.done() else map(self.replace, numbers)
         await gather_calls(*starting)
+        self.started_beside -= set(numbered)
         await self._join_worlds(own, shape, copies)
 
     async def abort_replicas(self, devices: Sequence[int]) -> None:
         await self._group("worker", devices).all(Worker.abort_replicas)
 
     async def _take_spare(self, lost: Node, devices: Sequence[int]) -> None:
-        """Starts workers for devices of a lost node on a node that the run does not use."""
+        """Starts workers for devices of a lost node on a node that the run does not use; where that has enough devices,
+        for those of all trainers on the lost one, whose turn comes next."""
         used = {node.address for node in self.nodes} | self.reported
-        num_devices = len(devices) + self.cluster.num_service_devices
-        spare = next(
-            (
-                entry
-                for entry in sorted(ray.nodes(), key=node_order)
-                if entry["Alive"]
-                and entry["NodeManagerAddress"] not in used
-                and entry["Resources"].get(self.resource, 0) >= num_devices
-            ),
-            None,
-        )
-        if spare is None:
+        entries = [one for one in ray.nodes() if one["Alive"] and one["NodeManagerAddress"] not in used]
+        sizes = [(one, one["Resources"].get(self.resource, 0)) for one in sorted(entries, key=node_order)]
+        trained = [number for one in self.sets if set(MESH_ROLES) & set(one.roles) for number in one.devices]
+        beside = sorted(number for number in trained if self.devices[number].node is lost)
+        for wanted in (beside, devices):
+            num_devices = len(wanted) + self.cluster.num_service_devices
+            if spare := next((entry for entry, size in sizes if size >= num_devices), None):
+                break
+        else:
             raise RunError(f"no spare node takes the place of {lost}")
+        self.started_beside |= set(wanted) - set(devices)
+        devices = wanted
         address, hostname = spare["NodeManagerAddress"], spare["NodeManagerHostname"]
         node = Node(lost.rank, spare["NodeID"], address, hostname, tuple(devices))
         self.reported.add(node.address)  # `watch` may be waiting already, for the nodes that it knows

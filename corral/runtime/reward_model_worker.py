@@ -18,6 +18,7 @@ import torch
 from corral.data.plugins import error_line
 from corral.data.rows import Conversation
 from corral.envs.base import uses_rewards
+from corral.model.joined_weights import joining_later
 from corral.model.sequence_classifier import SequenceClassifier, load_classifier
 from corral.recipe.errors import UserError
 from corral.recipe.placement import role_mesh
@@ -41,12 +42,13 @@ class RewardModelWorker(Role):
                 )
         self.context = context
         shard, offload = recipe.reward_model.shard, "parameters" in recipe.train.offload
-        self.classifier = load_classifier(
-            recipe.reward_model,
-            context.device,
-            max_tokens=recipe.batch.max_tokens_per_micro_batch,
-            offload=offload or shard > 1,
-        )
+        with joining_later() if shard > 1 else nullcontext():
+            self.classifier = load_classifier(
+                recipe.reward_model,
+                context.device,
+                max_tokens=recipe.batch.max_tokens_per_micro_batch,
+                offload=offload or shard > 1,
+            )
         if shard > 1:
             shape = role_mesh(recipe, "reward_model", context.size)
             mesh = ProcessMesh.build(shape, context.device, context.timeout_s, context.replicas)

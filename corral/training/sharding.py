@@ -77,8 +77,10 @@ class ShardedModel:
         self.root: Any = FsdpRoot(model)
         layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
         dtype = causal.dtype
+        if dtype != torch.float32:  # routers of some mixtures
+            in_float32 = [*in_float32, *modules_in_float32(causal)]
         # Inner modules first: FSDP leaves to an outer module what no inner one has taken.
-        for module in filter(has_parameters, [*self.experts, *layers, *in_float32, self.root]):
+        for module in filter(has_parameters, [*self.experts, *in_float32, *layers, self.root]):
             if trained:  # then the shards are the optimizer's masters, and FSDP casts what it gathers to the dtype
                 for parameter in module.parameters():
                     if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -130,6 +132,18 @@ class ShardedModel:
 def has_parameters(module: nn.Module) -> bool:
     """Not so the layers of other pipeline stages."""
     return isinstance(module, FsdpRoot) or any(True for _ in module.parameters())
+
+
+def modules_in_float32(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules whose own parameters are, before those that are trained are made so."""
+    found: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(parameter.dtype == torch.float32 for parameter in own) and module not in inner:
+            found.append(module)
+            inner |= set(module.modules())
+    return found
 
 
 class FsdpRoot(nn.Module):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from commands import Finished, corral, start_corral
+from tiny import save_tiny_model
 
+from corral.observe.ledger import Ledger
 from corral.recipe.load import load_recipe
 
 GOLDEN = Path(__file__).parent.parent / "migrate" / "golden"
@@ -115,45 +118,102 @@ def test_rolls_training_on_rows_trains_a_step_when_it_is_shrunk(tmp_path: Path, 
 
 
 SMALL = """
-    model.path=blank-1m model.dtype=float32 data.train.path=arithmetic:addition data.train.size=32
-    data.prompt_key=prompt data.answer_key=answer data.max_prompt_tokens=64 rollout.max_response_tokens=8
-    batch.prompts_per_step=4 batch.samples_per_prompt=2 batch.updates_per_step=2 batch.max_tokens_per_micro_batch=256
-    schedule.steps=1 logging.trackers=[console] cluster.start_timeout_s=300 environment.max_error_rate=null
+    model.dtype=float32 data.train.path=arithmetic:addition data.train.size=32 data.prompt_key=prompt
+    data.answer_key=answer logging.trackers=[console] cluster.start_timeout_s=300 environment.max_error_rate=null
 """
-"""Changes to a migrated recipe that leave its devices and how its model is spread over them."""
+"""Changes to a migrated recipe that leave its batches, devices, and how its model is spread over them."""
+BATCH = (
+    "rollout_batch_size=4 num_return_sequences_in_group=2 prompt_length=64 response_length=16 max_steps=2 "
+    "actor_train.training_args.per_device_train_batch_size=1 actor_train.training_args.gradient_accumulation_steps=2 "
+    "actor_train.device_mapping=[0,1,2,3] actor_infer.device_mapping=[0,1,2,3] num_gpus_per_node=4"
+)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy of ROLL on four devices, and what it is in Corral."""
+
+    name: str
+    settings: str
+    ours: dict[str, object]
+    data_parallel: int
+    """Devices that have trajectories of their own: 4 / (tensor x pipeline x context)."""
+    family: str = "llama"
+
+
+STRATEGIES = {
+    "tensor": Strategy(
+        "megatron_train",
+        "tensor_model_parallel_size=2 use_distributed_optimizer=true optimizer_cpu_offload=true",
+        {"tensor": 2, "offload": ["optimizer"]},
+        data_parallel=2,
+    ),
+    "pipeline": Strategy(
+        "megatron_train",
+        "tensor_model_parallel_size=2 pipeline_model_parallel_size=2 use_distributed_optimizer=true",
+        {"tensor": 2, "pipeline": 2, "offload": []},
+        data_parallel=1,
+    ),
+    "experts": Strategy(
+        "megatron_train",
+        "tensor_model_parallel_size=2 expert_model_parallel_size=2 use_distributed_optimizer=true "
+        "recompute_granularity=full",
+        {"tensor": 2, "expert": 2, "offload": []},
+        data_parallel=2,
+        family="qwen3_moe",
+    ),
+    "experts in stages": Strategy(
+        "megatron_train",
+        "pipeline_model_parallel_size=2 expert_model_parallel_size=2 use_distributed_optimizer=true",
+        {"pipeline": 2, "expert": 2, "offload": []},
+        data_parallel=2,
+        family="qwen3_moe",
+    ),
+    "ZeRO 2": Strategy(
+        "deepspeed_train",
+        "zero_optimization.stage=2 zero_optimization.offload_optimizer.device=cpu",
+        {"offload": ["optimizer"]},
+        data_parallel=4,
+    ),
+    "ZeRO 3": Strategy(
+        "deepspeed_train",
+        "zero_optimization.stage=3 zero_optimization.offload_param.device=cpu "
+        "zero_optimization.offload_optimizer.device=cpu",
+        {"offload": ["parameters", "gradients", "optimizer"]},
+        data_parallel=4,
+        family="qwen3_moe",
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize(
-    ("strategy", "spread"),
-    [
-        (
-            "megatron_train tensor_model_parallel_size=2 use_distributed_optimizer=true optimizer_cpu_offload=true",
-            {"tensor": 2, "offload": ["optimizer"]},
-        ),
-        (
-            "deepspeed_train zero_optimization.stage=3 zero_optimization.offload_param.device=cpu "
-            "zero_optimization.offload_optimizer.device=cpu",
-            {"offload": ["parameters", "gradients", "optimizer"]},
-        ),
-    ],
-)
-def test_strategies_of_roll_train_on_four_processes(tmp_path: Path, strategy: str, spread: dict[str, object]) -> None:
-    name, *settings = strategy.split()
+@pytest.mark.parametrize("case", STRATEGIES)
+def test_strategies_of_roll_train_on_four_processes_with_its_arithmetic(tmp_path: Path, case: str) -> None:
+    strategy = STRATEGIES[case]
+    save_tiny_model(tmp_path / "model", strategy.family)
     words = (GOLDEN / "roll_strategies/command.txt").read_text().split("\n\n")[0].split()[2:]
-    kept = [word for word in words if "strategy_" not in word and "device_mapping" not in word]
-    devices = [f"actor_{role}.device_mapping=[0,1,2,3]" for role in ("train", "infer")]
-    chosen = [f"actor_train.strategy_args.strategy_config.{setting}" for setting in settings]
-    changed = [*kept, *devices, *chosen, f"actor_train.strategy_args.strategy_name={name}"]
-    (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", "--system", "roll", "--", *changed).stdout)
+    ours = {word.partition("=")[0] for word in BATCH.split()} | {"pretrain"}
+    kept = [word for word in words if "strategy_" not in word and word.partition("=")[0] not in ours]
+    chosen = [f"actor_train.strategy_args.strategy_config.{setting}" for setting in strategy.settings.split()]
+    named = f"actor_train.strategy_args.strategy_name={strategy.name}"
+    written = [*kept, *BATCH.split(), *chosen, named, f"pretrain={tmp_path / 'model'}"]
+    (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", "--system", "roll", "--", *written).stdout)
     recipe = load_recipe(tmp_path / "recipe.yaml")
-    assert recipe.cluster.devices_per_node == 4
-    found = {**recipe.train.parallel.model_dump(exclude_unset=True), "offload": recipe.train.offload}
-    assert found == spread
+    assert {**recipe.train.parallel.model_dump(exclude_unset=True), "offload": recipe.train.offload} == strategy.ours
+    # per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks trajectories in an update
+    num_updates = 4 * 2 // (1 * 2 * strategy.data_parallel)
+    assert (recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt) == (4, 2)
+    assert recipe.batch.updates_per_step == num_updates
+    assert recipe.batch.max_tokens_per_micro_batch == 64 + 16
     trained = start_corral(tmp_path, "train", "recipe.yaml", *SMALL.split()).wait(timeout_s=400)
     assert trained.code == 0, trained.stderr
-    assert "step 1/1" in trained.stdout
+    assert "step 2/2" in trained.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    made = [sum(row[f"updates/{kind}"] for kind in ("made", "empty")) for row in rows if "updates/made" in row]
+    assert made == [num_updates] * 2
+    assert Ledger(run / "ledger.jsonl").audit().trained == 8
 
 
 # --- what is wrong is one clear line, and nothing runs

@@ -174,20 +174,33 @@ def test_without_a_whole_copy_the_run_begins_again_at_the_last_checkpoint(
     assert rows_of(tmp_path / "runs" / "run") == rows_of(undisturbed(*COPIES))
 
 
+ONE_SET = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1-2}")
+TWO_SETS = (
+    "cluster.devices_per_node=3",
+    "cluster.placement={rollout: 0, 'actor,reference': '1,3', critic: '2,4'}",
+    "algorithm.name=ppo",
+)
+
+
 @pytest.mark.lab
 @pytest.mark.xdist_group("cluster")
-@pytest.mark.parametrize("how", ["kill", "cut"])
+@pytest.mark.parametrize(
+    ("how", "placed", "lost"),
+    [("kill", ONE_SET, "device 2"), ("cut", ONE_SET, "device 2"), ("kill", TWO_SETS, "devices 3-4")],
+    ids=["kill", "cut", "two_sets"],
+)
 def test_a_spare_host_takes_the_place_of_a_lost_one(
-    how: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, placed: tuple[str, ...], lost: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts with a trainer each, and a third one. The second host ends, or its cable is pulled."""
+    """Two hosts with a trainer each, or with one of the actor and one of the critic, and a third one. The second host
+    ends, or its cable is pulled."""
     monkeypatch.setattr("cluster_runs.LIMIT_S", LIMIT_S)
+    num_sets = 1 + (placed is TWO_SETS)
     with Lab(3) as lab:
-        lab.start_ray(devices=2, health_checks={})
+        lab.start_ray(devices=num_sets + 1, health_checks={})
         settings = (
+            *placed,
             "cluster.nodes=2",
-            "cluster.devices_per_node=2",
-            "cluster.placement={rollout: 0, actor: 1-2}",
             "cluster.node_timeout_s=5",
             "train.parallel.replicate=2",
             f"environment.reward.name={tmp_path}/vowels.py:slowly",
@@ -203,8 +216,8 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(
         output = " ".join(run.wait().split())
     assert run.code == 0, output
     print(f"{how}: recovered after {recoveries(output)} s")
-    assert f"node 1, h2 ({lab.hosts[1].address}), with device 2, was lost" in output
-    assert len(recoveries(output)) == 1
+    assert f"node 1, h2 ({lab.hosts[1].address}), with {lost}, was lost" in output
+    assert len(recoveries(output)) == num_sets
     assert "the workers are started again" not in output
     assert same_outcome(run.path, undisturbed.path, 3)
     assert (run.audit().trained, run.audit().reissued, run.audit().problems) == (12, 0, ())

@@ -12,6 +12,7 @@ from trajectories import small_batch
 
 from corral.recipe.mesh import MeshShape
 from corral.training.replicas import ReplicaLost
+from corral.training.sharding import local_tensor
 
 COPIES = [MeshShape(replicate=2), MeshShape(replicate=2, shard=2), MeshShape(replicate=2, pipeline=2)]
 
@@ -98,3 +99,37 @@ def test_a_copy_makes_no_update_when_another_is_gone(shape: MeshShape) -> None:
     assert [answer for answer in answers if answer[0] != "left out"] == [
         ("another copy of the model was lost", True)
     ] * shape.copy.size
+
+
+def elements_summed(shape: MeshShape, num_micro_batches: int) -> tuple[int, int]:
+    """-> (elements that this rank has summed with other copies in an update, elements that it holds and, for each
+    parameter, whether it has a gradient)"""
+    mesh = mesh_of(shape)
+    assert mesh is not None
+    replicas = mesh.replicas
+    assert replicas is not None
+    policy = policy_of(build_model("llama"), mesh)
+    assert policy.optimizer is not None
+    summed, sum_with_copies = [], replicas.sum_
+
+    def count(flat: torch.Tensor) -> None:
+        summed.append(flat.numel())
+        sum_with_copies(flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "sum_", count)
+        for pack in small_batch().pack(10_000):
+            for _ in range(num_micro_batches):
+                backward(policy, [pack])
+        assert not summed  # not while gradients are computed
+        policy.step()
+    return sum(summed), sum(local_tensor(p).numel() + 1 for p in policy.model.parameters())
+
+
+@pytest.mark.parametrize("shape", COPIES[:2], ids=str)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_copies_sum_their_gradients_once_in_an_update(
+    team: Callable[[int], Team], shape: MeshShape, num_micro_batches: int
+) -> None:
+    for summed, held in team(shape.size).run(elements_summed, shape, num_micro_batches):
+        assert summed == held

@@ -1,6 +1,7 @@
 """No rank holds more of a model than its part, also not for a moment while it is loaded or a run is resumed."""
 
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from sharded_cases import CPU, mesh_of
 from team import Team
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from corral.model.model_loading import load_model, load_to_shard
 from corral.recipe.mesh import MeshShape
@@ -33,9 +34,22 @@ BILLION = LlamaConfig(
     tie_word_embeddings=False,
 )
 NUM_PARAMETERS = 1_032_931_328
+MIXTURE = Qwen3MoeConfig(
+    hidden_size=512,
+    moe_intermediate_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=32,
+    num_experts=16,
+    num_experts_per_tok=2,
+    vocab_size=512,
+    tie_word_embeddings=False,
+)
+"""Nearly all of it is in experts, which are stored one by one."""
 
 
-def write_model(config: LlamaConfig, dtype: torch.dtype, folder: Path) -> int:
+def write_model(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> int:
     """Writes a model with random weights and returns its number of parameters."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -51,6 +65,13 @@ def billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("billion")
     assert write_model(BILLION, torch.bfloat16, folder) == NUM_PARAMETERS
     return folder
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """-> (a model in bfloat16, its number of parameters)"""
+    folder = tmp_path_factory.mktemp("mixture")
+    return folder, write_model(MIXTURE, torch.bfloat16, folder)
 
 
 @contextmanager
@@ -107,6 +128,32 @@ def test_four_ranks_hold_one_model_together_while_they_load_it(
     assert 0.95 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.2
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(expert=4),
+        MeshShape(shard=4),
+        MeshShape(shard=2, expert=2),
+        MeshShape(pipeline=2, expert=2),
+        MeshShape(tensor=4),
+    ],
+    ids=["expert", "shard", "shard-expert", "pipeline-expert", "tensor"],
+)
+def test_ranks_hold_their_own_experts_and_no_others(
+    mixture: tuple[Path, int], tmp_path: Path, shape: MeshShape
+) -> None:
+    folder, num_parameters = mixture
+    write_model(Qwen3MoeConfig(**{**MIXTURE.to_dict(), "moe_intermediate_size": 64}), torch.bfloat16, tmp_path)
+    team = Team(RANKS)
+    try:
+        team.run(load_and_shard, tmp_path, "bfloat16", False, shape)  # imports what they import
+        with peak_memory([process.pid or 0 for process in team.processes]) as peak:
+            team.run(load_and_shard, folder, "bfloat16", False, shape)
+    finally:
+        team.close()
+    assert 0.25 < peak[0] / (num_parameters * 2) <= 1.2
+
+
 LAYERS = LlamaConfig(
     hidden_size=512,
     intermediate_size=1408,
@@ -120,15 +167,21 @@ LAYERS = LlamaConfig(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """-> (a checkpoint of a float32 model, its number of parameters)"""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    size = write_model(LAYERS, torch.float32, folder)
-    write_optimizer(LAYERS, folder / "actor")
-    return folder, size
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    """-> (a checkpoint of a float32 model, its number of parameters), by type of model"""
+    folder, configs = tmp_path_factory.mktemp("checkpoints"), (LAYERS, MIXTURE)
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # a team inherits no memory that this has freed
+        sizes = pool.starmap(write_checkpoint, [(config, folder / config.model_type) for config in configs])
+    return {config.model_type: (folder / config.model_type, size) for config, size in zip(configs, sizes, strict=True)}
 
 
-def write_optimizer(config: LlamaConfig, folder: Path) -> None:
+def write_checkpoint(config: PretrainedConfig, folder: Path) -> int:
+    size = write_model(config, torch.float32, folder)
+    write_optimizer(config, folder / "actor")
+    return size
+
+
+def write_optimizer(config: PretrainedConfig, folder: Path) -> None:
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     keys = ("exp_avg", "exp_avg_sq")
@@ -172,17 +225,24 @@ def num_pages_read(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [MeshShape(shard=4), MeshShape(pipeline=4), MeshShape(tensor=4), MeshShape(pipeline=2, shard=2)],
-    ids=["shard", "pipeline", "tensor", "pipeline-shard"],
+    ("config", "shape"),
+    [
+        (LAYERS, MeshShape(shard=4)),
+        (LAYERS, MeshShape(pipeline=4)),
+        (LAYERS, MeshShape(tensor=4)),
+        (LAYERS, MeshShape(pipeline=2, shard=2)),
+        (MIXTURE, MeshShape(shard=4)),
+        (MIXTURE, MeshShape(expert=4)),
+        (MIXTURE, MeshShape(pipeline=2, expert=2)),
+    ],
+    ids=["shard", "pipeline", "tensor", "pipeline-shard", "mixture-shard", "mixture-expert", "mixture-pipeline-expert"],
 )
 def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
-    checkpoint: tuple[Path, int], tmp_path: Path, shape: MeshShape
+    checkpoints: dict[str, tuple[Path, int]], tmp_path: Path, config: PretrainedConfig, shape: MeshShape
 ) -> None:
-    folder, num_parameters = checkpoint
-    small = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
-    write_model(small, torch.float32, tmp_path)
-    write_optimizer(small, tmp_path / "actor")
+    folder, num_parameters = checkpoints[config.model_type]
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    write_checkpoint(type(config)(**small, vocab_size=64), tmp_path)
     team = Team(RANKS)
     try:
         team.run(resume, tmp_path, shape)  # imports what they import
@@ -203,15 +263,44 @@ def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshSh
     return {name: weight.clone() for name, weight in trainer.weights()}
 
 
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+}
+EXPERTS = {**SMALL, "moe_intermediate_size": 16, "num_key_value_heads": 2, "pad_token_id": None, "eos_token_id": 2}
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2), MeshShape(pipeline=2)])
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (LlamaConfig(**SMALL, num_key_value_heads=2), MeshShape(shard=2)),
+        (LlamaConfig(**SMALL, num_key_value_heads=2), MeshShape(tensor=2)),
+        (LlamaConfig(**SMALL, num_key_value_heads=2), MeshShape(pipeline=2)),
+        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(shard=2)),
+        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(tensor=2)),
+        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(expert=2)),
+        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(pipeline=2)),
+        # The router's weights are in float32 however the model is computed, and one layer has no experts.
+        (Ernie4_5_MoeConfig(**EXPERTS, moe_num_experts=4, moe_k=2), MeshShape(expert=2)),
+    ],
+    ids=lambda value: getattr(value, "model_type", None) or "".join(d for d in vars(value) if getattr(value, d) > 1),
+)
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_parts_are_those_of_the_whole_model(
-    team: Callable[[int], Team], tmp_path: Path, stored: torch.dtype, dtype: str, shape: MeshShape, trained: bool
+    team: Callable[[int], Team],
+    tmp_path: Path,
+    stored: torch.dtype,
+    dtype: str,
+    config: PretrainedConfig,
+    shape: MeshShape,
+    trained: bool,
 ) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 101}
-    write_model(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2), stored, tmp_path)
+    write_model(config, stored, tmp_path)
     whole = dict(load_model(Model(path=str(tmp_path), dtype=dtype), CPU).named_parameters())
     for weights in team(2).run(weights_after_loading, tmp_path, dtype, trained, shape):
         assert weights.keys() == whole.keys()
