@@ -106,19 +106,28 @@ class NodeFaults:
     """An actor on every node of a cluster."""
 
     def find(self, run: str) -> list[Target]:
-        node = [Target("node", os.getpid(), socket.gethostname())] if os.geteuid() == 0 and shutil.which("ip") else []
-        return find_targets(run, None, in_cluster=True) + node
+        """The node itself is one, if something of the run is on it and routes can be changed."""
+        found = find_targets(run, None, in_cluster=True)
+        return [*found, Target("node", os.getpid(), socket.gethostname())] if found and may_change_routes() else found
 
     def cut_off(self, addresses: Sequence[str]) -> None:
         """Lets this node reach none of these addresses for a while: routes to them lead nowhere. Other routes, and
         connections to other machines, stay. The shell that takes them away again is nobody's child: Ray ends this actor
         meanwhile."""
         add, remove = ("".join(f"ip route {verb} blackhole {one}; " for one in addresses) for verb in ("add", "del"))
-        script = f"(sleep 0.5; {add} sleep {CUT_OFF_S:g}; {remove}) &"
+        script = f"(trap '{remove}' EXIT; trap exit HUP INT TERM; sleep 0.5; {add} sleep {CUT_OFF_S:g}) &"
         subprocess.run(["setsid", "sh", "-c", script], check=True, stdin=subprocess.DEVNULL)
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         send_signal(pid, number)
+
+
+def may_change_routes() -> bool:
+    """Tried with an address of documentation: root of a container may lack the permission."""
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("setsid"):
+        return False
+    script = "ip route add blackhole 192.0.2.1 && ip route del blackhole 192.0.2.1"
+    return subprocess.run(["sh", "-c", script], capture_output=True).returncode == 0
 
 
 class Reach:
@@ -135,7 +144,9 @@ class Reach:
 
             here, alive = ray.get_runtime_context().get_node_id(), [one for one in ray.nodes() if one["Alive"]]
             self.addresses = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in alive}
-            self.uncut = {one["NodeID"] for one in alive if HEAD_RESOURCE not in one["Resources"]}
+            heads = [one["NodeID"] for one in alive if HEAD_RESOURCE in one["Resources"]]
+            kept = {self.addresses[node] for node in (here, *heads)}
+            self.uncut = {node for node, address in self.addresses.items() if address not in kept}
             where = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in self.addresses if node != here}
             self.actors = {node: remote_class(NodeFaults, one).remote() for node, one in where.items()}
 

@@ -115,7 +115,8 @@ async def save(
     settings = parts.recipe.checkpoint
     if settings.upload:
         await upload(settings.upload, step_folder(folder.checkpoints, step), step, is_ending)
-    keep = None if settings.keep == "all" else settings.keep
+    # Where updates are not finite, these weights may be the reason: older checkpoints stay until one was made.
+    keep = None if settings.keep == "all" or state["skipped_in_a_row"] else settings.keep
     weights = folder.weights if settings.keep_weights else None
     await asyncio.to_thread(prune, folder.checkpoints, keep, settings.best, weights)
 

@@ -63,7 +63,7 @@ GPU_NAME = re.compile(
     r"^#SBATCH\b.*?\s(?:--gres[= ]\S*?gpu:|--gpus(?:-per-\w+)?[= ]|-G ?)([A-Za-z][\w.-]*)", re.MULTILINE
 )
 """The name of GPUs in the options of Slurm: `--gres=gpu:h100:8`, `--gpus-per-node=a100_80gb:8`."""
-GPU_MEMORY = {"h100": 80, "h800": 80, "h20": 96, "h200": 141, "b200": 180, "b300": 268, "l40s": 48, "rtx4090": 24}
+GPU_MEMORY = {"h100": 80, "h800": 80, "h20": 96, "h200": 139, "b200": 180, "b300": 268, "l40s": 48, "rtx4090": 24}
 """GiB of GPUs by name, where nearly all of a name have the same."""
 OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
 """Names of verl's own configurations: all that they say is in its table."""
@@ -151,8 +151,8 @@ def with_named_gpus(migration: Migration, text: str, path: Path) -> Migration:
     match, key = GPU_NAME.search(text), ("cluster", "device_memory")
     if match is None or all(one[0] != key[0] for one in migration.settings):
         return migration
-    written = re.search(r"(\d+)gb", name := match[1].lower())
-    memory = int(written[1]) if written else GPU_MEMORY.get(re.split("[-_.]", re.sub("^nvidia[-_]", "", name))[0])
+    written = re.findall(r"(\d+)gb", name := match[1].lower())  # a part of a GPU has its own behind that of the whole
+    memory = int(written[-1]) if written else GPU_MEMORY.get(re.split("[-_.]", re.sub("^nvidia[-_]", "", name))[0])
     if memory is None:
         return migration
     given = ForeignValue("#SBATCH", match[1], f"{path}:{text[: match.start()].count(chr(10)) + 1}")

@@ -202,12 +202,12 @@ class RayGroup(Group[RoleT]):
 
     async def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
         device, call = self.devices[rank], f"{self.role}.{method}"
-        process = device.process
-        present = [node for node in self.nodes if not node.lost.done()]
+        process, node = device.process, device.node
+        present = [one for one in self.nodes if not one.lost.done()]
         try:
-            answer = await wait_for_reply(process.actor.call.remote(self.role, method, *arguments), device.node)
+            answer = await wait_for_reply(process.actor.call.remote(self.role, method, *arguments), node)
         except NodeGone:
-            raise node_lost(device.node, device.number, f"while {call}") from None
+            raise node_lost(node, device.number, f"while {call}") from None
         except RayActorError:
             raise await self.describe_death(device, f"while {call}", process) from None
         except RayError as error:

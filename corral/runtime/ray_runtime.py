@@ -286,7 +286,10 @@ class RayRuntime(Runtime):
 
     @property
     def lost_devices(self) -> set[int]:
-        return {number for number, device in self.devices.items() if device.is_dead or device.node.lost.done()}
+        return {number for number in self.devices if self._is_lost(number)} | self.started_beside
+
+    def _is_lost(self, number: int) -> bool:
+        return self.devices[number].is_dead or self.devices[number].node.lost.done()
 
     async def replace(self, device: int) -> None:
         """Not for a worker that has made a world with others, which `replace_copies` starts together."""
@@ -304,7 +307,8 @@ class RayRuntime(Runtime):
         own = self._set_of(self.placement.roles[role][0])
         numbered = [own.devices[rank] for copy in copies for rank in shape.ranks_of_copy(copy)]
         by_node: dict[str, list[DeviceSlot]] = {}
-        for device in [self.devices[number] for number in numbered if number not in self.started_beside]:
+        started = {number for number in self.started_beside if not self._is_lost(number)}
+        for device in [self.devices[number] for number in numbered if number not in started]:
             by_node.setdefault(device.node.id, []).append(device)
         starting: list[Coroutine[Any, Any, None]] = []
         for own_devices in by_node.values():

@@ -30,7 +30,6 @@ from corral.observe.trackers import flat
 from corral.observe.trajectory_store import TrajectoryStore
 from corral.recipe.document import read_document
 from corral.recipe.errors import UserError, first_line
-from corral.recipe.placement import MOST_DEVICES
 
 if TYPE_CHECKING:
     from corral.cluster.stacks import ProcessStacks
@@ -39,6 +38,7 @@ SPARKLINE_POINTS = 60
 TAIL_BYTES = 256 * 1024
 LAST_LINE_BYTES = 2048
 STACKS_EVERY_S = 2.0
+MOST_PLAN_BYTES, MOST_DRAWN_DEVICES = 2**24, 16_384
 PREVIEW_CHARS = 240
 ENDED = f" ERROR {ENDED_BY}: "
 OWNER = re.compile(r"process ([0-9]+) on (.+)")
@@ -278,19 +278,21 @@ def read_placement(path: Path | None) -> dict[str, Any] | None:
     """The nodes of a run's plan, and which roles and services each device has, with the bytes that it needs at most.
     None: there is no plan that can be read, as in runs of earlier releases."""
     try:
-        plan = {} if path is None else json.loads(path.read_bytes())
+        plan = {} if path is None or path.stat().st_size > MOST_PLAN_BYTES else json.loads(path.read_bytes())
         cluster, memory = plan["cluster"], plan["memory"]
         roles = {role: devices for role, devices in plan["placement"].items() if role != "idle"}
         nodes, per_node = int(cluster["nodes"]), int(cluster["devices_per_node"])
-        if not 0 < nodes * per_node <= MOST_DEVICES:
+        placed = {role: list(map(int, own)) for role, own in {**roles, **cluster["devices_of_services"]}.items()}
+        is_known = all(0 <= device < nodes * per_node for own in placed.values() for device in own)
+        if not is_known or min(nodes, per_node) < 1 or nodes * per_node > MOST_DRAWN_DEVICES:
             return None
         return {
             "nodes": nodes,
             "devices_per_node": per_node,
-            "roles": {role: list(map(int, own)) for role, own in {**roles, **cluster["devices_of_services"]}.items()},
+            "roles": placed,
             "memory": [[list(map(int, one["devices"])), max(one["total"].values())] for one in memory],
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -275,11 +275,25 @@ def test_no_request_names_a_path(tmp_path: Path, path: str) -> None:
     assert "secret-content" not in answer.text
 
 
-HUGE = {**PLAN, "cluster": {"nodes": 10**9, "devices_per_node": 10**9, "devices_of_services": {}}}
+INFINITE = json.dumps({**PLAN, "cluster": {"nodes": 2, "devices_per_node": float("inf"), "devices_of_services": {}}})
+ELSEWHERE = json.dumps({**PLAN, "placement": {"actor": [0, 6]}})
+HUGE = json.dumps({**PLAN, "cluster": {"nodes": 10**9, "devices_per_node": 10**9, "devices_of_services": {}}})
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", "{}", '{"placement": 1, "cluster": {}, "memory": []}', json.dumps(HUGE)]
+    "text",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"placement": 1, "cluster": {}, "memory": []}',
+        HUGE,
+        "[" * 100_000,
+        INFINITE,
+        ELSEWHERE,
+    ],
 )
 def test_the_placement_is_that_of_the_plan_or_nothing(tmp_path: Path, text: str | None) -> None:
     run = write_run(tmp_path, "one")
