@@ -120,8 +120,10 @@ def row_from_mapping(
 def _check_text(value: Any, where: str) -> None:
     """Raises where some text is no Unicode: JSON can have half of a surrogate pair, which no tokenizer takes."""
     if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise UserError(f"{where}: {ascii(value)[:60]} is not text: it has half of a surrogate pair")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{where}: {ascii(value)[:60]} is not text: it has half of a surrogate pair") from None
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             _check_text(item, where)

@@ -1,12 +1,16 @@
 """Copies between the host and the device that nobody waits for."""
 
+import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def on_device(values: Tensor | NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:
@@ -31,4 +35,8 @@ def pinned_buffer(num_bytes: int, pin: bool = True) -> Tensor:
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:
             weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        else:
+            logger.warning("%.0f GiB of memory cannot be pinned: optimizer states come slowly", num_bytes / 2**30)
+            with suppress(RuntimeError):  # the error would be reported by whatever is launched next
+                torch.zeros(1, device="cuda")
     return memory

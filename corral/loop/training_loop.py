@@ -249,8 +249,9 @@ def check_updates(run: RunState, result: TrainResult, batch: Batch) -> None:
 
 
 def warn_if_idle(run: RunState, rollout: RolloutResult, batch: Batch, result: TrainResult) -> None:
-    """Warns when nothing could be trained on for some steps in a row: all advantages were zero."""
-    if result.skipped or result.too_far or batch.columns["advantages"].any():
+    """Warns when nothing could be trained on for some steps in a row: all advantages were 0, or of masked samples."""
+    in_loss = np.repeat(~batch.is_masked, np.diff(batch.offsets))
+    if result.skipped or result.too_far or (batch.columns["advantages"] * in_loss).any():
         run.idle_steps = 0
         return
     run.idle_steps += 1
@@ -258,6 +259,8 @@ def warn_if_idle(run: RunState, rollout: RolloutResult, batch: Batch, result: Tr
         return
     rewards = sorted({trajectory.reward for trajectory in rollout.trajectories})
     seen = f"all of them {rewards[0]:g}" if len(rewards) == 1 else f"from {rewards[0]:g} to {rewards[-1]:g}"
+    if batch.is_masked.any():
+        seen += f"; {batch.is_masked.mean():.0%} of the samples are masked, see `algorithm.mask_*`"
     logger.warning(
         "step %d: in %d steps in a row no sample was better or worse than the others of its prompt (rewards of this "
         "step: %s), so there was nothing to train on. Look at what the model answers and what it gets for it (%s). If "

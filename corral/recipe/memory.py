@@ -291,6 +291,9 @@ class _Estimate:
         if not self.on_gpu:
             return {"train": total}
         largest = self.shape.vocab_size * self.shape.hidden_size
+        if self.shape.num_experts:  # of a layer together, gates and ups
+            of_layer = 2 * self.shape.num_experts * self.shape.intermediate_size * self.shape.hidden_size
+            largest = max(largest, of_layer // self.meshes[role].expert)
         if self.meshes[role].is_whole:
             largest = OPTIMIZER_SLOTS * min(OPTIMIZER_SLOT_SIZE, largest)
         part = int(total * min(1.0, largest / self.num_trained))
@@ -352,10 +355,10 @@ class _Estimate:
         return {phase: size for phase, size in sizes.items() if size}
 
     def has_fused_layers(self, roles: tuple[str, ...]) -> bool:
-        """Whether the trainer's layers are Corral's own on a GPU; about, for the shape does not say the family."""
-        mesh, shape = self.mesh_of(roles), self.shape
-        is_plain = not shape.num_experts and shape.mlp_matrices == 3 and not shape.vision_parameters
-        return self.on_gpu and is_plain and mesh.tensor == 1 and self.recipe.model.implementation == "auto"
+        """Whether the trainer's layers are Corral's own on a GPU."""
+        model = self.recipe.model
+        is_fast = model.implementation == "auto" and model.quantization is None and not model.exact
+        return self.on_gpu and self.shape.has_fused_layers and is_fast and self.mesh_of(roles).tensor == 1
 
     def gathered_layers(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """What ranks with shards put together for a moment: embedding and head for a whole pass, the layer that
@@ -423,7 +426,8 @@ def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False)
     within 3 % of what was measured on an H200."""
     output, gathered = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
     if fused:
-        values = 4 * shape.hidden_size + shape.attention_size + output + gathered + 3 * shape.active_intermediate_size
+        attention = shape.attention_size + output * (2 if shape.qk_norm else 1) + gathered  # queries before their norm
+        values = 4 * shape.hidden_size + attention + 3 * shape.active_intermediate_size
     else:
         values = 6 * shape.hidden_size + 2 * shape.attention_size + output + 4 * shape.active_intermediate_size
     return values * weight_bytes

@@ -39,6 +39,8 @@ class ModelShape:
     mlp_matrices: int = 3
     qkv_bias: bool = False
     qk_norm: bool = False
+    has_fused_layers: bool = False
+    """Whether a GPU computes its layers with Corral's own kernels; see `corral/model/fused_layers.py`."""
     vision_parameters: int = 0
     """Of the part that reads images, where there is one; about."""
 
@@ -103,6 +105,7 @@ class ModelShape:
             mlp_matrices=2 if kind in PLAIN_MLP else 3,
             qkv_bias=bool(keys.config.get("attention_bias")) or kind in QKV_BIAS,
             qk_norm=kind in ("qwen3", "qwen3_moe"),
+            has_fused_layers=kind in ("llama", "mistral", "qwen2", "qwen3"),
             vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
         )
 
@@ -187,6 +190,7 @@ SMOLLM2_135M = ModelShape(
     intermediate_size=1536,
     vocab_size=49152,
     tie_word_embeddings=True,
+    has_fused_layers=True,
 )
 BLANK_1M = ModelShape(
     hidden_size=128,

@@ -211,7 +211,6 @@ class ModelWorker(Role, ABC):
     """What actor, reference and critic have in common. The reference is never asked to train."""
 
     trainer: PolicyTrainer | ValueTrainer
-    deferred: DeferredWrites
 
     def __init__(self, role: str, context: WorkerContext, recipe: Recipe, path: str | None) -> None:
         """`path`: another model than the recipe's."""
@@ -220,6 +219,7 @@ class ModelWorker(Role, ABC):
         shape = mesh_shape(recipe.train.parallel, context.size, role)
         self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s, context.replicas)
         self.progress = UpdateProgress()
+        self.deferred = DeferredWrites(0)
         settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
         if role == "reference":  # with a path of its own it is a model of its own
             settings = settings.model_copy(update={"lora": None, "quantization": None})
@@ -267,7 +267,9 @@ class ModelWorker(Role, ABC):
     def save(self, folder: Path, writers: Sequence[int]) -> None:
         """Begins to copy what this worker writes of a checkpoint to host memory, for `finish_save`. What does not fit
         into half of the memory that is left, in equal parts for the workers of a node, is written at once."""
-        self.deferred = DeferredWrites(available_memory() // 2 // self.recipe.cluster.devices_per_node)
+        others = [role.deferred for role in self.context.roles.values() if isinstance(role, ModelWorker)]
+        available = available_memory() // self.recipe.cluster.devices_per_node
+        self.deferred = DeferredWrites(max(0, available - sum(other.bytes_to_copy for other in others)) // 2)
         self.trainer.save(folder, writers, self.deferred)
 
     async def finish_save(self) -> None:

@@ -121,7 +121,10 @@ class MasterOptimizer:
     def _parts_in_slots(self, masters: list["MasterWeight"], device: torch.device) -> Iterator["UpdatedPart"]:
         """Brings states to the device a part of a parameter at a time: all of them are three times the size of a
         float32 model, which is why they are on the host. Copies run beside the updates of other parts."""
-        slots = StateSlots(self.state_dtype, max(master.current.numel() for master in masters), device)
+        kinds = {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
+        if any(master.is_copy for master in masters):
+            kinds["weight"] = torch.float32
+        slots = StateSlots(kinds, max(master.current.numel() for master in masters), device)
         for master in masters:
             on_host = {key: master.state[key].view(-1) for key in ("exp_avg", "exp_avg_sq")}
             if master.is_copy:
@@ -386,9 +389,8 @@ class StateSlots:
     """Memory of the device through which states pass while they are updated. Everything is queued: the host does not
     wait. On a CPU the copies are made one after the other."""
 
-    def __init__(self, state_dtype: torch.dtype, largest: int, device: torch.device) -> None:
+    def __init__(self, kinds: dict[str, torch.dtype], largest: int, device: torch.device) -> None:
         """`largest`: numbers of the largest parameter."""
-        kinds = {"weight": torch.float32, "exp_avg": state_dtype, "exp_avg_sq": state_dtype}
         size = min(OPTIMIZER_SLOT_SIZE, largest)
         self.slots = [
             {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in kinds.items()}

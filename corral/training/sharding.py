@@ -135,12 +135,14 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def modules_in_float32(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules whose own parameters are, before those that are trained are made so."""
+    """The outermost modules with parameters of their own, all of whose parameters are, also those of modules inside;
+    before those that are trained are made so."""
     found: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if own and all(parameter.dtype == torch.float32 for parameter in own) and module not in inner:
+        has_own = any(True for _ in module.parameters(recurse=False))
+        are = (parameter.dtype == torch.float32 for parameter in module.parameters())
+        if has_own and module not in inner and all(are):
             found.append(module)
             inner |= set(module.modules())
     return found

@@ -140,6 +140,11 @@ class DeferredWrites:
             self.error = error
         self.to_copy.clear()
 
+    @property
+    def bytes_to_copy(self) -> int:
+        """Of the host's memory that the copies are going to take."""
+        return sum(tensor.nbytes for _, _, tensor in list(self.to_copy))
+
     def wait_for_copies(self) -> None:
         """Returns when the tensors may change. That they could not be copied is an error of `write`."""
         if self.copying is not None:
@@ -169,10 +174,9 @@ class HostCopier:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queued work of the device is done before anything is copied."""
         self.buffers: list[Tensor] = []
+        self.buffer_size = min(COPY_BUFFER, max((tensor.nbytes for tensor in tensors), default=0))
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if device is not None:
-            size = min(COPY_BUFFER, max(tensor.nbytes for tensor in tensors if tensor.is_cuda))
-            self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self.stream = torch.cuda.Stream(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -181,8 +185,11 @@ class HostCopier:
             return tensor.to("cpu", copy=True)
         # numpy's large arrays are in huge pages: most of the time would be spent on the first touch of small ones.
         copied = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
-        source = tensor.contiguous().reshape(-1).view(torch.uint8)
-        size = len(self.buffers[0])
+        with torch.cuda.stream(self.stream):  # which is what reads it
+            source = tensor.contiguous().reshape(-1).view(torch.uint8)
+        size = self.buffer_size
+        if not self.buffers:
+            self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         pairs = list(zip(source.split(size), copied.split(size), strict=True))
         events = [self._fill(0, pairs[0][0])] if pairs else []
         for number, (_, target) in enumerate(pairs):

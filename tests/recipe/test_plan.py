@@ -512,7 +512,7 @@ def test_a_model_of_72_billion_parameters_is_spread_over_four_devices_of_an_engi
     assert "of 2 bytes, of 80 GiB" in text
 
 
-@pytest.mark.parametrize(("engine", "needed"), [("native", "167 GiB for rollout"), ("vllm", "167 GiB for rollout")])
+@pytest.mark.parametrize(("engine", "needed"), [("native", "168 GiB for rollout"), ("vllm", "168 GiB for rollout")])
 def test_what_does_not_fit_is_an_error_that_says_what_would(load, engine, needed):
     with pytest.raises(RecipeError) as caught:
         make_plan(load(*FOUR_NODES, f"rollout.engine={engine}"), QWEN_72B)
