@@ -311,7 +311,8 @@ async def finish(run: RunState, recipe_file: Path) -> None:
     """Writes the last checkpoint and the picture, and prints what to do next."""
     with run.console.stage("saving a checkpoint"):
         await finish_saving(run)
-        while run.step > run.saved_step and (run.recipe.checkpoint.at_end or not run.is_complete):
+        is_due = run.recipe.checkpoint.at_end or run.save_is_late or not run.is_complete
+        while run.step > run.saved_step and is_due:
             await begin_saving(run)
             await finish_saving(run)  # not written where a trainer was lost meanwhile
     rows = read_rows(run.folder) if run.recipe.logging.curve else []
