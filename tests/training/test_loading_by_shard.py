@@ -250,7 +250,7 @@ def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
             read = team.run(resume, folder, shape)
     finally:
         team.close()
-    # Some of it lies in memory that they had freed before. Each rank also has layers that it gathers to check the model,
+    # Some of it lies in memory that they had freed before. A rank also has layers that it gathers to check the model,
     # and one of the dense one is a twelfth of it: 1.5 was measured. Ranks that read all of it would have 4.
     assert 0.25 < peak[0] / (num_parameters * 12) <= (1.2 if config is MIXTURE else 1.7)
     # A quarter, and pages around those that are read, which the system maps, too. Parts that are columns (`o_proj` and
