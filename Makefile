@@ -78,5 +78,5 @@ clean:  ## delete the virtual environment and caches; runs stay
 	@echo "installing what tests and linters need into .venv"
 	$(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
 	@# Not compiled: tests import a part of it, and Python compiles that part when they do.
-	$(PIP) --no-compile --no-deps --require-hashes -r locks/dev.txt
+	$(LOCKED) locks/dev.txt --no-compile
 	@touch $@

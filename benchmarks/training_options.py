@@ -40,6 +40,8 @@ from corral.training.native_trainer import NativePolicyTrainer
 from corral.training.tensor_files import DeferredWrites
 
 GIB = 2**30
+LEARNED = ("step", "reward/mean", "time/train_s", "validation/mean@1")
+"""Metrics of the quickstart that are kept."""
 CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 CHECKPOINTED = {"train": {"gradient_checkpointing": True}}
 MICRO_BATCHES = 3
@@ -225,7 +227,8 @@ def train(folder: Path, name: str, asked: argparse.Namespace) -> list[dict[str, 
         changes.append("optimizer.learning_rate=1e-4")
     command = [*CORRAL, "train", recipe, f"name={name}", f"logging.runs={folder}", f"schedule.steps={asked.steps}"]
     result = subprocess.run([*command, *changes, *asked.overrides], stdout=sys.stderr)
-    return [] if result.returncode else read_metrics(folder / name / "metrics.jsonl")
+    rows = [] if result.returncode else read_metrics(folder / name / "metrics.jsonl")
+    return [{key: row[key] for key in LEARNED if key in row} for row in rows]
 
 
 # --- both

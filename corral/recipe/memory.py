@@ -73,7 +73,7 @@ class DeviceMemory:
 
 def check_memory(recipe: Recipe, groups: Sequence[DeviceMemory]) -> list[str]:
     """Raises a RecipeError where a device has less than it needs. Where what it has is not known: less than the largest
-    GPU has, and only what is held for certain is counted; then it returns warnings where an usual GPU has less. The KV
+    GPU has, and only what is held for certain is counted; then it returns warnings where a usual GPU has less. The KV
     cache is left out: an engine takes what there is for it."""
     known = recipe.cluster.device_memory
     available = LARGEST_GPU if known is None else known
