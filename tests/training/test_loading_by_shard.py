@@ -60,10 +60,17 @@ def write_model(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> i
     return model.num_parameters()
 
 
+def in_a_fork(call: Callable[..., int], *arguments: object) -> int:
+    """What the function returns that writes a model. A team that is forked later inherits no memory that it has freed,
+    which ranks would use without having more of it."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(call, arguments)
+
+
 @pytest.fixture(scope="module")
 def billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("billion")
-    assert write_model(BILLION, torch.bfloat16, folder) == NUM_PARAMETERS
+    assert in_a_fork(write_model, BILLION, torch.bfloat16, folder) == NUM_PARAMETERS
     return folder
 
 
@@ -71,7 +78,7 @@ def billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """-> (a model in bfloat16, its number of parameters)"""
     folder = tmp_path_factory.mktemp("mixture")
-    return folder, write_model(MIXTURE, torch.bfloat16, folder)
+    return folder, in_a_fork(write_model, MIXTURE, torch.bfloat16, folder)
 
 
 @contextmanager
@@ -105,6 +112,7 @@ def load_and_shard(folder: Path, dtype: str, trained: bool, shape: MeshShape) ->
     model = load_to_shard(Model(path=str(folder), dtype=dtype), CPU)
     sharded = ShardedModel(model, model, mesh, trained=trained, offload=False, in_float32=[])
     sharded.mesh.any(False)  # all ranks have their parts before the first one drops its own
+    time.sleep(0.5)  # so that the watcher sees it, on a busy machine
 
 
 @pytest.mark.parametrize(
@@ -117,15 +125,19 @@ def load_and_shard(folder: Path, dtype: str, trained: bool, shape: MeshShape) ->
     ids=["frozen", "frozen in stages", "trained"],
 )
 def test_four_ranks_hold_one_model_together_while_they_load_it(
-    billion: Path, dtype: str, trained: bool, bytes_each: int, shape: MeshShape
+    billion: Path, tmp_path: Path, dtype: str, trained: bool, bytes_each: int, shape: MeshShape
 ) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    write_model(LlamaConfig(**small, vocab_size=64), torch.bfloat16, tmp_path)
     team = Team(RANKS)
     try:
+        team.run(load_and_shard, tmp_path, dtype, trained, shape)  # imports what they import
         with peak_memory([process.pid or 0 for process in team.processes]) as peak:
             team.run(load_and_shard, billion, dtype, trained, shape)
     finally:
         team.close()
-    assert 0.95 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.2
+    # 1.10 to 1.18 were measured. Ranks that read all of it would have 4.
+    assert 0.9 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.3
 
 
 @pytest.mark.parametrize(
@@ -169,10 +181,11 @@ LAYERS = LlamaConfig(
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
     """-> (a checkpoint of a float32 model, its number of parameters), by type of model"""
-    folder, configs = tmp_path_factory.mktemp("checkpoints"), (LAYERS, MIXTURE)
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # a team inherits no memory that this has freed
-        sizes = pool.starmap(write_checkpoint, [(config, folder / config.model_type) for config in configs])
-    return {config.model_type: (folder / config.model_type, size) for config, size in zip(configs, sizes, strict=True)}
+    written = {}
+    for config in (LAYERS, MIXTURE):
+        folder = tmp_path_factory.mktemp(config.model_type)
+        written[config.model_type] = folder, in_a_fork(write_checkpoint, config, folder)
+    return written
 
 
 def write_checkpoint(config: PretrainedConfig, folder: Path) -> int:
