@@ -1,12 +1,10 @@
 """`corral` on the hosts of a lab, as a user types it there."""
 
 import subprocess
-import sys
 from collections.abc import Sequence
 
-from hosts import SMALL_RAY, Lab
+from hosts import CORRAL, SMALL_RAY, Lab
 
-CORRAL = [sys.executable, "-m", "corral.cli.main"]
 SMALL = ["--", *SMALL_RAY]
 """For Ray."""
 UP_S = 120

@@ -19,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked_pythons
+
 TIMEOUT_S = 180.0
 
 
@@ -69,7 +71,7 @@ def start_corral(folder: Path, *arguments: str, before: Callable[[], None] | Non
     stdout, stderr = folder / f"stdout.{number}", folder / f"stderr.{number}"
     stdout.touch()
     stderr.touch()
-    process = _forkserver().Process(target=_main, args=(folder, arguments, stdout, stderr, before), daemon=True)
+    process = start_forkserver().Process(target=_main, args=(folder, arguments, stdout, stderr, before), daemon=True)
     process.start()
     return Command(process, stdout, stderr)
 
@@ -79,12 +81,14 @@ def corral(folder: Path, *arguments: str, before: Callable[[], None] | None = No
 
 
 @cache
-def _forkserver() -> Any:
+def start_forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["command_preload"])
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of a pool that was started before the fork would be missing after it
+    workers = forked_pythons.prepare()
     with contextlib.chdir(Path(__file__).parent):  # where it looks for the module
         ensure_running()
+    context.Process(target=forked_pythons.serve, args=(workers,), daemon=True).start()
     return context
 
 

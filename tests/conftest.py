@@ -16,6 +16,11 @@ from xdist.scheduler import LoadGroupScheduling
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
 sys.path.insert(0, str(Path(__file__).parent))
+from forked_pythons import RAY_PYTHON  # noqa: E402
+
+# A worker of Ray takes one second of a core instead of eight. Agents of nodes have the import path of who starts Ray,
+# and with it a Python that forks.
+sys.path.append(RAY_PYTHON)
 # Ray would start Python processes in advance for every run. Corral's actors, whose environment is their own, use none.
 os.environ |= {"RAY_prestart_worker_first_driver": "false"}
 if not torch.cuda.is_available():
@@ -74,6 +79,22 @@ class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneProcessForAFile | None:
     return OneProcessForAFile(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    group = item.get_closest_marker("xdist_group")
+    if group is not None and group.args[0] in CLUSTERS:
+        from commands import start_forkserver
+
+        start_forkserver()  # workers of Ray are forked by it, too
+
+
+@pytest.fixture(scope="module")
+def real_workers() -> Generator[None]:
+    """Workers of Ray are started as everywhere else: for tests that look at their processes."""
+    sys.path.remove(RAY_PYTHON)
+    yield
+    sys.path.append(RAY_PYTHON)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from forked_pythons import RAY_PYTHON
 
 from corral.cluster.up import RAY
 from corral.runtime.token import VARIABLES
 
+CORRAL = [sys.executable, "-m", "corral.cli.main"]
 TOOLS = {"ip": "iproute2", "tini": "tini", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -57,10 +59,11 @@ class Host:
 
     def command(self, command: Sequence[str], env: dict[str, str]) -> list[str]:
         enter = ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", "-i", f"--wd={os.getcwd()}", "--"]
-        every = {"HOME": str(self.home), "MPLCONFIGDIR": str(FONTS), **env}
+        every = {"HOME": str(self.home), "MPLCONFIGDIR": str(FONTS), **import_path(), **env}
         # A test in this process may have used a token of its own, which must not open the hosts' cluster.
         forget = [f"--unset={name}" for name in VARIABLES]
-        return [*enter, "env", *forget, *(f"{name}={value}" for name, value in every.items()), *command]
+        words = forked(command) if RAY_PYTHON in sys.path else command
+        return [*enter, "env", *forget, *(f"{name}={value}" for name, value in every.items()), *words]
 
 
 class Lab:
@@ -270,6 +273,19 @@ def serve() -> None:
                 answers.write(json.dumps({"result": result}) + "\n")
             except BaseException:
                 answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
+
+
+def forked(command: Sequence[str]) -> list[str]:
+    """The same command, with a Python that forks where it is `corral`."""
+    python = os.environ.get("CORRAL_TEST_PYTHON", sys.executable)
+    places = range(len(command))
+    return [python if [*command[i : i + 3]] == CORRAL else command[i] for i in places]
+
+
+def import_path() -> dict[str, str]:
+    """The variable of it for programs on hosts, which have forked workers where this process has them."""
+    forked = [RAY_PYTHON] if RAY_PYTHON in sys.path else []
+    return {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *forked])}
 
 
 def skip_unless_possible() -> None:

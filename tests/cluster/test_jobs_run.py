@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from clusters import CORRAL, begin_up
-from hosts import Lab
+from clusters import begin_up
+from hosts import CORRAL, Lab
 from runs import RECIPE, steps_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("jobs")]

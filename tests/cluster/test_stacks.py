@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from clusters import CORRAL, bring_up
+from clusters import bring_up
 from commands import corral
 from guides import Block, block
-from hosts import RAY, Lab
+from hosts import CORRAL, RAY, Lab
 from runs import write_recipe
 
 from corral.cluster.stacks import (

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from clusters import CORRAL, SMALL, begin_up, bring_up, corral
-from hosts import RAY, Lab
+from clusters import SMALL, begin_up, bring_up, corral
+from hosts import CORRAL, RAY, Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("up")]
 

@@ -1,17 +1,15 @@
 """`corral train` on hosts of a lab, watched from outside."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hosts import Lab
+from hosts import CORRAL, Lab
 from runs import write_recipe
 
 from corral.observe.ledger import Ledger, LedgerAudit
 
-CORRAL = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=2")
 APART = (*NODES, "cluster.placement={rollout: 0-1, actor: 2-3}")
 """Rollout on the first host, training on the second."""

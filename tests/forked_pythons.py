@@ -1,0 +1,225 @@
+"""Workers of Ray, and commands on hosts, that are forked: each needs seven seconds of a core to import torch,
+transformers and Corral, and the slow tests have hundreds of them.
+
+`prepare` writes a program that is called as Python is. Where it is to run a worker of Ray or `-m corral.cli.main`, it
+asks a server, which has imported all of that, to fork a process with its descriptors, environment, folder and
+namespaces (a host of `hosts.py` has its own), ends as that ends, and passes signals on; that process does not outlive
+it. All else is Python's as ever, also where no server is to be seen, as in containers. Agents of nodes start workers
+with it where `ray_python` is on the import path.
+"""
+
+import atexit
+import ctypes
+import json
+import multiprocessing
+import os
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+REPLY_S = 60.0
+RAY_PYTHON = str(Path(__file__).parent / "ray_python")
+PRELOADED = "corral.runtime.model_workers", "corral.runtime.rollout_worker"
+"""Not Ray, which reads its token when it is imported."""
+NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000}
+COMMAND = "-m corral.cli.main"
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def prepare() -> socket.socket:
+    """Before the process is started that commands are forked from: they have its environment. Returns what `serve`
+    listens to."""
+    folder = Path(tempfile.mkdtemp(prefix="corral-test-"))
+    atexit.register(shutil.rmtree, folder)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen()
+    python = shlex.quote(sys.executable)
+    ask = f"{python} {shlex.quote(__file__)} {folder}/socket {python}"
+    program = folder / "python"
+    program.write_text(
+        f'#!/bin/sh\ncase "$1 $2" in *default_worker.py\\ *|"{COMMAND}") exec {ask} "$@" ;; esac\nexec {python} "$@"\n'
+    )
+    program.chmod(0o755)
+    os.environ["CORRAL_TEST_PYTHON"] = str(program)
+    return listener
+
+
+# --- the server
+
+
+def serve(listener: socket.socket) -> None:
+    multiprocessing.current_process().daemon = False  # those that it forks may have children
+    signals, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    clients = dict[int, socket.socket]()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(signals, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    client = listener.accept()[0]
+                    for name in PRELOADED:  # once somebody needs it
+                        import_module(name)
+                    pid = answer(client, [listener, selector, *clients.values()])
+                    clients[pid] = client
+                    selector.register(client, selectors.EVENT_READ, pid)
+                elif key.fileobj is signals:
+                    os.read(signals, 4096)
+                    for pid, code in ended_children():
+                        with clients.pop(pid) as client, suppress(OSError):
+                            if client.fileno() >= 0:
+                                selector.unregister(client)
+                            client.sendall(f"{code}\n".encode())
+                elif key.data in clients:  # the process that stands for it in Ray was killed
+                    os.kill(key.data, signal.SIGKILL)
+                    client = clients[key.data]
+                    selector.unregister(client)
+                    client.close()
+
+
+def ended_children() -> list[tuple[int, int]]:
+    ended = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def answer(client: socket.socket, not_its_own: list[Any]) -> int:
+    message, descriptors, _, _ = socket.recv_fds(client, 1 << 16, 3)
+    while not message.endswith(b"\n"):
+        message += client.recv(1 << 16)
+    pid = os.fork()
+    if pid == 0:
+        for other in not_its_own:
+            other.close()
+        run_worker(client, descriptors, **json.loads(message))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return pid
+
+
+def run_worker(
+    client: socket.socket,
+    descriptors: list[int],
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    path: list[str],
+) -> NoReturn:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        enter_namespaces(client)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setpgid(0, 0)
+        client.sendall(f"{os.getpid()}\n".encode())
+        client.close()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv, sys.path[:] = arguments, path
+        if " ".join(arguments[:2]) == COMMAND:
+            sys.argv = ["corral", *arguments[2:]]
+            run_corral()
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_corral() -> None:
+    from corral.cli.main import main
+
+    main()
+
+
+def enter_namespaces(client: socket.socket) -> None:
+    """Goes where the client is. Only children are in another PID namespace, so one of them is the worker then."""
+    asking, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    links = {name: [os.readlink(f"/proc/{pid}/ns/{name}") for pid in (asking, "self")] for name in NAMESPACES}
+    others = [name for name, (theirs, ours) in links.items() if theirs != ours]
+    if not others:
+        return
+    if ctypes.CDLL(None, use_errno=True).setns(os.pidfd_open(asking), sum(NAMESPACES[name] for name in others)):
+        raise OSError(ctypes.get_errno(), f"setns: {others}")
+    if pid := os.fork():
+        client.close()
+        end_as(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    die_with_parent()
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def end_as(code: int) -> NoReturn:
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+# --- what Ray starts
+
+
+def main(address: str, python: str, *arguments: str) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(REPLY_S)
+        try:
+            server.connect(address)
+        except OSError:  # in a container, or of another user
+            os.execv(python, [python, *arguments])
+        request = {
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "path": [os.getcwd() if arguments[0] == "-m" else str(Path(arguments[0]).parent), *sys.path[1:]],
+        }
+        message = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(server, [message], [0, 1, 2])
+        server.sendall(message[sent:])
+        replies = server.makefile()
+        pid = int(replies.readline())
+        for number in PASSED_ON:
+            signal.signal(number, lambda received, _: os.kill(pid, received))
+        server.settimeout(None)
+        code = int(replies.readline() or 1)
+    end_as(code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
