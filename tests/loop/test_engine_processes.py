@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from corral.observe.ledger import Ledger
 
+pytestmark = pytest.mark.usefixtures("real_workers")
+
 OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
 VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
 MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")

@@ -20,7 +20,12 @@ from corral.child_process import read_stat
 from corral.runtime.presence import Presence, present
 from corral.training.checkpoint import problem_with, step_folder
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.usefixtures("real_workers"),
+]
 
 APART = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
 LIMIT_S = 240.0
