@@ -89,12 +89,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         start_forkserver()  # workers of Ray are forked by it, too
 
 
-@pytest.fixture(scope="module")
-def real_workers() -> Generator[None]:
+@pytest.fixture
+def real_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of Ray are started as everywhere else: for tests that look at their processes."""
-    sys.path.remove(RAY_PYTHON)
-    yield
-    sys.path.append(RAY_PYTHON)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != RAY_PYTHON])
 
 
 @pytest.fixture(autouse=True, scope="session")

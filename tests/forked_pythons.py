@@ -1,8 +1,8 @@
 """Workers of Ray, and commands on hosts, that are forked: each needs seven seconds of a core to import torch,
 transformers and Corral, and the slow tests have hundreds of them.
 
-`prepare` writes a program that is called as Python is. Where it is to run a worker of Ray or `-m corral.cli.main`, it
-asks a server, which has imported all of that, to fork a process with its descriptors, environment, folder and
+`prepare` writes a program that is called as Python is. Where it is to run a worker of Ray, `-m corral.cli.main` or
+`-c`, it asks a server, which has imported all of that, to fork a process with its descriptors, environment, folder and
 namespaces (a host of `hosts.py` has its own), ends as that ends, and passes signals on; that process does not outlive
 it. All else is Python's as ever, also where no server is to be seen, as in containers. Agents of nodes start workers
 with it where `ray_python` is on the import path.
@@ -48,12 +48,16 @@ def prepare() -> socket.socket:
     python = shlex.quote(sys.executable)
     ask = f"{python} {shlex.quote(__file__)} {folder}/socket {python}"
     program = folder / "python"
-    program.write_text(
-        f'#!/bin/sh\ncase "$1 $2" in *default_worker.py\\ *|"{COMMAND}") exec {ask} "$@" ;; esac\nexec {python} "$@"\n'
-    )
+    forked = f'*default_worker.py\\ *|"{COMMAND}"|-c\\ *'
+    program.write_text(f'#!/bin/sh\ncase "$1 $2" in {forked}) exec {ask} "$@" ;; esac\nexec {python} "$@"\n')
     program.chmod(0o755)
     os.environ["CORRAL_TEST_PYTHON"] = str(program)
     return listener
+
+
+def forking_python() -> str:
+    """Path of that program; Python's own where there is none yet."""
+    return os.environ.get("CORRAL_TEST_PYTHON", sys.executable)
 
 
 # --- the server
@@ -146,6 +150,9 @@ def run_worker(
         if " ".join(arguments[:2]) == COMMAND:
             sys.argv = ["corral", *arguments[2:]]
             run_corral()
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(arguments[1], {"__name__": "__main__"})
         else:
             runpy.run_path(arguments[0], run_name="__main__")
         code = 0
@@ -207,7 +214,7 @@ def main(address: str, python: str, *arguments: str) -> None:
             "arguments": arguments,
             "environment": dict(os.environ),
             "folder": os.getcwd(),
-            "path": [os.getcwd() if arguments[0] == "-m" else str(Path(arguments[0]).parent), *sys.path[1:]],
+            "path": [os.getcwd() if arguments[0] in ("-m", "-c") else str(Path(arguments[0]).parent), *sys.path[1:]],
         }
         message = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(server, [message], [0, 1, 2])

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from forked_pythons import RAY_PYTHON
+from forked_pythons import RAY_PYTHON, forking_python
 
 from corral.cluster.up import RAY
 from corral.runtime.token import VARIABLES
@@ -277,8 +277,7 @@ def serve() -> None:
 
 def forked(command: Sequence[str]) -> list[str]:
     """The same command, with a Python that forks where it is `corral`."""
-    python = os.environ.get("CORRAL_TEST_PYTHON", sys.executable)
-    places = range(len(command))
+    python, places = forking_python(), range(len(command))
     return [python if [*command[i : i + 3]] == CORRAL else command[i] for i in places]
 
 

@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from corral.observe.ledger import Ledger
 
-pytestmark = pytest.mark.usefixtures("real_workers")
-
 OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
 VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
 MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")
@@ -61,6 +59,7 @@ def engine_processes(folder: Path) -> list[int]:
     [((), "it is started again"), (("cluster.devices_per_node=3", APART), "are rolled out elsewhere")],
     ids=["colocated", "apart"],
 )
+@pytest.mark.usefixtures("real_workers")
 def test_it_goes_on_when_the_engine_is_killed(
     tmp_path: Path, tiny_model: Path, placement: tuple[str, ...], expected: str
 ) -> None:

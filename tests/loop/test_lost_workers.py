@@ -20,12 +20,7 @@ from corral.child_process import read_stat
 from corral.runtime.presence import Presence, present
 from corral.training.checkpoint import problem_with, step_folder
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.usefixtures("real_workers"),
-]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 APART = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
 LIMIT_S = 240.0
@@ -160,6 +155,7 @@ def test_a_trainer_that_dies_while_nobody_asks_it_is_noticed_at_once(tmp_path: P
     assert noticed_s < 8, run.output
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_workers_that_die_while_they_start_are_started_again(tmp_path: Path, tiny_model: Path) -> None:
     """One when the run begins, and one when it begins again."""
     run = LocalRun(tmp_path, tiny_model)
@@ -174,6 +170,7 @@ def test_workers_that_die_while_they_start_are_started_again(tmp_path: Path, tin
     assert "The actor died" not in output  # Ray's words
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_a_replacement_that_dies_while_it_starts_is_started_again(tmp_path: Path, tiny_model: Path) -> None:
     run = LocalRun(tmp_path, tiny_model)
     run.signal_worker("rollout", signal.SIGKILL)
@@ -225,6 +222,7 @@ def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_m
     assert service() is None
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_path: Path, tiny_model: Path) -> None:
     changes = ("schedule.steps=600", "checkpoint.every=1000", "cluster.node_timeout_s=5")
     run = LocalRun(tmp_path, tiny_model, *changes)
