@@ -4,13 +4,15 @@
 
 A start takes a second then, so hundreds of faults fit into the time of a dozen. The loop, its recovery, rewards, files
 and the audit are those of a run; how Ray loses and finds processes is not seen here, and no worker hangs, since
-heartbeats are Ray's, too (`forked_runtime.py`).
+heartbeats are Ray's, too (`forked_runtime.py`). With `--ray` all of Ray is there, and only what its workers import
+is not imported again (`forked_pythons.py`): a start takes about ten seconds.
 """
 
 import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -21,7 +23,7 @@ from typing import IO, Any
 sys.path.insert(0, str(Path(__file__).parent / "loop"))
 
 import command_preload  # noqa: F401
-import forked_runtime
+import forked_pythons
 from runs import write_recipe
 from tiny import save_tiny_model
 
@@ -50,7 +52,9 @@ EVERY = (
     f"schedule.steps={ENDLESS}",
     "train.threads=1",
 )
-KINDS = "kill-worker,kill-reward,kill-controller,stop-controller,full-disk"
+KINDS = ("kill-worker", "kill-reward", "kill-controller", "stop-controller", "full-disk")
+ON_RAY = (*KINDS, "hang-worker", "kill-agent", "kill-raylet", "kill-gcs")
+TIMEOUTS = ("cluster.worker_timeout_s=8", "cluster.node_timeout_s=8")
 
 
 class Fork:
@@ -70,6 +74,9 @@ class Fork:
 
 
 class ForkedChaos(ChaosRun):
+    workers: socket.socket | None = None
+    """With it, workers are Ray's, and forked by a process that listens to it."""
+
     def _start(self) -> None:
         readable, writable = os.pipe()
         pid = os.fork()
@@ -79,7 +86,7 @@ class ForkedChaos(ChaosRun):
             for descriptor in (1, 2):
                 os.dup2(writable, descriptor)
             os.environ["TMPDIR"], tempfile.tempdir = str(self.temporary), None
-            train_in_fork(list(self.command))
+            train_in_fork(list(self.command), self.workers)
         os.close(writable)
         self.child: Any = Fork(pid, os.fdopen(readable, "rb"))
         self.lines = [(self.now(), "")]
@@ -88,13 +95,17 @@ class ForkedChaos(ChaosRun):
         self._note(f"started, pid {pid}")
 
 
-def train_in_fork(arguments: list[str]) -> None:
+def train_in_fork(arguments: list[str], workers: socket.socket | None) -> None:
     """`corral train` with forked workers; does not return."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     sys.argv = ["corral", "train", *arguments]
-    if any(one.startswith("cluster.devices_per_node") for one in arguments):
-        corral.loop.train.open_runtime = lambda *given, debugging=None: forked_runtime.open_forks(*given)
+    if workers is not None:
+        if os.fork() == 0:
+            die_with_parent()
+            forked_pythons.serve(workers)
+        workers.close()
+        sys.path.append(forked_pythons.RAY_PYTHON)
     code = 0
     try:
         run_corral()
@@ -105,17 +116,23 @@ def train_in_fork(arguments: list[str]) -> None:
         os._exit(code)
 
 
-class NamedRuntime(forked_runtime.ForkedRuntime):
-    """Its workers can be found, as those on Ray."""
+def fork_workers() -> None:
+    """Workers are forks without Ray, and can be found as those of Ray. Not imported with Ray, which reads its token
+    when it is imported."""
+    import forked_runtime
 
-    def _fork(self, number: int) -> Any:
-        process = super()._fork(number)
-        stat = read_stat(process.pid)
-        roles = self._set_of(number).roles
-        presence = Presence(process.pid, stat.started if stat else 0, "worker", self.recipe.name, number, roles)
-        processes_folder().mkdir(exist_ok=True)
-        (processes_folder() / f"{process.pid}.json").write_text(json.dumps(asdict(presence)))
-        return process
+    class NamedRuntime(forked_runtime.ForkedRuntime):
+        def _fork(self, number: int) -> Any:
+            process = super()._fork(number)
+            stat = read_stat(process.pid)
+            roles = self._set_of(number).roles
+            presence = Presence(process.pid, stat.started if stat else 0, "worker", self.recipe.name, number, roles)
+            processes_folder().mkdir(exist_ok=True)
+            (processes_folder() / f"{process.pid}.json").write_text(json.dumps(asdict(presence)))
+            return process
+
+    forked_runtime.ForkedRuntime = NamedRuntime  # type: ignore[misc]
+    corral.loop.train.open_runtime = lambda *given, debugging=None: forked_runtime.open_forks(*given)
 
 
 def main() -> None:
@@ -123,11 +140,11 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--kinds")
     parser.add_argument("--interval", type=float, default=0.5)
     parser.add_argument("--report", type=Path, required=True)
     options = parser.parse_args()
-    forked_runtime.ForkedRuntime = NamedRuntime  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="chaos-runs-") as name:
         folder = Path(name)
         save_tiny_model(folder / "model")
@@ -135,9 +152,14 @@ def main() -> None:
         recipe = write_recipe(folder, folder / "model")
         run = f"{options.mode.replace(' ', '-')}-{options.seed}"
         command = [str(recipe), f"name={run}", "environment.reward.workers=2", *EVERY, *MODES[options.mode]]
-        kinds = tuple(options.kinds.split(","))
+        kinds = tuple(options.kinds.split(",")) if options.kinds else ON_RAY if options.ray else KINDS
         chosen = ChaosOptions(options.faults, options.seed, kinds, options.interval, 300.0, 60.0)
-        report = ForkedChaos(command, folder / "runs" / run, chosen, Reach(False), lambda _: None).run()
+        chaos = ForkedChaos(command, folder / "runs" / run, chosen, Reach(False), lambda _: None)
+        if options.ray:
+            chaos.command, chaos.workers = [*command, *TIMEOUTS], forked_pythons.prepare()
+        elif MODES[options.mode]:
+            fork_workers()
+        report = chaos.run()
         log = (folder / "runs" / run / "logs" / "chaos.log").read_text()
     options.report.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if report.problems:

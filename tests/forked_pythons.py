@@ -65,6 +65,7 @@ def forking_python() -> str:
 
 def serve(listener: socket.socket) -> None:
     multiprocessing.current_process().daemon = False  # those that it forks may have children
+    atexit._clear()  # what its parent does at its own end
     signals, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

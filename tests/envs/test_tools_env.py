@@ -117,6 +117,10 @@ def crash():
     os.abort()
 
 
+def cpu_seconds() -> int:
+    return int(subprocess.check_output(["sh", "-c", "ulimit -t"]))
+
+
 def start(seconds: int) -> int:
     return subprocess.Popen(["sleep", str(seconds)]).pid
 
@@ -610,6 +614,12 @@ def test_tools_have_limits_of_memory_and_a_crash_costs_its_own_call(play: Play) 
     assert "its process died: it was killed by signal 6 (SIGABRT" in content(crashed)
     assert content(enough) == str(1 << 20)
     assert (summary["tool_calls"], summary["tool_errors"]) == (3, 2)
+
+
+@pytest.mark.parametrize("sandbox", [True, False])
+def test_what_a_tool_starts_may_compute_as_long_as_its_call(play: Play, sandbox: bool) -> None:
+    results, _ = play([call("cpu_seconds")] * 2, "cpu_seconds", tool_timeout_s=20, sandbox=sandbox)
+    assert all(21 <= int(content(result)) <= 25 for result in results)
 
 
 def test_without_a_sandbox_tools_are_killed_and_limited_all_the_same(
