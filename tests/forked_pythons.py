@@ -1,11 +1,11 @@
 """Workers of Ray, and commands on hosts, that are forked: each needs seven seconds of a core to import torch,
 transformers and Corral, and the slow tests have hundreds of them.
 
-`prepare` writes a program that is called as Python is. Where it is to run a worker of Ray, `-m corral.cli.main` or
-`-c`, it asks a server, which has imported all of that, to fork a process with its descriptors, environment, folder and
-namespaces (a host of `hosts.py` has its own), ends as that ends, and passes signals on; that process does not outlive
-it. All else is Python's as ever, also where no server is to be seen, as in containers. Agents of nodes start workers
-with it where `ray_python` is on the import path.
+`prepare` writes a program that is called as Python is. Where it is to run a worker of Ray, `-m corral.cli.main`, or
+`-c` with a program that begins with FORKED, it asks a server, which has imported all of that, to fork a process with
+its descriptors 0 to 2, environment, folder and namespaces (a host of `hosts.py` has its own), ends as that ends, and
+passes signals on; that process does not outlive it. All else is Python's as ever, also where no server is to be seen,
+as in containers. Agents of nodes start workers with it where `ray_python` is on the import path.
 """
 
 import atexit
@@ -34,6 +34,7 @@ PRELOADED = "corral.runtime.model_workers", "corral.runtime.rollout_worker"
 """Not Ray, which reads its token when it is imported."""
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000}
 COMMAND = "-m corral.cli.main"
+FORKED = "# forked"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -48,7 +49,7 @@ def prepare() -> socket.socket:
     python = shlex.quote(sys.executable)
     ask = f"{python} {shlex.quote(__file__)} {folder}/socket {python}"
     program = folder / "python"
-    forked = f'*default_worker.py\\ *|"{COMMAND}"|-c\\ *'
+    forked = f'*default_worker.py\\ *|"{COMMAND}"|"-c {FORKED}"*'
     program.write_text(f'#!/bin/sh\ncase "$1 $2" in {forked}) exec {ask} "$@" ;; esac\nexec {python} "$@"\n')
     program.chmod(0o755)
     os.environ["CORRAL_TEST_PYTHON"] = str(program)

@@ -19,7 +19,7 @@ from corral.observe.ledger import Ledger
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 NODES = ("cluster.nodes=2", "cluster.devices_per_node=1", "--accelerator=none", "--check-timeout=90")
-LIMIT_S = 120
+LIMIT_S = 240
 GONE_S = 20
 """Ray's agents look every few seconds whether their node still runs."""
 

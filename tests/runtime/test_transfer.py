@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked_pythons import forking_python
+from forked_pythons import FORKED, forking_python
 from hosts import Lab
 from tiny import DEVICE, tiny_config
 from torch import Tensor
@@ -371,7 +371,7 @@ def transfer_s(
     processes = []
     for rank, host in enumerate(ends):
         numbers = (rank, len(ends), len(senders), gather_s)
-        command = [forking_python(), "-c", END, lab.hosts[host].address, str(file), *map(str, numbers)]
+        command = [forking_python(), "-c", f"{FORKED}\n{END}", lab.hosts[host].address, str(file), *map(str, numbers)]
         processes.append(lab.begin(host, command, PYTHONPATH=os.getcwd(), OMP_NUM_THREADS="1"))
     return max(float(process.communicate(timeout=120)[0]) for process in processes)
 
