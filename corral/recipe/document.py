@@ -176,6 +176,8 @@ def read_text(path: Path) -> str:
         raise RecipeError(f"{path}: is a folder, not a recipe file") from None
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: is not a text file in UTF-8") from None
+    except ValueError:  # half a surrogate pair, a null
+        raise RecipeError(f"{str(path)!a}: no file can have this name") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
 

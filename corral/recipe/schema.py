@@ -17,6 +17,8 @@ from corral.recipe.parts import PRESETS, KLPlace
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
+MAX_TOP_K = 2**31 - 1
+"""What engines have place for."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NaturalFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -390,7 +392,7 @@ class Rollout(Section):
     """Logits are divided by it, in sampling and in training alike."""
     top_p: Fraction = 1.0
     """Sample from the likeliest tokens that have this probability together. 1: all tokens."""
-    top_k: NaturalInt = 0
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K)] = 0
     """Sample from the so many likeliest tokens. 0: all tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Leave out tokens whose probability is below this fraction of the likeliest one's. 0: all tokens."""

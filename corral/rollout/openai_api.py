@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from corral.data.rows import Message
 from corral.envs.chat_endpoint import ChatReply, ChatRequest, as_sent, assistant_message, usage
 from corral.http_server import RequestRefused, format_validation_error
+from corral.recipe.schema import MAX_TOP_K
 from corral.rollout.engine import Completion, FinishReason, Sampling
 
 MAX_SAMPLES = 128
@@ -31,7 +32,7 @@ class SamplingFields(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=MAX_TOP_K)
     min_p: float = Field(0.0, ge=0, le=1)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

@@ -139,6 +139,12 @@ def test_a_missing_folder_is_one_line(load):
         load_recipe("nowhere/recipe.yaml")
 
 
+@pytest.mark.parametrize("name", ["a\ud800b.yaml", "a\0b.yaml"])
+def test_a_name_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(RecipeError, match="no file can have this name"):
+        load_recipe(Path(name))
+
+
 def test_a_folder_is_not_a_recipe(tmp_path):
     with pytest.raises(RecipeError, match="is a folder, not a recipe file"):
         load_recipe(tmp_path)

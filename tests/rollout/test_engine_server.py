@@ -158,6 +158,7 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
             "`presence_penalty: 1` is not supported",
         ),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "top_k": 2**63}, "top_k"),
         ("/v1/chat/completions", {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]}, "does not continue"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
         ("/v1/completions", {"prompt": ""}, "at least 1"),
