@@ -44,6 +44,9 @@ LOG_TAIL_BYTES = 4096
 EXIT_WAIT_S = 3.0
 """Seconds to wait for the exit status of a process that Ray found dead."""
 REPORT_EVERY_S = 5.0
+LAST_LINE_S = 45.0
+"""Seconds without Ray's head after which the end of the run is printed: Ray ends this process after 60, without a word
+of Corral's."""
 POLL_S = 0.25
 FIRST_REPORT_S = 1.0
 """Seconds before a wait is reported: mostly it does not take that long."""
@@ -211,13 +214,19 @@ class Heartbeats:
 
     def _ask_ray(self) -> None:
         """Apart from the other thread, because it waits for the head node, which may be the one that is gone."""
-        silent_s, is_lost = 0.0, False
+        silent_s, is_lost, is_reported = 0.0, False, False
         while not self.closed.wait(HEARTBEAT_S):
             if not answers(self.gcs_address):
                 silent_s += HEARTBEAT_S
                 if silent_s > self.timeout_s and not is_lost:
                     is_lost = True
                     self.on_head_lost()
+                if silent_s > LAST_LINE_S and not is_reported:  # what waits for the head cannot end by itself
+                    is_reported = True
+                    head = f"Ray's head process (GCS, {self.gcs_address})"
+                    self.report(
+                        f"error: {head} has not answered for {LAST_LINE_S:g} s, and after 60 s Ray ends the run"
+                    )
                 continue
             silent_s = 0.0
             alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}

@@ -296,12 +296,18 @@ class RayRuntime(Runtime):
         own = self.devices[device]
         if own.node.lost.done():
             raise node_lost(own.node, device)
+        await self._wait_for_head()
         own.is_dead = True  # what ends it now is no loss
         with suppress(RayError):
             ray.kill(own.process.actor)
         own.process = await self._start_process(own.node, own.process.bundle, device)
         await self._set_up(own)
         own.is_dead = False
+
+    async def _wait_for_head(self) -> None:
+        """Calls of Ray's would wait for its head in this thread, where `_end_without_head` could not end the run."""
+        while not await asyncio.to_thread(answers, self.gcs_address):
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def replace_copies(self, role: str, shape: MeshShape, copies: Sequence[int]) -> None:
         own = self._set_of(self.placement.roles[role][0])

@@ -244,6 +244,20 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
     assert not any("ray::DeviceProcess" in title_of(pid) for pid in workers)
 
 
+def test_a_worker_is_not_replaced_without_rays_head_and_the_end_has_its_line(tmp_path: Path, tiny_model: Path) -> None:
+    """Ray's calls would wait for its head in the controller's own thread, until Ray ends it."""
+    changes = ("schedule.steps=600", "cluster.node_timeout_s=5", "cluster.worker_timeout_s=8")
+    run = LocalRun(tmp_path, tiny_model, *changes)
+    run.command.wait_until(lambda: run.num_steps >= 2)
+    run.signal_worker("rollout", signal.SIGSTOP)
+    own = descendants(run.command.process.pid)
+    os.kill(next(pid for pid in own if "gcs_server" in title_of(pid)), signal.SIGKILL)
+    finished = run.command.wait(150)
+    assert finished.code == 1, run.output
+    assert finished.errors, run.output
+    assert all(line.startswith("error: Ray's head process (GCS, 127.0.0.1:") for line in finished.errors)
+
+
 def test_the_end_of_rays_process_on_the_controllers_node_is_printed_at_once(tmp_path: Path, tiny_model: Path) -> None:
     run = LocalRun(tmp_path, tiny_model, "schedule.steps=600")
     run.command.wait_until(lambda: run.num_steps >= 1)
