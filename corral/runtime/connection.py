@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -46,7 +45,6 @@ CLOSED = {
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray takes 127.0.0.1 for the machine's real address otherwise, and listens on all networks."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-REMOVALS, REMOVE_AGAIN_S = 20, 0.1
 HOW_TO_START = "start one with `corral up` on each node, then this command on one of them"
 
 
@@ -141,11 +139,11 @@ def start_here(cluster: Cluster) -> None:
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(folder),
-                _system_config=RAY_SETTINGS,
+                _system_config=dict(RAY_SETTINGS),  # Ray writes the folder of this session into it
                 **QUIET,
             )
         except Exception as error:  # Ray has no class of its own for this
-            remove_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
 
 
@@ -194,16 +192,7 @@ def disconnect() -> None:
     folder = Path(node.get_temp_dir_path()) if node.head else None
     ray.shutdown()
     if folder is not None:
-        remove_folder(folder)
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes a folder of Ray's, also while processes of Ray's, which end at this moment, still write to it."""
-    for _ in range(REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(REMOVE_AGAIN_S)
 
 
 @contextmanager

@@ -19,10 +19,12 @@ START = """
 import json, os, sys, ray
 from corral.recipe.schema import Cluster
 from corral.runtime.connection import connect, disconnect
-connect(Cluster(devices_per_node=1))
-print(json.dumps(ray._private.worker._global_node.get_session_dir_path()), flush=True)
-sys.stdin.readline()
-disconnect()
+sessions = []
+for wait in (lambda: None, lambda: print(json.dumps(sessions), flush=True) or sys.stdin.readline()):
+    connect(Cluster(devices_per_node=1))
+    sessions.append(ray._private.worker._global_node.get_session_dir_path())
+    wait()
+    disconnect()
 """
 TAKE = """
 import os, sys
@@ -48,7 +50,7 @@ def test_another_user_takes_no_socket_of_a_runs_own_ray_and_nothing_of_it_stays(
     )
     assert run.stdin is not None
     assert run.stdout is not None
-    session = Path(json.loads(run.stdout.readline()))
+    earlier, session = map(Path, json.loads(run.stdout.readline()))
     sockets = [str(path) for path in (session / "sockets").iterdir()]
     monitors = list((session / "logs").glob("*monitor*"))
     taken = subprocess.run([sys.executable, "-c", TAKE, *sockets], capture_output=True, text=True, check=True)
@@ -60,6 +62,7 @@ def test_another_user_takes_no_socket_of_a_runs_own_ray_and_nothing_of_it_stays(
     assert monitors == []
     assert session.is_relative_to(state_folder())
     assert not session.parent.exists()
+    assert not earlier.parent.exists()  # Ray's settings name it where one process starts a second Ray
 
 
 def test_the_folder_of_a_run_that_was_killed_is_removed_by_the_next_one() -> None:
