@@ -70,6 +70,7 @@ class LocalRun:
             return bool(starting)
 
         self.command.wait_until(has_begun)
+        assert starting, self.output
         os.kill(starting[0], signal.SIGKILL)
 
     @property
