@@ -155,6 +155,7 @@ def test_importing_corral_imports_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     values = recipe(tmp_path, tiny_model)
     run = corral.train(values, reward=length, data=ROWS, quiet=True)
@@ -164,6 +165,7 @@ def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     assert metrics["validation/mean@1"] in (0.0, 1.0, 2.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_trained_with_another_reward_is_refused_unless_one_insists(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -48,6 +48,7 @@ def rows_of(verb: str, model: Path, out: Path, *sides: str, **other: Any) -> lis
     return rows
 
 
+@pytest.mark.slow
 def test_rollout_is_measured(tiny_model: Path, tmp_path: Path) -> None:
     rows = rows_of("rollout", tiny_model, tmp_path, "corral", "transformers")
     assert [(row["side"], row["workload"]) for row in rows] == [

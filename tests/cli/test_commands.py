@@ -163,6 +163,7 @@ def test_the_version_is_an_option_that_loads_neither_torch_nor_the_schema() -> N
     assert loaded == "[]"
 
 
+@pytest.mark.slow
 def test_neither_a_migration_nor_a_mistake_in_a_recipe_waits_for_torch(tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("nonsense: 1")
     golden = Path(__file__).parents[1] / "migrate" / "golden" / "roll_guide_one_device" / "input.yaml"
@@ -208,6 +209,7 @@ def completed(tmp_path: Path, *words: str) -> list[str]:
     return finished.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_shell_completes_keys_of_the_recipe_and_names_to_choose_from(tmp_path: Path) -> None:
     keys = completed(tmp_path, "train", "recipe.yaml", "bat")
     assert "batch.prompts_per_step=" in keys

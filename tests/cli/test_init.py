@@ -53,6 +53,7 @@ def test_a_recipe_that_cannot_be_planned_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "recipe.yaml").exists()
 
 
+@pytest.mark.slow
 def test_at_a_terminal_it_asks_for_what_was_not_given(tmp_path: Path) -> None:
     command = f"{sys.executable} -m corral.cli.main init --model me/model"
     child = pexpect.spawn(command, cwd=str(tmp_path), encoding="utf-8", timeout=60)

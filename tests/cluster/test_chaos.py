@@ -145,6 +145,7 @@ def stand_in_run(folder: Path, is_honest: bool, monkeypatch: pytest.MonkeyPatch)
     return ChaosRun(command, folder, options, Reach(False), lambda _: None)
 
 
+@pytest.mark.slow
 def test_a_run_is_hit_started_again_and_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = stand_in_run(tmp_path, True, monkeypatch).run()
     assert report.problems == [], (tmp_path / "logs" / "chaos.log").read_text()

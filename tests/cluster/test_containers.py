@@ -136,6 +136,7 @@ def test_a_recipe_elsewhere_is_seen_too(tmp_path):
     assert any(f"source={tmp_path},target={tmp_path},readonly" in word for word in cluster.bring_up()[0].command)
 
 
+@pytest.mark.slow
 def test_what_the_recipe_says_is_never_read_by_a_shell(tmp_path):
     """The lines, as printed, are read back to the words that they were made of."""
     (tmp_path / "recipes; reboot").mkdir()
@@ -168,6 +169,7 @@ def test_what_the_recipe_says_is_never_read_by_a_shell(tmp_path):
         (["--accelerator", "tpu"], "tpu"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_in_one_line(tmp_path, words, said):
     write_recipe(tmp_path, tmp_path / "model")
     command = [*CORRAL, "launch", "docker", "recipe.yaml", *words]

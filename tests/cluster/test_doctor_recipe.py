@@ -251,6 +251,7 @@ def test_a_good_reward_comes_with_its_time(scorer: Callable[..., list[Finding]])
     assert "16 calls a step in 1 process:" in found.what
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_or_raises_is_named_with_what_it_said(scorer: Callable[..., list[Finding]]) -> None:
     [hung] = scorer("hung", "environment.reward.timeout_s=0.2")
     assert hung.level == "error"

@@ -51,6 +51,7 @@ def read_by_dstack(*texts: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_dstack_reads_the_task(tmp_path):
     texts = [
         task_text(work(tmp_path), tmp_path, gpu="80GB", environment=["WANDB_API_KEY"], volumes=["/data:/data"]),

@@ -75,6 +75,7 @@ def schemas() -> Path:
 
 
 @pytest.mark.parametrize("kind", ["job", "cluster"])
+@pytest.mark.slow
 def test_the_operators_schema_takes_what_is_written(tmp_path, schemas, kind):
     for options in ({}, EVERYTHING):
         for accelerator in ("nvidia", "amd", "none"):

@@ -271,6 +271,7 @@ def test_a_launch_that_is_stopped_takes_the_cluster_down(lab, ssh, tmp_path, tin
     assert tokens(lab) == []
 
 
+@pytest.mark.slow
 def test_the_lines_are_printed_for_who_wants_to_type_them(tmp_path):
     write_recipe(tmp_path, tmp_path / "model")
     (tmp_path / "hosts").write_text("me@gpu1:2222\ngpu2\n")
@@ -283,6 +284,7 @@ def test_the_lines_are_printed_for_who_wants_to_type_them(tmp_path):
     assert all(line[0] == "ssh" for line in lines)
 
 
+@pytest.mark.slow
 def test_too_few_hosts_are_said(tmp_path):
     write_recipe(tmp_path, tmp_path / "model")
     (tmp_path / "hosts").write_text("gpu1\n")

@@ -226,6 +226,7 @@ def test_a_function_that_fails_is_an_error_in_one_line(tmp_path: Path, text: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_local_folder_is_read_through_the_hub_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from corral.cli.envs import app
 
 
+@pytest.mark.slow
 def test_the_game_in_the_guide_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = blocks(ROOT / "docs" / "environments.md")
     [source] = [one.text for one in guide if one.text.startswith("# lights.py")]

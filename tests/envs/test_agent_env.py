@@ -329,6 +329,7 @@ def module_of(agents: Path) -> Any:
 # The conversation.
 
 
+@pytest.mark.slow
 def test_an_agents_requests_become_the_opening_and_what_follows(agents: Path) -> None:
     opening, (first, last) = play(agents, "two_turns", ["It is 5.", "Yes."])
     assert opening == [
@@ -339,11 +340,13 @@ def test_an_agents_requests_become_the_opening_and_what_follows(agents: Path) ->
     assert last == StepResult([], 4.0, done=True, metrics={"asked": 2, "before": 0, "new": 0, "cut": 0})
 
 
+@pytest.mark.slow
 def test_without_a_score_of_its_own_the_reward_function_scores_the_last_reply(agents: Path) -> None:
     assert play(agents, "one_turn", ["5"])[1] == [StepResult([], 1.0, done=True)]
     assert play(agents, "one_turn", ["6"])[1] == [StepResult([], 0.0, done=True)]
 
 
+@pytest.mark.slow
 def test_calls_of_tools_are_given_to_the_agent_as_such(agents: Path) -> None:
     call = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     envs = open_envs(agent=f"{agents}:with_tools")
@@ -357,10 +360,12 @@ def test_calls_of_tools_are_given_to_the_agent_as_such(agents: Path) -> None:
     assert env.summary() == {"turns": 3, "tool_calls": 3}
 
 
+@pytest.mark.slow
 def test_a_malformed_call_of_a_tool_stays_text(agents: Path) -> None:
     assert play(agents, "with_tools", ["<tool_call>{</tool_call>"])[1] == [StepResult([], 0.0, done=True)]
 
 
+@pytest.mark.slow
 def test_where_the_template_knows_no_tools_a_system_message_describes_them(agents: Path) -> None:
     opening, _ = play(agents, "with_tools", ["5"], tool_prompt="system")
     assert [message["role"] for message in opening] == ["system", "user"]
@@ -470,6 +475,7 @@ def test_what_is_ignored_on_purpose_is_not_refused(agents: Path) -> None:
     assert module_of(agents).last_answer.status_code == 200
 
 
+@pytest.mark.slow
 def test_an_agent_asks_one_thing_at_a_time(agents: Path) -> None:
     envs = open_envs(agent=f"{agents}:two_at_once")
     env: Any = envs.factory_for(ROW).make()
@@ -504,6 +510,7 @@ def test_a_client_whose_connection_was_reset_and_asks_again_gets_the_answer(agen
         ({"NO_PROXY": "*"}, "*"),
     ],
 )
+@pytest.mark.slow
 def test_the_endpoint_is_asked_without_a_proxy(
     agents: Path, monkeypatch: pytest.MonkeyPatch, spared: dict[str, str], expected: str
 ) -> None:
@@ -589,6 +596,7 @@ def test_what_is_no_http_gets_no_answer(endpoint: tuple[str, dict[str, str]]) ->
         assert asyncio.run(send(data)) == b""
 
 
+@pytest.mark.slow
 def test_a_key_is_worth_nothing_once_its_trajectory_is_over(agents: Path) -> None:
     async def play() -> int:
         env: Any = envs.factory_for(ROW).make()
@@ -721,6 +729,7 @@ def drive(engine: NativeEngine, agents: Path, name: str, samples: int) -> list[T
         envs.close()
 
 
+@pytest.mark.slow
 def test_the_tokens_are_the_opening_the_replies_and_what_came_between(
     engine: NativeEngine, agents_of_clients: Path
 ) -> None:

@@ -69,6 +69,7 @@ SLOWLY = {"reasoning_gym": pytest.mark.slow}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOWLY.get(name, ())) for name in built_in_names()])
+@pytest.mark.slow
 def test_every_built_in_environment_keeps_the_contract(
     name: str, cases: dict[str, tuple[dict[str, Any], list[Row]]]
 ) -> None:

@@ -17,6 +17,7 @@ def env_test(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["test", *arguments])
 
 
+@pytest.mark.slow
 def test_a_game_passes_and_its_floor_and_ceiling_are_told() -> None:
     said = env_test("frozen_lake", "--episodes", "50", "--options", "{separator: ' ', prompts: {system: null}}")
     assert said.exit_code == 0, said.output
@@ -55,6 +56,7 @@ def test_what_is_wrong_with_an_environment_is_told(name: str, message: str) -> N
     assert message in said.output
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_are_played_with_a_reward_function(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "2 + 2?", "answer": "4"}) + "\n")

@@ -151,6 +151,7 @@ def test_the_best_player_always_wins_within_ten_moves() -> None:
 
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+@pytest.mark.slow
 def test_boards_and_first_prompts_are_the_same_in_every_process(name: str) -> None:
     code = (
         "import asyncio, json; from env_helpers import boards, opened\n"

@@ -66,6 +66,7 @@ def test_the_loss_of_a_router_is_trained_where_rewards_are_equal(tmp_path: Path)
     assert all(row["experts/unused"] < 0.5 for row in (first, last))
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_zero_variance_groups(tmp_path: Path, tiny_model: Path) -> None:
     steps = steps_here(tmp_path, tiny_model, "algorithm.name=dapo", *RARE, "schedule.steps=4")
     assert any(row.get("samples/dropped_groups", 0) > 0 for row in steps)
@@ -168,6 +169,7 @@ def test_rewards_are_clipped_for_training_and_reported_as_they_were(
         assert set(record["advantages"]) == {np.float32(min(record["reward"], 0.1))}
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_drops_groups_whose_clipped_rewards_are_equal(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "letters.py").write_text("def number(response): return 1 + sum(map(str.isalpha, response))")
     overrides = (f"environment.reward.name={tmp_path}/letters.py:number", "algorithm.name=dapo", "schedule.steps=1")
@@ -183,6 +185,7 @@ def test_remax_clips_the_greedy_answers_reward_too(tmp_path: Path, tiny_model: P
     assert (row["reward/mean"], row["updates/empty"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_an_update_whose_mean_ratio_is_too_high_is_not_made(tmp_path: Path, tiny_model: Path) -> None:
     """The first of a step is on-policy. That several in a row are skipped is no reason to end the run."""
     overrides = ("batch.ppo_epochs=8", "optimizer.learning_rate=0.02", "algorithm.max_mean_ratio=1.02")
@@ -198,6 +201,7 @@ def test_an_update_whose_mean_ratio_is_too_high_is_not_made(tmp_path: Path, tiny
 
 
 @IN_TWO_MODES
+@pytest.mark.slow
 def test_nothing_is_left_of_a_step_whose_updates_were_all_skipped(
     tmp_path: Path, tiny_model: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +223,7 @@ def test_entropy_bonus_keeps_the_policy_more_random(tmp_path: Path, tiny_model: 
     assert bonus[-1]["policy/entropy"] > plain[-1]["policy/entropy"]
 
 
+@pytest.mark.slow
 def test_llds_is_felt_once_a_likelihood_falls(tmp_path: Path, tiny_model: Path) -> None:
     updates = ("batch.updates_per_step=2", "batch.ppo_epochs=2", "schedule.steps=1")
     [plain] = steps_here(tmp_path, tiny_model, *updates)

@@ -55,6 +55,7 @@ def records(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("two_sources")
+@pytest.mark.slow
 def test_prompts_are_drawn_by_weight_and_metrics_are_by_source(tmp_path: Path, tiny_model: Path) -> None:
     overrides = ("schedule.steps=3", "checkpoint.every=2", "logging.trajectories=true")
     whole = train_here(tmp_path, tiny_model, *overrides)
@@ -76,6 +77,7 @@ def resumed_from(whole: Path, step: int, folder: Path, model: Path, *overrides: 
     return train_here(folder, model, *overrides, "name=killed")
 
 
+@pytest.mark.slow
 def test_a_resumed_curriculum_skips_what_the_undisturbed_one_does(tmp_path: Path, tiny_model: Path) -> None:
     hard = ("data.curriculum.mean_reward=[0.05, 1]", "data.curriculum.others=0.3", "data.curriculum.skip_failed=2")
     overrides = (*FOUR_ROWS, *hard, "schedule.steps=4", "checkpoint.every=2")

@@ -81,6 +81,7 @@ def test_the_policy_approaches_a_larger_teacher(tmp_path: Path, tiny_model: Path
     assert sum(kl[-5:]) < 0.5 * sum(kl[:5])
 
 
+@pytest.mark.slow
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     other = tmp_path / "other"
     save_tiny_model(other)
@@ -139,6 +140,7 @@ def endpoint(url: str, **settings: Any) -> str:
     return "reference.endpoint=" + json.dumps({"url": url, "model": "larger", "retries": 1, **settings})
 
 
+@pytest.mark.slow
 def test_a_teacher_behind_an_endpoint_teaches_the_same(
     tmp_path: Path, tiny_model: Path, teacher: Path, served: str
 ) -> None:

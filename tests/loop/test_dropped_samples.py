@@ -229,6 +229,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[st
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_none_is_not_zero_however_the_reward_is_written(
     tmp_path: Path, tiny_model: Path, plain: dict[str, Any], way: str
 ) -> None:

@@ -95,6 +95,7 @@ def test_the_samples_of_a_prompt_share_a_board_and_other_prompts_have_others(tmp
     assert len({next(iter(prompts)) for prompts in openings.values()}) > 8
 
 
+@pytest.mark.slow
 def test_the_same_seed_plays_the_same_games(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "again").mkdir()
     first, again = (run(folder, tiny_model, MIXED)[0] for folder in (tmp_path, tmp_path / "again"))

@@ -8,6 +8,7 @@ from runs import VALIDATION, rows_of, steps_here, train_here
 SAMPLED_VALIDATION = (*VALIDATION, "validation.temperature=1.0", "validation.samples_per_prompt=2")
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path, tiny_model: Path) -> None:
     def rows(name: str, seed: int) -> list[dict[str, float]]:
         overrides = (f"name={name}", f"seed={seed}", "schedule.steps=3", *SAMPLED_VALIDATION)
@@ -19,6 +20,7 @@ def test_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path
 
 
 @pytest.mark.parametrize("limit", ["rollout.max_sequences=3", "rollout.max_prefill_tokens=20"])
+@pytest.mark.slow
 def test_rollouts_do_not_depend_on_how_much_fits_at_once(tmp_path: Path, tiny_model: Path, limit: str) -> None:
     [everything] = steps_here(tmp_path, tiny_model, "schedule.steps=1")
     [few] = steps_here(tmp_path, tiny_model, "schedule.steps=1", limit)
@@ -32,6 +34,7 @@ def test_first_update_is_on_policy_with_the_engines_log_probs(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("micro_batch", [56, 256, 4096])
+@pytest.mark.slow
 def test_first_update_is_on_policy_to_the_bit_with_recomputed_log_probs(
     tmp_path: Path, tiny_model: Path, micro_batch: int
 ) -> None:
@@ -43,6 +46,7 @@ def test_first_update_is_on_policy_to_the_bit_with_recomputed_log_probs(
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "gspo", "ppo"])
+@pytest.mark.slow
 def test_gradient_does_not_depend_on_the_micro_batch(tmp_path: Path, tiny_model: Path, algorithm: str) -> None:
     rows = []
     for micro_batch in (30, 56, 150, 4096):  # a trajectory may have 56: with 30 it is trained in parts
@@ -53,6 +57,7 @@ def test_gradient_does_not_depend_on_the_micro_batch(tmp_path: Path, tiny_model:
     assert [row["policy/loss"] for row in rows] == pytest.approx([loss] * 4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_recomputing_activations_gives_the_same_weights(tmp_path: Path, tiny_model: Path) -> None:
     kept = steps_here(tmp_path, tiny_model)
     recomputed = steps_here(tmp_path, tiny_model, "train.gradient_checkpointing=true")

@@ -145,6 +145,7 @@ def test_a_model_that_is_decoded_without_a_cache_is_trained_and_says_so(tmp_path
     assert "by a forward pass over the whole sequence" in " ".join((finished.stdout + finished.stderr).split())
 
 
+@pytest.mark.slow
 def test_ppo_has_a_critic_and_a_kl_in_the_reward(tmp_path: Path, tiny_model: Path) -> None:
     steps = steps_here(tmp_path, tiny_model, "schedule.steps=6", "algorithm.kl.coefficient=0.1", *PPO)
     assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-5)
@@ -208,6 +209,7 @@ class AskTwice:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.slow
 def test_conversations_go_through_the_same_loop(tmp_path: Path, tiny_model: Path, algorithm: str) -> None:
     (tmp_path / "talk.py").write_text(CONVERSATION)
     budget = ("rollout.max_turns=2", "rollout.max_response_tokens=60", "rollout.stop=[a, e, i, o, u]")

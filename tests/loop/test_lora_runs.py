@@ -34,6 +34,7 @@ def folder(parent: Path, name: str) -> Path:
     return parent / name
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained_and_saved(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(tmp_path, tiny_model, *LORA)
     checkpoint = max((run / "checkpoints").glob("step_*"))
@@ -72,6 +73,7 @@ def test_a_run_resumes_as_if_nothing_had_happened(tmp_path: Path, tiny_model: Pa
     assert same_outcome(whole, parts, 4)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_actor_without_adapters(tmp_path: Path, tiny_model: Path) -> None:
     kl = ("algorithm.kl.where=loss", "algorithm.kl.coefficient=0.1", "schedule.steps=3")
     ours = steps_here(folder(tmp_path, "a"), tiny_model, *LORA, *kl)

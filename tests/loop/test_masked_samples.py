@@ -78,6 +78,7 @@ def test_a_step_of_masked_samples_alone_changes_nothing(tmp_path: Path, tiny_mod
 LONE = ("batch.samples_per_prompt=1", "batch.prompts_per_step=16", "schedule.steps=1", "logging.trajectories=true")
 
 
+@pytest.mark.slow
 def test_a_lone_sample_has_no_advantage_unless_its_reward_is_to_count(tmp_path: Path, tiny_model: Path) -> None:
     zero = train_here(tmp_path, tiny_model, *LONE, "name=zero")
     raw = train_here(tmp_path, tiny_model, *LONE, "name=raw", "algorithm.lone_sample=raw")

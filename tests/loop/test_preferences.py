@@ -155,6 +155,7 @@ def test_twelve_steps_and_the_weights_after_them_are_those_of_trl(
         torch.testing.assert_close(trained[key], weight, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_micro_batches_nor_on_shared_beginnings(recipe: Path) -> None:
     """The general path computes every answer by itself, so no prompt is shared there. Two updates a step cut between
     pairs."""
@@ -166,6 +167,7 @@ def test_the_update_does_not_depend_on_micro_batches_nor_on_shared_beginnings(re
             assert column(other, name) == pytest.approx(column(small, name), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reference_computes_each_answer_once(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 pairs, of which 4 make a step: all were computed in the fifth, in which the second epoch begins."""
     computed: list[int] = []
@@ -186,6 +188,7 @@ def test_the_reference_computes_each_answer_once(recipe: Path, monkeypatch: pyte
     assert column(rows, "samples/reference_computed") == [8, 8, 8, 8, 4, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_goes_on_as_if_nothing_had_happened(recipe: Path) -> None:
     """In the second epoch, with what the reference computed in the first."""
     changes = ("checkpoint.every=5", "optimizer.warmup_steps=9", "batch.updates_per_step=2", "schedule.steps=9")
@@ -262,6 +265,7 @@ def test_two_processes_compute_the_loss_of_one(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
+@pytest.mark.slow
 def test_a_model_learns_which_answers_are_preferred(recipe: Path, name: str) -> None:
     """Which begin with "yes", whatever follows."""
     random = np.random.default_rng(1)

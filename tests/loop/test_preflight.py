@@ -134,6 +134,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_an_error(
 # --- bad rows
 
 
+@pytest.mark.slow
 def test_bad_rows_are_skipped_counted_and_named(tmp_path: Path, tiny_model: Path) -> None:
     rows = [json.dumps({"prompt": f"{i}+1", "answer": str(i + 1)}) for i in range(8)]
     rows[2:2] = ["{", '{"question": "?"}', "[]"]

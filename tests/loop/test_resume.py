@@ -138,6 +138,7 @@ def test_a_damaged_checkpoint_is_not_used(
     assert "step_000004.unused" in checkpoints(damaged)
 
 
+@pytest.mark.slow
 def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> None:
     first = train_here(tmp_path, tiny_model)
     before = rows_of(first)
@@ -193,6 +194,7 @@ def test_a_recipe_that_does_not_fit_the_checkpoint_is_refused_and_nothing_is_los
     assert "step_000004" in checkpoints(run)
 
 
+@pytest.mark.slow
 def test_prompts_are_drawn_exactly_once_over_resumes(tmp_path: Path, tiny_model: Path) -> None:
     steps = ("checkpoint.every=1", "logging.trajectories=true")
     train_here(tmp_path, tiny_model, *steps, "schedule.steps=2")

@@ -132,6 +132,7 @@ def test_a_finished_run_says_so_without_loading_anything(folder: Path, monkeypat
         go_on(folder, "batch.ppo_epochs=2")
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_is_known_to_be_finished(tmp_path: Path, tiny_model: Path) -> None:
     epochs = ("~schedule.steps", "schedule.epochs=0.1")
     run = train_here(tmp_path, tiny_model, *epochs)

@@ -43,12 +43,14 @@ def scored_by(model: Path, *overrides: str) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_raises_the_score_of_its_reward_model(tmp_path: Path, tiny_model: Path, vowels: Path) -> None:
     overrides = scored_by(vowels, "optimizer.learning_rate=0.03", "schedule.steps=10")
     rewards = [row["reward/mean"] for row in steps_here(tmp_path, tiny_model, *overrides)]
     assert min(rewards[-2:]) > max(rewards[:2]) + 0.5  # answers of vowels alone have 5.1, those without any 3.5
 
 
+@pytest.mark.slow
 def test_its_score_is_one_of_several_rewards_with_weight_and_name(
     tmp_path: Path, tiny_model: Path, vowels: Path
 ) -> None:

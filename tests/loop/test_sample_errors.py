@@ -242,6 +242,7 @@ def test_what_fails_in_every_sample_is_printed_once_with_its_place_and_ends_the_
     assert "`environment.max_error_rate`, now 0.5" in message
 
 
+@pytest.mark.slow
 def test_a_tool_that_raises_is_printed_and_the_run_goes_on(tmp_path: Path, tiny_model: Path) -> None:
     """The model may have called it wrongly."""
     overrides = broken(

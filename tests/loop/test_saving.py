@@ -49,6 +49,7 @@ def test_the_best_checkpoint_by_validation_is_saved_and_kept(
     assert checkpoints(tmp_path) == ["step_000002", "step_000004"]
 
 
+@pytest.mark.slow
 def test_a_score_that_was_not_finite_is_not_the_best_and_hinders_no_other(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

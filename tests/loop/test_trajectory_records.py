@@ -134,6 +134,7 @@ def test_numbers_in_the_store_are_those_that_were_trained_with(
         assert "".join(store.trajectory(1, i)["response_pieces"]) == row["response"]
 
 
+@pytest.mark.slow
 def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_path: Path, tiny_model: Path) -> None:
     rare = ("environment.reward.name=regex", "environment.reward.options.pattern=^[a-m]")
     overrides = ("algorithm.name=dapo", "logging.trajectories=true", "schedule.steps=2", *rare)
@@ -247,6 +248,7 @@ def some_trajectories(step: int) -> StepTrajectories:
     return StepTrajectories(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets)
 
 
+@pytest.mark.slow
 def test_a_process_writes_the_same_files(tmp_path: Path, tiny_model: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
@@ -266,6 +268,7 @@ def test_a_process_writes_the_same_files(tmp_path: Path, tiny_model: Path) -> No
     assert TrajectoryStore(there).trajectory(1, 2)["left_out"] == "zero-variance group"
 
 
+@pytest.mark.slow
 def test_a_step_is_written_by_a_new_process_where_the_first_was_killed(tmp_path: Path, tiny_model: Path) -> None:
     model = Model(path=str(tiny_model))
     process = WriterProcess(tmp_path, model, load_tokenizer(model), tmp_path / "trajectories.log")
@@ -286,6 +289,7 @@ class CannotBePickled:
         raise TypeError("no")
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path: Path, tiny_model: Path) -> None:
     log = tmp_path / "trajectories.log"
     model = Model(path=str(tiny_model))

@@ -69,12 +69,14 @@ def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Non
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_trains_as_the_built_in_one_with_the_same_formula(folder: Path, tiny_model: Path) -> None:
     ours = steps_here(folder, tiny_model, "algorithm.loss=gpg")
     theirs = steps_here(folder, tiny_model, f"algorithm.loss={folder}/own.py:plain_loss")
     assert_same(theirs, ours)
 
 
+@pytest.mark.slow
 def test_an_advantage_of_the_users_sees_one_group_at_a_time_where_it_says_so(folder: Path, tiny_model: Path) -> None:
     """The mean over what it is given is then the group's, as in dr_grpo."""
     ours = steps_here(folder, tiny_model, "algorithm.advantage=dr_grpo")
@@ -89,6 +91,7 @@ def test_options_reach_the_functions(folder: Path, tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("advantage", ["by_group", "by_batch"])
+@pytest.mark.slow
 def test_pipelined_it_computes_the_same(folder: Path, tiny_model: Path, advantage: str) -> None:
     chosen = own(folder, advantage=advantage)
     synchronous = steps_in_mode(folder, tiny_model, False, *chosen)

@@ -21,6 +21,7 @@ def records(run: Path, step: int) -> list[dict[str, object]]:
     return list(read_trajectories(run / "trajectories" / f"step_{step:06d}.validation.parquet"))
 
 
+@pytest.mark.slow
 def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> None:
     run = train_here(
         tmp_path, tiny_model, *VALIDATION, "validation.every=1", "logging.trajectories=true", "schedule.steps=3"
@@ -31,6 +32,7 @@ def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> 
     assert [row["step"] for row in rows_of(run)] == [0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_greedy_answers_do_not_depend_on_the_seed(tmp_path: Path, tiny_model: Path) -> None:
     answers = []
     for seed in (0, 1):

@@ -154,6 +154,7 @@ def test_sensible_values_give_a_recipe_or_problems_at_their_keys(system: str, da
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.parametrize("system", VALUES)
 @given(data=st.data())
+@pytest.mark.slow
 def test_values_that_make_no_sense_are_never_another_exception(system: str, data: st.DataObject) -> None:
     rows = [row.key for row in table_of(system).rows if "*" not in row.key]
     keys = data.draw(st.lists(st.sampled_from(rows), unique=True, max_size=6))

@@ -154,6 +154,7 @@ def test_any_values_give_a_recipe_that_runs_or_an_error(values: dict[str, Any]) 
     kl=st.sampled_from([0, 0.001]),
     adv_type=st.sampled_from(["grpo", "gae", "reinpp", "reinpp_baseline"]),
 )
+@pytest.mark.slow
 def test_sensible_values_always_give_a_recipe_that_runs(
     prompts: int,
     samples: int,

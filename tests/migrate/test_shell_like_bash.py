@@ -146,6 +146,7 @@ def check_random_scripts(seeds: range, folder: Path) -> None:
     assert num_refused <= 0.05 * len(seeds)
 
 
+@pytest.mark.slow
 def test_random_scripts_give_the_words_of_bash(tmp_path: Path) -> None:
     check_random_scripts(range(200), tmp_path)
 

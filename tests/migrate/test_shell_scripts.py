@@ -233,6 +233,7 @@ def test_only_what_is_exported_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("first", ["X=(aaaaa b)", 'X=("" "")'])
+@pytest.mark.slow
 def test_arrays_that_double_each_other_are_refused(first: str) -> None:
     script = f"{first}\n" + 'X=("${X[@]}" "${X[@]}")\n' * 60
     with pytest.raises(RecipeError, match="all values together have more than"):

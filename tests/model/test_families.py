@@ -56,6 +56,7 @@ SLOW = ("mamba", "qwen3_5_text", "gpt_oss-window8", "deepseek_v3-v<qk")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PATHS])
+@pytest.mark.slow
 def test_log_probs_and_gradients_are_those_of_transformers(name: str, folder: Path) -> None:
     save(name, folder)
     found = compare_folder(folder)

@@ -40,6 +40,7 @@ def test_chat_template_arguments_reach_the_template(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.slow
 def test_the_garbage_collector_pauses_while_transformers_is_imported_and_is_as_before_afterwards(
     tiny_model: Path, is_enabled: bool
 ) -> None:

@@ -305,6 +305,7 @@ def show(row, base_url, api_key, model):
 """
 
 
+@pytest.mark.slow
 def test_an_agent_shows_an_image_through_the_endpoint(model_spec: Model, tmp_path: Path) -> None:
     (tmp_path / "shows.py").write_text(AGENT)
     tokenizer, model = load_tokenizer(model_spec), load_model(model_spec, torch.device("cpu"))

@@ -51,6 +51,7 @@ def test_baselines_are_lines_in_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_drawing_leaves_the_users_pyplot_alone(tmp_path: Path) -> None:
     program = f"""
 import sys

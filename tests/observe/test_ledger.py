@@ -398,6 +398,7 @@ histories = st.lists(st.sampled_from(ACTIONS), max_size=40)
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), actions=histories)
+@pytest.mark.slow
 def test_after_any_crashes_every_prompt_was_trained_once_or_dropped(
     tmp_path_factory: pytest.TempPathFactory, seed: int, actions: list[str]
 ) -> None:

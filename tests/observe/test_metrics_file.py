@@ -125,6 +125,7 @@ values = st.recursive(
 
 @settings(max_examples=40)
 @given(st.dictionaries(st.text(), values))
+@pytest.mark.slow
 def test_any_plain_record_is_one_line_that_reads_back(record: dict[str, object]) -> None:
     line = json_line(record)
     assert line.count(b"\n") == 1

@@ -143,6 +143,7 @@ fragments = st.sampled_from(
 
 
 @given(st.text() | st.lists(fragments).map("".join), st.integers(1, 16))
+@pytest.mark.slow
 def test_any_text_is_a_set_of_devices_or_a_recipe_error(text, num_devices):
     with suppress(RecipeError):
         devices = parse_devices(text, num_devices)

@@ -124,6 +124,7 @@ def test_a_long_value_is_shortened(problems):
     assert "..." in problem
 
 
+@pytest.mark.slow
 def test_no_similar_key_is_looked_for_where_there_is_too_much_to_compare(problems):
     long = "a" * 100_000
     [found] = problems(f"schedule.{long}=1")

@@ -43,6 +43,7 @@ def cross_scores(folder: Path, query: str, texts: list[str]) -> list[float]:
         ]
 
 
+@pytest.mark.slow
 def test_each_query_is_compared_with_its_own_candidates_only(bm25_index: Path, cross_encoder: Path) -> None:
     searcher = open_index(bm25_index)
     asks = [SearchRequest(QUERIES[:2], 3, 6), SearchRequest([QUERIES[2]], 2)]

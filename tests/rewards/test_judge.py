@@ -156,6 +156,7 @@ def test_a_judge_that_hangs_costs_the_deadline_of_its_own_samples(judged: Callab
     assert sorted(score.reward for score in scores if score.reward is not None) == [0.0] + [1.0] * 19
 
 
+@pytest.mark.slow
 def test_answers_are_kept_by_everything_that_decides_them(judged: Callable[..., Any], tmp_path: Path) -> None:
     endpoint, pool = judged(lambda n: (200, f"Score: {n}"), cache=str(tmp_path))
     first, again, other = (score_all(pool, [response])[0] for response in ("x", "x", "y"))

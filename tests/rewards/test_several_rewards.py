@@ -133,6 +133,7 @@ def several(functions: str) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_logs_and_stores_each_reward_by_its_name(tmp_path: Path, tiny_model: Path, functions: str) -> None:
     more = ("logging.trajectories=true", "schedule.steps=1", "batch.samples_per_prompt=8", *VALIDATION)
     run = train_here(tmp_path, tiny_model, *several(functions), *more)

@@ -63,6 +63,7 @@ def test_a_reward_function_gets_no_token(
 
 
 @pytest.mark.parametrize(("env", "expected"), [([], ""), (["MY_KEY"], "MY_KEY")])
+@pytest.mark.slow
 def test_an_environment_in_a_process_gets_no_token(file: Path, env: list[str], expected: str) -> None:
     async def first_message() -> str:
         spy = envs.factory_for(ROW).make()

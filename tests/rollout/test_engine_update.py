@@ -138,6 +138,7 @@ def test_a_request_that_comes_after_an_update_is_of_the_new_version_alone(core: 
 
 
 @pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.slow
 def test_after_weights_that_broke_off_requests_have_the_old_ones_or_wait_but_never_a_mixture(
     core: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def test_after_weights_that_broke_off_requests_have_the_old_ones_or_wait_but_nev
 
 
 @pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.slow
 def test_decoding_goes_on_while_weights_arrive_where_they_fit_twice(
     core: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_greedy_tokens_are_those_of_transformers(core: str) -> None:
         assert completion.tokens == tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_what_else_is_in_the_batch(core: str) -> None:
     sampling = Sampling(max_tokens=10)
     requests = [(prompt, sampling, 100 + i) for i, prompt in enumerate(PROMPTS * 3)]
@@ -191,6 +192,7 @@ def test_released_weights_have_no_memory_until_all_of_them_come_again(core: str)
         assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
 
 
+@pytest.mark.slow
 def test_the_cache_stays_within_its_bound() -> None:
     engine = make_engine(max_sequences=4)
     generate(engine, [(prompt, Sampling(max_tokens=60), i) for i, prompt in enumerate(PROMPTS * 4)])
@@ -222,6 +224,7 @@ def test_a_failing_model_fails_its_requests_instead_of_hanging(core: str) -> Non
     assert len(generate(engine, [(PROMPTS[0], Sampling(max_tokens=5), 0)])[0].tokens) == 5
 
 
+@pytest.mark.slow
 def test_exact_attention_makes_log_probs_independent_of_the_batch_to_the_last_bit() -> None:
     sampling = Sampling(max_tokens=10)
     requests = [(prompt, sampling, 100 + i) for i, prompt in enumerate(PROMPTS * 3)]

@@ -57,6 +57,7 @@ def test_a_fused_model_generates_as_it_does_module_by_module(family: str) -> Non
     assert core_of(fused).decoder.rotary is not None  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_sequences_of_several_pages_are_as_with_the_other_core() -> None:
     requests = [(LONG_PROMPT[: 40 + 20 * i], Sampling(max_tokens=90), i) for i in range(5)]
     for ours, theirs in zip(generate(paged_engine(), requests), generate(make_engine(), requests), strict=True):
@@ -65,6 +66,7 @@ def test_sequences_of_several_pages_are_as_with_the_other_core() -> None:
 
 
 @pytest.mark.parametrize("length", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
+@pytest.mark.slow
 def test_samples_share_the_pages_of_their_prompt_and_write_into_none_of_them(length: int) -> None:
     engine = paged_engine()
     requests = [(LONG_PROMPT[:length], Sampling(max_tokens=20), seed) for seed in range(6)]
@@ -75,6 +77,7 @@ def test_samples_share_the_pages_of_their_prompt_and_write_into_none_of_them(len
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_which_others_are_decoded() -> None:
     engine = paged_engine(max_prefill_tokens=32)
     requests = [(PROMPTS[0], Sampling(max_tokens=60), 1), (LONG_PROMPT, Sampling(max_tokens=10), 2)]
@@ -114,6 +117,7 @@ def test_sequences_are_preempted_when_pages_run_out_and_continue_later_as_if_not
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_a_sequence_may_be_as_long_as_all_pages() -> None:
     engine = paged_engine(max_sequences=1)
     prompt = [3 + i % 60 for i in range(250)]
@@ -151,6 +155,7 @@ def test_what_is_decoded_behind_a_stop_token_is_cut_off() -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_cached_prefixes_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=4)
 
@@ -173,6 +178,7 @@ def test_cached_prefixes_are_evicted_for_running_sequences() -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_several_requests_may_continue_one_cached_prefix() -> None:
     engine = paged_engine()
 
@@ -192,6 +198,7 @@ def test_several_requests_may_continue_one_cached_prefix() -> None:
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_a_cached_prefix_from_before_the_cache_was_released_is_prefilled_again() -> None:
     engine = paged_engine()
 
@@ -209,6 +216,7 @@ def test_a_cached_prefix_from_before_the_cache_was_released_is_prefilled_again()
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_where_the_memory_is_not_to_be_had_again_the_cache_gets_smaller() -> None:
     engine = paged_engine()
     cache = core_of(engine).cache
@@ -226,6 +234,7 @@ def test_where_the_memory_is_not_to_be_had_again_the_cache_gets_smaller() -> Non
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_an_update_between_two_chunks_of_a_prompt_prefills_it_again() -> None:
     engine = paged_engine(max_prefill_tokens=32, max_sequences=2)
     weights = [(name, weight.detach() * 0.9) for name, weight in engine.model.named_parameters()]

@@ -65,6 +65,7 @@ def test_another_user_takes_no_socket_of_a_runs_own_ray_and_nothing_of_it_stays(
     assert not earlier.parent.exists()  # Ray's settings name it where one process starts a second Ray
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_was_killed_is_removed_by_the_next_one() -> None:
     command = "from corral.runtime.connection import make_ray_folder; print(make_ray_folder())"
     left = Path(subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout.strip())

@@ -69,6 +69,7 @@ def test_gradients_and_updates_are_those_of_plain_training(
     assert deviation({"": found.logprobs}, {"": expected.logprobs}) <= tolerance
 
 
+@pytest.mark.slow
 def test_with_an_attention_of_torch_too() -> None:
     """All at once; one by one in the slow tests, for each takes seconds."""
     test_gradients_and_updates_are_those_of_plain_training("llama/sdpa", True, ("activations",), FEW)

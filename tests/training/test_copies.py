@@ -90,6 +90,7 @@ def wait_for_copy(shape: MeshShape) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("shape", COPIES[:2], ids=str)
+@pytest.mark.slow
 def test_a_copy_makes_no_update_when_another_is_gone(shape: MeshShape) -> None:
     team = Team(shape.size)  # their connection is of no use afterwards
     try:

@@ -38,6 +38,7 @@ def test_a_fused_model_trains_the_same_on_a_mesh(team: Callable[[int], Team], sh
         assert deviation(found.weights, expected.weights) < 5e-6
 
 
+@pytest.mark.slow
 def test_updates_leave_fused_weights_where_they_are() -> None:
     model = build_model("llama", torch.bfloat16)
     fuse(model)
