@@ -210,7 +210,10 @@ class ChaosRun:
                 self._note_recovery(fault)
 
     def _is_ending(self) -> bool:
-        return any(line.startswith("error: ") for _, line in self._complaints(0.0))
+        """An error is a run's last word, unless it has started its workers again since."""
+        lines = [line for _, line in self._complaints(0.0)]
+        restarts = [number for number, line in enumerate(lines) if "the workers are started again" in line]
+        return any(line.startswith("error: ") for line in lines[max(restarts, default=0) :])
 
     def _note_recovery(self, fault: FaultRecord) -> None:
         fault.recovered_s = self.now() - fault.at_s

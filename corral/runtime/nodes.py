@@ -236,7 +236,8 @@ class Heartbeats:
 
     def _watch_raylet(self) -> None:
         """Reports at once that Ray's process on the controller's node has ended. Without it Ray ends this process too,
-        in whatever call of Ray's comes next and without a line, so that nothing later could say why."""
+        in whatever call of Ray's comes next and without a line, so that nothing later could say why; unless the loss
+        of a worker is noticed first, for which the run starts Ray anew."""
         raylet = find_raylet(self.gcs_address)
         if raylet is None:
             return
@@ -249,7 +250,7 @@ class Heartbeats:
             poll.register(process, select.POLLIN)
             while not self.closed.is_set():
                 if poll.poll(1000 * HEARTBEAT_S) and not self.closed.is_set():
-                    self.report(f"error: Ray's process on this node (raylet, {raylet}) has ended; the run cannot go on")
+                    self.report(f"error: Ray's process on this node (raylet, {raylet}) has ended, and with it this Ray")
                     return
 
 

@@ -145,6 +145,18 @@ def stand_in_run(folder: Path, is_honest: bool, monkeypatch: pytest.MonkeyPatch)
     return ChaosRun(command, folder, options, Reach(False), lambda _: None)
 
 
+def test_a_run_that_has_started_its_workers_again_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stand_in_run(tmp_path, True, monkeypatch)
+    run.lines = [(1.0, "error: Ray's process on this node (raylet, 7) has ended, and with it this Ray")]
+    assert run._is_ending()
+    run.lines.append((2.0, "warning: the workers are started again, and the run goes on from step_000003"))
+    assert not run._is_ending()
+    run.lines.append((3.0, "error: File too large"))
+    assert run._is_ending()
+
+
 @pytest.mark.slow
 def test_a_run_is_hit_started_again_and_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = stand_in_run(tmp_path, True, monkeypatch).run()
