@@ -75,9 +75,14 @@ def serve(listener: socket.socket) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(signals, selectors.EVENT_READ)
+        tests = multiprocessing.parent_process()
+        if tests is not None:
+            selector.register(tests.sentinel, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is listener:
+                if tests is not None and key.fileobj == tests.sentinel:
+                    os._exit(0)  # what it has forked ends with it
+                elif key.fileobj is listener:
                     client = listener.accept()[0]
                     for name in PRELOADED:  # once somebody needs it
                         import_module(name)

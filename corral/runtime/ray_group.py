@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,8 @@ async def wait_for_reply(reference: Any, node: Node, timeout_s: float | None = N
         async with asyncio.timeout(timeout_s):
             await asyncio.wait({answer, node.gone}, return_when=asyncio.FIRST_COMPLETED)
     except (asyncio.CancelledError, TimeoutError):
-        ray.cancel(reference)
+        with suppress(RayError, TypeError):  # TypeError: of a Ray that has ended since
+            ray.cancel(reference)
         raise
     if not answer.done():
         raise NodeGone
