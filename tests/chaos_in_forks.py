@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=0.5)
     parser.add_argument("--report", type=Path, required=True)
     options = parser.parse_args()
+    if options.ray and not MODES[options.mode]:
+        parser.error("a run of one process has no Ray")
     with tempfile.TemporaryDirectory(prefix="chaos-runs-") as name:
         folder = Path(name)
         save_tiny_model(folder / "model")

@@ -18,7 +18,7 @@ from corral.recipe.parts import PRESETS, KLPlace
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
 MAX_TOP_K = 2**31 - 1
-"""What engines have place for."""
+"""Largest `top_k`: 32 bits hold it, and no vocabulary has as many tokens."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NaturalFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]

@@ -139,7 +139,7 @@ def start_here(cluster: Cluster) -> None:
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(folder),
-                _system_config=dict(RAY_SETTINGS),  # Ray writes the folder of this session into it
+                _system_config=dict(RAY_SETTINGS),  # Ray writes its folder into it
                 **QUIET,
             )
         except Exception as error:  # Ray has no class of its own for this
