@@ -16,7 +16,7 @@ from xdist.scheduler import LoadGroupScheduling
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
 sys.path.insert(0, str(Path(__file__).parent))
-from forked_pythons import RAY_PYTHON  # noqa: E402
+from forked_pythons import RAY_PYTHON, path_without_forks  # noqa: E402
 
 # A worker of Ray takes one second of a core instead of eight. Agents of nodes have the import path of who starts Ray,
 # and with it a Python that forks.
@@ -92,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def real_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of Ray are started as everywhere else: for tests that look at their processes."""
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != RAY_PYTHON])
+    monkeypatch.setattr(sys, "path", path_without_forks())
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -56,6 +56,11 @@ def prepare() -> socket.socket:
     return listener
 
 
+def path_without_forks() -> list[str]:
+    """The import path of who starts real workers."""
+    return [entry for entry in sys.path if entry != RAY_PYTHON]
+
+
 def forking_python() -> str:
     """Path of that program; Python's own where there is none yet."""
     return os.environ.get("CORRAL_TEST_PYTHON", sys.executable)

@@ -52,7 +52,8 @@ NO_PERMISSION = (
     "(Kubernetes: securityContext.capabilities.add: [SYS_PTRACE]); else `sysctl kernel.yama.ptrace_scope=0` on the node"
 )
 OWN = Path(corral.__file__).parent
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+LIBRARIES = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}, key=len)[::-1]
+"""Innermost first: one may be in another, and the same file must have one name on all nodes."""
 
 
 @dataclass(frozen=True)

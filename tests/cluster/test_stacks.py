@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ import pexpect
 import pytest
 from clusters import bring_up
 from commands import corral
+from forked_pythons import path_without_forks
 from guides import Block, block
 from hosts import CORRAL, RAY, Lab
 from runs import write_recipe
 
 from corral.cluster.stacks import (
     IDLE,
+    LIBRARIES,
     MARKS,
     NO_PERMISSION,
     OWN,
@@ -30,6 +33,7 @@ from corral.cluster.stacks import (
     explain,
     find_py_spy,
     format_stacks,
+    parse_frame,
     stacks_here,
 )
 from corral.runtime.presence import present
@@ -51,20 +55,18 @@ sleeps_long()
 """
 TROUBLE = '''\
 import os
-import time
 
 from corral.envs.built_in.question import QuestionEnv
 from corral.runtime.model_workers import ActorWorker
 
 
 def hangs(response, gate):
-    """Until the file is there. The one call before training, with which the run tries the reward, passes."""
+    """Until somebody writes to the pipe. The one call before training, with which the run tries the reward, passes."""
     if not os.path.exists(f"{gate}.tried"):
         open(f"{gate}.tried", "w").close()
         return 0.0
     open(f"{gate}.{os.uname().nodename}", "w").close()
-    while not os.path.exists(gate):
-        time.sleep(0.05)
+    open(gate).close()
     return len(response) / 8
 
 
@@ -143,6 +145,13 @@ def test_processes_that_do_the_same_are_one_block() -> None:
     assert alone.startswith("device 7, actor of run r: waits for work\n")
 
 
+def test_a_file_of_a_library_has_one_name_on_every_node() -> None:
+    """The folder of libraries is inside the one of Python itself in a virtual environment."""
+    inside, outside = sysconfig.get_path("purelib"), Path(sysconfig.get_path("purelib")).parent
+    assert parse_frame("run", f"{inside}/torch/nn.py", 1).file == "torch/nn.py"
+    assert [str(outside), inside] == [folder for folder in LIBRARIES[::-1] if folder in (str(outside), inside)]
+
+
 def test_threads_that_look_after_a_run_come_last() -> None:
     looks = ("DebuggerWatch._report_others", "DebuggerWatch._look")
     watch = ThreadStack("debuggers", True, tuple(StackFrame(name, "remote_debugger.py", 1, True) for name in looks))
@@ -165,7 +174,8 @@ def test_what_must_not_be_looked_at_says_how_it_may_be(sleeper: "subprocess.Pope
 
 @dataclass
 class Run:
-    """Its reward functions wait for `gate`, a file. Then its trainer fails, on the second host."""
+    """Its reward functions wait for somebody who writes to `gate`, a pipe. Then its trainer fails, on the second
+    host."""
 
     process: "subprocess.Popen[str]"
     gate: Path
@@ -192,8 +202,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(folder: Path) -> Iterator[Lab]:
+    """Its processes are started as everywhere else: they are looked at."""
     [command] = block("up-legacy").commands
-    with Lab(2) as lab:
+    with pytest.MonkeyPatch.context() as patch, Lab(2) as lab:
+        patch.setattr(sys, "path", path_without_forks())
         bring_up(lab, *command.split()[2:], devices=1)
         yield lab
 
@@ -202,6 +214,7 @@ def lab(folder: Path) -> Iterator[Lab]:
 def run(lab: Lab, folder: Path, tiny_model: Path) -> Run:
     (folder / "trouble.py").write_text(TROUBLE)
     gate, recipe = folder / "gate", write_recipe(folder, tiny_model)
+    os.mkfifo(gate)
     settings = (
         "cluster.nodes=2",
         f"environment.name={folder}/trouble.py:Question",
@@ -211,7 +224,7 @@ def run(lab: Lab, folder: Path, tiny_model: Path) -> Run:
     )
     options = ["train", str(recipe), "--post-mortem", "name=stuck", *settings]
     started = lab.begin(0, [*CORRAL, *options], OMP_NUM_THREADS="1")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while not all(gate.with_suffix(f".{host}").exists() for host in ("h1", "h2")):
         assert started.poll() is None, lab.errors.read_text()
         assert time.monotonic() < deadline
@@ -236,7 +249,7 @@ def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Ru
         r"devices 0-1, actor\+rollout of run stuck \(2 alike\): \S+exchange \(rewards/worker_pool.py", workers
     )
     assert re.search(r"\n    h1, pid \d+; h2, pid \d+\n    reward worker 0\n", workers)
-    assert re.match(r"reward function on devices 0-1 of run stuck \(2 alike\): hangs \(trouble.py:15\), waits", rewards)
+    assert re.match(r"reward function on devices 0-1 of run stuck \(2 alike\): hangs \(trouble.py:13\), waits", rewards)
 
 
 @pytest.mark.lab
@@ -245,7 +258,7 @@ def test_where_a_run_hangs_is_seen_from_any_node(lab: Lab, folder: Path, run: Ru
 def test_ray_debug_enters_a_worker_that_failed(lab: Lab, folder: Path, run: Run) -> None:
     if not has_legacy_debugger():  # a second of imports, which the collection of tests can do without
         pytest.skip("this Ray has no `ray debug`")
-    run.gate.touch()
+    opened = os.open(run.gate, os.O_RDWR)  # stays open for the calls after those that wait
     line = run.says("waits for")
     assert re.search(r"device 1 on h2 .* waits for `ray debug` on that node \(ValueError: no good", line)
     command = lab.hosts[1].command(typed(folder, block("ray-debug")), {})
@@ -262,5 +275,6 @@ def test_ray_debug_enters_a_worker_that_failed(lab: Lab, folder: Path, run: Run)
         run.process.communicate(timeout=60)
     finally:
         debugger.close(force=True)
+        os.close(opened)
     assert run.process.returncode == 1
     assert "actor.accumulate on device 1 on h2" in lab.errors.read_text()
