@@ -40,26 +40,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
 
 
-CLUSTERS = {
-    *(
-        "ray",
-        "node_loss",
-        "up",
-        "debugger",
-        "cluster",
-        "doctor",
-        "slurm",
-        "ssh",
-        "foreign",
-        "trouble",
-        "jobs",
-        "podman",
-    ),
-    *("stacks", "four_nodes"),
+ON_THIS_MACHINE = {"ray", "debugger"}
+ON_HOSTS = {
+    *("node_loss", "up", "cluster", "doctor", "slurm", "ssh", "foreign", "trouble", "jobs", "podman", "stacks"),
+    "four_nodes",
 }
-"""The xdist groups of all tests that start a cluster. One process runs them all, one after the other: with a second Ray
-beside it on two cores, Ray misses its own deadlines."""
-ALL_CLUSTERS = "clusters"
+CLUSTERS = {**dict.fromkeys(ON_THIS_MACHINE, "clusters here"), **dict.fromkeys(ON_HOSTS, "clusters of hosts")}
+"""The xdist groups of all tests that start a cluster. One process runs those of this machine, one those of hosts and
+containers, each one after the other: with more Rays than that on two cores, Ray misses its own deadlines."""
 
 
 class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
@@ -69,11 +57,11 @@ class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         group: str = super()._split_scope(nodeid)  # the test itself, if it is in no group
-        return ALL_CLUSTERS if group in CLUSTERS else group.partition("::")[0]
+        return CLUSTERS.get(group) or group.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        if ALL_CLUSTERS in self.workqueue:
-            self.workqueue.move_to_end(ALL_CLUSTERS, last=False)
+        for unit in set(CLUSTERS.values()) & set(self.workqueue):
+            self.workqueue.move_to_end(unit, last=False)
         super()._assign_work_unit(node)
 
 

@@ -168,6 +168,7 @@ class NativeEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         assert not self.in_flight, "requests are in flight: this is for `update`"
         self._replace_weights(weights, version)
+        self.has_weights.set()  # an update may have failed before
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
         if self.in_flight and not isinstance(weights, Sequence) and self.has_room_for_weights():

@@ -249,6 +249,7 @@ class ProcessEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         assert not self.num_in_flight, "requests are in flight: this is for `update`"
         self._replace_weights(weights, version)
+        self.has_weights.set()  # an update may have failed before
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> float:
         return await self._while_requests_wait(self._replace_weights, weights, version)

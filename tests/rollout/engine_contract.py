@@ -117,13 +117,14 @@ async def requests_in_flight_continue_with_updated_weights(make: MakeEngine) -> 
     await check_logprobs(engine, PROMPTS[1], later)
 
 
+def half(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from weights[:4]
+    raise ConnectionError("the sender died")
+
+
 async def after_an_update_that_failed_requests_wait_or_have_the_old_weights_whole(make: MakeEngine) -> None:
     engine = make()
     weights = new_weights(engine)
-
-    def half() -> Iterator[tuple[str, Tensor]]:
-        yield from weights[:4]
-        raise ConnectionError("the sender died")
 
     undisturbed = await engine.generate(PROMPTS[0], Sampling(max_tokens=100), 0)
     before = engine.num_decode_steps
@@ -131,7 +132,7 @@ async def after_an_update_that_failed_requests_wait_or_have_the_old_weights_whol
     while engine.num_decode_steps < before + 9:
         await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     with pytest.raises(ConnectionError):
-        await engine.update(half(), version=1)
+        await engine.update(half(weights), version=1)
     await asyncio.sleep(0.02)
     assert engine.num_in_flight == 1
     await engine.update(weights, version=2)
@@ -141,6 +142,18 @@ async def after_an_update_that_failed_requests_wait_or_have_the_old_weights_whol
     if engine.is_reproducible:
         assert completion.tokens[:old] == undisturbed.tokens[:old]
         assert completion.logprobs[:old] == pytest.approx(undisturbed.logprobs[:old], abs=TOLERANCE)
+
+
+async def after_an_update_that_failed_weights_can_be_loaded(make: MakeEngine) -> None:
+    engine = make()
+    weights = new_weights(engine)
+
+    with pytest.raises(ConnectionError):
+        await engine.update(half(weights), version=1)
+    engine.load(weights, version=2)
+    completion = await asyncio.wait_for(engine.generate(PROMPTS[0], Sampling(max_tokens=3), 0), 30)
+    assert completion.versions == [2] * 3
+    await check_logprobs(engine, PROMPTS[0], completion)
 
 
 async def a_conversation_continues_from_its_cached_prefix(make: MakeEngine) -> None:
@@ -179,6 +192,7 @@ ENGINE_CONTRACT = [
     loaded_weights_generate_and_an_empty_load_only_sets_the_version,
     requests_in_flight_continue_with_updated_weights,
     after_an_update_that_failed_requests_wait_or_have_the_old_weights_whole,
+    after_an_update_that_failed_weights_can_be_loaded,
     a_conversation_continues_from_its_cached_prefix,
     a_cached_prefix_of_other_weights_is_not_used,
     a_released_cache_is_acquired_by_the_next_request,
