@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_pythons import RAY_PYTHON
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -15,7 +16,7 @@ def run(script: str, results: Path, *options: str) -> dict[str, object]:
     """What the benchmark found."""
     subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--smoke", "--results", str(results), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCHMARKS.parent)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), RAY_PYTHON])},
         cwd=results,
         check=True,
         timeout=180,

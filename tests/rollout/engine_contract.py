@@ -104,11 +104,11 @@ async def loaded_weights_generate_and_an_empty_load_only_sets_the_version(make: 
 
 async def requests_in_flight_continue_with_updated_weights(make: MakeEngine) -> None:
     engine = make()
-    before = engine.num_decode_steps
-    running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=100)))
+    weights, before = new_weights(engine), engine.num_decode_steps
+    running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=240)))
     while engine.num_decode_steps < before + 9:
         await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
-    assert await engine.update(new_weights(engine), version=1) > 0
+    assert await engine.update(weights, version=1) > 0
     for completion in await running:
         assert set(completion.versions) == {0, 1}
         assert completion.versions == sorted(completion.versions)
@@ -126,9 +126,9 @@ async def after_an_update_that_failed_requests_wait_or_have_the_old_weights_whol
     engine = make()
     weights = new_weights(engine)
 
-    undisturbed = await engine.generate(PROMPTS[0], Sampling(max_tokens=100), 0)
+    undisturbed = await engine.generate(PROMPTS[0], Sampling(max_tokens=240), 0)
     before = engine.num_decode_steps
-    running = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=100), 0))
+    running = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=240), 0))
     while engine.num_decode_steps < before + 9:
         await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     with pytest.raises(ConnectionError):
