@@ -256,10 +256,15 @@ class ProcessEngine:
 
     async def restart(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Starts a process in place of a lost one, with these weights."""
-        await self._while_requests_wait(self.restart_and_load, weights, version)
+        await self._while_requests_wait(self._start_with, weights, version)
 
     def restart_and_load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The same where nothing is in flight. A process that dies while it starts is started again, too."""
+        """The same where nothing is in flight."""
+        self._start_with(weights, version)
+        self.has_weights.set()
+
+    def _start_with(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """A process that dies while it starts is started again, too."""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 self._start(self.python)
