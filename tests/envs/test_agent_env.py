@@ -669,6 +669,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
 # Many at once, and with a real engine.
 
 
+@pytest.mark.slow
 def test_a_function_has_a_process_without_secrets_that_is_killed_with_all_that_it_started(
     agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

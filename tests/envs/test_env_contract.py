@@ -82,6 +82,7 @@ def test_every_built_in_environment_keeps_the_contract(
 
 
 @pytest.mark.parametrize("name", ["Parity", "BlockingParity", "InheritingParity"])
+@pytest.mark.slow
 def test_users_classes_keep_it_whatever_they_inherit(name: str) -> None:
     environment = Environment(name=f"{parity_environments.__file__}:{name}", processes=1)
     report = check_environment(environment, boards(3), max_turns=2, seed=0)

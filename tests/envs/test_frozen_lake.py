@@ -138,6 +138,7 @@ def test_boards_are_like_those_of_the_game_that_people_compare_with() -> None:
     ("options", "num_actions", "wins"),
     [({}, 10, 0.219), ({}, 20, 0.276), ({"slippery": True}, 10, 0.216), ({"slippery": True}, 20, 0.272)],
 )
+@pytest.mark.slow
 def test_a_random_player_wins_as_often_as_is_known(options: dict[str, Any], num_actions: int, wins: float) -> None:
     assert share_won_at_random(FrozenLakeEnv(**options), 5000, num_actions) == pytest.approx(wins, abs=0.02)
 

@@ -32,6 +32,7 @@ def test_gymnasiums_frozen_lake_is_played_in_words() -> None:
 @pytest.mark.parametrize(
     ("name", "moves", "reward"), [("FrozenLake-v1", 6, 1.0), ("CliffWalking-v1", 13, -13.0), ("Taxi-v4", None, None)]
 )
+@pytest.mark.slow
 def test_the_best_play_comes_from_the_table_of_transitions(name: str, moves: int | None, reward: float | None) -> None:
     options = {"id": name, "kwargs": {"is_slippery": False} if name == "FrozenLake-v1" else {}}
     with opened("gymnasium", 20, options=options, processes=1) as make:

@@ -466,6 +466,7 @@ def test_half_a_character_from_the_model_is_no_problem(play: Play) -> None:
 # Sessions.
 
 
+@pytest.mark.slow
 def test_a_class_has_one_object_for_each_trajectory(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def play() -> tuple[str, str]:
         first, second = (envs.factory_for(ROW).make() for _ in range(2))

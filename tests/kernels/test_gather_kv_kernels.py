@@ -64,6 +64,7 @@ def test_gradients_that_lie_apart_or_are_missing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("gather_kv", [plain_gather_kv, GatherKV.apply], ids=["plain", "kernel"])
+@pytest.mark.slow
 def test_gradients_are_rounded_once(gather_kv, device: torch.device) -> None:  # type: ignore[no-untyped-def]
     gather = GatherIndex(np.array([1] * 300 + [0]), 2, device)
     rows = [random(2, 1, 8, seed=n, dtype=torch.bfloat16, device=device).requires_grad_() for n in (0, 1)]

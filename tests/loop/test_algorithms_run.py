@@ -43,6 +43,7 @@ def test_algorithm_trains(tmp_path: Path, tiny_model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo"])
+@pytest.mark.slow
 def test_several_updates_and_passes(tmp_path: Path, tiny_model: Path, name: str) -> None:
     overrides = ("batch.updates_per_step=3", "batch.ppo_epochs=2", "optimizer.learning_rate=0.003")
     steps = steps_here(tmp_path, tiny_model, f"algorithm.name={name}", *overrides)
@@ -100,6 +101,7 @@ def test_remax_compares_with_the_greedy_answer(tmp_path: Path, tiny_model: Path)
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
+@pytest.mark.slow
 def test_adaptive_kl_moves_its_coefficient(tmp_path: Path, tiny_model: Path, where: str) -> None:
     kl = (f"algorithm.kl.where={where}", "algorithm.kl.controller=adaptive", "algorithm.kl.controller.horizon=20")
     target = ("algorithm.kl.controller.target=1e-6", "algorithm.kl.estimator=k3")
@@ -111,6 +113,7 @@ def test_adaptive_kl_moves_its_coefficient(tmp_path: Path, tiny_model: Path, whe
 
 
 @pytest.mark.parametrize("name", ["token_tis", "sequence_tis", "icepop", "rejection"])
+@pytest.mark.slow
 def test_correction_of_recomputed_log_probs(tmp_path: Path, tiny_model: Path, name: str) -> None:
     overrides = (f"algorithm.correction.name={name}", "algorithm.old_logprobs=recompute")
     for row in steps_here(tmp_path, tiny_model, *overrides):

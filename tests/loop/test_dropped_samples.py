@@ -174,6 +174,7 @@ WITH_ROLLOUTS = [name for name, preset in PRESETS.items() if name != "distill" a
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
+@pytest.mark.slow
 def test_every_algorithm_trains_on_what_is_left(tmp_path: Path, tiny_model: Path, name: str) -> None:
     overrides = (picky(tmp_path), "environment.reward.on_error=drop", f"algorithm.name={name}")
     steps = steps_here(tmp_path, tiny_model, *overrides, "batch.samples_per_prompt=8")
@@ -185,6 +186,7 @@ def test_every_algorithm_trains_on_what_is_left(tmp_path: Path, tiny_model: Path
 
 
 @pytest.mark.parametrize("how", ["raise", "return"])
+@pytest.mark.slow
 def test_dropped_samples_are_written_down_and_in_no_statistic(tmp_path: Path, tiny_model: Path, how: str) -> None:
     overrides = (picky(tmp_path), "environment.reward.on_error=drop", f"environment.reward.options.how={how}")
     run = train_here(tmp_path, tiny_model, *overrides, "logging.trajectories=true", "schedule.steps=1", *VALIDATION)

@@ -75,6 +75,7 @@ def reward(folder: Path, name: str) -> tuple[str, ...]:
         ("is_not_finite", "the reward must be finite; the function returned nan"),
     ],
 )
+@pytest.mark.slow
 def test_a_reward_that_fails_costs_one_sample(tmp_path: Path, tiny_model: Path, name: str, expected: str) -> None:
     run = train_here(
         tmp_path, tiny_model, *reward(tmp_path, name), "environment.reward.timeout_s=0.5", "schedule.steps=3"
@@ -99,6 +100,7 @@ class Broken:
 """
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_environment_fails_ends_with_the_reason(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
     (tmp_path / "games.py").write_text(ENVIRONMENT)

@@ -118,6 +118,7 @@ def test_other_families_learn_too(tmp_path: Path, name: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("old_logprobs", ["engine", "recompute"])
+@pytest.mark.slow
 def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_logprobs: str
 ) -> None:

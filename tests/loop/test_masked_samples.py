@@ -57,6 +57,7 @@ def test_prompts_that_are_too_hard_or_too_easy_are_in_no_loss(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "recompute"])
+@pytest.mark.slow
 def test_masks_are_the_same_in_other_modes(tmp_path: Path, tiny_model: Path, mode: str) -> None:
     [plain] = steps_here(tmp_path, tiny_model, *MASKED)
     recomputed = ("algorithm.old_logprobs=recompute",) if mode == "recompute" else ()

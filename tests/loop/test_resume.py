@@ -128,6 +128,7 @@ def cut_off_the_optimizer(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [damage_manifest, empty_manifest, remove_manifest, flip_a_bit_of_the_weights, cut_off_the_optimizer]
 )
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_used(
     tmp_path: Path, tiny_model: Path, four_steps: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -226,6 +226,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.slow
 def test_what_fails_in_every_sample_is_printed_once_with_its_place_and_ends_the_run(
     tmp_path: Path, tiny_model: Path, kind: str
 ) -> None:

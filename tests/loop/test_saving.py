@@ -27,6 +27,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("minutes", "steps"), [("0.00001", [1, 2, 3]), ("30", [3]), ("0", [3])])
+@pytest.mark.slow
 def test_a_run_saves_when_its_last_checkpoint_is_old(
     tmp_path: Path, tiny_model: Path, minutes: str, steps: list[int]
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_run_that_fails_still_finishes_the_checkpoint_that_it_writes(
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])
+@pytest.mark.slow
 def test_an_upload_that_takes_long_does_not_keep_a_run_from_ending(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:

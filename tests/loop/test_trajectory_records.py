@@ -100,6 +100,7 @@ def test_a_record_has_the_text_of_each_token() -> None:
 
 
 @pytest.mark.parametrize("old", ["engine", "recompute"])
+@pytest.mark.slow
 def test_numbers_in_the_store_are_those_that_were_trained_with(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, old: str
 ) -> None:
@@ -149,6 +150,7 @@ def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_pa
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.slow
 def test_entropies_are_those_of_the_model_that_was_trained(tmp_path: Path, tiny_model: Path, epochs: int) -> None:
     overrides = ("logging.trajectories=true", "schedule.steps=1", f"batch.ppo_epochs={epochs}")
     run = train_here(tmp_path, tiny_model, *overrides)

@@ -74,6 +74,7 @@ def peft_of(folder: Path, ours: Any) -> Any:
 
 @pytest.mark.parametrize("lora", CASES, ids=str)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss-window8"])
+@pytest.mark.slow
 def test_gradients_are_those_of_a_plain_peft_model(folders: dict[str, Path], family: str, lora: Lora) -> None:
     ours = adapted(folders[family], lora)
     theirs = peft_of(folders[family], ours)
@@ -96,6 +97,7 @@ def test_gradients_are_those_of_a_plain_peft_model(folders: dict[str, Path], fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_all_experts_have_adapters_that_peft_loads_as_they_are(
     folders: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
@@ -118,6 +120,7 @@ def test_all_experts_have_adapters_that_peft_loads_as_they_are(
 
 @pytest.mark.parametrize("lora", CASES, ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss-window8"])
+@pytest.mark.slow
 def test_an_adapter_of_peft_is_merged_or_gone_on_from(
     folders: dict[str, Path], tmp_path: Path, family: str, lora: Lora
 ) -> None:

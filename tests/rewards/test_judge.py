@@ -190,6 +190,7 @@ def test_the_rate_limit_spaces_requests_and_waiting_does_not_count_as_running(ju
         ({"api_key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
     ],
 )
+@pytest.mark.slow
 def test_bad_options_are_errors_before_training(options: dict[str, Any], problem: str) -> None:
     pool = ScorerPool(Reward(name="judge", options={"url": "http://127.0.0.1:9/v1", "model": "m", **options}))
     try:

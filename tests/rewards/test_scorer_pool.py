@@ -139,6 +139,7 @@ def test_every_kind_of_failure_among_many_calls_costs_only_its_own_sample(
 @pytest.mark.parametrize(
     ("response", "how"), [("die", "process died"), ("sleep", "took longer"), ("raise", "something broke")]
 )
+@pytest.mark.slow
 def test_what_is_sent_together_fails_one_by_one(make_pool: Callable[..., ScorerPool], response: str, how: str) -> None:
     pool = make_pool("act", workers=1, timeout_s=0.5)
     score_all(pool, ["fine"] * 50)  # from now on the function is known to be quick

@@ -92,6 +92,7 @@ def test_a_sum_of_which_a_part_is_not_known_is_not_known(scorer: Scorers, functi
 
 
 @pytest.mark.parametrize(("on_error", "total"), [(-1.0, 0.0), ("drop", None)])
+@pytest.mark.slow
 def test_each_reward_has_its_own_on_error(scorer: Scorers, functions: str, on_error: Any, total: float | None) -> None:
     rewards = scorer({"right": {"name": "exact"}, "bad": {"name": f"{functions}:fails", "on_error": on_error}})
     found = score(rewards, "abc", row())

@@ -13,6 +13,8 @@ MakeEngine = Callable[[], Engine]
 """An engine over a model with at least 60 tokens, whose weights are the same each time, for sequences of up to 256
 tokens."""
 PROMPTS = [[5, 6, 7, 8], [5, 6, 9], [40, 41, 42, 43, 44, 45]]
+LONG = 240 if torch.cuda.is_available() else 100
+"""Tokens that are not all generated before an update begins."""
 TOLERANCE = 1e-4
 """In log-probs: engines may compute one token at a time and a whole sequence with different kernels."""
 
@@ -105,7 +107,7 @@ async def loaded_weights_generate_and_an_empty_load_only_sets_the_version(make: 
 async def requests_in_flight_continue_with_updated_weights(make: MakeEngine) -> None:
     engine = make()
     weights, before = new_weights(engine), engine.num_decode_steps
-    running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=240)))
+    running = asyncio.ensure_future(generate_all(engine, Sampling(max_tokens=LONG)))
     while engine.num_decode_steps < before + 9:
         await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     assert await engine.update(weights, version=1) > 0
@@ -126,9 +128,9 @@ async def after_an_update_that_failed_requests_wait_or_have_the_old_weights_whol
     engine = make()
     weights = new_weights(engine)
 
-    undisturbed = await engine.generate(PROMPTS[0], Sampling(max_tokens=240), 0)
+    undisturbed = await engine.generate(PROMPTS[0], Sampling(max_tokens=LONG), 0)
     before = engine.num_decode_steps
-    running = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=240), 0))
+    running = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=LONG), 0))
     while engine.num_decode_steps < before + 9:
         await asyncio.sleep(0.001)  # not 0: a loop that spins takes the GIL from the engine
     with pytest.raises(ConnectionError):

@@ -117,6 +117,7 @@ def test_after_an_update_new_weights_attend_to_what_the_old_ones_left_in_the_cac
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_samples_that_start_after_an_update_have_nothing_of_the_old_weights(core: str) -> None:
     engine = make_engine(max_sequences=3, core=core)
     completions, _ = generate_across_update(engine, SAMPLES, new_weights(engine), after=STEPS[core])

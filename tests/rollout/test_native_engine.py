@@ -58,6 +58,7 @@ def reference_logprobs(engine: NativeEngine, prompt: list[int], tokens: list[int
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.slow
 def test_log_probs_are_those_of_a_plain_forward_pass(family: str, core: str) -> None:
     engine = make_engine(family, max_sequences=5, core=core)
     sampling = Sampling(max_tokens=12, temperature=0.8)
@@ -67,6 +68,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass(family: str, core: str) -> 
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(core: str) -> None:
     engine = make_engine(core=core)
     sampling = Sampling(max_tokens=20, temperature=0.0)

@@ -65,6 +65,7 @@ def test_a_worker_that_waits_is_not_silent(start: Start, tmp_path: Path) -> None
     assert max(state.silent_s for state in states) < 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_silent_until_it_goes_on(start: Start, tmp_path: Path) -> None:
     process, reader = start("time.sleep(600)"), HeartbeatReader(tmp_path)
     look(reader, 1)

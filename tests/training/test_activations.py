@@ -76,6 +76,7 @@ def test_with_an_attention_of_torch_too() -> None:
 
 
 @CASES
+@pytest.mark.slow
 def test_fused_layers_too(
     checkpointing: GradientCheckpointing, offload: tuple[str, ...], max_tokens: int | None
 ) -> None:
