@@ -40,20 +40,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
 
 
-ON_THIS_MACHINE = {"ray", "debugger"}
-ON_HOSTS = {
-    *("node_loss", "up", "cluster", "doctor", "slurm", "ssh", "foreign", "trouble", "jobs", "podman", "stacks"),
-    "four_nodes",
-}
-CLUSTERS = {**dict.fromkeys(ON_THIS_MACHINE, "clusters here"), **dict.fromkeys(ON_HOSTS, "clusters of hosts")}
-"""The xdist groups of all tests that start a cluster. One process runs those of this machine, one those of hosts and
-containers, each one after the other: with more Rays than that on two cores, Ray misses its own deadlines."""
+FIRST = {"ray", "debugger", "node_loss", "cluster", "slurm", "ssh", "podman", "stacks", "four_nodes"}
+LAST = {"up", "doctor", "foreign", "trouble", "jobs"}
+CLUSTERS = {**dict.fromkeys(FIRST, "first clusters"), **dict.fromkeys(LAST, "last clusters")}
+"""The xdist groups of all tests that start a cluster. One of two processes has the first ones, one after the other; the
+other begins with all else, and the last ones are at the end: with more at work on two cores, Ray misses deadlines."""
 
 
 class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
     """The tests of a file are run by one process, so that what they share is made once, and files with the most tests
-    come first. An xdist group does the same over several files, and before all of them come those with clusters, which
-    take longest."""
+    come first. An xdist group does the same over several files."""
 
     def _split_scope(self, nodeid: str) -> str:
         group: str = super()._split_scope(nodeid)  # the test itself, if it is in no group
@@ -61,7 +57,7 @@ class OneProcessForAFile(LoadGroupScheduling):  # type: ignore[misc]
 
     def _assign_work_unit(self, node: Any) -> None:
         for unit in set(CLUSTERS.values()) & set(self.workqueue):
-            self.workqueue.move_to_end(unit, last=False)
+            self.workqueue.move_to_end(unit, last=unit == "last clusters")
         super()._assign_work_unit(node)
 
 
