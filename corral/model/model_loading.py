@@ -4,8 +4,10 @@ import gc
 import json
 import platform
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,8 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     if model.exact:
         make_exact(loaded)
         prefer_blas()
+    if path.kind == "general":
+        serialize_convolutions()
     if vision is not None:
         loaded.vision = vision
     return loaded.eval()
@@ -258,6 +262,30 @@ def prefer_blas() -> None:
     """
     if platform.machine() in ("aarch64", "arm64"):
         torch.backends.mkldnn.set_flags(False)
+
+
+@cache
+def serialize_convolutions() -> None:
+    """Lets one thread at a time compute a convolution, on ARM.
+
+    There oneDNN computes depthwise ones, which state space models have, with the Arm Compute Library, and keeps one
+    object per shape for all threads: two that convolve the same shape at once get each other's numbers. The engine and
+    the trainer of a run in one process are two threads. A backward pass is computed in another way, and is right.
+    """
+    if platform.machine() not in ("aarch64", "arm64"):
+        return
+    lock = threading.Lock()
+
+    def serialized(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(convolve)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            with lock:
+                return convolve(*args, **kwargs)
+
+        return call
+
+    for name in ("conv1d", "conv2d"):
+        setattr(nn.functional, name, serialized(getattr(nn.functional, name)))
 
 
 @collector_paused()

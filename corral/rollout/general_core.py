@@ -6,6 +6,7 @@ does not give what its forward pass gives is computed from its first token at ev
 """
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class GeneralCore:
         self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
         self.max_prefill_tokens = max_prefill_tokens
         self.device = next(model.parameters()).device
+        self.cache_name = cache_name(model)
         self.uses_cache = cache_is_right(model)
         self.version = 0
         self.stats = EngineStats()
@@ -126,8 +128,8 @@ class GeneralCore:
             # Given here, because the model would take the positions of the batch that it prefilled last.
             index = torch.full((len(tokens), 1), batch.cache.get_seq_length(), device=self.device)
             inputs["position_ids"] = (index if batch.shift is None else index + batch.shift).expand(3, -1, -1)
-        output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
-        return output.logits[:, -1], output.past_key_values
+        output = self.model(**inputs, **{self.cache_name: batch.cache}, use_cache=True)
+        return output.logits[:, -1], output[self.cache_name]
 
     def _sample(self, batch: LockstepBatch, logits: Tensor) -> list[GenerationRequest]:
         """Samples a token for every request of the batch, and returns those that finish."""
@@ -157,6 +159,11 @@ class GeneralCore:
         return torch.tensor(values, device=self.device)
 
 
+def cache_name(model: Any) -> str:
+    """How the model calls its cache, as an argument and in its output: those without attention have another word."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
 @torch.inference_mode()
 def cache_is_right(model: Any) -> bool:
     """Whether decoding with the model's cache, in a batch whose rows change places, gives what its forward pass gives.
@@ -166,16 +173,17 @@ def cache_is_right(model: Any) -> bool:
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = torch.randint(vocabulary, (3, 6), generator=generator).to(device)
     expected = model(input_ids=tokens, use_cache=False).logits[:, 3:].float().log_softmax(-1)
+    name = cache_name(model)
     try:
-        output = model(input_ids=tokens[:, :4], past_key_values=None, use_cache=True)
-        cache, rows = output.past_key_values, torch.arange(3, device=device)
+        output = model(input_ids=tokens[:, :4], use_cache=True)
+        cache, rows = output[name], torch.arange(3, device=device)
         found = [output.logits[:, -1]]
         for position, order in ((4, [2, 0, 1]), (5, [1, 2])):
             picked = torch.tensor(order, device=device)
             cache.reorder_cache(picked)
             rows = rows[picked]
-            output = model(input_ids=tokens[rows, position, None], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(input_ids=tokens[rows, position, None], **{name: cache}, use_cache=True)
+            cache = output[name]
             found.append(output.logits[:, -1])
     except Exception:
         # Whatever goes wrong in a model's own code means that its cache is not used; the forward pass above has worked.

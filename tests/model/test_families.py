@@ -15,6 +15,7 @@ from corral.model.model_check import check_model
 from corral.model.model_loading import load_model
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
+from corral.rollout.general_core import cache_is_right
 from corral.rollout.native_engine import NativeEngine
 
 PATHS = {
@@ -83,6 +84,14 @@ def test_the_general_path_is_right_where_there_is_a_fast_one(name: str, folder: 
     found = compare_folder(folder, implementation="general")
     assert found.path.kind == "general"
     assert found.is_right, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_state_space_models_are_decoded_with_their_cache(name: str, folder: Path) -> None:
+    save(name, folder)
+    model = Model(path=str(folder), dtype="float32")
+    assert cache_is_right(load_model(model, torch.device("cpu")))
 
 
 @pytest.mark.slow

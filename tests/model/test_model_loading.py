@@ -1,10 +1,13 @@
 """What a recipe may change about a model and its tokenizer, and what it gets for its mistakes."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from corral.model import model_loading
 from corral.model.fused_layers import unfuse
@@ -15,6 +18,7 @@ from corral.model.model_loading import (
     load_to_shard,
     load_tokenizer,
     resolve_dtype,
+    serialize_convolutions,
 )
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
@@ -101,3 +105,20 @@ def test_a_model_to_shard_has_no_memory_but_the_dtype_and_layers_of_the_device_t
     stored, plain = getattr(loaded, STORED_WEIGHTS), load_model(Model(path=str(tiny_model)), torch.device("cpu"))
     for (name, parameter), expected in zip(loaded.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(stored[parameter].float(), expected.float(), msg=name)
+
+
+def test_threads_that_convolve_equal_shapes_at_once_get_their_own_numbers() -> None:
+    serialize_convolutions()
+
+    def num_wrong(seed: int) -> int:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((1, 2176, 21), (2176, 1, 4), (2176,))
+        values, weight, bias = (torch.randn(*shape, generator=generator) for shape in shapes)
+        expected = F.conv1d(values.double(), weight.double(), bias.double(), groups=2176).float()
+        start.wait()
+        found = [F.conv1d(values, weight, bias, groups=2176) for _ in range(200)]
+        return sum(not torch.allclose(one, expected, atol=1e-4) for one in found)
+
+    start = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(num_wrong, range(2))) == [0, 0]
