@@ -136,7 +136,7 @@ def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
 
 
 def test_a_model_that_is_decoded_without_a_cache_is_trained_and_says_so(tmp_path: Path) -> None:
-    config = config_of("mamba")
+    config = config_of("openai-gpt")
     config.update({"vocab_size": len(tiny_tokenizer())})
     tiny_family_model(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
