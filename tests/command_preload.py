@@ -1,7 +1,8 @@
-"""What is imported by the process that the commands of tests are forked from (commands.py).
+"""What is imported by the process that others are forked from (`forked_pythons.py`): commands, and who runs the tests.
 
 The collector is off meanwhile, and looks at all of it once at the end. Else it would do so in each forked process, and
-what it looks at is copied.
+what it looks at is copied. (Frozen, it would not count, and a collection of all else would be due every few thousand
+objects.) Not imported is Ray, which reads its token then.
 """
 
 import gc
@@ -18,6 +19,13 @@ for name in (
     "corral.cli.main",
     "corral.cli.migrate",
     "corral.loop.train",
+    "corral.runtime.model_workers",
+    "corral.runtime.rollout_worker",
+    "fastapi",
+    "openai.types.chat",
+    "pandas",
+    "peft",
+    "torch.distributed.tensor",
 ):
     import_module(name)
 migrations = import_module("corral.migrate.config_sources")

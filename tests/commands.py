@@ -1,25 +1,20 @@
 """The command line in processes of its own: own pid, own signals, own exit code.
 
-A process needs seconds to import torch and transformers, and the tests of the loop need dozens of processes. So these
-are forked from one that has imported both.
+They are forked from a process that has imported torch and transformers (`forked_pythons.py`).
 """
 
 import contextlib
-import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import count
-from multiprocessing.forkserver import ensure_running
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
-import forked_pythons
+from forked_pythons import FORKED, ForkedProcess, forking_python, start_server
 
 TIMEOUT_S = 180.0
 
@@ -39,11 +34,10 @@ class Finished:
 class Command:
     """`corral ...`, running."""
 
-    def __init__(self, process: BaseProcess, stdout: Path, stderr: Path) -> None:
+    def __init__(self, process: ForkedProcess, stdout: Path, stderr: Path) -> None:
         self.process, self.stdout, self.stderr = process, stdout, stderr
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
@@ -67,42 +61,35 @@ class Command:
 
 def start_corral(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> Command:
     """`corral ARGUMENTS` in `folder`. `before`: a function of a module, called in the process first."""
+    start_server()
     number = next(n for n in count(1) if not (folder / f"stdout.{n}").exists())
     stdout, stderr = folder / f"stdout.{number}", folder / f"stderr.{number}"
-    stdout.touch()
-    stderr.touch()
-    process = start_forkserver().Process(target=_main, args=(folder, arguments, stdout, stderr, before), daemon=True)
-    process.start()
+    program = f"{FORKED}\nfrom commands import run_command\nrun_command({pickle.dumps(before)!r})"
+    with open(os.devnull) as nothing, stdout.open("w") as out, stderr.open("w") as err:
+        process = ForkedProcess(
+            str(Path(forking_python()).with_name("socket")),
+            ["-c", program, *arguments],
+            [nothing.fileno(), out.fileno(), err.fileno()],
+            folder=str(folder),
+            path=sys.path,
+            is_command=True,
+        )
+    RUNNING[:] = [*(one for one in RUNNING if one.is_alive()), process]
     return Command(process, stdout, stderr)
+
+
+RUNNING: list[ForkedProcess] = []
+"""A process ends when nobody has its object any more."""
 
 
 def corral(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> Finished:
     return start_corral(folder, *arguments, before=before).wait()
 
 
-@cache
-def start_forkserver() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["command_preload"])
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads of a pool that was started before the fork would be missing after it
-    workers = forked_pythons.prepare()
-    with contextlib.chdir(Path(__file__).parent):  # where it looks for the module
-        ensure_running()
-    context.Process(target=forked_pythons.serve, args=(workers,), daemon=True).start()
-    return context
-
-
-def _main(
-    folder: Path, arguments: tuple[str, ...], stdout: Path, stderr: Path, before: Callable[[], None] | None
-) -> None:
-    os.chdir(folder)
-    for path, descriptor in ((stdout, 1), (stderr, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.argv = ["corral", *arguments]
-    if before is not None:
-        before()
+def run_command(before: bytes) -> None:
+    sys.argv[0] = "corral"
+    if (function := pickle.loads(before)) is not None:
+        function()
     from corral.cli.main import main
 
     main()

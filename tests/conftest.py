@@ -16,7 +16,7 @@ from xdist.scheduler import LoadGroupScheduling
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
 sys.path.insert(0, str(Path(__file__).parent))
-from forked_pythons import RAY_PYTHON, path_without_forks  # noqa: E402
+from forked_pythons import RAY_PYTHON, forking_python, path_without_forks, start_server  # noqa: E402
 
 # A worker of Ray takes one second of a core instead of eight. Agents of nodes have the import path of who starts Ray,
 # and with it a Python that forks.
@@ -25,6 +25,13 @@ sys.path.append(RAY_PYTHON)
 os.environ |= {"RAY_prestart_worker_first_driver": "false"}
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; read when transformers imports triton
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of xdist are forked: each would import for ten seconds what all need."""
+    if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
+        start_server()
+        config.option.tx = [f"popen//python={forking_python()}" for _ in config.option.tx]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,9 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneProcessFo
 def pytest_runtest_setup(item: pytest.Item) -> None:
     group = item.get_closest_marker("xdist_group")
     if group is not None and group.args[0] in CLUSTERS:
-        from commands import start_forkserver
-
-        start_forkserver()  # workers of Ray are forked by it, too
+        start_server()  # which forks workers of Ray
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
-"""Workers of Ray, and commands on hosts, that are forked: each needs seven seconds of a core to import torch,
-transformers and Corral, and the slow tests have hundreds of them.
+"""Processes that are forked: each needs seconds of a core to import torch, transformers and Corral, and the tests have
+hundreds of them. They are xdist's, that run the tests; `corral` as a command; Ray's workers; and commands on hosts.
 
-`prepare` writes a program that is called as Python is. Where it is to run a worker of Ray, `-m corral.cli.main`, or
-`-c` with a program that begins with FORKED, it asks a server, which has imported all of that, to fork a process with
-its descriptors 0 to 2, environment, folder and namespaces (a host of `hosts.py` has its own), ends as that ends, and
-passes signals on; that process does not outlive it. All else is Python's as ever, also where no server is to be seen,
-as in containers. Agents of nodes start workers with it where `ray_python` is on the import path.
+`start_server` starts a process that has imported all of that. Asked by `ForkedProcess`, it forks one with the asking
+one's descriptors 0 to 2, environment, folder and namespaces (a host of `hosts.py` has its own). It also writes a
+program that is called as Python is, and asks in the same way where it is to run a worker of Ray, one of xdist's,
+`-m corral.cli.main`, or `-c` with a program that begins with FORKED; it ends as the forked one ends, which does not
+outlive it, and passes signals on. All else is Python's as ever, also where no server is to be seen, as in containers.
+Agents of nodes start workers with it where `ray_python` is on the import path.
 """
 
 import atexit
@@ -14,33 +15,34 @@ import json
 import multiprocessing
 import os
 import runpy
+import select
 import selectors
 import shlex
 import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 REPLY_S = 60.0
 RAY_PYTHON = str(Path(__file__).parent / "ray_python")
-PRELOADED = "corral.runtime.model_workers", "corral.runtime.rollout_worker"
-"""Not Ray, which reads its token when it is imported."""
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000}
 COMMAND = "-m corral.cli.main"
+XDIST = "-u -c"
+SERVE = "serve"
 FORKED = "# forked"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def prepare() -> socket.socket:
-    """Before the process is started that commands are forked from: they have its environment. Returns what `serve`
-    listens to."""
+    """Writes the program. Returns what `serve` listens to."""
     folder = Path(tempfile.mkdtemp(prefix="corral-test-"))
     atexit.register(shutil.rmtree, folder)
     listener = socket.socket(socket.AF_UNIX)
@@ -49,11 +51,26 @@ def prepare() -> socket.socket:
     python = shlex.quote(sys.executable)
     ask = f"{python} {shlex.quote(__file__)} {folder}/socket {python}"
     program = folder / "python"
-    forked = f'*default_worker.py\\ *|"{COMMAND}"|"-c {FORKED}"*'
+    forked = f'*default_worker.py\\ *|"{COMMAND}"|"{XDIST}"|"-c {FORKED}"*'
     program.write_text(f'#!/bin/sh\ncase "$1 $2" in {forked}) exec {ask} "$@" ;; esac\nexec {python} "$@"\n')
     program.chmod(0o755)
     os.environ["CORRAL_TEST_PYTHON"] = str(program)
     return listener
+
+
+def start_server() -> None:
+    """Once for all processes of the tests: those that are forked have its program in their environment."""
+    if "CORRAL_TEST_PYTHON" in os.environ:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads of a pool that was started before the fork would be missing after it
+    with prepare() as listener:
+        command = [sys.executable, __file__, SERVE, str(listener.fileno())]
+        # It ends with this process, which keeps the other end of the pipe.
+        global _server
+        _server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+
+
+_server: subprocess.Popen[bytes] | None = None
 
 
 def path_without_forks() -> list[str]:
@@ -69,7 +86,7 @@ def forking_python() -> str:
 # --- the server
 
 
-def serve(listener: socket.socket) -> None:
+def serve(listener: socket.socket, until_input_ends: bool = False) -> None:
     multiprocessing.current_process().daemon = False  # those that it forks may have children
     atexit._clear()  # what its parent does at its own end
     signals, wake = os.pipe()
@@ -80,17 +97,14 @@ def serve(listener: socket.socket) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(signals, selectors.EVENT_READ)
-        tests = multiprocessing.parent_process()
-        if tests is not None:
-            selector.register(tests.sentinel, selectors.EVENT_READ)
+        if until_input_ends:
+            selector.register(0, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if tests is not None and key.fileobj == tests.sentinel:
+                if key.fileobj == 0:
                     os._exit(0)  # what it has forked ends with it
                 elif key.fileobj is listener:
                     client = listener.accept()[0]
-                    for name in PRELOADED:  # once somebody needs it
-                        import_module(name)
                     pid = answer(client, [listener, selector, *clients.values()])
                     clients[pid] = client
                     selector.register(client, selectors.EVENT_READ, pid)
@@ -101,7 +115,7 @@ def serve(listener: socket.socket) -> None:
                             if client.fileno() >= 0:
                                 selector.unregister(client)
                             client.sendall(f"{code}\n".encode())
-                elif key.data in clients:  # the process that stands for it in Ray was killed
+                elif key.data in clients:  # who asked for it was killed, or wants it no more
                     os.kill(key.data, signal.SIGKILL)
                     client = clients[key.data]
                     selector.unregister(client)
@@ -141,6 +155,7 @@ def run_worker(
     environment: dict[str, str],
     folder: str,
     path: list[str],
+    is_command: bool = False,
 ) -> NoReturn:
     code = 1
     try:
@@ -149,7 +164,8 @@ def run_worker(
         die_with_parent()
         enter_namespaces(client)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setpgid(0, 0)
+        if not is_command:
+            os.setpgid(0, 0)
         client.sendall(f"{os.getpid()}\n".encode())
         client.close()
         for number, descriptor in enumerate(descriptors):
@@ -159,6 +175,9 @@ def run_worker(
         os.environ.clear()
         os.environ.update(environment)
         sys.argv, sys.path[:] = arguments, path
+        sys.stdin = os.fdopen(0, closefd=False)
+        if " ".join(arguments[:2]) == XDIST:
+            arguments = arguments[1:]
         if " ".join(arguments[:2]) == COMMAND:
             sys.argv = ["corral", *arguments[2:]]
             run_corral()
@@ -212,33 +231,58 @@ def end_as(code: int) -> NoReturn:
     os._exit(code)
 
 
-# --- what Ray starts
+# --- who asks
+
+
+class ForkedProcess:
+    """A process that the server has forked for this one, and that does not outlive it."""
+
+    def __init__(self, address: str, arguments: Sequence[str], descriptors: Sequence[int], **request: object) -> None:
+        self.exitcode: int | None = None
+        """Minus the signal's number, where that ended it."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(REPLY_S)
+        self._socket.connect(address)
+        message = json.dumps({"arguments": arguments, "environment": dict(os.environ), **request}).encode() + b"\n"
+        sent = socket.send_fds(self._socket, [message], list(descriptors))
+        self._socket.sendall(message[sent:])
+        self._replies = self._socket.makefile()
+        self.pid = int(self._replies.readline())
+
+    def join(self, timeout_s: float | None = None) -> None:
+        if self.exitcode is None and select.select([self._socket], [], [], timeout_s)[0]:
+            self.exitcode = int(self._replies.readline() or 1)
+            self._replies.close()
+            self._socket.close()
+
+    def is_alive(self) -> bool:
+        self.join(0)
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        if self.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def main(address: str, python: str, *arguments: str) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.settimeout(REPLY_S)
-        try:
-            server.connect(address)
-        except OSError:  # in a container, or of another user
-            os.execv(python, [python, *arguments])
-        request = {
-            "arguments": arguments,
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "path": [os.getcwd() if arguments[0] in ("-m", "-c") else str(Path(arguments[0]).parent), *sys.path[1:]],
-        }
-        message = json.dumps(request).encode() + b"\n"
-        sent = socket.send_fds(server, [message], [0, 1, 2])
-        server.sendall(message[sent:])
-        replies = server.makefile()
-        pid = int(replies.readline())
-        for number in PASSED_ON:
-            signal.signal(number, lambda received, _: os.kill(pid, received))
-        server.settimeout(None)
-        code = int(replies.readline() or 1)
-    end_as(code)
+    """The program: a process of its own, that stands for the forked one."""
+    own = [os.getcwd() if arguments[0].startswith("-") else str(Path(arguments[0]).parent), *sys.path[1:]]
+    try:
+        process = ForkedProcess(address, arguments, [0, 1, 2], folder=os.getcwd(), path=own)
+    except (ConnectionError, FileNotFoundError, PermissionError):  # in a container, or of another user
+        os.execv(python, [python, *arguments])
+    for number in PASSED_ON:
+        signal.signal(number, lambda received, _: os.kill(process.pid, received))
+    process.join()
+    end_as(process.exitcode or 0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == SERVE:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for those that it forks
+        import command_preload  # noqa: F401
+
+        serve(socket.socket(fileno=int(sys.argv[2])), until_input_ends=True)
+    else:
+        main(*sys.argv[1:])
