@@ -20,11 +20,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [64, 150, 1000])
+@pytest.mark.parametrize(("vocabulary", "length"), [(64, 1), (150, 1), (1000, 1), (150, 3)])
 def test_tokens_and_log_probs_are_those_of_the_whole_distribution(
-    vocabulary: int, dtype: torch.dtype, device: torch.device
+    vocabulary: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    logits = 3 * random(5, vocabulary, seed=1, dtype=dtype, device=device)
+    """`length`: of sequences, whose last logits are sampled from."""
+    logits = (3 * random(5, length, vocabulary, seed=1, dtype=dtype, device=device))[:, -1]
     rows = torch.arange(60, device=device) % 5
     generator = torch.Generator().manual_seed(2)
     seeds = torch.randint(-(2**62), 2**62, (60,), generator=generator).to(device)

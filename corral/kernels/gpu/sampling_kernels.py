@@ -19,13 +19,13 @@ TILE_SIZE = 8192
 # each row. In float32: bfloat16 sums over thousands of tokens stop growing once a term is smaller than 1/256 of them.
 @triton.jit
 def _tile_softmax_kernel(
-    logits_ptr, temperatures_ptr, m_ptr, l_ptr, argmax_ptr, vocab_size, num_tiles, TILE: tl.constexpr
+    logits_ptr, temperatures_ptr, m_ptr, l_ptr, argmax_ptr, row_stride, vocab_size, num_tiles, TILE: tl.constexpr
 ):
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     column = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits_ptr + row * vocab_size + column, mask=column < vocab_size, other=-float("inf"))
+    logit = tl.load(logits_ptr + row * row_stride + column, mask=column < vocab_size, other=-float("inf"))
     logit = logit.to(tl.float32) / temperature
     m, argmax = tl.max(logit, 0, return_indices=True)
     # A tile may be all -inf, after truncation: -inf - -inf is NaN.
@@ -53,7 +53,7 @@ def _splitmix64(z):
 @triton.jit
 def _sample_kernel(
     logits_ptr, rows_ptr, temperatures_ptr, seeds_ptr, counters_ptr, m_ptr, l_ptr, argmax_ptr,
-    tokens_ptr, logprobs_ptr, vocab_size, num_tiles,
+    tokens_ptr, logprobs_ptr, row_stride, vocab_size, num_tiles,
     TILE: tl.constexpr, NUM_TILES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0)
@@ -76,14 +76,14 @@ def _sample_kernel(
     scale = tl.where(temperature > 0, temperature, 1.0)
     place = tl.arange(0, TILE)
     column = tile * TILE + place
-    logit = tl.load(logits_ptr + row * vocab_size + column, mask=column < vocab_size, other=-float("inf"))
+    logit = tl.load(logits_ptr + row * row_stride + column, mask=column < vocab_size, other=-float("inf"))
     p = tl.exp(logit.to(tl.float32) / scale - m)
     last_place = tl.max(tl.where(p > 0, place, 0), 0)
     chosen = tl.minimum(tl.sum((before + tl.cumsum(p, 0) <= point).to(tl.int32), 0), last_place)
     token = tile * TILE + chosen
     if temperature == 0:
         token = tl.load(argmax_ptr + row * num_tiles + best_tile)
-    token_logit = tl.load(logits_ptr + row * vocab_size + token).to(tl.float32) / scale
+    token_logit = tl.load(logits_ptr + row * row_stride + token).to(tl.float32) / scale
     tl.store(tokens_ptr + sample, token.to(tl.int64))
     tl.store(logprobs_ptr + sample, token_logit - m - tl.log(l))
 
@@ -91,18 +91,21 @@ def _sample_kernel(
 def sample_in_tiles(
     logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, counters: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes what `corral.kernels.sampling.sample_tokens` does, without truncation."""
+    """Computes what `corral.kernels.sampling.sample_tokens` does, without truncation. The rows may be apart in memory,
+    as the last ones of whole sequences are."""
     num_rows, vocab_size = logits.shape
+    row_stride, column_stride = logits.stride()
+    assert column_stride == 1
     num_tiles = triton.cdiv(vocab_size, TILE_SIZE)
     m, l = torch.empty(2, num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     argmax = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
     _tile_softmax_kernel[(num_rows, num_tiles)](
-        logits, temperatures, m, l, argmax, vocab_size, num_tiles, TILE=TILE_SIZE, num_warps=8
+        logits, temperatures, m, l, argmax, row_stride, vocab_size, num_tiles, TILE=TILE_SIZE, num_warps=8
     )
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     _sample_kernel[(len(rows),)](
-        logits, rows, temperatures, seeds, counters, m, l, argmax, tokens, logprobs, vocab_size, num_tiles,
+        logits, rows, temperatures, seeds, counters, m, l, argmax, tokens, logprobs, row_stride, vocab_size, num_tiles,
         TILE=TILE_SIZE, NUM_TILES=triton.next_power_of_2(num_tiles), num_warps=8,
     )  # fmt: skip
     return tokens, logprobs
