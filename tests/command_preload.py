@@ -7,6 +7,7 @@ objects.) Not imported is Ray, which reads its token then.
 
 import gc
 from importlib import import_module
+from importlib.util import find_spec
 
 gc.disable()
 for name in (
@@ -21,11 +22,8 @@ for name in (
     "corral.loop.train",
     "corral.runtime.model_workers",
     "corral.runtime.rollout_worker",
-    "fastapi",
-    "openai.types.chat",
-    "pandas",
-    "peft",
     "torch.distributed.tensor",
+    *(name for name in ("fastapi", "openai.types.chat", "pandas", "peft") if find_spec(name.partition(".")[0])),
 ):
     import_module(name)
 migrations = import_module("corral.migrate.config_sources")

@@ -46,22 +46,25 @@ def compute_experts(
     # Of other ranks' experts; they are the last ones. Neither their results nor their gradients are computed.
     is_elsewhere = (expert_of_row >= experts.num_experts)[:, None]
     of_bias = expert_of_row.clamp(max=experts.num_experts - 1)
+    # Not of every version of transformers: without them an expert has no such norm, and no rank but this one.
+    is_expert_parallel = getattr(experts, "_is_expert_parallel", False)
+    has_post_expert_norm = getattr(experts, "has_post_expert_norm", False)
 
     def linear(name: str, rows: Tensor) -> Tensor:
         result = project(name, rows, ends)
         if experts.has_bias:
             result = result + getattr(experts, f"{name}_bias")[of_bias]
-        return result.masked_fill(is_elsewhere, 0.0) if experts._is_expert_parallel else result
+        return result.masked_fill(is_elsewhere, 0.0) if is_expert_parallel else result
 
     rows = tokens[order // num_slots]
-    if experts._is_expert_parallel:
+    if is_expert_parallel:
         rows = rows.masked_fill(is_elsewhere, 0.0)
     if experts.has_gate:
         hidden = experts._apply_gate(linear("gate_up_proj", rows))
     else:
         hidden = experts.act_fn(linear("up_proj", rows))
     results = linear("down_proj", hidden)
-    if experts.has_post_expert_norm:
+    if has_post_expert_norm:
         results = experts.post_expert_norm(results)
     results = results * weights.reshape(-1)[order, None]
     in_order = results[order.argsort()]  # not an index_add: on a GPU that is in any order
