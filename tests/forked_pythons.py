@@ -35,7 +35,7 @@ REPLY_S = 60.0
 RAY_PYTHON = str(Path(__file__).parent / "ray_python")
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000}
 COMMAND = "-m corral.cli.main"
-XDIST = "-u -c"
+XDIST = "-u -c import sys;exec(eval("
 SERVE = "serve"
 FORKED = "# forked"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -51,8 +51,8 @@ def prepare() -> socket.socket:
     python = shlex.quote(sys.executable)
     ask = f"{python} {shlex.quote(__file__)} {folder}/socket {python}"
     program = folder / "python"
-    forked = f'*default_worker.py\\ *|"{COMMAND}"|"{XDIST}"|"-c {FORKED}"*'
-    program.write_text(f'#!/bin/sh\ncase "$1 $2" in {forked}) exec {ask} "$@" ;; esac\nexec {python} "$@"\n')
+    forked = f'*default_worker.py\\ *|"{COMMAND}"*|"{XDIST}"*|"-c {FORKED}"*'
+    program.write_text(f'#!/bin/sh\ncase "$1 $2 $3" in {forked}) exec {ask} "$@" ;; esac\nexec {python} "$@"\n')
     program.chmod(0o755)
     os.environ["CORRAL_TEST_PYTHON"] = str(program)
     return listener
@@ -176,7 +176,7 @@ def run_worker(
         os.environ.update(environment)
         sys.argv, sys.path[:] = arguments, path
         sys.stdin = os.fdopen(0, closefd=False)
-        if " ".join(arguments[:2]) == XDIST:
+        if " ".join(arguments).startswith(XDIST):
             arguments = arguments[1:]
         if " ".join(arguments[:2]) == COMMAND:
             sys.argv = ["corral", *arguments[2:]]

@@ -42,7 +42,8 @@ try:
             file.write(json.dumps({"step": step, "trained": str(prompt)}) + "\\n")
         with open(metrics, "a") as file:
             file.write(json.dumps({"step": step}) + "\\n")
-        print("step", step, flush=True)
+        sys.stdout.write(f"step {step}\\n")  # at once: the handler may print between two parts of a line
+        sys.stdout.flush()
         time.sleep(0.02)
 except OSError as error:
     print(f"error: {error}", flush=True)
