@@ -28,7 +28,7 @@ quickstart: .venv/.installed  ## install, then train a real model on this machin
 seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what each reached (15 minutes)
 	$(BIN)/python recipes/three_seeds.py $(ARGS)
 
-test: .venv/.installed-dev  ## install, then run the tests that need no root and no patience (6 minutes on 2 cores)
+test: .venv/.installed-dev  ## install, then run the tests that need no root and no patience (5 minutes on 2 cores)
 	@# Three processes on two cores: many tests wait for deadlines and for other processes.
 	$(PYTEST) -n 3 -m "not slow and not lab" $(ARGS)
 

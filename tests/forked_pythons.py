@@ -31,7 +31,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-REPLY_S = 60.0
+REPLY_S = 300.0
+"""In a new environment the server compiles what it imports."""
 RAY_PYTHON = str(Path(__file__).parent / "ray_python")
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000}
 COMMAND = "-m corral.cli.main"
