@@ -77,6 +77,7 @@ clean:  ## delete the virtual environment and caches; runs stay
 .venv/.installed-dev: .venv/.installed locks/dev.txt
 	@echo "installing what tests and linters need into .venv"
 	$(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
-	@# Not compiled: tests import a part of it, and Python compiles that part when they do.
+	@# Compiled is only what tests import.
 	$(LOCKED) locks/dev.txt --no-compile
+	$(BIN)/python tests/command_preload.py
 	@touch $@
