@@ -1,11 +1,13 @@
 """No rank holds more of a model than its part, also not for a moment while it is loaded or a run is resumed."""
 
+import ctypes
+import gc
 import json
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,13 +83,22 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, in_a_fork(write_model, MIXTURE, torch.bfloat16, folder)
 
 
+def own_memory() -> None:
+    """Makes a fork independent of what it has from its parent, which is not the model's: the collector writes to all of
+    Python's objects, so none of their pages are copied later, and memory that the parent had freed is given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextmanager
-def peak_memory(processes: list[int]) -> Iterator[list[int]]:
-    """The most memory that the processes had in addition to what they had before, together, in bytes. Pages of mapped
-    files do not count: they are the node's cache of its disk, which it takes back when it needs the memory."""
+def peak_memory(team: Team) -> Iterator[list[int]]:
+    """The most memory that the team had in addition to what it had before, in bytes. Pages of mapped files do not
+    count: they are the node's cache of its disk, which it takes back when it needs the memory."""
+    team.run(own_memory)
 
     def held() -> int:
-        lines = [line for pid in processes for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+        files = [Path(f"/proc/{process.pid}/smaps_rollup") for process in team.processes]
+        lines = [line for file in files for line in file.read_text().splitlines()]
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
     before, found, is_over = held(), [0], threading.Event()
@@ -129,13 +140,10 @@ def test_four_ranks_hold_one_model_together_while_they_load_it(
 ) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     write_model(LlamaConfig(**small, vocab_size=64), torch.bfloat16, tmp_path)
-    team = Team(RANKS)
-    try:
+    with closing(Team(RANKS)) as team:
         team.run(load_and_shard, tmp_path, dtype, trained, shape)  # imports what they import
-        with peak_memory([process.pid or 0 for process in team.processes]) as peak:
+        with peak_memory(team) as peak:
             team.run(load_and_shard, billion, dtype, trained, shape)
-    finally:
-        team.close()
     # 1.10 to 1.18 were measured. Ranks that read all of it would have 4.
     assert 0.9 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.3
 
@@ -156,13 +164,10 @@ def test_ranks_hold_their_own_experts_and_no_others(
 ) -> None:
     folder, num_parameters = mixture
     write_model(Qwen3MoeConfig(**{**MIXTURE.to_dict(), "moe_intermediate_size": 64}), torch.bfloat16, tmp_path)
-    team = Team(RANKS)
-    try:
+    with closing(Team(RANKS)) as team:
         team.run(load_and_shard, tmp_path, "bfloat16", False, shape)  # imports what they import
-        with peak_memory([process.pid or 0 for process in team.processes]) as peak:
+        with peak_memory(team) as peak:
             team.run(load_and_shard, folder, "bfloat16", False, shape)
-    finally:
-        team.close()
     assert 0.25 < peak[0] / (num_parameters * 2) <= 1.2
 
 
@@ -256,13 +261,10 @@ def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
     folder, num_parameters = checkpoints[config.model_type]
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     write_checkpoint(type(config)(**small, vocab_size=64), tmp_path)
-    team = Team(RANKS)
-    try:
+    with closing(Team(RANKS)) as team:
         team.run(resume, tmp_path, shape)  # imports what they import
-        with peak_memory([process.pid or 0 for process in team.processes]) as peak:
+        with peak_memory(team) as peak:
             read = team.run(resume, folder, shape)
-    finally:
-        team.close()
     # Some of it lies in memory that they had freed before. A rank also has layers that it gathers to check the model,
     # and one of the dense one is a twelfth of it: 1.5 was measured. Ranks that read all of it would have 4.
     assert 0.25 < peak[0] / (num_parameters * 12) <= (1.2 if config is MIXTURE else 1.7)
