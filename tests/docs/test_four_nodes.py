@@ -77,16 +77,24 @@ def test_all_devices_of_a_machine_train_without_anything_being_started(lab: Lab,
     assert "raylet" not in lab.run(0, ["ps", "ax"]).stdout
 
 
-def test_the_same_two_lines_on_every_node_make_a_cluster(lab: Lab, folder: Path) -> None:
-    for said in run_everywhere(lab, folder, block("every-node")):
+@pytest.fixture(scope="module")
+def cluster(lab: Lab, folder: Path) -> list[str]:
+    """-> what each node printed; it is up until the guide takes it down"""
+    return run_everywhere(lab, folder, block("every-node"))
+
+
+def test_the_same_two_lines_on_every_node_make_a_cluster(cluster: list[str]) -> None:
+    for said in cluster:
         assert "all 4 nodes are there" in said
 
 
+@pytest.mark.usefixtures("cluster")
 def test_check_and_doctor_find_nothing_wrong(lab: Lab, folder: Path) -> None:
     said = run(lab, 0, folder, block("look").text).stdout
     assert "4 devices on 4 nodes" in said
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_job_is_submitted_listed_and_followed_to_its_end(lab: Lab, folder: Path) -> None:
     said = run(lab, 0, folder, block("submit").text).stdout
     assert "four-nodes" in said
@@ -94,6 +102,7 @@ def test_a_job_is_submitted_listed_and_followed_to_its_end(lab: Lab, folder: Pat
     assert any((folder / "runs" / "four-nodes" / "checkpoints").iterdir())
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_job_that_is_stopped_goes_on_later_on_fewer_nodes(lab: Lab, folder: Path) -> None:
     begin, stop, go_on = block("resume").commands
     run(lab, 0, folder, f"{begin} schedule.steps=400 cluster.nodes=2")
@@ -114,6 +123,7 @@ def wait_until_lines(file: Path, number: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.usefixtures("cluster")
 def test_nothing_is_left_after_down(lab: Lab, folder: Path) -> None:
     for said in run_everywhere(lab, folder, block("go-home")):
         assert said.startswith("ended ")
