@@ -45,6 +45,8 @@ class ArithmeticOptions(BaseModel):
     source of one part never shares a question with a source of the other. None: from both."""
     pairs: bool = False
     """Rows have two answers, `chosen` and `rejected`: the right number, and one that is wrong in one digit."""
+    environments: list[str] = []
+    """Names of `environments` of the recipe, to which the rows belong in turn."""
 
     @model_validator(mode="after")
     def _check(self) -> "ArithmeticOptions":
@@ -88,6 +90,7 @@ def arithmetic_rows(task: str, source: SourceRows) -> Iterator[dict[str, Any]]:
                 "answer": answer,
                 "data_source": f"arithmetic/{task}",
                 **({"chosen": answer, "rejected": _wrong(answer, operator, terms)} if options.pairs else {}),
+                **({"environment": tags[num_found % len(tags)]} if (tags := options.environments) else {}),
             }
         if num_found == (source.size or DEFAULT_SIZE):
             return
@@ -143,7 +146,7 @@ def reasoning_gym_rows(task: str, source: SourceRows) -> Iterator[dict[str, Any]
         raise UserError(f"reasoning_gym:{task} needs reasoning-gym: pip install 'corral[reasoning-gym]'") from error
     if task not in DATASETS:
         raise UserError(f"reasoning-gym has no task `{task}`{did_you_mean(task, DATASETS)}")
-    # Its tasks make entry i from seed + i, so that neighbouring seeds share nearly all entries: keep them far apart.
+    # Its tasks make entry i from seed + i, so that neighboring seeds share nearly all entries: keep them far apart.
     seed = source.seed * REASONING_GYM_SEED_STRIDE
     try:
         dataset = reasoning_gym.create_dataset(task, size=source.size or DEFAULT_SIZE, seed=seed, **source.options)

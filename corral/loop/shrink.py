@@ -42,8 +42,10 @@ def shrink(recipe: Recipe, nodes: int = 1) -> Recipe:
     values["train"] = {"gradient_checkpointing": recipe.train.gradient_checkpointing}
     if recipe.data.validation is not None:
         values["validation"] = {"before_training": False, "max_prompts": 2}
-    for section, key in (("critic", "path"), ("critic", "warmup_steps"), ("reference", "path")):
+    for section, key in (("critic", "path"), ("critic", "warmup_steps"), ("reward_model", "shard")):
         values.get(section, {}).pop(key, None)
+    if values.get("reference"):
+        values["reference"] = {"path": "blank-1m"}  # also instead of a teacher's endpoint: it has other tokens
     shrink_algorithm(values.get("algorithm", {}))
     # These are other rows than the reward and the environment are made for.
     if recipe.needs_engine and not recipe.environments:
@@ -68,6 +70,7 @@ def small_data(recipe: Recipe, max_prompt_tokens: int) -> dict[str, Any]:
             data[part] = {"path": path, "size": NUM_ROWS, "seed": seed}
             if path != "boards":
                 data[part]["options"] = {"digits": 1} | ({"pairs": True} if recipe.trains_on_pairs else {})
+                data[part]["options"] |= {"environments": [*recipe.environments]} if recipe.environments else {}
     return data | ({"chat": False} if not recipe.data.chat else {})
 
 

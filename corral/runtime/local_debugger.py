@@ -81,10 +81,11 @@ class Debugging:
 def in_one_process(recipe: Recipe) -> Recipe:
     """Returns the recipe on one device, on-policy, with the same arithmetic, and in a run folder of its own."""
     algorithm, written = resolve_algorithm(recipe), recipe.algorithm
+    services = {name: one.model_copy(update={"devices": 0}) for name, one in recipe.cluster.services.items()}
     correction = written.correction.model_copy(update={"name": algorithm.correction.name})
-    changes = {
+    changes: dict[str, Any] = {
         "name": f"{recipe.name}-debug",
-        "cluster": Cluster(runtime="local"),
+        "cluster": Cluster(runtime="local", services=services),
         "train": recipe.train.model_copy(update={"parallel": Parallel(), "offload": []}),
         "checkpoint": recipe.checkpoint.model_copy(
             update={"resume": "never" if recipe.checkpoint.resume == "auto" else recipe.checkpoint.resume}
@@ -94,6 +95,11 @@ def in_one_process(recipe: Recipe) -> Recipe:
         changes["algorithm"] = written.model_copy(
             update={"correction": correction, "old_logprobs": algorithm.old_logprobs}
         )
+    if recipe.rollout.engine.tensor_parallel > 1:
+        one_engine = recipe.rollout.engine.model_copy(update={"tensor_parallel": 1})
+        changes["rollout"] = recipe.rollout.model_copy(update={"engine": one_engine})
+    if recipe.reward_model.shard > 1:
+        changes["reward_model"] = recipe.reward_model.model_copy(update={"shard": 1})
     changes["schedule"] = recipe.schedule.model_copy(update={"max_staleness": 0, "pipelined": False})
     return recipe.model_copy(update=changes)
 

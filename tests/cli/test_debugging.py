@@ -194,17 +194,23 @@ def test_without_a_terminal_a_failure_is_told_as_ever(tmp_path: Path, tiny_model
 def test_what_is_debugged_is_the_same_algorithm_on_one_device(tmp_path: Path, tiny_model: Path) -> None:
     overrides = (
         "cluster.nodes=2",
-        "cluster.devices_per_node=2",
-        "cluster.placement={rollout: 0-1, actor: 2-3}",
+        "cluster.devices_per_node=3",
+        "cluster.placement={rollout: 0-1, actor: 2-3, reward_model: 4-5}",
         "schedule.max_staleness=1",
         "schedule.pipelined=true",
         "train.parallel.shard=2",
         "train.offload=[parameters, gradients, optimizer]",
         "algorithm.correction.cap=3",
+        "rollout.engine={name: vllm, tensor_parallel: 2}",
+        "environment.reward={name: reward_model}",
+        "reward_model={path: classifier, shard: 2}",
+        "cluster.services.retriever={retriever: index, port: 8123, devices: 0}",
     )
     recipe = load_recipe(write_recipe(tmp_path, tiny_model), overrides)
     plan = make_plan(in_one_process(recipe))
     assert plan.placement.num_devices == 1
+    assert plan.recipe.rollout.engine.tensor_parallel == plan.recipe.reward_model.shard == 1
+    assert plan.recipe.cluster.services == recipe.cluster.services
     assert plan.algorithm == make_plan(recipe).algorithm
 
 
