@@ -5,25 +5,27 @@ machinery finds again (`data/plugins.py`), and everything behind is the code tha
 """
 
 import asyncio
+import ctypes
 import io
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral.data.plugins import is_importable, name_object
-from corral.model.families import check_parallel, find_path
+from corral.model.families import checked_plan
 from corral.observe.console import Console
-from corral.recipe.document import Document, apply_override, compose, read_document
+from corral.recipe.document import OVERRIDE, Document, Where, compose, read_document, set_override
 from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.keys import KeyPath, dotted, expand, in_free_form
 from corral.recipe.load import recipe_from
 from corral.recipe.placement import runs_on_ray
-from corral.recipe.plan import Plan, describe_batch, describe_schedule, make_plan
+from corral.recipe.plan import Plan
 from corral.recipe.schema import Recipe
-from corral.recipe.shape import ModelShape
 from corral.rewards.reward_function import takes_responses
 
 if TYPE_CHECKING:
@@ -74,10 +76,9 @@ def train(
     console = Console(io.StringIO(), warnings=sys.stderr) if quiet else Console()
     for warning in planned.warnings:
         console.warn(warning)
-    lines = [*describe_batch(planned), *describe_schedule(planned)]
     interrupt = Interrupt(console.warn)
     folder = _outside_of_event_loops(
-        lambda: run_training(loaded, planned.text(), lines, console, interrupt=interrupt, resume_anyway=resume_anyway),
+        lambda: run_training(loaded, planned, console, interrupt=interrupt, resume_anyway=resume_anyway),
         interrupt.request,
     )
     return Run(folder)
@@ -87,16 +88,6 @@ def plan(recipe: RecipeSource, **overrides: Any) -> Plan:
     """Work out what would run: batch arithmetic, algorithm, placement, memory, warnings. Touches no device."""
     loaded = load_recipe(recipe, **overrides)
     return checked_plan(loaded)
-
-
-def checked_plan(recipe: Recipe) -> Plan:
-    """The plan of a recipe, with how its model is computed; raises where it is refused."""
-    path = find_path(recipe.model)
-    made = make_plan(recipe, ModelShape.find(recipe.model.path), model_path=None if path is None else str(path))
-    if path is not None and path.kind == "general":
-        used = {name for mesh in made.meshes.values() for name, size in asdict(mesh).items() if size > 1}
-        check_parallel(recipe.model.path, used, path.reads_images)
-    return made
 
 
 def evaluate(
@@ -187,17 +178,18 @@ class Run:
 def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
     document = _document(recipe)
     changes = dict(_flat(overrides))
-    named: dict[str, Any] = {}
+    named: dict[KeyPath, Any] = {}
     for key, value in objects.items():
         if isinstance(value, Mapping):  # a section's changes, and no object
             changes |= dict(_flat({key: value}))
         elif value is not None:
             named |= _named(key, value)
-    for key, value in {**changes, **named}.items():
+    for path, value in {**changes, **named}.items():
         try:
-            apply_override(document, f"{key}={json.dumps(value, default=str)}")
+            text = json.dumps(value, default=str)
         except TypeError as error:
-            raise UserError(f"{key}: {error}") from error
+            raise UserError(f"{dotted(path)}: {error}") from error
+        set_override(document, path, text, Where(OVERRIDE, f"override {dotted(path)}={text}"))
     loaded = recipe_from(document)
     if runs_on_ray(loaded):
         for key, value in objects.items():
@@ -219,24 +211,31 @@ def _document(recipe: RecipeSource) -> Document:
     return document
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted keys; a mapping that is empty, or that holds other things than text keys, stays a value."""
+def _flat(values: Mapping[str, Any], above: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    """The path and the value of every key, so that a section's other keys stay. An empty mapping is a value.
+
+    A dotted key stands for nested ones, but for one of the user's own, such as a column of `data.train.filters`.
+    """
     for key, value in values.items():
+        path = (*above, str(key)) if in_free_form(above) else expand(above, str(key))
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, path)
         else:
-            yield f"{prefix}{key}", value
+            yield path, value
 
 
-def _named(key: str, value: Any) -> dict[str, Any]:
-    """The recipe's keys for an object."""
+def _named(key: str, value: Any) -> dict[KeyPath, Any]:
+    """The recipe's key for an object, and the object's name."""
     if key in ("data", "validation"):
         rows = value
         if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
             raise UserError(f"{key}: rows are a list of mappings, or a datasets.Dataset")
-        place = "data.train" if key == "data" else "data.validation"
-        return {place: {"path": name_object(lambda: iter(rows), "train_rows" if key == "data" else "validation_rows")}}
-    return {f"{key}.name" if key == "environment" else key: name_object(value, getattr(value, "__name__", "object"))}
+        part = "train" if key == "data" else "validation"
+        return {("data", part): {"path": name_object(lambda: iter(rows), f"{part}_rows")}}
+    keyword, own = key.removesuffix(".name").rpartition(".")[2], getattr(value, "__name__", "")
+    # With the keyword, as two objects may have one name; a lambda has none.
+    name = f"{keyword}_{own}" if own.isidentifier() else keyword
+    return {expand((), f"{key}.name" if key == "environment" else key): name_object(value, name)}
 
 
 def _check_importable(key: str, value: Any) -> None:
@@ -252,18 +251,32 @@ def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], None]
     """Run `work` here, or in a thread of its own where an event loop runs already, as in a notebook.
 
     A run has an event loop of its own, and two cannot run in one thread. Ctrl-C then arrives in the notebook's thread,
-    which asks the run to stop as the command line does.
+    which asks the run to stop as the command line does. A second one, or one where there is nothing to ask (`stop`), is
+    raised at once, here and in the thread, which ends as soon as it runs Python again.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    with ThreadPoolExecutor(1, thread_name_prefix="corral") as threads:
-        result = threads.submit(work)
-        while True:
-            try:
-                return result.result()
-            except KeyboardInterrupt:
-                if stop is None:
-                    raise
-                stop()
+    idents: list[int] = []
+
+    def run() -> Answer:
+        idents.append(threading.get_ident())
+        return work()
+
+    threads = ThreadPoolExecutor(1, thread_name_prefix="corral")
+    result = threads.submit(run)
+    threads.shutdown(wait=False)
+    while True:
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            if result.done():
+                raise
+            if stop is None and idents:
+                interrupt = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(idents[0]), interrupt)
+            if stop is None:
+                raise
+            stop()
+            stop = None

@@ -67,7 +67,7 @@ def write_recipe(folder: Path, model: Path) -> Path:
 def train_here(folder: Path, model: Path, *overrides: str) -> Path:
     """In this process; returns the run's folder."""
     recipe = load_recipe(write_recipe(folder, model), overrides)
-    return train(recipe, make_plan(recipe).text(), [], Console(io.StringIO()))
+    return train(recipe, make_plan(recipe), Console(io.StringIO()))
 
 
 def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -90,6 +90,11 @@ class RewardedBatch:
         return self.rewards - ragged.group_mean(self.rewards, self.has_tokens, self.groups)
 
     @property
+    def normalized_rewards(self) -> Tensor:
+        """[N]: rewards minus their group's mean, divided by its standard deviation."""
+        return self.centered_rewards / (self.reward_std + EPSILON)
+
+    @property
     def reward_std(self) -> Tensor:
         """[N]: the standard deviation of the rewards of each trajectory's group."""
         return ragged.group_std(self.rewards, self.has_tokens, self.groups)
@@ -237,7 +242,7 @@ def gae(batch: RewardedBatch, options: GaeOptions) -> Advantages:
 @advantage("grpo", "reward minus the mean of the prompt's samples, divided by their standard deviation", needs=BY_GROUP)
 def grpo(batch: RewardedBatch, options: NoOptions) -> Advantages:
     """GRPO (DeepSeekMath, Shao et al., 2024, arXiv 2402.03300): `(R - mean_g) / (std_g + 1e-6)`, std with n - 1."""
-    return _per_sequence(batch, batch.centered_rewards / (batch.reward_std + EPSILON))
+    return _per_sequence(batch, batch.normalized_rewards)
 
 
 @advantage("dr_grpo", "reward minus the mean of the prompt's samples", needs=BY_GROUP)
@@ -328,7 +333,7 @@ def distill(batch: RewardedBatch, options: DistillOptions) -> Advantages:
         raise ValueError("distill needs a teacher's log-probs (teacher_lead), and this batch has none")
     advantages = batch.teacher_lead.double()
     if options.task_weight:
-        task = batch.centered_rewards / (batch.reward_std + EPSILON)
+        task = batch.normalized_rewards
         advantages = advantages + options.task_weight * ragged.expand(task, batch.offsets)
     return _result(batch, advantages, advantages)
 
@@ -420,7 +425,7 @@ def gigpo(batch: RewardedBatch, options: GigpoOptions) -> Advantages:
     turns = _turns(batch)
     returns = _turn_returns(batch, turns, options.turn_gamma)
     by_state = _against(returns, batch.groups[turns.rows], turns.states)
-    whole = batch.centered_rewards / (batch.reward_std + EPSILON)
+    whole = batch.normalized_rewards
     return _per_turn(batch, turns, whole[turns.rows] + options.turn_weight * by_state, returns)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from corral.bench.side_process import SideReporter
 from corral.bench.workloads import CPU_WORKLOADS, GPU_WORKLOADS, BenchSettings, RolloutWork
+from corral.recipe.memory import DTYPE_BYTES
 from corral.recipe.shape import ModelShape
 
 WARM_UP_DIVISOR = 4
 """A warm-up has a quarter of the new tokens."""
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 Prompts = Sequence[list[int]]
@@ -259,9 +259,8 @@ def decode_bytes(shape: ModelShape, work: RolloutWork, max_sequences: int, value
     rows are), and for every new token the keys and values before it. Computing the prompts is not counted."""
     embeddings = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     weights = shape.num_parameters - embeddings
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     read = sum(length * work.prompt_tokens + length * (length + 1) // 2 for length in work.lengths())
-    return value_bytes * (work.num_decode_steps(max_sequences) * weights + per_token * read)
+    return value_bytes * (work.num_decode_steps(max_sequences) * weights + shape.kv_values_per_token * read)
 
 
 def max_length(settings: BenchSettings) -> int:

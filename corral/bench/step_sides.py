@@ -233,7 +233,7 @@ def timed_steps(
 
     with (
         event_loop(clock) as runner,
-        RunFolder.open(Path(recipe.logging.runs), recipe.name, "never") as folder,
+        RunFolder.open(recipe.logging.folder, recipe.name, "never") as folder,
         Interrupt(clock.warn) as interrupt,
     ):
         runner.run(run_all(folder, interrupt))

@@ -72,27 +72,10 @@ def transformers(settings: BenchSettings, reporter: SideReporter) -> None:
 
 def random_pack(settings: BenchSettings) -> Any:
     """One micro-batch of sequences without a common prefix; all tokens but the first of each are predicted."""
-    import numpy as np
-
-    from corral.data.batch import Batch, StopReason, Trajectory
+    from corral.data.batch import Batch, Trajectory
 
     vocab_size = ModelShape.from_folder(Path(settings.folder)).vocab_size
-    trajectories = []
-    for number, sequence in enumerate(settings.train.sequences(vocab_size)):
-        generated = np.arange(len(sequence)) > 0
-        trajectories.append(
-            Trajectory(
-                tokens=np.array(sequence, np.int64),
-                generated=generated,
-                logprobs=np.zeros(len(sequence), np.float32),
-                versions=np.where(generated, 0, -1),
-                turn_rewards=[(len(sequence) - 1, 0.0)],
-                stop=StopReason.LENGTH,
-                prompt_id=number,
-                sample=0,
-                row=number,
-            )
-        )
+    trajectories = [Trajectory.from_tokens(sequence) for sequence in settings.train.sequences(vocab_size)]
     [pack] = Batch.of(trajectories).pack(settings.train.num_tokens)
     return pack
 

@@ -100,6 +100,8 @@ def plan(
     if fit != (devices is not None):
         raise UserError("--fit and --devices go together, as in `corral plan recipe.yaml --fit --devices 8xh100-80`")
     if devices is not None:
+        if shrink is not None or check:
+            raise UserError("--fit goes with neither --shrink nor --check: add the settings that it finds first")
         planning.print_fit(recipe, overrides or [], devices, as_json)
         return
     planning.print_plan(planning.load_own_recipe(recipe, overrides or []), shrink, as_json, check)
@@ -302,7 +304,7 @@ def main() -> None:
         sys.exit(print_error(f"this needs Ray ({error}): pip install 'corral[cluster]'", 2))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        sys.exit(print_error(f"{error.strerror or error}{where}"))
+        sys.exit(print_error(f"{error.strerror or str(error) or type(error).__name__}{where}"))
     except RunError as error:
         sys.exit(print_error(str(error)))
 

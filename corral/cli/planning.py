@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,7 +94,7 @@ def planned(recipe: Path, overrides: Sequence[str] | None) -> "tuple[Recipe, Pla
 
 
 def with_plan(recipe: "Recipe") -> "tuple[Recipe, Plan]":
-    from corral.api import checked_plan
+    from corral.model.families import checked_plan
 
     return recipe, checked_plan(recipe)
 
@@ -117,7 +118,6 @@ def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging"
     from corral.loop.shrink import prepare_index
     from corral.loop.train import train
     from corral.observe.console import Console
-    from corral.recipe.plan import describe_batch, describe_schedule
 
     loaded, plan = with_plan(debugging.adapt(shrunk(recipe, num_nodes)))
     if num_nodes is not None:
@@ -126,24 +126,25 @@ def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging"
     for warning in plan.warnings:
         console.warn(warning)
     with debugging.watching(loaded, console):
-        lines = [*describe_batch(plan), *describe_schedule(plan)]
-        train(loaded, plan.text(), lines, console, debugging, resume_anyway=resume_anyway)
+        train(loaded, plan, console, debugging, resume_anyway=resume_anyway)
 
 
 def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool, check: bool = False) -> None:
     """`check`: also looks at trackers, disk and rows, and calls environment and reward once."""
     loaded, plan = with_plan(shrunk(recipe, num_nodes))
     services = describe_services(loaded)
-    if as_json:
-        print(json.dumps({**plan.as_dict(), "services": services}, indent=2))
-        return
-    print(plan.text())
-    if services:
-        print("\n".join(["services", *(f"  {line}" for line in services)]))
+    text = plan.text() if not services else "\n".join([plan.text(), "services", *(f"  {line}" for line in services)])
+    if not as_json:
+        print(text)
+    checked = []
     if check:
         from corral.loop.preflight import check_here
 
-        checked = check_here(plan, lambda warning: print(f"warning: {warning}"))
+        stream = sys.stderr if as_json else sys.stdout
+        checked = check_here(plan, lambda warning: print(f"warning: {warning}", file=stream))
+    if as_json:
+        print(json.dumps({**plan.as_dict(), "services": services} | ({"checked": checked} if check else {}), indent=2))
+    elif check:
         print("\n".join(["checked", *(f"  {line}" for line in checked)]))
 
 

@@ -163,9 +163,10 @@ class EnvWrapper(Env):
 
     def copy_attributes(self) -> None:
         """Take over attributes and methods; to be called again after `reset`, which may have set them."""
-        for name in ("bounds_itself", "inline", "last_turns", "tools", "count_turn", "was_shown", "first_state"):
-            setattr(self, name, getattr(self.env, name))
-        for name in ("summary", "draw_frame", "random_reply", "best_reply", "has_policy"):
+        for name in (
+            "bounds_itself", "inline", "last_turns", "tools", "count_turn", "was_shown", "first_state", "summary",
+            "draw_frame", "random_reply", "best_reply", "has_policy",
+        ):  # fmt: skip
             setattr(self, name, getattr(self.env, name))
 
 

@@ -15,9 +15,9 @@ from corral.algorithms.losses import KLController
 from corral.data.reference_cache import ReferenceCache
 from corral.data.rows import Row, number_in
 from corral.data.sampler import RewardHistory, SampledSource, Sampler
-from corral.data.sources import PreparedPrompt, describe_skipped, load_rows
+from corral.data.sources import PreparedPrompt, describe_skipped
 from corral.data.supervised import prepare_prompts
-from corral.loop.preflight import report_trial, rows_by_tag
+from corral.loop.preflight import report_trial, rows_by_tag, rows_of
 from corral.loop.sample_errors import ErrorReport
 from corral.model.builtin_models import needs_conversion
 from corral.model.lora import AdapterFolder
@@ -33,6 +33,7 @@ from corral.recipe.placement import (
     runs_on_ray,
     transfer_kind,
 )
+from corral.recipe.plan import count_steps
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Part, Recipe, TeacherEndpoint
 from corral.recipe.shape import ModelShape
@@ -147,7 +148,7 @@ async def open_rollout_components(
         )
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     placement = placement.only(["rollout", "reward_model"])
-    async with open_runtime(recipe, placement, Path(recipe.logging.runs), console) as runtime:
+    async with open_runtime(recipe, placement, recipe.logging.folder, console) as runtime:
         tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         validation = prompts_of(recipe, "validation", tokenizer, console)
         await try_environments(runtime, recipe, validation, console)
@@ -345,14 +346,7 @@ def prompts_of(
     data = recipe.data
     source = data.train if part == "train" else data.validation
     assert source is not None
-    answers = {"with_completion": recipe.trains_on_rows, "with_rejected": recipe.trains_on_pairs}
-    mixing = recipe.mixing_weights(part)
-    rows = load_rows(source, data, mixing, **answers, report=console.note, warn=console.warn)
-    for row in rows:  # where there are several environments, each row names one of them
-        tag = row.extra.get("environment")
-        if recipe.environments and tag not in recipe.environments:
-            known = ", ".join(recipe.environments)
-            raise UserError(f"{row.where}: the column `environment` is {tag!r}; there are {known}")
+    rows = rows_of(recipe, part, source, console.warn, console.note)
     prompts, counts = prepare_prompts(tokenizer, rows, data, with_answers=with_answers)
     if counts.problems:
         console.warn(f"data.{part}: {describe_skipped(counts.problems, counts.num_rows)}")
@@ -443,9 +437,7 @@ def with_steps(recipe: Recipe, num_rows: int) -> Recipe:
     """Returns the recipe with its number of steps, where it has epochs."""
     schedule = recipe.schedule
     if schedule.steps is None:
-        assert schedule.epochs is not None, "the rules see to it that one is given"
-        steps = math.ceil(schedule.epochs * num_rows / recipe.batch.prompts_per_step)
-        schedule = schedule.model_copy(update={"steps": steps, "epochs": None})
+        schedule = schedule.model_copy(update={"steps": count_steps(recipe, num_rows), "epochs": None})
     return recipe.model_copy(update={"schedule": schedule})
 
 

@@ -15,7 +15,7 @@ from corral.observe.trackers import check_trackers
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.memory import human_bytes
 from corral.recipe.plan import Plan
-from corral.recipe.schema import Part, Recipe
+from corral.recipe.schema import Part, Recipe, Source
 from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.worker import RewardWorker, environments_with_rewards
 
@@ -35,13 +35,13 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
             problems.extend(str(error).splitlines())
 
     check(f"trackers: {', '.join(recipe.logging.trackers) or 'none'}", lambda: check_trackers(recipe.logging))
-    check("disk: room for a checkpoint", lambda: check_disk(plan, Path(recipe.logging.runs), warn))
+    check("disk: room for a checkpoint", lambda: check_disk(plan, recipe.logging.folder, warn))
     if recipe.checkpoint.upload:
         check("checkpoint.upload: the command", lambda: check_command("checkpoint.upload", recipe.checkpoint.upload[0]))
     rows: list[Row] = []
-    check("data.train: the first rows", lambda: rows.extend(first_rows(recipe, "train")))
+    check("data.train: the first rows", lambda: rows.extend(first_rows(recipe, "train", warn)))
     if recipe.data.validation is not None:
-        check("data.validation: the first rows", lambda: rows.extend(first_rows(recipe, "validation")))
+        check("data.validation: the first rows", lambda: rows.extend(first_rows(recipe, "validation", warn)))
     if recipe.needs_engine and rows:
         what = "environment and reward: called once with a row"
         check(what, lambda: report_trial(recipe, try_here(recipe, rows_by_tag(recipe, rows)), warn))
@@ -73,23 +73,42 @@ def check_command(key: str, name: str) -> None:
         raise UserError(f"`{key}`: there is no program {name} on this machine")
 
 
-def first_rows(recipe: Recipe, part: Part) -> list[Row]:
+def first_rows(recipe: Recipe, part: Part, warn: Callable[[str], None]) -> list[Row]:
     source = recipe.data.train if part == "train" else recipe.data.validation
     assert source is not None
-    return load_rows(
-        source.first_rows(NUM_ROWS),
+    return rows_of(recipe, part, source.first_rows(NUM_ROWS), warn)
+
+
+def rows_of(
+    recipe: Recipe,
+    part: Part,
+    source: Source,
+    warn: Callable[[str], None],
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """Loads the rows of a source. Where there are several environments, each row has to name one of them."""
+    rows = load_rows(
+        source,
         recipe.data,
         recipe.mixing_weights(part),
         with_completion=recipe.trains_on_rows,
         with_rejected=recipe.trains_on_pairs,
+        report=report,
+        warn=warn,
     )
+    for row in rows:
+        tag = row.extra.get("environment")
+        if recipe.environments and tag not in recipe.environments:
+            known = ", ".join(recipe.environments)
+            raise UserError(f"{row.where}: the column `environment` is {tag!r}; there are {known}")
+    return rows
 
 
 def rows_by_tag(recipe: Recipe, rows: Iterable[Row]) -> dict[str, Row]:
     """The first row of each environment."""
     found: dict[str, Row] = {}
     for row in rows:
-        found.setdefault(row.extra.get("environment", "") if recipe.environments else "", row)
+        found.setdefault(row.extra["environment"] if recipe.environments else "", row)
         if len(found) == len(recipe.tagged_environments):
             break
     return found

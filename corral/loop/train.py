@@ -41,9 +41,8 @@ from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import check_trackers, make_trackers
 from corral.recipe.errors import RunError
 from corral.recipe.load import dump_recipe
-from corral.recipe.plan import make_plan
+from corral.recipe.plan import Plan, describe_batch, describe_schedule
 from corral.recipe.schema import Recipe
-from corral.recipe.shape import ModelShape
 from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
@@ -54,34 +53,35 @@ CLOSE_TIMEOUT_S = 5.0
 
 def train(
     recipe: Recipe,
-    plan_text: str,
-    plan_lines: list[str],
+    plan: Plan,
     console: Console,
     debugging: Debugging = Debugging(),
     interrupt: Interrupt | None = None,
     resume_anyway: bool = False,
 ) -> Path:
-    """Runs the recipe to its end and returns the run folder. `interrupt`: the caller's, if it has its own.
-    `resume_anyway`: the run of that name goes on, also where it has become another experiment (`resuming.py`)."""
+    """Runs the recipe to its end and returns the run folder. `plan`: that of the recipe. `interrupt`: the caller's, if
+    it has its own. `resume_anyway`: the run of that name goes on, also where it has become another experiment
+    (`resuming.py`)."""
     interrupt = interrupt or Interrupt(console.warn, debugging.on_ctrl_c)
     with (
         event_loop(console) as runner,
-        RunFolder.open(Path(recipe.logging.runs), recipe.name, recipe.checkpoint.resume) as folder,
+        RunFolder.open(recipe.logging.folder, recipe.name, recipe.checkpoint.resume) as folder,
     ):
         checkpoint = find_checkpoint(folder.checkpoints, recipe.checkpoint.resume)
         changes = [] if checkpoint is None else accepted_changes(checkpoint, folder, recipe, console, resume_anyway)
         recipe_file = folder.write_recipe(dump_recipe(recipe))
+        recipe = recipe.model_copy(update={"name": folder.name})  # a new run may have a number behind its name
         write_inputs(folder.path, recipe)
         if checkpoint is not None and is_finished(checkpoint, folder, recipe, changes):
             report_finished(checkpoint, folder, recipe, recipe_file, console)
             return folder.path
         check_trackers(recipe.logging)
-        plan = make_plan(recipe, ModelShape.find(recipe.model.path))
         check_disk(plan, folder.path, console.warn)
-        folder.write_plan(plan_text, plan.as_dict())
+        folder.write_plan(plan.text(), plan.as_dict())
         step = None if checkpoint is None else read_state(checkpoint)["step"]
         announce("controller", folder.name, folder=folder.path.resolve())
-        console.banner(folder.name, folder.path, recipe.model.path, plan_lines, step)
+        lines = [*describe_batch(plan), *describe_schedule(plan)]
+        console.banner(folder.name, folder.path, recipe.model.path, lines, step)
         for change in changes:
             console.note(f"changed since: {change}")
         with interrupt, run_log(folder.logs / "main.log", console), console.signs_of_life():

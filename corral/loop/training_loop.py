@@ -317,7 +317,7 @@ async def save_if_due(run: RunState) -> None:
         await finish_saving(run)
     due = by_step or by_time or run.save_is_late
     run.save_is_late = bool(due) and run.skipped_in_a_row > 0
-    if ((due and not run.save_is_late) or is_best(run)) and not run.is_complete:
+    if (due and not run.save_is_late) or is_best(run):
         with run.timed("save"):  # of the next step's metrics
             await begin_saving(run)
 

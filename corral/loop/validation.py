@@ -133,7 +133,7 @@ def summarize(trajectories: list[Trajectory], pass_threshold: float, prefix: str
     return metrics
 
 
-def show_samples(parts: RolloutComponents, result: ValidationResult, console: Console, title: str = "") -> None:
+def show_samples(parts: RolloutComponents, result: ValidationResult, console: Console) -> None:
     """Prints a few answers, spread over the set."""
     wanted = parts.recipe.logging.samples
     if not wanted:
@@ -151,7 +151,7 @@ def show_samples(parts: RolloutComponents, result: ValidationResult, console: Co
                 row.prompt[-1]["content"], response, answer, None if trajectory.is_dropped else trajectory.reward
             )
         )
-    console.samples(samples, title)
+    console.samples(samples)
 
 
 # --- random and optimal baselines, between which a game's score is read

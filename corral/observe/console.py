@@ -196,7 +196,7 @@ class Console(Tracker):
         if scores:
             self._print(environment_table(scores))
 
-    def samples(self, samples: Sequence[ShownSample], title: str = "") -> None:
+    def samples(self, samples: Sequence[ShownSample]) -> None:
         """Prints a table. Of a long prompt the end is shown, of a long response both ends: the question and the answer
         are there."""
         if not samples:
@@ -213,8 +213,6 @@ class Console(Tracker):
             prompt = cut(visible(sample.prompt), 2 * room // 5, "end")
             response = cut(visible(sample.response), room - 2 * room // 5, "both")
             table.add_row(Text(prompt, "dim"), Text(response), Text(answer), Text(reward))
-        if title:
-            self._print(Text(title, "bold"))
         self._print(table)
 
     def note(self, message: str) -> None:

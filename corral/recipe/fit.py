@@ -17,7 +17,7 @@ from typing import Any
 
 from corral.recipe.default_mesh import MARGIN, mesh_choices, min_sequences, peak_memory, with_parallel
 from corral.recipe.errors import RecipeError, UserError
-from corral.recipe.memory import GIB, KV_CACHE
+from corral.recipe.memory import GIB, KV_CACHE, min_micro_batch
 from corral.recipe.placement import resolve_meshes, resolve_placement
 from corral.recipe.plan import Plan, count, describe_mesh, make_plan
 from corral.recipe.presets import resolve_algorithm
@@ -203,11 +203,6 @@ def engines(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> list[tuple
 def trajectories_per_engine(recipe: Recipe, engine: EngineChoice) -> int:
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     return -(-recipe.num_trajectories * engine.tensor_parallel // len(placement.roles["rollout"]))
-
-
-def min_micro_batch(recipe: Recipe) -> int:
-    """A trajectory, or a pair of them: in parts it is trained where that is written."""
-    return recipe.max_trained_tokens * (2 if recipe.trains_on_pairs else 1)
 
 
 def is_allowed(candidate: Recipe) -> bool:

@@ -328,11 +328,12 @@ class _Estimate:
         layer's input and one layer's inside, or selectively every layer's products. Devices of a context split the
         tokens of a micro-batch, and those of a tensor group roughly the width of a layer. A stage of a pipeline has its
         own layers' only, of as many micro-batches as there are stages from it to the end."""
-        shape, fused = self.shape, self.has_fused_layers(roles)
+        shape, mesh, fused = self.shape, self.mesh_of(roles), self.has_fused_layers(roles)
+        num_parts = mesh.context * mesh.tensor
         layer = layer_activations(shape, self.weight_bytes, fused)
         of_classifier = layer_activations(self.reward_model_shape, self.reward_model_bytes) * ("reward_model" in roles)
-        micro_batch = self.recipe.batch.max_tokens_per_micro_batch / self.splits_of_micro_batch(roles)
-        num_kept = num_kept_layers(shape, self.mesh_of(roles))
+        micro_batch = self.recipe.batch.max_tokens_per_micro_batch / num_parts
+        num_kept = num_kept_layers(shape, mesh)
         # Of inputs that wait on the host: the one that is used, and those on their way there and back.
         inputs = min(3, num_kept) if "activations" in self.recipe.train.offload else num_kept
         checkpointed = layer + shape.hidden_size * self.weight_bytes * inputs
@@ -340,7 +341,7 @@ class _Estimate:
         if self.recipe.train.gradient_checkpointing == "selective":
             train += product_activations(shape, self.weight_bytes) * num_kept
         # A trajectory that is longer than a micro-batch is checkpointed, one chunk of it in a feed-forward at a time.
-        longest = max(0, max_micro_batch(self.recipe) / self.splits_of_micro_batch(roles) - micro_batch)
+        longest = max(0, max_micro_batch(self.recipe) / num_parts - micro_batch)
         in_chunks = 0 if shape.num_experts else (4 - fused) * shape.active_intermediate_size * self.weight_bytes
         train_long = (micro_batch + longest) * checkpointed - longest * in_chunks if longest else 0
         prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
@@ -384,10 +385,6 @@ class _Estimate:
     def mesh_of(self, roles: tuple[str, ...]) -> MeshShape:
         """Roles on the same devices have the same mesh."""
         return next((self.meshes[role] for role in roles if role in self.meshes), MeshShape())
-
-    def splits_of_micro_batch(self, roles: tuple[str, ...]) -> int:
-        """Roles on the same devices have the same mesh."""
-        return max((mesh.context * mesh.tensor for role, mesh in self.meshes.items() if role in roles), default=1)
 
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """chunk x vocabulary. On a CPU in float32: logits and probabilities, and in training also their gradients. On a
@@ -434,15 +431,21 @@ def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False)
 
 
 def product_activations(shape: ModelShape, weight_bytes: int) -> int:
-    """Bytes of the results of one layer's matrix products and attention, of one token."""
+    """Bytes of the results of one layer's matrix products and attention, of one token. Each expert that it passes
+    through has a result of its own."""
     attention = shape.attention_size + shape.num_heads * shape.head_dim
-    return (attention + 2 * shape.hidden_size + 2 * shape.active_intermediate_size) * weight_bytes
+    outputs = 1 + max(1, shape.experts_per_token) + (shape.shared_expert_size > 0)  # of attention, then of experts
+    return (attention + outputs * shape.hidden_size + 2 * shape.active_intermediate_size) * weight_bytes
 
 
 def max_micro_batch(recipe: Recipe) -> int:
     """Most tokens that are computed together: a trajectory or pair that is longer than a micro-batch is one."""
-    longest = recipe.max_trained_tokens * (2 if recipe.trains_on_pairs else 1)
-    return max(longest, recipe.batch.max_tokens_per_micro_batch)
+    return max(min_micro_batch(recipe), recipe.batch.max_tokens_per_micro_batch)
+
+
+def min_micro_batch(recipe: Recipe) -> int:
+    """Tokens of the longest trajectory, or pair of them: a micro-batch has at least one whole."""
+    return recipe.max_trained_tokens * (2 if recipe.trains_on_pairs else 1)
 
 
 def num_kept_layers(shape: ModelShape, mesh: MeshShape) -> int:

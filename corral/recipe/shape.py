@@ -55,9 +55,8 @@ class ModelShape:
             return BLANK_1M
         if path.lower() == "blank-vision-1m":
             return BLANK_VISION_1M
-        folder: Path | None = Path(path).expanduser()
-        if folder is not None and not folder.is_dir():
-            folder = _cached_folder(path)
+        written = Path(path).expanduser()
+        folder = written if written.is_dir() else _cached_folder(path)
         try:
             return None if folder is None else cls.from_folder(folder)
         except UnknownShape:

@@ -166,8 +166,7 @@ class RayRuntime(Runtime):
             for roles, devices in self.placement.groups().items()
         ]
         self.groups = {role: self._group(role, devices) for role, devices in self.placement.roles.items()}
-        names = {number: str(device) for number, device in self.devices.items()}
-        self.debugger_watch = DebuggerWatch(self.token, names, self.debugger.warn)
+        self.debugger_watch = DebuggerWatch(self.token, self.devices, self.debugger.warn)
         self.writing_workers = asyncio.get_running_loop().create_task(self._write_workers())
         await asyncio.gather(*(self._set_up(device) for device in self.devices.values()))
 

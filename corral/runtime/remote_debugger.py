@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,10 +160,11 @@ class WorkerDebugger:
 
 
 class DebuggerWatch:
-    """Warns the user of workers that wait for a debugger, each time once."""
+    """Warns the user of workers that wait for a debugger, each time once. `devices`: by number, as they are then: one may
+    be on a node that has taken another's place."""
 
-    def __init__(self, token: str, names: dict[int, str], warn: Callable[[str], None]) -> None:
-        self.token, self.names, self.warn = token, names, warn
+    def __init__(self, token: str, devices: Mapping[int, object], warn: Callable[[str], None]) -> None:
+        self.token, self.devices, self.warn = token, devices, warn
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._look, name="debuggers", daemon=True)
         self.thread.start()
@@ -181,5 +182,5 @@ class DebuggerWatch:
                 for key in set(_internal_kv_list(f"{self.token}/", namespace=NAMESPACE)) - reported:
                     if (value := _internal_kv_get(key, namespace=NAMESPACE)) is not None:
                         device, what = json.loads(value)
-                        self.warn(f"{self.names[device]} {what}")
+                        self.warn(f"{self.devices[device]} {what}")
                     reported.add(key)

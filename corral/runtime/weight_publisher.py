@@ -46,7 +46,6 @@ class WeightPublisher:
         kind: str,
         dtype: str,
         prompt: Sequence[int],
-        version: int = 0,
         *,
         in_process: bool = True,
         has_adapters: bool = False,
@@ -58,7 +57,7 @@ class WeightPublisher:
         self.actor, self.scheduler, self.rollout, self.kind = actor, scheduler, scheduler.group, kind
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.probe = probe_batch(prompt if len(prompt) > 1 else [*prompt, *prompt])
-        self.version = version
+        self.version = 0
         """Version of the trainers' weights."""
         self.channel_ranks: list[int] | None = None
         """Ranks of the rollout workers that have joined the channel; None: there is no channel that works."""

@@ -2,9 +2,13 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from response_length import length
 from runs import write_recipe
 
 import corral
+from corral.api import _outside_of_event_loops
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(8)]
 
@@ -74,6 +79,17 @@ def test_a_lambda_and_a_closure_are_rewards(tmp_path: Path, tiny_model: Path) ->
     assert run.metrics["samples/errors"].to_pylist() == [0, 0]
 
 
+def test_a_lambda_for_the_reward_and_another_for_the_loss_are_two_objects(tmp_path: Path, tiny_model: Path) -> None:
+    run = corral.train(
+        recipe(tmp_path, tiny_model),
+        reward=lambda response: len(response) % 2,
+        loss=lambda terms: -terms.advantages * terms.logprobs,
+        data=ROWS,
+        quiet=True,
+    )
+    assert run.metrics["samples/errors"].to_pylist() == [0, 0]
+
+
 class Echo(corral.Env):
     async def reset(self, row: Any, seed: int) -> Any:
         return row.prompt
@@ -107,6 +123,15 @@ def test_sections_and_dotted_keys_change_a_recipe(tmp_path: Path, tiny_model: Pa
     assert corral.plan(loaded).num_steps == 7
 
 
+def test_keys_of_the_users_own_keep_their_dots(tmp_path: Path, tiny_model: Path) -> None:
+    train = {"path": "arithmetic:addition", "filters": {"level": [1, 2]}}
+    filters = {"extra_info.pass_rate": [0.1, 0.9]}
+    loaded = corral.load_recipe(
+        recipe(tmp_path, tiny_model, data={"train": train}), data={"train": {"filters": filters}}
+    )
+    assert loaded.data.train.filters == {"level": (1, 2), "extra_info.pass_rate": (0.1, 0.9)}
+
+
 def test_what_is_wrong_is_an_error_with_a_line_for_each_problem(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(corral.RecipeError) as error:
         corral.load_recipe(recipe(tmp_path, tiny_model), nonsense=1, schedule={"steps": 0})
@@ -123,6 +148,40 @@ def test_it_works_where_an_event_loop_runs_already(tmp_path: Path, tiny_model: P
         return corral.train(recipe(tmp_path, tiny_model), reward=length, data=ROWS, quiet=True)
 
     assert asyncio.run(cell()).metrics.num_rows == 2
+
+
+@pytest.mark.parametrize("can_ask", [True, False])
+def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: bool) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    def press() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        if can_ask:
+            assert asked.wait(10)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def cell() -> None:
+        _outside_of_event_loops(work, asked.set if can_ask else None)
+
+    loop, keys = asyncio.new_event_loop(), threading.Thread(target=press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        keys.start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+        assert ended.wait(10)
+    finally:
+        keys.join()
+        signal.signal(signal.SIGINT, before)
+        loop.close()
 
 
 def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Path) -> None:
@@ -179,7 +238,9 @@ def test_a_run_that_was_trained_with_another_reward_is_refused_unless_one_insist
     def by_length(response: str) -> float:  # type: ignore[no-redef]
         return len(set(response)) / 8
 
-    with pytest.raises(corral.UserError, match=r"environment.reward.name: the content of corral_objects:by_length"):
+    with pytest.raises(
+        corral.UserError, match=r"environment.reward.name: the content of corral_objects:reward_by_length"
+    ):
         corral.train(recipe, reward=by_length, schedule={"steps": 2}, quiet=True)
     run = corral.train(recipe, reward=by_length, schedule={"steps": 2}, quiet=True, resume_anyway=True)
     assert run.metrics["step"].to_pylist() == [1, 2]

@@ -152,7 +152,7 @@ def test_rows_come_in_the_order_of_a_column_and_filters_are_reported(tmp_path: P
         ],
     )
     plan, printed = make_plan(recipe), io.StringIO()
-    run = train(recipe, plan.text(), [], Console(printed))
+    run = train(recipe, plan, Console(printed))
     assert {one["prompt"].partition(" =")[0][-1] for one in records(run, 1)} == {"8", "7"}
     assert "only rows with `pass_rate` in [0.2, 0.8]" in plan.text()
     assert "each epoch goes from the highest to the lowest `pass_rate`" in plan.text()

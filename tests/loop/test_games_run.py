@@ -53,7 +53,7 @@ def run(folder: Path, model: Path, text: str, *overrides: str) -> tuple[Path, st
     path.write_text(text.format(folder=folder, model=model, short=SHORT))
     recipe, screen = load_recipe(path, overrides), io.StringIO()
     check(recipe)
-    return train(recipe, make_plan(recipe).text(), [], Console(screen)), screen.getvalue()
+    return train(recipe, make_plan(recipe), Console(screen)), screen.getvalue()
 
 
 def trajectories(run_folder: Path) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ def test_twelve_steps_and_the_weights_after_them_are_those_of_trl(
     expected = [line for line in trainer.state.log_history if "loss" in line]
     changes = [f"algorithm.name={name}", *(f"algorithm.loss.{option}={value}" for option, value in options.items())]
     loaded = load_recipe(recipe, [*changes, "data.shuffle=false", "checkpoint.at_end=true", *overrides])
-    run = train(loaded, make_plan(loaded).text(), [], Console(io.StringIO()))
+    run = train(loaded, make_plan(loaded), Console(io.StringIO()))
     rows = rows_of(run)
     names = {
         "policy/loss": "loss",

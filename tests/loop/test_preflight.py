@@ -62,7 +62,7 @@ def recipe_in(folder: Path, model: Path, *overrides: str) -> Sequence[str]:
 
 def train_with(folder: Path, overrides: Sequence[str]) -> None:
     recipe = load_recipe(folder / "recipe.yaml", overrides)
-    train(recipe, make_plan(recipe).text(), [], Console(io.StringIO()))
+    train(recipe, make_plan(recipe), Console(io.StringIO()))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,13 @@ def test_it_is_an_error_before_the_model_is_loaded_and_in_a_plan_that_checks(
         check_here(checked_plan(recipe), lambda warning: None)
 
 
+def test_a_row_of_an_unknown_environment_is_an_error(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = recipe_in(tmp_path, tiny_model, "~environment", "environments={sums: {reward: {name: math}}}")
+    recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
+    with pytest.raises(UserError, match="the column `environment` is None; there are sums"):
+        check_here(checked_plan(recipe), lambda warning: None)
+
+
 def test_a_reward_that_fails_for_one_reply_is_a_warning(tmp_path: Path, tiny_model: Path) -> None:
     """A model's replies may be others."""
     overrides = recipe_in(tmp_path, tiny_model, "environment.reward.name={folder}/broken.py:wants_tags")
@@ -108,7 +115,10 @@ def test_the_command_line_checks(tmp_path: Path, tiny_model: Path) -> None:
         "trackers", "disk", "data.train", "data.validation", "environment and reward"
     ]  # fmt: skip
     (tmp_path / "vowels.py").write_text("def share_of_vowels(response):\n    return lenght(response)\n")
-    finished = corral(tmp_path, "plan", "recipe.yaml", "--check", "data.validation={path: nowhere.jsonl}")
+    broken = ("plan", "recipe.yaml", "--check", "data.validation={path: nowhere.jsonl}")
+    in_json = corral(tmp_path, *broken, "--json")
+    assert (in_json.code, in_json.stdout) == (2, "")
+    finished = corral(tmp_path, *broken)
     assert finished.code == 2
     assert len(finished.errors) == 2
     assert "no file nowhere.jsonl" in finished.errors[0]
@@ -143,7 +153,7 @@ def test_bad_rows_are_skipped_counted_and_named(tmp_path: Path, tiny_model: Path
     stream = io.StringIO()
     source = f"data.train={{path: '{tmp_path}/rows.jsonl'}}"
     recipe = load_recipe(tmp_path / "recipe.yaml", [source, "data.on_bad_row=skip", "schedule.steps=1"])
-    run = train(recipe, make_plan(recipe).text(), [], Console(stream))
+    run = train(recipe, make_plan(recipe), Console(stream))
     assert "rows.jsonl: 3 of 11 rows skipped (`data.on_bad_row`): " in stream.getvalue()
     assert "rows.jsonl:3: not valid JSON" in stream.getvalue()
     log = (run / "logs" / "main.log").read_text()

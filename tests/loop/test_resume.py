@@ -140,6 +140,14 @@ def test_a_damaged_checkpoint_is_not_used(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("due", ["checkpoint.every=2", "checkpoint.best=validation/mean@1"])
+def test_the_last_step_is_saved_when_it_is_due_also_without_a_checkpoint_at_the_end(
+    tmp_path: Path, tiny_model: Path, due: str
+) -> None:
+    run = train_here(tmp_path, tiny_model, *VALIDATION, "validation.every=2", due, "checkpoint.at_end=false")
+    assert [folder.name for folder in (run / "checkpoints").glob("step_*")] == ["step_000002"]
+
+
 def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> None:
     first = train_here(tmp_path, tiny_model)
     before = rows_of(first)
@@ -147,6 +155,14 @@ def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> No
     assert second.name == "tiny-2"
     assert [row["step"] for row in rows_of(second)] == [1, 2]
     assert rows_of(first) == before
+
+
+@pytest.mark.slow
+def test_logs_are_in_the_folder_of_their_run(tmp_path: Path, tiny_model: Path) -> None:
+    own_process = ("rollout.engine.own_process=true", "checkpoint.resume=never", "schedule.steps=1")
+    for _ in range(2):
+        run = train_here(tmp_path, tiny_model, *own_process)
+        assert (run / "logs" / "engine-0.log").is_file()
 
 
 def test_resume_from_an_earlier_checkpoint_of_the_same_run(tmp_path: Path, tiny_model: Path, four_steps: Path) -> None:

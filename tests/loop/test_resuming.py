@@ -41,7 +41,7 @@ def go_on(folder: Path, *overrides: str, anyway: bool = False) -> str:
     """What is printed when the run is started again."""
     recipe = load_recipe(folder / "recipe.yaml", overrides)
     stream = io.StringIO()
-    train(recipe, make_plan(recipe).text(), [], Console(stream), resume_anyway=anyway)
+    train(recipe, make_plan(recipe), Console(stream), resume_anyway=anyway)
     return stream.getvalue()
 
 

@@ -251,7 +251,7 @@ def test_a_tool_that_raises_is_printed_and_the_run_goes_on(tmp_path: Path, tiny_
     )
     stream = io.StringIO()
     recipe = load_recipe(write_recipe(tmp_path, tiny_model), overrides)
-    run = train(recipe, make_plan(recipe).text(), [], Console(stream))
+    run = train(recipe, make_plan(recipe), Console(stream))
     [warning] = [line for line in stream.getvalue().splitlines() if line.startswith("warning: a tool failed")]
     assert "`picky_tool` failed: ValueError: not this text (broken.py:88)" in warning
     [step] = steps_of(run)
@@ -334,7 +334,7 @@ def test_steps_without_anything_to_train_on_are_reported(
     recipe = load_recipe(
         write_recipe(tmp_path, tiny_model), broken(tmp_path, rewarded_by("same_for_all"), "schedule.steps=4")
     )
-    run = train(recipe, make_plan(recipe).text(), [], Console(io.StringIO()))
+    run = train(recipe, make_plan(recipe), Console(io.StringIO()))
     assert [row["updates/made"] for row in steps_of(run)] == [0, 0, 0, 0]
     [warning] = [record.getMessage() for record in caplog.records if "nothing to train on" in record.getMessage()]
     assert warning.startswith("step 3: in 3 steps in a row no sample was better or worse than the others")

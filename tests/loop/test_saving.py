@@ -74,6 +74,15 @@ def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_h
         train_here(tmp_path, tiny_model, *VALIDATION, "validation.every=1", "checkpoint.best=accuracy")
 
 
+def test_a_run_folder_in_the_home_directory_is_made_there(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = train_here(tmp_path, tiny_model, "logging.runs=~/runs", "schedule.steps=1")
+    assert run.parent == tmp_path / "home" / "runs"
+    assert (run / "checkpoints" / "step_000001").is_dir()
+
+
 def test_checkpoints_that_are_no_longer_kept_leave_their_models(tmp_path: Path, tiny_model: Path) -> None:
     settings = ("schedule.steps=3", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_weights=true")
     train_here(tmp_path, tiny_model, *settings)
