@@ -348,7 +348,7 @@ async def ray_costs(recipe: Recipe) -> dict[str, float]:
     request = RolloutRequest(0, prompt, NUM_SAMPLES, Sampling(PROFILE.prompt_tokens), "train")
     ray_group.RELAYED_FROM = 3  # so that there is a relay; two workers are still called one by one
     with ray_cluster():
-        async with open_simulated(recipe, placement, Path(recipe.logging.runs), Console(), frozenset()) as runtime:
+        async with open_simulated(recipe, placement, recipe.logging.folder, Console(), frozenset()) as runtime:
             await runtime.build("actor", recipe, None)
             await runtime.build("rollout", recipe, None)
             actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]

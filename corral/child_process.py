@@ -135,8 +135,12 @@ def last_lines(output: Path | IO[bytes], number: int) -> list[str]:
 class ProcessStat(NamedTuple):
     """State of a process or thread, as the kernel has it."""
 
+    name: str
+    """Of a program, its file's name, of which the kernel keeps 15 characters."""
     state: str
     """A letter: R runs, S waits, D waits for a disk, T is stopped, Z has ended."""
+    parent: int
+    """Process id of the parent."""
     cpu_ticks: int
     """CPU time that it has used."""
     started: int
@@ -147,10 +151,17 @@ def read_stat(pid: int, thread: int | None = None) -> ProcessStat | None:
     """The state of a process, or of one of its threads; None where there is no such process."""
     folder = f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}"
     try:
-        fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
+        start, _, rest = Path(folder, "stat").read_text().rpartition(")")  # a name may have brackets and spaces in it
     except OSError:  # it has ended, perhaps just now
         return None
-    return ProcessStat(fields[0], int(fields[11]) + int(fields[12]), int(fields[19]))
+    fields = rest.split()
+    return ProcessStat(
+        name=start.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        started=int(fields[19]),
+    )
 
 
 # --- dying with the parent. Linux only: elsewhere a child may outlive it.

@@ -74,11 +74,11 @@ def parsed(options: str) -> dict[str, Any]:
 
 
 def load(rows: str | None, episodes: int, seed: int) -> "list[Row]":
-    from corral.data.sources import GENERATORS, load_rows
+    from corral.data.sources import is_generated, load_rows
     from corral.recipe.schema import Data, Source
 
     path = "boards" if rows is None else rows
-    if path == "boards" or path.partition(":")[0] in GENERATORS:
+    if is_generated(path):
         source = Source(path=path, size=episodes, seed=seed)
     else:
         source = Source(path=str(Path(path).expanduser()), max_rows=episodes)

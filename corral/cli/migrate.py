@@ -72,6 +72,8 @@ def migrate(
 
     The recipe goes to standard output, what became of its keys to standard error. Nothing of a script is run.
     """
+    if plan and train:
+        raise UserError("--plan prints the plan and --train trains: give one of them")
     if every_key and (plan or train):
         raise UserError("--all belongs to the report, which --plan and --train do not print")
     if (allow_unsupported or shrink is not None) and not (plan or train):
@@ -149,12 +151,11 @@ def name_and_value(written: str) -> tuple[str, str]:
 
 def print_migration(migration: "Migration", strict: bool, every_key: bool, as_json: bool) -> None:
     from corral.migrate.migration import as_dict, recipe_text, report_text
-    from corral.recipe.plan import make_plan
-    from corral.recipe.shape import ModelShape
+    from corral.model.families import checked_plan
 
     problem = None
     try:
-        make_plan(migration.recipe, ModelShape.find(migration.recipe.model.path))
+        checked_plan(migration.recipe)
     except UserError as error:
         problem = error
     if as_json:
@@ -169,10 +170,10 @@ def print_migration(migration: "Migration", strict: bool, every_key: bool, as_js
 
 
 def print_own(recipe: "Recipe", words: Sequence[str], as_json: bool) -> None:
+    from corral.model.families import checked_plan
     from corral.recipe.load import dump_recipe
-    from corral.recipe.plan import make_plan
 
-    make_plan(recipe)
+    checked_plan(recipe)
     text = dump_recipe(recipe) if words[1:] else Path(words[0]).read_text()
     print(json.dumps({"system": "Corral", "recipe": text}, indent=2) if as_json else text, end="")
     print(f"{words[0]} is a recipe of Corral's already", file=sys.stderr)

@@ -60,9 +60,10 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: for programs.")] = False,
 ) -> None:
     """Make an index. The same command again goes on with one that was stopped (flat, hnsw)."""
+    from corral.recipe.memory import human_bytes
     from corral.retrieval.bm25 import Bm25Settings
     from corral.retrieval.dense import DenseSettings, EncoderSettings
-    from corral.retrieval.estimate import estimate, of_index, size
+    from corral.retrieval.estimate import estimate, of_index
     from corral.retrieval.index import build as build_index
     from corral.retrieval.index import encoder_name
     from corral.retrieval.searcher import check_kind
@@ -92,7 +93,7 @@ def build(
             corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show, report=print
         )
     made = of_index(index)
-    print(f"{kind} index of {made.num_passages:,} passages in {index}, {size(made.disk_bytes)}")
+    print(f"{kind} index of {made.num_passages:,} passages in {index}, {human_bytes(made.disk_bytes)}")
 
 
 def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> None:
@@ -220,8 +221,8 @@ def progress_shown() -> "Iterator[Callable[[str, int, int], None]]":
     """Shows one line: what is done, how much of it, and the time that is left."""
     import time
 
+    from corral.observe.console import duration
     from corral.observe.status_line import StatusLine
-    from corral.retrieval.estimate import duration
 
     line = StatusLine()
     began: dict[str, tuple[float, int]] = {}

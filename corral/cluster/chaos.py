@@ -340,7 +340,7 @@ def chaos(
     from corral.runtime.connection import find_cluster
 
     loaded = load_recipe(recipe, overrides)
-    runs = Path(loaded.logging.runs)
+    runs = loaded.logging.folder
     names = (f"{loaded.name}-chaos{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
     used = {one.run for one in present()}
     name = next(name for name in names if name not in used and not (runs / name).exists())

@@ -9,6 +9,7 @@ cluster. So the file says which cluster wrote it and when, and a worker trusts i
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from corral.cluster.node_report import SAME_EVERYWHERE, NodeReport
+from corral.observe.console import duration
 from corral.observe.run_files import write_atomically
 from corral.observe.status_line import Countdown
 from corral.recipe.errors import RunError, UserError
@@ -163,7 +165,7 @@ class HeadFile:
 
     def check(self, path: Path, id: str | None = None) -> None:
         """Raises if the file must not be trusted. `id`: of the launcher's job, where that is known."""
-        age = f"written {format_age(time.time() - self.time)} ago by {self.hostname}"
+        age = f"written {duration(time.time() - self.time)} ago by {self.hostname}"
         if id is not None and self.id != id:
             raise NoAnswer(f"{path}: it is of another start ({self.id}, {age}), not of {id}")
         try:
@@ -181,12 +183,6 @@ def token_beside(head_file: Path) -> Path:
     return head_file.with_name(f"{head_file.name}.token")
 
 
-def format_age(seconds: float) -> str:
-    if abs(seconds) < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
-
-
 # --- the cluster that a command means
 
 
@@ -199,7 +195,8 @@ def find_head(address: str | None = None) -> str:
     if found is None:
         raise UserError(f"this node is not part of a cluster; {HOW_TO_START}")
     if not answers(found):
-        raise UserError(f"the cluster's head, {found}, does not answer; {HOW_TO_START}")
+        source = " (RAY_ADDRESS)" if not address and found == os.environ.get("RAY_ADDRESS") else ""
+        raise UserError(f"the cluster's head, {found}{source}, does not answer; {HOW_TO_START}")
     return found
 
 
@@ -275,7 +272,9 @@ class ClusterStatus:
         entries = gcs.nodes()
         alive = [entry for entry in entries if entry.is_alive]
         cluster = gcs.get("cluster") or {}
-        ranks, addresses = {entry.rank for entry in alive}, {entry.address for entry in alive}
+        # A node without a rank takes nobody's place, or one that joined would hide all others that are gone.
+        ranks = {entry.rank for entry in alive if entry.rank is not None}
+        addresses = {entry.address for entry in alive}
         dead = {str(entry): entry for entry in entries if not entry.is_alive}
         reports = [(entry, gcs.get(f"node/{entry.id}")) for entry in alive]
         return cls(

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from corral.child_process import read_stat
 from corral.runtime.membership import Membership, marked_processes, member_folder
 
 POLL_S = 0.5
@@ -84,11 +85,8 @@ def find_process(mark: str, name: str) -> int:
 
 def is_running(pid: int, name: str) -> bool:
     """Whether the process has not ended. A program that is only just being started still has its parent's name."""
-    try:
-        found, _, state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except OSError:
-        return False
-    return state.split()[0] != "Z" and (found.endswith(f"({name}") or os.getpid() == int(state.split()[1]))
+    process = read_stat(pid)
+    return process is not None and process.state != "Z" and (process.name == name or process.parent == os.getpid())
 
 
 def report(line: str) -> None:

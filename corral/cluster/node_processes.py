@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from corral.child_process import read_stat
 from corral.recipe.errors import UserError
 from corral.runtime.network import is_loopback
 
@@ -64,16 +65,15 @@ def all_processes() -> dict[int, NodeProcess]:
 
 def read_process(folder: Path) -> NodeProcess | None:
     """None: it has ended, or is a thread of the kernel or a process of which only the exit code is left."""
+    pid = int(folder.name)
     try:
-        state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        name = (folder / "comm").read_text().strip()
         uid = folder.stat().st_uid
     except OSError:
         return None
-    if state == "Z" or not command:
+    if (stat := read_stat(pid)) is None or stat.state == "Z" or not command:
         return None
-    process = NodeProcess(int(folder.name), int(parent), full_name(name, command), command, user_name(uid))
+    process = NodeProcess(pid, stat.parent, full_name(stat.name, command), command, user_name(uid))
     if not process.is_rays:
         return process
     process = replace(process, is_elsewhere=network_of(folder) != network_of(Path("/proc/self")))

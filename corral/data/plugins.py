@@ -63,7 +63,6 @@ def name_object(value: Any, name: str) -> str:
     if is_importable(value):
         return f"{value.__module__}:{value.__name__}"
     module = sys.modules.setdefault(IN_MEMORY, ModuleType(IN_MEMORY))
-    name = name if name.isidentifier() else "given_object"  # a lambda has no name
     setattr(module, name, value)
     return f"{IN_MEMORY}:{name}"
 

@@ -40,6 +40,11 @@ NUM_NAMED = 3  # rows that are named of those that were skipped
 GENERATORS = {"arithmetic": arithmetic_rows, "pictures": picture_rows, "reasoning_gym": reasoning_gym_rows}
 
 
+def is_generated(path: str) -> bool:
+    """Whether a source's path names rows that Corral makes itself, and no file."""
+    return path == BOARDS or path.partition(":")[0] in GENERATORS
+
+
 def load_rows(
     source: Source,
     data: Data,
@@ -371,7 +376,10 @@ def render_prompt(tokenizer: Any, row: Row, chat: bool, *, needs_tools: bool = F
     rendered = render(row.prompt, row.tools)
     if needs_tools:
         check_tools(row.prompt, row.tools, render, rendered, row.where)
-    return tokenizer.vision.expand(rendered, images) if images else rendered
+    try:
+        return tokenizer.vision.expand(rendered, images) if images else rendered
+    except ValueError as error:  # such as an image that cannot be read
+        raise UserError(f"{row.where}: {error}") from error
 
 
 def check_tools(
@@ -420,8 +428,8 @@ def fit_prompts(
     if long and overlong == "error":
         raise UserError(
             f"{len(long)} of {len(prompts)} prompts have more tokens than data.max_prompt_tokens: {max_tokens}; "
-            f"the first is row {long[0]} with {len(prompts[long[0]].tokens)}. Raise the limit, or set data.overlong to "
-            "filter, truncate_left or truncate_right"
+            f"the first is {prompts[long[0]].row.where} with {len(prompts[long[0]].tokens)}. Raise the limit, or set "
+            "data.overlong to filter, truncate_left or truncate_right"
         )
     num_rows = len(prompts) + len(problems)
     counts = OverlongCounts(num_rows, *((len(long), 0) if overlong == "filter" else (0, len(long))), problems)

@@ -70,11 +70,10 @@ async def run_episode(
 ) -> EpisodeResult | None:
     """An episode in which the environment's own policy replies until it has no reply. None: there is no such policy, or
     no optimal one for this row."""
-    env = make()
-    if not env.has_policy(policy):
-        return None
-    rng, reward, turns = random_policy_rng(seed), 0.0, 0
+    env, rng, reward, turns = make(), random_policy_rng(seed), 0.0, 0
     try:
+        if not env.has_policy(policy):
+            return None
         await env.reset(row, seed)
         while turns < max_turns:
             reply = await reply_of(env.random_reply(rng) if policy == "random_reply" else env.best_reply())

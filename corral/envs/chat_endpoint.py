@@ -301,7 +301,7 @@ async def send(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any]
 
 
 def read_request(body: bytes, ignored: frozenset[str]) -> ChatRequest:
-    """`ignored` are fields that are not refused, though they cannot be honoured. Raises nothing but BadRequest."""
+    """`ignored` are fields that are not refused, though they cannot be honored. Raises nothing but BadRequest."""
     try:
         return _read_fields(json.loads(body), ignored)
     except BadRequest:
@@ -316,7 +316,7 @@ def _read_fields(fields: Any, ignored: frozenset[str]) -> ChatRequest:
     for name, (why, asks_nothing) in REFUSED.items():
         value = fields.get(name)
         if value is not None and name not in ignored and not asks_nothing(value):
-            raise BadRequest(f"`{name}: {json.dumps(value)[:EXCERPT]}` cannot be honoured: {why}")
+            raise BadRequest(f"`{name}: {json.dumps(value)[:EXCERPT]}` cannot be honored: {why}")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("`messages` must be a list of messages")
@@ -381,13 +381,14 @@ def read_tool_call(call: Any, number: int) -> dict[str, Any]:
     return {**read, "id": call["id"]} if isinstance(call.get("id"), str) else read
 
 
-def assistant_message(reply: str, request: ChatRequest, style: Style, number: int) -> Message:
-    """The reply as a message. Where one call of a tool cannot be read, all of it stays text."""
+def assistant_message(reply: str, request: ChatRequest, style: Style, reply_id: int | str) -> Message:
+    """The reply as a message. Where one call of a tool cannot be read, all of it stays text. `reply_id` tells the ids
+    of its calls from those of other replies in the conversation."""
     parsed = parse_reply(reply, style)
     if not request.parse_calls or not parsed.calls or any(call.problem for call in parsed.calls):
         return Message(role="assistant", content=reply)
     functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
-    calls = [{"type": "function", "function": one, "id": f"call_{number}_{i}"} for i, one in enumerate(functions)]
+    calls = [{"type": "function", "function": one, "id": f"call_{reply_id}_{i}"} for i, one in enumerate(functions)]
     return cast(Message, {"role": "assistant", "content": parsed.text, "tool_calls": calls})
 
 

@@ -29,6 +29,7 @@ from corral.envs.baselines import Baseline, baseline_of, random_policy_rng, repl
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
 from corral.rewards.scorer_pool import ScorerPool, ScorerPools, make_scorer
+from corral.rewards.worker_pool import encode_bytes
 
 NUM_COMPARED = 5
 """Episodes that are run again and compared."""
@@ -168,7 +169,7 @@ class EnvTrial:
     async def run_compared(self) -> list[Transcript]:
         """The episodes that are compared, in the types of JSON."""
         episodes = [await self.run_episode(row, self.seed + n) for n, row in enumerate(self.rows[:NUM_COMPARED])]
-        plain: list[Transcript] = json.loads(json.dumps(episodes))
+        plain: list[Transcript] = json.loads(json.dumps(episodes, default=encode_bytes))
         return plain
 
 

@@ -13,6 +13,7 @@ template, since Linux kills a process with the thread that started it.
 """
 
 import asyncio
+import functools
 import gc
 import inspect
 import json
@@ -223,21 +224,22 @@ class ToolProcesses:
                 pid = self._template.fork(theirs)
             except (EOFError, OSError, ValueError):  # a tool has killed it, or the kernel
                 self._template.end()
+                self._idle.clear()  # they have ended with it
                 pid = self._start().fork(theirs)
-        process = ToolProcess(connection, pid, self._end_from_elsewhere)
+        # A later template may give the same process id to another trajectory's process.
+        process = ToolProcess(connection, pid, functools.partial(self._end_from_elsewhere, self._template))
         process.ask(b"", START_TIMEOUT_S)
         return process
 
-    def _end_from_elsewhere(self, pid: int) -> int:
+    def _end_from_elsewhere(self, template: "ToolTemplate", pid: int) -> int:
         try:
-            return self._thread.submit(lambda: self._end(pid)).result()
+            return self._thread.submit(lambda: self._end(template, pid)).result()
         except RuntimeError:  # closed, and so it has ended
             return -int(signal.SIGKILL)
 
-    def _end(self, pid: int) -> int:
-        assert self._template is not None
+    def _end(self, template: "ToolTemplate", pid: int) -> int:
         try:
-            return int(self._template.ask(json.dumps(["end", pid]).encode(), START_TIMEOUT_S)["code"])
+            return int(template.ask(json.dumps(["end", pid]).encode(), START_TIMEOUT_S)["code"])
         except (EOFError, OSError, ValueError, KeyError):
             return -int(signal.SIGKILL)  # the template is gone, and all processes with it
 

@@ -117,7 +117,7 @@ class ShellScope:
     # --- words
 
     def expand(self, words: Iterable[ShellWord]) -> list[ShellValue]:
-        """One may become none or several: `$ARGS`, `"${ARGS[@]}"`. The warnings of none go to its neighbour."""
+        """One may become none or several: `$ARGS`, `"${ARGS[@]}"`. The warnings of none go to its neighbor."""
         found: list[ShellValue] = []
         lost: list[str] = []
         for word in itertools.chain.from_iterable(map(expand_braces, words)):

@@ -19,6 +19,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BLANK = "blank-1m"
 BLANK_VISION = "blank-vision-1m"
+BUILTIN_MODELS = (SMOLLM2, BLANK, BLANK_VISION)
 BLANK_SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
 BLANK_SHAPE: dict[str, Any] = {
     "vocab_size": 256 + len(BLANK_SPECIAL_TOKENS),

@@ -9,13 +9,15 @@ family is in `FAMILIES` once `tests/model/test_families.py` has compared it with
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from corral.model.builtin_models import BLANK, BLANK_VISION, SMOLLM2
+from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Model
+from corral.recipe.plan import Plan, make_plan
+from corral.recipe.schema import Model, Recipe
+from corral.recipe.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
 def find_path(model: Model) -> ModelPath | None:
     """How a model will be computed, by its `config.json`; None where there is none without a hub. Raises if the model
     is refused. Needs neither torch nor, for models with a fast path, transformers."""
-    if (name := model.path.lower()) in (SMOLLM2, BLANK, BLANK_VISION):
+    if (name := model.path.lower()) in BUILTIN_MODELS:
         written: dict[str, Any] = {"model_type": "qwen2_5_vl" if name == BLANK_VISION else "llama"}
     else:
         try:
@@ -138,26 +140,37 @@ def rope_types(config: Any) -> set[str]:
     return {str(one.get("rope_type") or one.get("type") or "default") for one in nested}
 
 
-def check_length(config: Any, limit: int) -> None:
-    """Raises if sequences of up to `limit` tokens are more than the model computes, or computes as one.
+def check_length(config: Any, limit: int, key: str = "data.max_prompt_tokens + rollout.max_response_tokens") -> None:
+    """Raises if sequences of up to `limit` tokens are more than the model computes, or computes as one. `key`: what the
+    user has set the limit with.
 
     Dynamic NTK scaling changes all positions of a sequence once it is longer than the trained length, and longrope once
     it is longer than the original one: what the engine sampled from would not be what the trainer computes.
     """
     text = config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
-    keys = f"data.max_prompt_tokens + rollout.max_response_tokens = {limit}, but"
     if positions is not None and 0 < positions < limit:  # XLNet says -1 for no limit
-        raise UserError(f"{keys} the model has {positions} positions")
+        raise UserError(f"{key} = {limit}, but the model has {positions} positions")
     if "longrope" in rope_types(text):
         original = getattr(text, "original_max_position_embeddings", None) or text.rope_parameters.get(
             "original_max_position_embeddings", positions
         )
         if original is not None and limit > original:
             raise UserError(
-                f"{keys} the model turns to other rotary frequencies (longrope) behind {original} tokens, for those "
-                f"before them too; keep sequences within {original}"
+                f"{key} = {limit}, but the model turns to other rotary frequencies (longrope) behind {original} tokens, "
+                f"for those before them too; keep sequences within {original}"
             )
+
+
+def checked_plan(recipe: Recipe, device: str | None = None) -> Plan:
+    """The plan of a recipe, with how its model is computed; raises where the recipe, its model, or a mesh that this
+    model cannot be spread over is refused. `device`: as `make_plan` has it."""
+    path, shape = find_path(recipe.model), ModelShape.find(recipe.model.path)
+    plan = make_plan(recipe, shape, device=device, model_path=None if path is None else str(path))
+    if path is not None and path.kind == "general":
+        used = {name for mesh in plan.meshes.values() for name, size in asdict(mesh).items() if size > 1}
+        check_parallel(recipe.model.path, used, path.reads_images)
+    return plan
 
 
 GENERAL_CANNOT = ("context", "expert", "pipeline", "tensor")

@@ -29,7 +29,7 @@ JOIN_S = 10.0
 class PrometheusServer(Tracker):
     def __init__(self, settings: Prometheus, run: str) -> None:
         check_installed("logging.prometheus")
-        token = None if settings.token_file is None else read_token(Path(settings.token_file))
+        token = None if settings.token_file is None else read_token(Path(settings.token_file).expanduser())
         self._run, self._lock = run, threading.Lock()
         self._values: dict[str, float] = {}
         self._step: int | None = None

@@ -290,7 +290,11 @@ def apply_override(document: Document, text: str) -> None:
     if not equals or not key.strip():
         document.report(where, "is not an override; write `key=value`, or `~key` to delete")
         return
-    path = expand((), key.strip())
+    set_override(document, expand((), key.strip()), value, where)
+
+
+def set_override(document: Document, path: KeyPath, value: str, where: Where) -> None:
+    """Set one key to a value in YAML, in place of what the file or an earlier override says."""
     try:
         node = read_value(path, value)
     except RecipeError:

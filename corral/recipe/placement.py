@@ -1,7 +1,7 @@
 """Which role uses which devices: the grammar of `cluster.placement`, its rules, what follows from it, and a picture.
 
 Devices are numbered through all nodes, from 0. They are written as `all`, `0-19` (inclusive), `0,2,5`, mixes of these,
-`[0, 1]` or `list(range(0, 4))`, which is recognised and never evaluated. Two roles share all of their devices or none.
+`[0, 1]` or `list(range(0, 4))`, which is recognized and never evaluated. Two roles share all of their devices or none.
 Devices that `cluster.services` claim are for no role.
 """
 

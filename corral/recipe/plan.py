@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from corral.recipe.default_mesh import with_default_mesh
@@ -225,7 +226,8 @@ def count_steps(recipe: Recipe, num_rows: int | None) -> int | None:
         return recipe.schedule.steps
     if recipe.schedule.epochs is None or num_rows is None:
         return None
-    return math.ceil(recipe.schedule.epochs * num_rows / recipe.batch.prompts_per_step)
+    # Exact, as 1.1 * 100 is a little more than 110 in floating point, and would be a step more.
+    return math.ceil(Fraction(str(recipe.schedule.epochs)) * num_rows / recipe.batch.prompts_per_step)
 
 
 def update_sizes(trajectories: int, updates: int) -> list[int]:

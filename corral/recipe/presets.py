@@ -123,9 +123,11 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
     loss = cast(AlgorithmPart[LossDeclaration], parts["loss"])
     aggregation = parts["aggregation"]
     if loss.declaration.aggregation is not None:
-        aggregation = AlgorithmPart(
-            KINDS["algorithm", "aggregation"].declared[loss.declaration.aggregation], NoOptions()
-        )
+        try:
+            declaration = find_declaration(("algorithm", "aggregation"), loss.declaration.aggregation)
+        except UserError as error:
+            raise RecipeError(f"the loss {loss.name} is declared with {error}") from None
+        aggregation = with_recipe_defaults(AlgorithmPart(declaration, declaration.options()), recipe)
     kl_where = written.kl.where if "where" in written.kl.model_fields_set else preset.kl_where
     coefficient = either(written.kl.coefficient, 0.001)
     return ResolvedAlgorithm(

@@ -27,9 +27,14 @@ NEED_ROWS = ("question", "search", "tools", "reasoning_gym")
 OWN_REWARDS = ("frozen_lake", "sokoban", "gymnasium", "reasoning_gym")
 FUNCTION_KEYS = ("name", "options", "timeout_s", "workers", "concurrency")
 """Keys of `environment.reward` about its function."""
-NOT_BLOCKING = ("question", "frozen_lake", "sokoban", "search", "tools", "agent")
+NOT_BLOCKING = ("question", "frozen_lake", "sokoban", "search", "agent")
+OWN_DEADLINES = {
+    "question": "a question only waits for its reward, which has `{where}.reward.timeout_s`",
+    "search": "a search has `{where}.options.patience_s`, and each request of it `{where}.options.request_timeout_s`",
+    "tools": "each call of a tool has `{where}.options.tool_timeout_s`",
+}
+"""Environments that do not read `environment.timeout_s`, and what bounds them."""
 TRACKERS_WITH_PROJECTS = {"wandb", "mlflow", "swanlab", "trackio"}
-TRACKERS_WITH_SAMPLES = {"tensorboard", "wandb", "trackio"}
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -104,12 +109,12 @@ def sources_or_one(source: Source, where: str) -> Findings:
 def curriculum_keys(recipe: Recipe) -> Findings:
     curriculum = recipe.data.curriculum
     where = "data.curriculum"
+    if curriculum.order_by is None:
+        yield from unused(curriculum, where, ["descending"], f"there is no `{where}.order_by`")
     if recipe.trains_on_rows:
         reason = f"{recipe.algorithm.name} trains on rows, which have no rewards"
         yield from unused(curriculum, where, set(Curriculum.model_fields) - {"order_by", "descending"}, reason)
         return
-    if curriculum.order_by is None:
-        yield from unused(curriculum, where, ["descending"], f"there is no `{where}.order_by`")
     if curriculum.mean_reward is None:
         yield from unused(curriculum, where, ["others"], f"there is no `{where}.mean_reward`")
     elif curriculum.mean_reward[0] > curriculum.mean_reward[1]:
@@ -233,9 +238,8 @@ def turns_and_timeouts(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings
         if environment.name in NOT_BLOCKING:
             reason = f"{environment.name} does not block"
             yield from unused(environment, where, ["processes"], reason)
-        if environment.name == "question":
-            reason = f"a question only waits for its reward, which has `{where}.reward.timeout_s`"
-            yield from unused(environment, where, ["timeout_s"], reason)
+        if environment.name in OWN_DEADLINES:
+            yield from unused(environment, where, ["timeout_s"], OWN_DEADLINES[environment.name].format(where=where))
     most = recipe.rollout.max_turn_tokens
     if most is not None and most > recipe.rollout.max_response_tokens:
         yield (
@@ -499,11 +503,9 @@ def logging_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if not TRACKERS_WITH_PROJECTS.intersection(recipe.logging.trackers):
         reason = f"none of `logging.trackers` has projects ({', '.join(sorted(TRACKERS_WITH_PROJECTS))} do)"
         yield from unused(recipe.logging, "logging", ["project"], reason)
-    if not TRACKERS_WITH_SAMPLES.intersection(recipe.logging.trackers):
-        reason = f"none of `logging.trackers` has tables ({', '.join(sorted(TRACKERS_WITH_SAMPLES))} do)"
-        yield from unused(recipe.logging, "logging", ["tracked_samples"], reason)
     if set(recipe.logging.trackers) <= {"console"}:
-        yield from unused(recipe.logging, "logging", ["names"], "`logging.trackers` names no tracker but the console")
+        reason = "`logging.trackers` names no tracker but the console"
+        yield from unused(recipe.logging, "logging", ["names", "tracked_samples"], reason)
     prometheus = recipe.logging.prometheus
     if prometheus is not None and prometheus.token_file is None and not is_loopback(prometheus.host):
         yield (

@@ -743,13 +743,18 @@ class Logging(Section):
     samples: NaturalInt = 2
     """Answers printed after each validation."""
     tracked_samples: NaturalInt = 8
-    """Trajectories of each step in the tables of tensorboard, wandb and trackio."""
+    """Trajectories of each step that the trackers get: as tables, in mlflow as files, in swanlab as texts."""
     prometheus: Prometheus | None = None
     """Serve the last metrics to Prometheus. None: do not."""
     trajectories: bool = True
     """Write every trajectory to the run folder."""
     curve: bool = True
     """Draw the learning curve, curve.png, when the run ends; drawing takes half a second."""
+
+    @property
+    def folder(self) -> Path:
+        """`runs`, with `~` as the home directory."""
+        return Path(self.runs).expanduser()
 
 
 class Service(Section):

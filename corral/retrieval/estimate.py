@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from corral.observe.console import duration
 from corral.recipe.errors import UserError
+from corral.recipe.memory import human_bytes
 from corral.retrieval.bm25 import VOCABULARY, Bm25Settings, splitter
 from corral.retrieval.dense import DenseSettings, Encoder, empty_hnsw
 from corral.retrieval.index import read_finished
@@ -58,14 +60,15 @@ class IndexEstimate:
 
     def lines(self) -> list[str]:
         took = "not measured" if self.build_s is None else duration(self.build_s)
-        serve = f"{size(self.serve_memory_bytes)}; to be fast, {size(self.cache_bytes)} of page cache"
+        disk = human_bytes(self.disk_bytes)
+        serve = f"{human_bytes(self.serve_memory_bytes)}; to be fast, {human_bytes(self.cache_bytes)} of page cache"
         if not self.build_memory_bytes:
-            title = f"{self.kind} index of {self.num_passages:,} passages ({size(self.corpus_bytes)})"
-            return [title, f"  disk             {size(self.disk_bytes)}", f"  memory to serve  {serve}"]
+            title = f"{self.kind} index of {self.num_passages:,} passages ({human_bytes(self.corpus_bytes)})"
+            return [title, f"  disk             {disk}", f"  memory to serve  {serve}"]
         return [
-            f"{self.kind} index of about {self.num_passages:,} passages ({size(self.corpus_bytes)})",
-            f"  disk             {size(self.disk_bytes)}, while it is built {size(self.build_disk_bytes)}",
-            f"  memory to build  {size(self.build_memory_bytes)}",
+            f"{self.kind} index of about {self.num_passages:,} passages ({human_bytes(self.corpus_bytes)})",
+            f"  disk             {disk}, while it is built {human_bytes(self.build_disk_bytes)}",
+            f"  memory to build  {human_bytes(self.build_memory_bytes)}",
             f"  memory to serve  {serve}",
             f"  time to build    {took}",
         ]
@@ -251,17 +254,3 @@ def of_index(folder: Path) -> IndexEstimate:
         cache_bytes=disk - held - n * 8 + manifest.corpus.size,
         build_s=0.0,
     )
-
-
-def size(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -10,6 +10,7 @@ in a worker is not ours. At the end of the file is what a worker process itself 
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
 import json
@@ -49,6 +50,9 @@ MAX_REPLY_BYTES = 64 << 20
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(*map(int, sys.argv[2:]))"
 )
+
+BYTES_KEY = "bytes in base64"
+"""The only key of an object that stands for bytes, which JSON does not have."""
 
 Item = TypeVar("Item")
 Job = TypeVar("Job")
@@ -118,7 +122,7 @@ class WorkerConnection:
     def read_reply(self) -> dict[str, Any]:
         """A reply that has arrived."""
         try:
-            reply = json.loads(self._inbox.receive())
+            reply = json.loads(self._inbox.receive(), object_hook=decode_bytes)
         except RecursionError as error:
             raise ValueError("lists in lists without end") from error
         if not isinstance(reply, dict):
@@ -155,6 +159,18 @@ class WorkerConnection:
             del self._outbox[: self._connection.send(self._outbox)]
         elif events:
             self._inbox.read()  # before anything else: what a process sent before it died is read
+
+
+def encode_bytes(value: Any) -> dict[str, str]:
+    """The object of JSON for bytes, such as an environment's pictures; the `default` of `json.dumps`."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return {BYTES_KEY: base64.b64encode(value).decode()}
+
+
+def decode_bytes(value: dict[str, Any]) -> Any:
+    """What `encode_bytes` was given; the `object_hook` of `json.loads`. Raises ValueError for what is no base64."""
+    return base64.b64decode(str(value[BYTES_KEY]), validate=True) if value.keys() == {BYTES_KEY} else value
 
 
 class WorkerProcess(WorkerConnection):
@@ -382,7 +398,7 @@ def serve_requests(descriptor: int, load: Callable[[bytes], Served]) -> None:
 
     def send(answer: Callable[[], dict[str, Any]]) -> None:
         try:
-            reply = json.dumps(answer())
+            reply = json.dumps(answer(), default=encode_bytes)
         except BaseException as error:  # also SystemExit: this request failed, the worker is well
             reply = json.dumps(error_reply(error))
         connection.sendall(framed(reply.encode()))

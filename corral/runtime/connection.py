@@ -62,6 +62,8 @@ def connect(cluster: Cluster) -> None:
         return
     if cluster.address != "auto":
         raise UserError(f"`cluster.address`: there is no Ray cluster at {found}; {HOW_TO_START}")
+    if found is not None and found == os.environ.get("RAY_ADDRESS") != "local":  # `local` asks Ray to start one
+        raise UserError(f"RAY_ADDRESS: there is no Ray cluster at {found}; unset it, or {HOW_TO_START}")
     if cluster.nodes > 1:
         lack = f"`cluster.nodes` is {cluster.nodes}, and this machine is not part of a Ray cluster"
         raise UserError(f"{lack}; {HOW_TO_START}")
@@ -74,7 +76,8 @@ def find_cluster(address: str | None) -> str | None:
     was made part of, with `corral up` or `ray start`. Not one that another run started for itself and will end, which
     is what Ray's own `auto` would take. Its token is used from here on."""
     named = address or os.environ.get("RAY_ADDRESS") or None
-    if named == "auto":
+    # For Ray's own tools that variable may also be `auto`, or the URL of a dashboard, to which jobs are sent.
+    if named == "auto" or (not address and named is not None and "://" in named):
         named = None
     member = find_membership(named)
     use_token_of(member)

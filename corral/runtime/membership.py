@@ -7,10 +7,12 @@ workers, jobs. That is how `corral down` knows which processes to end, whatever 
 import json
 import os
 import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from corral.child_process import read_stat
 from corral.recipe.errors import UserError
 
 MARK_VARIABLE = "CORRAL_UP"
@@ -113,22 +115,17 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found: dict[int, str] = {}
     children: dict[int, dict[int, str]] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            pid, name = int(process.name), (process / "comm").read_text().strip()
-            children.setdefault(parent_of(process), {})[pid] = name
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                found[pid] = name
-        except OSError:
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if (process := read_stat(pid)) is None:
             continue
+        children.setdefault(process.parent, {})[pid] = process.name
+        with suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found[pid] = process.name
     left = list(found)
     while left:
         new = {pid: name for pid, name in children.get(left.pop(), {}).items() if pid not in found}
         found |= new
         left += new
     return list(found.items())
-
-
-def parent_of(process: Path) -> int:
-    """Parent's process id: the fourth field, counted from behind the name, which may have spaces in it."""
-    return int((process / "stat").read_text().rpartition(")")[2].split()[1])

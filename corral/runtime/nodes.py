@@ -40,7 +40,6 @@ WORKER_SLOT = "corral_device"
 """The resource of a node without GPUs, one per worker."""
 HEAD_RESOURCE = "node:__internal_head__"
 LOG_TAIL_LINES = 10
-LOG_TAIL_BYTES = 4096
 EXIT_WAIT_S = 3.0
 """Seconds to wait for the exit status of a process that Ray found dead."""
 REPORT_EVERY_S = 5.0
@@ -144,14 +143,7 @@ class NodeAgent:
             time.sleep(0.05)
         if code is None and pid is not None:
             self.workers.kill(pid)
-        if log is None:
-            return code, []
-        try:
-            with log.open("rb") as file:
-                file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-                return code, file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        except FileNotFoundError:
-            return code, []
+        return code, [] if log is None else child_process.last_lines(log, LOG_TAIL_LINES)
 
     def close(self) -> None:
         """Ends what is left of the workers and the services, and removes the node's folder; logs that are nowhere else

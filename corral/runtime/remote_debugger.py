@@ -160,8 +160,8 @@ class WorkerDebugger:
 
 
 class DebuggerWatch:
-    """Warns the user of workers that wait for a debugger, each time once. `devices`: by number, as they are then: one may
-    be on a node that has taken another's place."""
+    """Warns the user of workers that wait for a debugger, each time once. `devices`: by number, as they are then: one
+    may be on a node that has taken another's place."""
 
     def __init__(self, token: str, devices: Mapping[int, object], warn: Callable[[str], None]) -> None:
         self.token, self.devices, self.warn = token, devices, warn

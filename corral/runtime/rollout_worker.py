@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -330,7 +329,7 @@ def process_engine(context: WorkerContext, recipe: Recipe, skeleton: Any, tokeni
         memory_fraction=rollout.engine.memory_fraction or (SHARED_MEMORY_FRACTION if shares_device else None),
         arguments=rollout.engine.arguments,
     )
-    logs = Path(recipe.logging.runs) / recipe.name / "logs"
+    logs = recipe.logging.folder / recipe.name / "logs"
     log = logs / f"engine-{context.rank}.log" if logs.is_dir() else None
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(context.accelerators)} if len(context.accelerators) > 1 else {}
     return ProcessEngine(
@@ -370,7 +369,6 @@ class WorkerQueue:
 class RolloutScheduler:
     """`max_load`: trajectories that a worker has in flight at most; the rest waits here, so that a slow one gets fewer.
 
-    `on_lost` is called with a worker that was lost; it calls `remove_worker` and returns True, or all requests fail.
     `on_finished` is called with the trajectories of each prompt, as they come.
     """
 
@@ -378,10 +376,11 @@ class RolloutScheduler:
         self,
         group: Group[RolloutWorker],
         max_load: float,
-        on_lost: Callable[[WorkerLost], bool] = lambda lost: False,
         on_finished: Callable[[list[Trajectory]], None] = lambda trajectories: None,
     ) -> None:
-        self.group, self.max_load, self.on_lost, self.on_finished = group, max_load, on_lost, on_finished
+        self.group, self.max_load, self.on_finished = group, max_load, on_finished
+        self.on_lost: Callable[[WorkerLost], bool] = lambda lost: False
+        """Called with a worker that was lost; it calls `remove_worker` and returns True, or all requests fail."""
         self.queues: dict[int, WorkerQueue] = {}
         """Queues of the workers that take requests, by rank."""
         self.by_load: list[tuple[int, int]] = []

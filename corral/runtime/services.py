@@ -31,8 +31,8 @@ LAST_LINES = 3
 
 def command_of(service: Service) -> list[str]:
     if service.retriever is not None:
-        serve = ["-m", "corral.cli.main", "retriever", "serve", service.retriever, "--port", str(service.port)]
-        return [sys.executable, *serve]
+        index = str(Path(service.retriever).expanduser())
+        return [sys.executable, "-m", "corral.cli.main", "retriever", "serve", index, "--port", str(service.port)]
     return service.command
 
 

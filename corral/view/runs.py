@@ -176,13 +176,14 @@ class RunReader:
             return {}, [first_line(error)]
 
     def num_steps(self, recipe: Mapping[str, Any]) -> int | None:
-        """The length of the run, where it is known: from its newest checkpoint, else from the recipe."""
+        """The length of the run, where it is known: from the recipe, else, of epochs, from the newest checkpoint."""
+        if isinstance(steps := recipe.get("schedule.steps"), int):
+            return steps
         for folder in self._checkpoints():
             if path := self.file("checkpoints", folder.name, "state.json"):
                 with suppress(OSError, ValueError, KeyError, TypeError):
                     return int(json.loads(path.read_bytes())["num_steps"])
-        steps = recipe.get("schedule.steps")
-        return steps if isinstance(steps, int) else None
+        return None
 
     def state(self, step: int, num_steps: int | None, failed: bool) -> str:
         """running, finished, failed, stopped, or empty: nothing was computed yet."""

@@ -91,7 +91,8 @@ def test_prompt_too_long(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     replace_in_recipe(tmp_path, tiny_model, GENERATED, "{path: questions.jsonl}")
     error = the_error(train(tmp_path, tiny_model))
-    assert "1 of 2 prompts have more tokens than data.max_prompt_tokens: 48; the first is row 1 with 119" in error
+    assert "1 of 2 prompts have more tokens than data.max_prompt_tokens: 48" in error
+    assert "the first is questions.jsonl:2 with 119" in error
 
 
 def test_missing_model(tmp_path: Path, tiny_model: Path) -> None:

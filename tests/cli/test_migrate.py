@@ -329,6 +329,16 @@ def test_plan_goes_on_from_the_migrated_recipe(tmp_path: Path, name: str) -> Non
     assert BATCHES[name] in planned.stdout
 
 
+def test_a_mesh_that_training_refuses_is_refused_of_a_script_and_of_a_recipe(tmp_path: Path) -> None:
+    script, own = GOLDEN / "verl_submit/input.sh", tmp_path / "own.yaml"
+    own.write_text(corral(tmp_path, "migrate", str(script)).stdout)
+    for file in (script, own):
+        mesh = ("model.path=blank-1m", "model.implementation=general", "train.parallel.tensor=2")
+        made = corral(tmp_path, "migrate", str(file), *mesh)
+        assert made.code == 2
+        assert "train.parallel.tensor: blank-1m is computed sequence by sequence" in made.stderr
+
+
 def test_keys_of_the_recipe_can_be_changed(tmp_path: Path) -> None:
     changes = ["batch.prompts_per_step=64", "~logging.project", "algorithm.loss=gspo"]
     changes += ["algorithm.loss.clip_high=0.3"]

@@ -71,6 +71,14 @@ def test_what_a_recipe_should_think_twice_about_is_a_warning(recipe: Path) -> No
     assert "learning_rate" in findings[0].what
 
 
+def test_a_mesh_that_training_refuses_is_an_error(recipe: Path) -> None:
+    general = ["model.implementation=general", "train.parallel.tensor=2", "cluster.devices_per_node=2"]
+    plan, findings = read_recipe(recipe, general, has_gpus=False)
+    assert plan is None
+    assert [finding.level for finding in findings] == ["error"]
+    assert "train.parallel.tensor" in findings[0].what
+
+
 CLUSTER = ("cluster.nodes=2", "cluster.devices_per_node=2")
 
 
@@ -128,6 +136,15 @@ def test_losses_and_advantages_of_the_users_are_looked_for(recipe: Path, tmp_pat
     for key in ("algorithm.loss.name", "algorithm.advantage.name"):
         assert named[key].name == str(tmp_path / "own.py")
         assert digest_of(named[key])
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "blank-1m", "Blank-Vision-1m"])
+def test_built_in_models_and_boards_are_no_files_of_the_users(recipe: Path, model: str) -> None:
+    built_in = load_recipe(recipe, ["data.train.path=boards", "~data.train.options", f"model.path={model}"])
+    found = {one.key: one for one in required_files(built_in, recipe)}
+    assert "data.train.path" not in found
+    [finding] = check_required(found["model.path"], {H1: ""}, H1, offline=True)
+    assert finding.level == "note"
 
 
 def test_modules_and_models_of_the_hub_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Who a node is: options, then the variables of guides, then those of launchers."""
+"""Who a node is: options, then the variables of guides, then those of launchers; and which nodes were lost."""
 
 import contextlib
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.cluster.gcs import ClusterStatus, Gcs, NodeEntry
 from corral.cluster.identity import NodeIdentity, expand_hosts, find_identity
 from corral.recipe.errors import UserError
 
@@ -111,3 +112,26 @@ def test_slurms_short_form_is_expanded(short: str, hosts: list[str]) -> None:
 def test_any_list_of_hosts_is_expanded_or_refused(text: str) -> None:
     with contextlib.suppress(UserError):
         assert all(isinstance(host, str) for host in expand_hosts(text))
+
+
+def test_a_node_without_a_rank_that_is_gone_is_lost_although_another_one_is_alive() -> None:
+    def entry(name: str, rank: int | None, address: str, is_alive: bool) -> NodeEntry:
+        return NodeEntry(name, rank, "", name, address, is_alive, False, {})
+
+    class KnownNodes(Gcs):
+        address = "10.0.0.1:6379"
+
+        def __init__(self) -> None: ...
+
+        def nodes(self) -> list[NodeEntry]:
+            return [
+                entry("head", 0, "10.0.0.1", True),
+                entry("earlier-head", 0, "10.0.0.9", False),
+                entry("joined", None, "10.0.0.2", True),
+                entry("gone", None, "10.0.0.3", False),
+                entry("earlier", None, "10.0.0.2", False),
+            ]
+
+        def get(self, key: str) -> None: ...
+
+    assert [node.hostname for node in ClusterStatus.query(KnownNodes()).lost] == ["gone"]

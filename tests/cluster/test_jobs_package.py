@@ -60,6 +60,10 @@ def test_paths_are_those_of_the_folder_it_was_submitted_from(folder: Path, load:
     assert recipe.reference.path == f"{folder}/../other"
 
 
+def test_a_run_folder_in_the_home_directory_stays_in_that_of_the_job(folder: Path, load: Load) -> None:
+    assert with_absolute_paths(load("logging.runs=~/runs"), folder).logging.runs == "~/runs"
+
+
 def test_paths_of_several_sources_and_environments_are_too(folder: Path, load: Load) -> None:
     (folder / "own.py").write_text("def rows(): ...\nclass Game: ...\n")
     written = ("~data.train", "data.train.sources={a: {path: a.jsonl}, b: {path: 'own.py:rows'}}", "~environment")
@@ -68,6 +72,20 @@ def test_paths_of_several_sources_and_environments_are_too(folder: Path, load: L
     assert prepared.data.train.sources["a"].path == f"{folder}/a.jsonl"
     assert prepared.data.train.sources["b"].path == f"{folder}/own.py:rows"
     assert prepared.environments["x"].name == f"{folder}/own.py:Game"
+
+
+def test_paths_of_services_and_of_the_prometheus_token_are_too(folder: Path, load: Load) -> None:
+    services = "cluster.services={wiki: {retriever: index, corpus: wiki.jsonl, port: 8000}}"
+    recipe = with_absolute_paths(load(services, "logging.prometheus={token_file: token}"), folder)
+    wiki = recipe.cluster.services["wiki"]
+    assert (wiki.retriever, wiki.corpus) == (f"{folder}/index", f"{folder}/wiki.jsonl")
+    assert recipe.logging.prometheus is not None
+    assert recipe.logging.prometheus.token_file == f"{folder}/token"
+
+
+def test_boards_are_no_path(folder: Path, load: Load) -> None:
+    recipe = load("data.train.path=boards", "~data.train.options")
+    assert with_absolute_paths(recipe, folder).data.train.path == "boards"
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,16 @@ def test_a_recipe_that_names_no_code_sends_none(tmp_path: Path) -> None:
     assert manifests(of)[1]["spec"]["entrypoint"] == "corral train /etc/corral/recipe.yaml"
 
 
-@pytest.mark.parametrize("override", ["data.train={path: rows.jsonl}", "model.path=./model", "reference.path=./other"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.train={path: rows.jsonl}",
+        "model.path=./model",
+        "reference.path=./other",
+        "cluster.services={wiki: {retriever: index, port: 8000}}",
+        "logging.prometheus={token_file: token}",
+    ],
+)
 def test_a_path_of_this_machine_is_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(UserError, match="is relative to a folder of this machine"):
         with_code(work(tmp_path, override), tmp_path, tmp_path, (), MAX_CODE_BYTES)

@@ -113,14 +113,14 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
         "id": "old",
         "cluster_id": "ab",
         "address": f"{address}:6379",
-        "time": time.time() - 7300,
+        "time": time.time() - 7201,
         "hostname": "h1",
     }
     file.write_text(json.dumps(stale))
     worker = ("--rank=1", "--nodes=2", f"--head-file={file}")
     off = corral(lab, 1, "up", *worker, "--timeout=2")
     assert off.returncode == 1
-    assert "it is stale: written 2.0 h ago by h1, and no cluster answers at" in off.stderr.splitlines()[-1]
+    assert "it is stale: written 2h00m ago by h1, and no cluster answers at" in off.stderr.splitlines()[-1]
 
     head = begin_up(
         lab, 0, "--rank=0", "--nodes=2", f"--head-file={file}", "--id=new", f"--address={address}", devices=1

@@ -311,7 +311,10 @@ def test_tools_and_tool_calls_of_a_row_reach_the_template_or_are_an_error() -> N
 
 
 def rows_of_lengths(*lengths: int) -> list[Row]:
-    return [Row([{"role": "user", "content": "x" * length}], None, "", {}) for length in lengths]
+    return [
+        Row([{"role": "user", "content": "x" * length}], None, "", {}, where=f"train.jsonl:{number}")
+        for number, length in enumerate(lengths, 1)
+    ]
 
 
 def render(row: Row) -> list[int]:
@@ -325,7 +328,7 @@ def test_prompts_that_fit_are_left_alone() -> None:
 
 
 def test_an_overlong_prompt_is_an_error_that_names_the_first_and_their_number() -> None:
-    with pytest.raises(UserError, match=r"2 of 4 prompts .*max_prompt_tokens: 3; the first is row 1 with 5"):
+    with pytest.raises(UserError, match=r"2 of 4 prompts .*max_prompt_tokens: 3; the first is train.jsonl:2 with 5"):
         fit_prompts(rows_of_lengths(3, 5, 1, 4), render, 3, "error")
 
 

@@ -54,6 +54,21 @@ class Slow:
         return "end"
 
 
+class Pictured(Slow):
+    """Shows a picture in its messages and as its frame, as bytes."""
+
+    PICTURE = b"\x89PNG\r\n\x00\xff"
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        return [{"role": "user", "content": "<image>", "images": [self.PICTURE]}]
+
+    def step(self, reply: str) -> StepResult:
+        return StepResult([{"role": "user", "content": "<image>", "images": [self.PICTURE, "a.png"]}], 1.0, False)
+
+    def draw_frame(self) -> bytes:  # type: ignore[override]
+        return self.PICTURE
+
+
 class Pooled(Slow):
     def __init__(self, pool: Any) -> None:
         super().__init__()

@@ -440,7 +440,7 @@ def test_an_agent_that_fails_is_its_trajectorys_error(
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"n": 2}, "`n: 2` cannot be honoured: one answer to a request"),
+        ({"n": 2}, "`n: 2` cannot be honored: one answer to a request"),
         ({"stop": ["\n"]}, "`rollout.stop`"),
         ({"logprobs": True}, "log-probabilities are not given"),
         ({"response_format": {"type": "json_object"}}, "answers are free text"),
@@ -458,7 +458,7 @@ def test_an_agent_that_fails_is_its_trajectorys_error(
         ({"tools": [{"name": "add"}]}, "`tools` must be a list of"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(agents: Path, fields: dict[str, Any], expected: str) -> None:
+def test_what_cannot_be_honored_is_refused_by_name(agents: Path, fields: dict[str, Any], expected: str) -> None:
     row = Row(ROW.prompt, "5", "", fields)
     with pytest.raises(RuntimeError, match="the agent ended without a request"):
         play(agents, "asks_for_more", [], row, in_process=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blocking_environments import Pictured
 from env_helpers import opened
 
 from corral.data.rows import Row
-from corral.envs.base import EnvSet, StepResult
+from corral.envs.base import Env, EnvSet, StepResult
 from corral.envs.baselines import run_episode
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Rollout
@@ -42,6 +43,29 @@ def test_the_frame_of_another_process_is_that_of_the_last_step() -> None:
 
     with opened(SLOW, processes=1) as make:
         assert asyncio.run(frames(make())) == ["0 said", "1 said"]
+
+
+def test_an_environment_without_the_policy_is_closed_all_the_same() -> None:
+    closed = []
+
+    class NoPolicy(Env):
+        async def close(self) -> None:
+            closed.append(self)
+
+    assert asyncio.run(run_episode(NoPolicy, ROW, 0, 1, "best_reply")) is None
+    assert len(closed) == 1
+
+
+def test_pictures_of_another_process_arrive_as_bytes() -> None:
+    async def seen(env: Any) -> list[Any]:
+        [first] = await env.reset(ROW, 3)
+        result = await env.step("a")
+        await env.close()
+        return [first["images"], result.messages[0]["images"], env.draw_frame()]
+
+    with opened(SLOW.replace("Slow", "Pictured"), processes=1) as make:
+        picture = Pictured.PICTURE
+        assert asyncio.run(seen(make())) == [[picture], [picture, "a.png"], picture]
 
 
 def test_a_blocking_environment_is_played_in_another_process_which_is_used_again() -> None:

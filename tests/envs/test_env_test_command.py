@@ -35,6 +35,11 @@ def test_a_sound_class_of_ones_own_passes_without_a_solver() -> None:
     assert "best    it has no such policy" in said.output
 
 
+def test_an_environment_with_pictures_passes() -> None:
+    said = env_test(f"{HERE}/blocking_environments.py:Pictured", "--episodes", "2")
+    assert said.output.count("  ok  ") == 6, said.output
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

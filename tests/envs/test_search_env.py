@@ -12,7 +12,7 @@ from stand_in_retriever import Answer, StandInRetriever
 
 from corral.data.rows import Row
 from corral.envs.base import EnvSet, StepResult
-from corral.envs.built_in.search import INVALID_FEEDBACK, NoRetriever, SearchEnv, read_action, show, with_question
+from corral.envs.built_in.search import INVALID_FEEDBACK, SearchEnv, read_action, show, with_question
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
 from corral.retrieval.client import RetrievalError, RetrievedDocument
@@ -229,7 +229,7 @@ def test_without_search_it_is_one_question_and_one_answer() -> None:
     _, [step] = play(open_set({"do_search": False}, max_turns=4), "<search>Benin</search>")
     assert (step.reward, step.done) == (0.0, True)
     assert "search" not in first_messages(open_set({"do_search": False}))[0]["content"]
-    assert isinstance(SearchEnv.open_shared(do_search=False), NoRetriever)
+    assert SearchEnv.open_shared(do_search=False) is None
 
 
 def test_a_retriever_that_stays_away_costs_the_trajectory(server: StandInRetriever) -> None:

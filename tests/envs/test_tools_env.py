@@ -556,6 +556,19 @@ def children_of_sandbox(envs: EnvSet) -> int:
     return len(psutil.Process(template._process.pid).children(recursive=True)) - 2  # its first process, and itself
 
 
+def test_a_process_of_a_template_that_died_ends_none_of_the_next_one(file: Path) -> None:
+    envs = environments(file, "match")
+    processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
+    assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
+    old = processes.fork()
+    processes._template.kill()
+    new = [processes.fork() for _ in range(3)]  # within its sandbox, one of them has the process id of the old one
+    assert processes._idle == []
+    old.end()
+    assert [process.request(5.0, "call", 0, None, {"pattern": "a", "text": "a"}) for process in new] == ["true"] * 3
+    envs.close()
+
+
 def test_a_regular_expression_without_end_is_over_at_its_deadline(play: Play) -> None:
     began = time.monotonic()
     endless = call("match", pattern="(a+)+b", text="a" * 28)

@@ -60,10 +60,12 @@ def test_prometheus_reads_the_last_numbers_of_the_run() -> None:
     assert {own["metric"]: value for own, value in found["corral_x_b_c"]} == {"x/b c": 1.0, "x/b_c": 2.0}
 
 
-def test_who_has_no_token_learns_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token_file", ["{folder}/token", "~/token"])
+def test_who_has_no_token_learns_nothing(token_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
-    server = PrometheusServer(Prometheus(port=0, token_file=str(tmp_path / "token")), "run")
+    server = PrometheusServer(Prometheus(port=0, token_file=token_file.format(folder=tmp_path)), "run")
     try:
         with pytest.raises(urllib.error.HTTPError) as refused:
             scrape(server.url)

@@ -84,6 +84,11 @@ def test_the_size_of_a_generated_source_is_known_from_the_recipe(load):
     assert make_plan(recipe).num_rows == 50
 
 
+def test_a_fraction_of_an_epoch_is_not_rounded_up_to_a_step_more(load):
+    recipe = load("batch.prompts_per_step=10", "~schedule.steps", "schedule.epochs=1.1")
+    assert make_plan(recipe, num_rows=100).num_steps == 11
+
+
 def test_epochs_become_steps_where_rows_are_known(load):
     recipe = load(*BATCH, "~schedule.steps", "schedule.epochs=1.5")
     assert make_plan(recipe, num_rows=100).num_steps == 3

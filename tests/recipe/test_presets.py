@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from corral.algorithms.advantages import GaeOptions
 from corral.algorithms.losses import GspoOptions, PpoOptions
+from corral.recipe.errors import RecipeError
 from corral.recipe.parts import PRESETS
 from corral.recipe.presets import resolve_algorithm
 
@@ -64,6 +67,24 @@ def test_a_chosen_loss_brings_its_own_bounds_and_aggregation(load):
     mixed = resolve_algorithm(load("algorithm.name=dapo", "algorithm.loss=gspo"))
     assert mixed.loss.options == GspoOptions(clip_low=3e-4, clip_high=4e-4)
     assert mixed.aggregation.name == "seq_mean_token_mean"
+
+
+def declare_loss(aggregation):
+    Path("own.py").write_text(
+        f"import corral\n@corral.loss(summary='x', aggregation={aggregation!r})\ndef mine(terms, options): ...\n"
+    )
+    return "algorithm.loss=own.py:mine"
+
+
+def test_a_loss_of_ones_own_brings_an_aggregation_with_its_options(load):
+    own = declare_loss("seq_mean_token_sum_norm")
+    assert resolve_algorithm(load(own, "rollout.max_response_tokens=300")).aggregation.options.norm == 300
+
+
+def test_a_loss_of_ones_own_with_an_unknown_aggregation_is_an_error_that_names_it(load):
+    recipe = load(declare_loss("token_meen"))
+    with pytest.raises(RecipeError, match=r"own.py:mine.*`algorithm.aggregation: token_meen` is not one of"):
+        resolve_algorithm(recipe)
 
 
 def test_writing_null_turns_the_presets_kl_off(load):

@@ -117,6 +117,18 @@ def test_a_child_dies_with_its_parent(kind: str) -> None:
     until_ended(pid)
 
 
+def test_the_state_of_a_process_is_that_of_the_kernel_whatever_its_name(tmp_path: Path) -> None:
+    program = tmp_path / "a (b) S 1"
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([program, "60"])
+    found = child_process.read_stat(process.pid)
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
+    assert found is not None
+    assert (found.name, found.parent) == (program.name, os.getpid())
+    assert child_process.read_stat(process.pid) is None
+
+
 def test_last_lines_leave_out_blank_ones_and_need_no_file(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert child_process.last_lines(log, 2) == []

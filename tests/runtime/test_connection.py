@@ -11,7 +11,8 @@ import pytest
 
 from corral.cluster.up import check_temp_dir
 from corral.recipe.errors import UserError
-from corral.runtime.connection import address_of_ray_start, make_ray_folder
+from corral.recipe.schema import Cluster
+from corral.runtime.connection import address_of_ray_start, connect, find_cluster, make_ray_folder
 from corral.runtime.membership import private_folder, state_folder
 
 STRANGER = 65534
@@ -133,3 +134,28 @@ def test_runs_that_start_together_do_not_remove_each_others_folders(
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: make_ray_folder(), range(100)))
     assert all(folder.is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("http://localhost:8265", "10.0.0.1:6379"), ("auto", "10.0.0.1:6379"), ("10.0.0.2:6379", "10.0.0.2:6379")],
+)
+def test_a_dashboard_in_ray_address_names_no_cluster(
+    variable: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("corral.runtime.membership.state_folder", lambda: tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert find_cluster(None) == expected
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_cluster_of_ray_address_that_does_not_answer_is_not_replaced_by_another(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.runtime.connection.start_here", lambda cluster: pytest.fail("another one was started"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UserError, match=r"RAY_ADDRESS.*127\.0\.0\.1:1"):
+        connect(Cluster(nodes=nodes))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from corral.recipe.schema import Service
-from corral.runtime.services import Services
+from corral.runtime.services import Services, command_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -174,6 +174,10 @@ def test_what_a_service_lacks_is_said(start: Start, command: list[str], timeout_
 
 
 @pytest.mark.slow
+def test_an_index_in_the_home_directory_is_found_there() -> None:
+    assert str(Path.home() / "index") in command_of(Service(retriever="~/index", port=8000))
+
+
 def test_a_port_that_somebody_else_has_is_not_taken_for_the_service(start: Start, port: int) -> None:
     first = start()
     assert first.wait() == []

@@ -97,6 +97,19 @@ def test_the_states_of_runs(tmp_path: Path) -> None:
     assert runs["failed"]["last_line"].endswith("the disk is full")
 
 
+@pytest.mark.parametrize(("schedule", "expected"), [("{steps: 8}", ("stopped", 8)), ("{epochs: 2}", ("finished", 4))])
+def test_a_run_that_was_extended_is_as_long_as_its_latest_recipe_says(
+    tmp_path: Path, schedule: str, expected: tuple[str, int]
+) -> None:
+    run = write_run(tmp_path, "longer", steps=5, of=4)
+    (run / "recipe.2.yaml").write_text(f"schedule: {schedule}\n")
+    checkpoint = run / "checkpoints" / "step_4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"step": 4, "num_steps": 4}')
+    [found] = ask(tmp_path, "runs.json")["runs"]
+    assert (found["state"], found["num_steps"]) == expected
+
+
 def test_the_ledger_and_logs_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, "one")
     history = ["issued for step 2", "generated for step 2", "trained at step 2"]

@@ -123,7 +123,7 @@ def request_for(
         cluster=cluster,
         address=node.address or "127.0.0.1",
         folder=os.getcwd(),
-        runs=os.path.abspath("runs" if plan is None else plan.recipe.logging.runs),
+        runs=os.path.abspath("runs" if plan is None else plan.recipe.logging.folder),
         writes=0 if plan is None else recipe_checks.checkpoint_bytes(plan),
         objects=int(entry["Resources"].get("object_store_memory", 0)) or None if entry else None,
         environment={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
@@ -223,7 +223,7 @@ class Survey:
     def check_shared_folders(self) -> None:
         wanted = [file_checks.SharedPath(os.path.abspath(path), "--shared") for path in self.options.shared]
         if self.plan is not None and self.plan.recipe.cluster.nodes > 1:
-            wanted.append(file_checks.SharedPath(os.path.abspath(self.plan.recipe.logging.runs), RUNS))
+            wanted.append(file_checks.SharedPath(os.path.abspath(self.plan.recipe.logging.folder), RUNS))
         for shared in wanted:
             self.options.report(f"looking at {shared.path} from all nodes")
             is_made = shared.why == RUNS and not os.path.isdir(shared.path)  # a run would make it

@@ -18,7 +18,8 @@ from corral.cluster.doctor.findings import Finding, FindingLevel, NodeRef, forma
 from corral.cluster.doctor.machine_checks import hugging_face_cache
 from corral.cluster.node_report import installed_version, torch_version
 from corral.data.plugins import is_spec
-from corral.model.builtin_models import SMOLLM2, cached_folder
+from corral.data.sources import is_generated
+from corral.model.builtin_models import BUILTIN_MODELS, cached_folder
 from corral.recipe.keys import dotted
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.schema import Recipe
@@ -120,8 +121,8 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
     found = [RequiredFile("recipe", str(file.resolve()), "recipe", everywhere)]
     for part in ("model", "critic", "reference", "reward_model"):
         path = getattr(recipe, part).path
-        if path is not None and path.lower() == SMOLLM2:
-            found.append(RequiredFile(f"{part}.path", str(cached_folder(SMOLLM2)), "path", everywhere))
+        if path is not None and path.lower() in BUILTIN_MODELS:
+            found.append(RequiredFile(f"{part}.path", str(cached_folder(path.lower())), "path", everywhere))
         elif path is not None:
             is_path = Path(path).expanduser().exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
             key = f"{part}.path"
@@ -142,7 +143,7 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
         if source.hub_name is not None:
             continue
         paths = source.path if isinstance(source.path, list) else [source.path]
-        names = [path for path in paths if not is_spec(path) and not glob.has_magic(path)]
+        names = [path for path in paths if not (is_generated(path) or is_spec(path) or glob.has_magic(path))]
         found += [at_path(f"{dotted(place)}.path", path, False) for path in names]
     return found
 
@@ -191,10 +192,8 @@ def check_required(
         fix = "download it once to a folder that all nodes share, and name that"
         what = f"{name} is not in the Hugging Face cache{then}"
         yield Finding("error" if offline else "note", "files", what, fix, missing)
-    elif missing and required.name == str(cached_folder(SMOLLM2)):
-        what = (
-            f"`{required.key}`: the built-in model has not been converted yet; the first use does it, in half a minute"
-        )
+    elif missing and required.name in [str(cached_folder(name)) for name in BUILTIN_MODELS]:
+        what = f"`{required.key}`: the built-in model is not made yet; the first use does it, within half a minute"
         yield Finding("note", "files", what, nodes=missing)
     elif controller in missing and required.kind != "recipe":
         what = f"`{required.key}`: there is no {required.name}"

@@ -30,7 +30,7 @@ from corral.runtime.membership import find_membership, own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards, split_address
 
 WORKER = "ray::DeviceProcess"
-"""Ray calls a worker by the name of its class, `runtime.process.DeviceProcess`."""
+"""Ray calls a worker by the name of its class, `runtime.ray_group.DeviceProcess`."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 ACTOR_THREADS = 8
 CLOSE_S = 5.0

@@ -14,13 +14,13 @@ from corral.data.plugins import error_line
 from corral.data.rows import Message, Row
 from corral.data.supervised import prepare_prompts
 from corral.envs.base import EnvSet, uses_rewards
+from corral.model.families import checked_plan
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.memory import human_bytes, num_trained_parameters
 from corral.recipe.placement import format_devices
-from corral.recipe.plan import Plan, make_plan
+from corral.recipe.plan import Plan
 from corral.recipe.schema import Environment, Recipe, Reward, Rollout
-from corral.recipe.shape import ModelShape
 from corral.rewards.scorer_pool import ScorerPool
 
 TIGHT = 0.9
@@ -38,7 +38,7 @@ def read_recipe(path: Path, overrides: Sequence[str], has_gpus: bool) -> tuple[P
     """The recipe's plan, unless something is wrong with it. `has_gpus`: `model.dtype: auto` depends on it."""
     try:
         recipe = load_recipe(path, overrides)
-        plan = make_plan(recipe, ModelShape.find(recipe.model.path), device="cuda" if has_gpus else "cpu")
+        plan = checked_plan(recipe, device="cuda" if has_gpus else "cpu")
     except RecipeError as error:
         return None, [Finding("error", "recipe", problem) for problem in error.problems]
     except UserError as error:
@@ -119,7 +119,7 @@ def compare_memory(needs: int, present: int, user: str, node: NodeRef, device: s
 
 
 def check_chat(tokenizer: Any, recipe: Recipe) -> Iterator[Finding]:
-    """Checks whether the chat template takes a conversation, and only ever extends it (see `rollout/prefix.py`)."""
+    """Checks whether the chat template takes a conversation and only extends it (see `rollout/chat_rendering.py`)."""
     from corral.rollout.chat_rendering import DROPS_THOUGHTS, FIX, THOUGHTS, TURNS, ChatRenderer, find_breaks
 
     if not recipe.data.chat:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from corral.data.plugins import did_you_mean, is_spec
-from corral.data.sources import GENERATORS
+from corral.data.sources import GENERATORS, is_generated
 from corral.observe.run_folder import holds_run
 from corral.recipe.errors import UserError
 from corral.recipe.keys import KeyPath, dotted
@@ -52,7 +52,7 @@ def collect_code(
     if root is not None:
         if root.resolve() in (Path.home().resolve(), Path("/")):
             raise UserError(f"all of {root} would be sent along: {WHAT_TO_DO}")
-        code.files.update(files_of(root, skip=Path(recipe.logging.runs)))
+        code.files.update(files_of(root, skip=recipe.logging.folder))
         for pattern in include:
             code.files.update(matching_files(root, pattern))
     changes = {key: add_spec(code, dotted(key), spec, folder) for key, spec in code_specs(recipe).items()}
@@ -165,13 +165,19 @@ def with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
 def absolute_paths(recipe: Recipe, folder: Path) -> dict[KeyPath, Any]:
     """The paths of a recipe as they are seen from `folder`, by key."""
     changes: dict[KeyPath, Any] = {
-        ("logging", "runs"): str(folder / recipe.logging.runs),
+        ("logging", "runs"): absolute_path(recipe.logging.runs, folder),
         ("model", "path"): model_path(recipe.model.path, folder),
     }
     changes |= {(*key, "path"): source_path(source, folder) for key, source in recipe.data.all_sources.items()}
     for role in ("critic", "reference", "reward_model"):
         if (path := getattr(recipe, role).path) is not None:
             changes[role, "path"] = model_path(path, folder)
+    for name, service in recipe.cluster.services.items():
+        paths = {"retriever": service.retriever, "corpus": service.corpus}
+        key = ("cluster", "services", name)
+        changes |= {(*key, part): absolute_path(path, folder) for part, path in paths.items() if path is not None}
+    if (prometheus := recipe.logging.prometheus) is not None and prometheus.token_file is not None:
+        changes["logging", "prometheus", "token_file"] = absolute_path(prometheus.token_file, folder)
     if recipe.checkpoint.resume not in ("auto", "never"):
         changes["checkpoint", "resume"] = absolute_path(recipe.checkpoint.resume, folder)
     template = recipe.model.chat_template
@@ -210,5 +216,5 @@ def source_path(source: SourceRows, folder: Path) -> str | list[str]:
         return [absolute_path(path, folder) for path in source.path]
     if (name := source.hub_name) is not None:
         return f"hf:{folder / name}" if (folder / name).is_dir() else source.path
-    kind = source.path.partition(":")[0]
-    return source.path if kind in GENERATORS or is_spec(source.path) else absolute_path(source.path, folder)
+    is_path = not is_generated(source.path) and not is_spec(source.path)
+    return absolute_path(source.path, folder) if is_path else source.path

@@ -42,7 +42,7 @@ class JobInstructions:
                 why = "with --no-code the job runs there; submit from a folder that all nodes see"
             raise UserError(f"{folder}, from which this was submitted, is not on {socket.gethostname()}, and {why}")
         if self.must_resume:
-            check_resumable(Path(self.run_folder))
+            check_resumable(Path(self.run_folder).expanduser())
 
 
 def check_resumable(run_folder: Path) -> None:

@@ -75,7 +75,7 @@ class JobPackage:
         JobInstructions(
             job=job,
             submitted_from=str(request.folder),
-            is_folder_needed=request.code is None or not Path(request.recipe.logging.runs).is_absolute(),
+            is_folder_needed=request.code is None or not request.recipe.logging.folder.is_absolute(),
             runs_in_folder=request.code is None,
             run_folder=str(self.run_folder),
             must_resume=request.resume,
@@ -162,7 +162,7 @@ def new_id(name: str, jobs: Sequence[Job]) -> str:
 def notes_on_earlier_run(package: JobPackage) -> list[str]:
     """A note if there is a run to go on with. On the head only, because others may have another folder of that name;
     the job checks again."""
-    folder = package.run_folder
+    folder = package.run_folder.expanduser()
     if package.request.resume:
         check_resumable(folder)
     if package.recipe.checkpoint.resume != "auto" or not holds_run(folder):

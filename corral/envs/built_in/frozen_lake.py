@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from corral.envs.games import Cell, Draw, Game, GridGameEnv, Move, Prompts, require, shortest_path
 
 DIRECTIONS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-"""Each one's neighbours in this circle are at right angles to it."""
+"""Each one's neighbors in this circle are at right angles to it."""
 
 
 class Lake(NamedTuple):

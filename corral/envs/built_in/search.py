@@ -44,16 +44,6 @@ I put the answer between the tags named answer. I try again.
 """
 
 
-class NoRetriever:
-    """Stands in for a `RetrievalClient` where nothing is searched."""
-
-    async def search(self, query: str) -> list[RetrievedDocument]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
 class SearchEnv(Env):
     bounds_itself = True
     """The retrieval client's patience and the reward's deadline bound every call."""
@@ -63,7 +53,7 @@ class SearchEnv(Env):
         self,
         pool: RewardScorer,
         max_turns: int,
-        shared: RetrievalClient | NoRetriever,
+        shared: RetrievalClient | None = None,
         do_search: bool = True,
         prompt: str | None = SEARCH_PROMPT,
         observation: str = OBSERVATION,
@@ -101,9 +91,9 @@ class SearchEnv(Env):
         request_timeout_s: float = 30.0,
         cache_size: int = 10_000,
         token_file: str | None = None,
-    ) -> RetrievalClient | NoRetriever:
+    ) -> RetrievalClient | None:
         if not do_search:
-            return NoRetriever()
+            return None
         if not retriever:
             raise UserError(
                 "environment `search` needs the option `retriever`, an address such as http://127.0.0.1:8000 "
@@ -167,6 +157,7 @@ class SearchEnv(Env):
         self._unread, self._unread_is_information = "", False
 
     async def _search(self, query: str) -> str:
+        assert self._client is not None, "without `do_search` nothing is searched"
         self._searches += 1
         started = time.monotonic()
         try:

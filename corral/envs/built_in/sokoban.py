@@ -258,9 +258,9 @@ def displacement(boxes: tuple[Cell, ...], targets: tuple[Cell, ...]) -> int:
 def wander(free: set[Cell], player: Cell, rng: random.Random) -> Cell:
     """One to three steps, so that a room does not begin right behind the box that is to be pushed."""
     for _ in range(rng.randint(1, 3)):
-        neighbours = [cell for action in DIRECTIONS if (cell := step(player, action)) in free]
-        if neighbours:
-            player = rng.choice(neighbours)
+        neighbors = [cell for action in DIRECTIONS if (cell := step(player, action)) in free]
+        if neighbors:
+            player = rng.choice(neighbors)
     return player
 
 
